@@ -1,0 +1,239 @@
+"""Configuration: frozen dataclasses, read strictly from TOML and JSON, with a fingerprint over what decides a result."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import cattrs
+
+from isoloss.errors import IsolossError
+
+T = TypeVar("T")
+
+
+def _incidental(default: Any, help: str) -> Any:
+    """A field that says how a result is computed, not which result: it stays out of the fingerprint."""
+    return field(default=default, metadata={"incidental": True, "help": help})
+
+
+# --- languages -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PCFGConfig:
+    """A random levelled grammar (see `isoloss.languages.pcfg.PCFG.random`)."""
+
+    kind: Literal["pcfg"] = "pcfg"
+    levels: int = 3
+    """Number of binary levels: a sentence has at most 2^levels tokens."""
+    symbols_per_level: int = 6
+    """Symbols of each level, the root level included."""
+    rules_per_symbol: int = 8
+    """Binary rules of each symbol above the lowest level."""
+    vocab_size: int = 32
+    """Tokens of the language."""
+    stop_probability: float = 0.0
+    """Probability that a symbol above the lowest level emits a token instead of splitting; makes lengths vary."""
+    seed: int = 0
+    """Decides the rules and their weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarConfig:
+    """A grammar given by its rules, as `PCFG.to_file` writes them: the run keeps the rules, not a path to them."""
+
+    kind: Literal["grammar"] = "grammar"
+    rules: str
+    """One rule a line: LHS RHS [RHS] weight."""
+    max_length: int = 64
+    """Longer sentences are left out of the language, and its probabilities are given that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """Real text: files, a tokenizer and the length that the tokens are packed to."""
+
+    kind: Literal["corpus"] = "corpus"
+    paths: tuple[str, ...]
+    """Text files (.txt), JSON lines (.jsonl, field `text`) or folders of them."""
+    tokenizer: str
+    """A Hugging Face folder or name, or a `vocab.txt` of WordPiece."""
+    length: int = 128
+    """Tokens in a packed sequence, the tokenizer's special tokens included."""
+    held_out: float = 0.05
+    """Share of the documents kept out of training, for the validation loss."""
+    content: str = ""
+    """SHA-256 over the files and the tokenizer; filled in when a run is made and checked whenever it is opened."""
+
+
+LanguageConfig = PCFGConfig | GrammarConfig | CorpusConfig
+
+# --- pre-training ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A transformer by its size name (`isoloss ls sizes`)."""
+
+    size: str = "d64"
+    """Name of the shape, e.g. d16, d64, d768."""
+    dropout: float = 0.1
+    """Dropout of hidden states and attention weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """Which tokens are hidden from the model and predicted."""
+
+    masking: Literal["one", "fraction"] = "one"
+    """`one` token of each sentence, or each token with probability `fraction` (at least one a sentence)."""
+    fraction: float = 0.15
+    """Share of masked tokens where masking is `fraction`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """A step rule and its schedule: linear warm-up from 0, then constant."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = 1e-3
+    warmup_steps: int = 1000
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW's decay rates."""
+    momentum: float = 0.0
+    """SGD's momentum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One pre-training run."""
+
+    language: LanguageConfig
+    model: ModelConfig = ModelConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    steps: int = 1000
+    batch_size: int = 128
+    """Sentences in a step."""
+    checkpoints: tuple[int, ...] = ()
+    """Steps whose checkpoint is kept, besides the last."""
+    initial: str | None = None
+    """Checkpoint folder whose weights the run starts from, relative to the run's folder; None: random weights."""
+    seed: int = 0
+    """Decides the initial weights, the data, the masks and the dropout."""
+    log_every: int = 50
+    """Steps between two lines of metrics.jsonl."""
+    device: str = _incidental("auto", "Device to train on: auto, cpu, cuda, cuda:1, mps.")
+    threads: int = _incidental(0, "CPU threads; 0: all cores.")
+    save_every_seconds: float = _incidental(60.0, "Seconds between two checkpoints kept only for resuming.")
+
+
+# --- TOML, JSON, fingerprint -----------------------------------------------------------------------------------------
+
+_converter = cattrs.Converter(forbid_extra_keys=True)
+
+
+def _structure_language(document: Any, _: Any) -> Any:
+    kinds = {"pcfg": PCFGConfig, "grammar": GrammarConfig, "corpus": CorpusConfig}
+    kind = document.get("kind") if isinstance(document, Mapping) else None
+    if kind not in kinds:
+        raise IsolossError(f"a language's kind is one of {', '.join(kinds)}, not {kind!r}")
+    return _converter.structure(document, kinds[kind])
+
+
+def _structure_strict(value: Any, target: Any) -> Any:
+    """Refuse a value of another type instead of converting it: steps = "100" is a mistake, not a number."""
+    if target is float and type(value) is int:
+        return float(value)
+    if type(value) is not target:
+        raise TypeError(f"expected {target.__name__}, got {value!r}")
+    return value
+
+
+for _primitive in (bool, int, float, str):
+    _converter.register_structure_hook(_primitive, _structure_strict)
+_converter.register_structure_hook(LanguageConfig, _structure_language)
+
+
+def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
+    """Return the `cls` that `document` describes; unknown keys and wrong types are errors that name the place.
+
+    Raises:
+        IsolossError: A key that `cls` does not have, a missing one, or a value of the wrong type.
+    """
+    try:
+        return _converter.structure(document, cls)
+    except cattrs.BaseValidationError as error:
+        reasons = "; ".join(cattrs.transform_error(error, path="config"))
+        raise IsolossError(f"not a valid {cls.__name__}: {reasons}") from error
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return a config dataclass as JSON types (tuples become lists)."""
+    document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return document
+
+
+def read_toml(cls: type[T], path: Path) -> T:
+    """Return the `cls` in the TOML file `path`; errors as for `from_dict`, and for a file that is not TOML."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise IsolossError(f"{path} does not exist") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise IsolossError(f"{path} is not a readable TOML file: {error}") from error
+    return from_dict(cls, document)
+
+
+def to_toml(config: Any) -> str:
+    """Return a config dataclass as TOML that `read_toml` reads back; None is left out, as TOML has no word for it."""
+    import tomlkit
+
+    def without_none(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_none(item) for key, item in value.items() if item is not None}
+        return value
+
+    return tomlkit.dumps(without_none(to_dict(config)))
+
+
+def fingerprint(config: Any) -> str:
+    """Return 16 hexadecimal digits over the fields that decide a result; incidental ones (device, threads) are out."""
+    document = json.dumps(_identity(config), sort_keys=True)
+    return hashlib.sha256(document.encode()).hexdigest()[:16]
+
+
+def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
+    """Return `field: ours != theirs` for each identity field in which two configs differ."""
+    lines = []
+    left, right = _identity(ours), _identity(theirs)
+
+    def compare(a: Any, b: Any, path: str) -> None:
+        if isinstance(a, dict) and isinstance(b, dict):
+            for key in dict.fromkeys([*a, *b]):
+                compare(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        elif a != b:
+            lines.append(f"{path}: {a!r} != {b!r}")
+
+    compare(left, right, prefix)
+    return lines
+
+
+def _identity(config: Any) -> Any:
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {
+            f.name: _identity(getattr(config, f.name))
+            for f in dataclasses.fields(config)
+            if not f.metadata.get("incidental")
+        }
+    if isinstance(config, tuple):
+        return [_identity(item) for item in config]
+    return config

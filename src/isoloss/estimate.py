@@ -1,0 +1,87 @@
+"""A measured number that carries its error: what every measure of isoloss returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from isoloss.errors import IsolossError
+
+Z95 = 1.959963984540054  # the 97.5 % point of the standard normal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A value, its standard error and what it was measured on.
+
+    Attributes:
+        value: The estimate, in `unit`.
+        stderr: Its standard error, in `unit`: the estimated standard deviation of `value` over fresh inputs and probes;
+            0 for an exact value.
+        samples: Number of independent samples that `stderr` rests on.
+        unit: E.g. `"nats per predicted token"`, `"accuracy"`.
+        num_inputs: Number of inputs (predicted positions, examples) that were averaged.
+        num_probes: Random probes (or sampled labels) per input; 0 where the measure draws none.
+        method: Which estimator ran.
+        seconds: Wall-clock time, or None where it was not taken.
+        by_parameter: Share of `value` by parameter name, in `unit`, where the measure splits.
+        details: What else was decided: device, dtype, attention kernel, parameters counted, positions, seed.
+
+    Example:
+        >>> e = Estimate(value=34.08, stderr=0.52, samples=256, unit="nats per predicted token", num_inputs=2048,
+        ...              num_probes=1, method="fisher, grouped sketch")
+        >>> print(e)
+        34.08 ± 0.52 nats per predicted token
+        >>> Estimate.from_dict(e.to_dict()) == e
+        True
+    """
+
+    value: float
+    stderr: float
+    samples: int
+    unit: str
+    num_inputs: int
+    num_probes: int = 0
+    method: str
+    seconds: float | None = None
+    by_parameter: Mapping[str, float] | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.value) and math.isfinite(self.stderr) and self.stderr >= 0):
+            raise IsolossError(f"{self.method}: the estimate is not finite (value {self.value}, stderr {self.stderr})")
+
+    @property
+    def ci95(self) -> tuple[float, float]:
+        """The normal 95 % confidence interval."""
+        return self.value - Z95 * self.stderr, self.value + Z95 * self.stderr
+
+    def __str__(self) -> str:
+        return f"{rounded(self.value, self.stderr)} {self.unit}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Estimate:
+        """Return the estimate that `to_dict` wrote."""
+        return cls(**document)
+
+
+def rounded(value: float, stderr: float) -> str:
+    """Return `value ± stderr` with two significant digits of the error, and as many decimals of the value.
+
+    Example:
+        >>> rounded(0.0464321, 0.00118), rounded(1234.5, 120.0), rounded(3.0, 0.0)
+        ('0.0464 ± 0.0012', '1230 ± 120', '3')
+    """
+    if stderr == 0:
+        return f"{value:.10g}"
+    decimals = 1 - math.floor(math.log10(stderr))
+    if decimals > 0:
+        return f"{value:.{decimals}f} ± {stderr:.{decimals}f}"
+    return f"{round(value, decimals):.0f} ± {round(stderr, decimals):.0f}"

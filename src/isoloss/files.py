@@ -1,0 +1,112 @@
+"""Writing files so that a reader, or a process killed at any moment, sees the old one or the new one, never a half."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isoloss.errors import IsolossError
+
+TEMPORARY = ".tmp-"  # prefix of everything unfinished; whatever carries it may be deleted once its writer is gone
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` through a temporary file in the same folder, flushed to disk, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write `document` as indented JSON (NaN refused, keys in the order given), whole or not at all."""
+    write_text(path, json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON document in `path`; a missing or broken file is an `IsolossError` that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise IsolossError(f"{path} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise IsolossError(f"{path} is not a readable JSON file: {error}") from error
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty temporary directory that becomes `path` when the block ends without an error.
+
+    An existing `path` is replaced. The files are flushed before the rename, so that the name never stands for less than
+    its content.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what killed writers left in `folder` (call it only while holding the folder's `lock`)."""
+    for leftover in folder.rglob(f"{TEMPORARY}*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def lock(folder: Path, *, name: str = ".lock") -> Iterator[None]:
+    """Hold `folder` for this process; the system releases it when the process ends, however it ends.
+
+    Raises:
+        IsolossError: Another process holds it, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / name).open("w")
+    except OSError as error:
+        raise IsolossError(f"cannot write in {folder}: {error.strerror or error}") from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise IsolossError(f"{folder} is in use by another isoloss process; wait for it or stop it") from error
+        yield
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,1 @@
+"""Languages: where text comes from, and the truth about it."""

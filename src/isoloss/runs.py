@@ -1,0 +1,197 @@
+"""What a run directory is: its files are the whole truth about a pre-training run, and this is how they are found.
+
+run.json                              resolved config, fingerprint, seed, versions, commit
+metrics.jsonl                         one line every `log_every` steps
+checkpoints/step-N/                   a Hugging Face folder, plus trainer.json and trainer.safetensors
+evaluations/<measure>@step-N.json     an `Evaluation`
+log.jsonl                             what the clock said: resumes, seconds; no result rests on it
+result.json                           written last: the run is complete
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from isoloss import config as configs
+from isoloss import files
+from isoloss.config import TrainConfig
+from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate
+
+_STEP = re.compile(r"step-(\d+)$")
+_EVALUATION = re.compile(r"(?P<measure>.+)@step-(?P<step>\d+)\.json$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What one measure found on one checkpoint.
+
+    Attributes:
+        measure: Its name, e.g. `loss`, `trace`, `probe-root`.
+        step: The checkpoint's step.
+        settings: What was asked for: numbers of inputs, seeds; two evaluations compare only where these agree.
+        estimates: The numbers, by name, e.g. `kl`, `entropy`, `loss`; without `seconds`, so that the file is a pure
+            function of checkpoint and settings.
+    """
+
+    measure: str
+    step: int
+    settings: Mapping[str, Any]
+    estimates: Mapping[str, Estimate]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types, the clock's left out."""
+        estimates = {name: {**e.to_dict(), "seconds": None} for name, e in self.estimates.items()}
+        return {"measure": self.measure, "step": self.step, "settings": dict(self.settings), "estimates": estimates}
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Evaluation:
+        """Return the evaluation that `to_dict` wrote."""
+        estimates = {name: Estimate.from_dict(e) for name, e in document["estimates"].items()}
+        return cls(
+            measure=document["measure"], step=document["step"], settings=document["settings"], estimates=estimates
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory. Nothing is cached: every property reads the files."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+    @property
+    def exists(self) -> bool:
+        """Whether the folder holds a run."""
+        return (self.path / "run.json").is_file()
+
+    @property
+    def complete(self) -> bool:
+        """Whether training reached its last step."""
+        return (self.path / "result.json").is_file()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The content of run.json."""
+        if not self.exists:
+            raise IsolossError(f"{self.path} is not a run directory: it has no run.json")
+        document: dict[str, Any] = files.read_json(self.path / "run.json")
+        return document
+
+    @property
+    def config(self) -> TrainConfig:
+        """The resolved config."""
+        return configs.from_dict(TrainConfig, self.record["config"])
+
+    def create(self, config: TrainConfig) -> None:
+        """Write run.json, or check that the one that is there is of the same config.
+
+        Raises:
+            IsolossError: The folder holds a run of another config (the differing fields are named), or other files.
+        """
+        if self.exists:
+            differing = configs.differences(config, self.config)
+            if differing:
+                raise IsolossError(
+                    f"{self.path} holds a run of another config ({'; '.join(differing)}): "
+                    "choose another directory, or the config it was made with"
+                )
+            return
+        if self.path.is_dir() and any(not p.name.startswith(".") for p in self.path.iterdir()):
+            raise IsolossError(f"{self.path} is not empty and holds no run: choose another directory")
+        files.write_json(
+            self.path / "run.json",
+            {
+                "config": configs.to_dict(config),
+                "fingerprint": configs.fingerprint(config),
+                "seed": config.seed,
+                "versions": versions(),
+                "commit": commit(),
+            },
+        )
+
+    # --- checkpoints
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of the checkpoint at `step`, there or not."""
+        return self.path / "checkpoints" / f"step-{step}"
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, in order."""
+        folder = self.path / "checkpoints"
+        found = (_STEP.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
+        return sorted(int(match[1]) for match in found if match)
+
+    # --- evaluations
+
+    def evaluation_path(self, measure: str, step: int) -> Path:
+        """The file of a measure at a step, there or not."""
+        return self.path / "evaluations" / f"{measure}@step-{step}.json"
+
+    def evaluation(self, measure: str, step: int) -> Evaluation | None:
+        """The evaluation, or None if it has not been made."""
+        path = self.evaluation_path(measure, step)
+        return Evaluation.from_dict(files.read_json(path)) if path.is_file() else None
+
+    def evaluations(self) -> list[Evaluation]:
+        """All evaluations, by measure and step."""
+        folder = self.path / "evaluations"
+        found = (_EVALUATION.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
+        keys = sorted((match["measure"], int(match["step"])) for match in found if match)
+        return [evaluation for key in keys if (evaluation := self.evaluation(*key)) is not None]
+
+    def save(self, evaluation: Evaluation) -> None:
+        """Write an evaluation to its file."""
+        files.write_json(self.evaluation_path(evaluation.measure, evaluation.step), evaluation.to_dict())
+
+    # --- metrics and log
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def log(self, event: str, **values: Any) -> None:
+        """Append a line to log.jsonl: for what depends on the clock, and so must stay out of the results."""
+        with (self.path / "log.jsonl").open("a") as file:
+            file.write(json.dumps({"event": event, **values}) + "\n")
+
+
+def find_runs(folder: Path) -> list[Run]:
+    """Return the runs at or below `folder`, by path."""
+    return [Run(path.parent) for path in sorted(folder.rglob("run.json"))]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result may depend on."""
+    packages = ("isoloss", "torch", "transformers", "tokenizers", "numpy")
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
+
+
+def commit() -> str | None:
+    """Return the git commit of an isoloss that runs from its checkout (with `+` if changed), or None."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    if git("ls-files", "runs.py") != "runs.py":
+        return None
+    head = git("rev-parse", "HEAD")
+    return head + "+" if head and git("status", "--porcelain", "--", ".") else head
