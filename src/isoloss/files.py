@@ -19,16 +19,17 @@ TEMPORARY = ".tmp-"  # prefix of everything unfinished; whatever carries it may 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write `data` to `path` through a temporary file in the same folder, flushed to disk, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
 
 
@@ -87,11 +88,16 @@ def remove_unfinished(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock(folder: Path, *, name: str = ".lock") -> Iterator[None]:
+def lock(folder: Path, *, name: str = ".lock", wait: bool = False) -> Iterator[None]:
     """Hold `folder` for this process; the system releases it when the process ends, however it ends.
 
+    Args:
+        folder: The folder, which is made where it does not exist.
+        name: The lock's file in it.
+        wait: Whether to wait for a process that holds it.
+
     Raises:
-        IsolossError: Another process holds it, or the folder cannot be written.
+        IsolossError: Another process holds it and `wait` is false, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +106,7 @@ def lock(folder: Path, *, name: str = ".lock") -> Iterator[None]:
         raise IsolossError(f"cannot write in {folder}: {error.strerror or error}") from error
     with handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise IsolossError(f"{folder} is in use by another isoloss process; wait for it or stop it") from error
         yield

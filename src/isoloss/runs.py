@@ -38,27 +38,33 @@ class Evaluation:
         measure: Its name, e.g. `loss`, `trace`, `probe-root`.
         step: The checkpoint's step.
         settings: What was asked for: numbers of inputs, seeds; two evaluations compare only where these agree.
-        estimates: The numbers, by name, e.g. `kl`, `entropy`, `loss`; without `seconds`, so that the file is a pure
-            function of checkpoint and settings.
+        weights: SHA-256 of the checkpoint's weights file.
+        estimates: The numbers, by name, e.g. `kl`, `entropy`, `loss`; written without `seconds`, so that the file is a
+            pure function of checkpoint and settings.
     """
 
     measure: str
     step: int
+    weights: str
     settings: Mapping[str, Any]
     estimates: Mapping[str, Estimate]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, the clock's left out."""
         estimates = {name: {**e.to_dict(), "seconds": None} for name, e in self.estimates.items()}
-        return {"measure": self.measure, "step": self.step, "settings": dict(self.settings), "estimates": estimates}
+        return {
+            "measure": self.measure,
+            "step": self.step,
+            "weights": self.weights,
+            "settings": dict(self.settings),
+            "estimates": estimates,
+        }
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation that `to_dict` wrote."""
         estimates = {name: Estimate.from_dict(e) for name, e in document["estimates"].items()}
-        return cls(
-            measure=document["measure"], step=document["step"], settings=document["settings"], estimates=estimates
-        )
+        return cls(**{**document, "estimates": estimates})
 
 
 @dataclass(frozen=True)
@@ -122,11 +128,26 @@ class Run:
             },
         )
 
+    def result(self) -> dict[str, Any]:
+        """Return the content of result.json; an error if training has not ended."""
+        if not self.complete:
+            raise IsolossError(f"{self.path} is not complete: isoloss train {self.path} goes on with it")
+        document: dict[str, Any] = files.read_json(self.path / "result.json")
+        return document
+
     # --- checkpoints
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint at `step`, there or not."""
         return self.path / "checkpoints" / f"step-{step}"
+
+    def weights(self, step: int) -> str:
+        """The SHA-256 of the weights at `step`, whose checkpoint must be there."""
+        path = self.checkpoint(step) / "model.safetensors"
+        if not path.is_file():
+            have = ", ".join(map(str, self.steps())) or "none"
+            raise IsolossError(f"{self.path} has no checkpoint at step {step}; it has {have}")
+        return files.sha256(path)
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, in order."""

@@ -1,0 +1,90 @@
+"""`isoloss VERB ...`: finds the verb, runs it, and turns what goes wrong into one line and an exit status."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from typing import NoReturn
+
+from isoloss.errors import IsolossError
+
+VERBS = {
+    "ls": "list languages, model sizes, tasks, measures, studies and runs",
+    "sample": "draw sentences from a language, with their exact probabilities",
+    "train": "pre-train a model; the same command resumes",
+    "eval": "measure a run's checkpoints: loss, flatness, probes",
+    "flatness": "flatness of any Hugging Face masked or causal language model, with its error",
+    "transfer": "linear probe of a run or a checkpoint on a downstream task",
+    "show": "what is in a run directory",
+    "study": "plan, run, status, report or verify a whole study",
+    "doctor": "what this machine has: versions, devices, threads",
+}
+
+HELP = """\
+isoloss: tell apart language models that the pre-training loss cannot.
+
+examples:
+  isoloss flatness CHECKPOINT --data text.txt        the flatness of a checkpoint
+  isoloss sample pcfg-laptop                         sentences from a language whose truth is known
+  isoloss train runs/first --language pcfg-laptop    pre-train; Ctrl-C and the same command resume
+  isoloss study run same-loss --scale laptop         the whole study, ending with a report
+
+usage: isoloss VERB [...]        isoloss VERB --help tells more
+
+verbs:
+{verbs}
+
+options:
+  --help, -h    this text
+  --version     the version"""
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command and return its exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print(HELP.format(verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items())))
+        return 0
+    verb, *rest = arguments
+    if verb == "--version":
+        from isoloss import __version__
+
+        print(f"isoloss {__version__}")
+        return 0
+    if verb not in VERBS:
+        print(f"isoloss: no verb {verb!r}; the verbs are {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    try:
+        return int(importlib.import_module(f"isoloss.cli.{verb}").main(rest))
+    except IsolossError as error:
+        print(f"isoloss {verb}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"isoloss {verb}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; there is nobody left to tell
+        return 0
+
+
+def entry() -> NoReturn:
+    """The console script."""
+    if os.environ.get("ISOLOSS_EXIT_WITH_STDIN"):
+        _exit_with_stdin()
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+def _exit_with_stdin() -> None:
+    """End this process as soon as the engine that started it is gone, however it went: its end of the pipe closes."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,1 +1,58 @@
-"""Languages: where text comes from, and the truth about it."""
+"""Languages: where text comes from, and the truth about it; here, how a language is named and made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isoloss import config as configs
+from isoloss.config import PRESETS, CorpusConfig, GrammarConfig, LanguageConfig, PCFGConfig
+from isoloss.errors import IsolossError
+from isoloss.languages.base import ExactLanguage, Language, Sentences
+
+__all__ = ["ExactLanguage", "Language", "Sentences", "make", "resolve"]
+
+
+def resolve(spec: str, *, tokenizer: str | None = None, length: int | None = None) -> LanguageConfig:
+    """Return the config of the language that `spec` names.
+
+    Args:
+        spec: A preset (`isoloss ls languages`), a `.toml` file with a language's config, a grammar file (NLTK's PCFG
+            text or rule lines), or, together with a tokenizer, a text file, JSON lines or a folder of them.
+        tokenizer: For text: a Hugging Face folder or name, or a `vocab.txt`.
+        length: For text: the length that tokens are packed to. For a grammar file: the longest sentence.
+
+    Raises:
+        IsolossError: `spec` names nothing, or text comes without a tokenizer.
+    """
+    if spec in PRESETS:
+        return PRESETS[spec][0]
+    path = Path(spec)
+    if not path.exists():
+        raise IsolossError(
+            f"no language {spec!r}: neither a preset ({', '.join(PRESETS)}) nor a file or folder that exists"
+        )
+    if path.suffix == ".toml":
+        return configs.read_toml(LanguageConfig, path)  # type: ignore[arg-type]
+    if tokenizer is not None:
+        from isoloss.languages import corpus
+
+        packed = CorpusConfig.length if length is None else length
+        return corpus.resolve(CorpusConfig(paths=(str(path),), tokenizer=tokenizer, length=packed))
+    if path.is_dir() or path.suffix == ".jsonl":
+        raise IsolossError(f"{spec} is text and needs --tokenizer: a Hugging Face folder or name, or a vocab.txt")
+    from isoloss.languages.pcfg import PCFG
+
+    return PCFG.from_file(path, max_length=64 if length is None else length).config
+
+
+def make(config: LanguageConfig) -> Language:
+    """Return the language that `config` describes."""
+    if isinstance(config, CorpusConfig):
+        from isoloss.languages.corpus import Corpus
+
+        return Corpus.from_config(config)
+    if isinstance(config, PCFGConfig | GrammarConfig):
+        from isoloss.languages.pcfg import PCFG
+
+        return PCFG.from_config(config)
+    raise IsolossError(f"{config!r} is not the config of a language")

@@ -1,4 +1,4 @@
-"""What a language is: where sentences come from and, where it is known, the exact probability of every token in them."""
+"""What a language is: where sentences come from and, where it is known, the exact probability of every token."""
 
 from __future__ import annotations
 

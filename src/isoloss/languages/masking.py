@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from isoloss.config import ObjectiveConfig
@@ -13,7 +15,21 @@ IGNORED = -100  # the label of a position that is not predicted, as everywhere i
 Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, labels (n, T), as transformers' collators give
 
 
-def mask(sentences: Sentences, language: Language, objective: ObjectiveConfig, *, generator: torch.Generator) -> Batch:
+class SpecialIds(NamedTuple):
+    """What `mask` must know of a language, where there is a tokenizer but no language.
+
+    Attributes:
+        mask_id: The id that hides a token.
+        special_ids: Ids that are never hidden nor predicted.
+    """
+
+    mask_id: int
+    special_ids: tuple[int, ...] = ()
+
+
+def mask(
+    sentences: Sentences, language: Language | SpecialIds, objective: ObjectiveConfig, *, generator: torch.Generator
+) -> Batch:
     """Hide tokens of each sentence and return them as labels.
 
     With `masking="one"`, one position of each sentence is drawn uniformly (the paper, section 2.1). With
@@ -22,7 +38,7 @@ def mask(sentences: Sentences, language: Language, objective: ObjectiveConfig, *
 
     Args:
         sentences: n sentences padded to T tokens.
-        language: Whose mask, padding and special tokens are used.
+        language: Whose mask and special tokens are used.
         objective: How positions are drawn.
         generator: CPU generator of the draws.
 

@@ -1,0 +1,1 @@
+"""Models: architectures at named sizes, and the loading of anyone's checkpoint."""

@@ -1,0 +1,44 @@
+# Everything a fresh machine needs is Python 3.11 or later and make: each target installs what it lacks into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+# one thread a process: the demo and the tests run as many processes as there are cores
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install demo test test-all lint types docs clean
+
+help:
+	@echo "make demo      the same-loss study at laptop scale: about ten minutes on two cores, ends with a report"
+	@echo "make test      the test suite"
+	@echo "make test-all  the test suite with the slow tests"
+	@echo "make lint types docs   style, type and documentation checks"
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"isoloss needs Python 3.11 or later; {sys.executable} is {sys.version.split()[0]}. Try: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	touch $@
+
+demo: install
+	$(BIN)/isoloss study run same-loss --scale laptop
+
+test: install
+	$(BIN)/python -m pytest --numprocesses 2 --quiet
+
+test-all: install
+	$(BIN)/python -m pytest --numprocesses 2 --quiet -m "not gpu"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+docs: install
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+clean:
+	rm -rf .venv docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis

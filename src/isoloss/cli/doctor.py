@@ -1,0 +1,75 @@
+"""`isoloss doctor`: what this machine and this installation have, and what isoloss would use."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from isoloss.cli import common
+from isoloss.runs import commit, versions
+
+EXAMPLES = [("isoloss doctor", "versions, devices, threads, kernels and optional parts")]
+
+OPTIONAL = {
+    "ray": "studies on a cluster",
+    "submitit": "studies under Slurm",
+    "trackio": "a mirror of the metrics",
+    "wandb": "a mirror of the metrics",
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    """Say what this machine has and what isoloss would use of it."""
+
+    json: bool = False
+    """Print one JSON document."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    args = common.parse(Args, "doctor", arguments, examples=EXAMPLES)
+    document = _findings()
+    if args.json:
+        common.emit_json(document)
+        return 0
+    rows = []
+    for section, values in document.items():
+        rows += [(section if index == 0 else "", key, value) for index, (key, value) in enumerate(values.items())]
+    common.print_table("isoloss doctor", ("", "what", "found"), rows, left=3)
+    return 0
+
+
+def _findings() -> dict[str, dict[str, Any]]:
+    import torch
+
+    from isoloss.models.load import resolve_device
+
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    gpus = {f"cuda:{i}": f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(properties)}
+    return {
+        "software": {**versions(), "commit": commit() or "not a checkout"},
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cpu cores": os.cpu_count(),
+            "torch threads": torch.get_num_threads(),
+            "vector instructions": torch.backends.cpu.get_cpu_capability(),
+        },
+        "devices": {
+            "auto chooses": str(resolve_device("auto")),
+            **(gpus or {"cuda": "none"}),
+            "mps": "available" if torch.backends.mps.is_available() else "none",
+        },
+        "engines": {
+            "exact inference": "torch, scaled inside-outside in linear space, float64",
+            "flatness": "grouped sketch, one ordinary backward pass a group",
+            "training attention": "eager",
+        },
+        "optional parts": {
+            name: ("installed" if importlib.util.find_spec(name) else "not installed") + f" ({purpose})"
+            for name, purpose in OPTIONAL.items()
+        },
+    }

@@ -1,0 +1,80 @@
+"""`isoloss eval`: measure a run's checkpoints; what is measured already is not measured again."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from isoloss.cli import common
+from isoloss.config import EvalConfig
+from isoloss.errors import IsolossError
+from isoloss.runs import Evaluation, Run
+
+EXAMPLES = [
+    ("isoloss eval runs/first", "loss and trace of every checkpoint"),
+    ("isoloss eval runs/first --measures loss trace probe-root --steps 1000 2000", "chosen measures and steps"),
+]
+
+
+@dataclass(frozen=True)
+class Args:
+    """Measure the checkpoints of a run: pre-training loss, flatness, linear probes."""
+
+    run: tyro.conf.Positional[Path]
+    """The run directory."""
+    measures: tuple[str, ...] = ("loss", "trace")
+    """loss, trace, probe-TASK, lookup-TASK (isoloss ls measures)."""
+    steps: tuple[int, ...] = ()
+    """Steps to measure; default: all that have a checkpoint."""
+    settings: tyro.conf.OmitArgPrefixes[EvalConfig] = field(default_factory=EvalConfig)
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    threads: int = 0
+    """CPU threads; 0: all cores."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    args = common.parse(Args, "eval", arguments, examples=EXAMPLES)
+    from isoloss.evaluation import Evaluator, pending
+
+    run = Run(args.run)
+    run.record  # noqa: B018  a folder that holds no run is refused here
+    steps = list(args.steps) or run.steps()
+    if not steps:
+        raise IsolossError(f"{run.path} has no checkpoint yet: isoloss train {run.path} goes on with it")
+    for name, value in dataclasses.asdict(args.settings).items():
+        if value < 1 and name != "seed":
+            raise IsolossError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    todo = pending(run, args.measures, steps, args.settings)
+    if todo:
+        import torch
+
+        if args.threads > 0:
+            torch.set_num_threads(args.threads)
+        evaluator = Evaluator(run, args.settings, device=args.device)
+        with common.Progress(f"measuring {run.name}", len(todo), "evaluations") as progress:
+            for index, (step, measure) in enumerate(todo):
+                progress(index, f"{measure} at step {step}")
+                evaluator.evaluate(measure, step)
+    made = [e for s in steps for m in args.measures if (e := run.evaluation(m, s)) is not None]
+    if args.json:
+        common.emit_json({"run": str(run.path), "evaluations": [e.to_dict() for e in made]})
+    else:
+        print_evaluations(str(run.path), made)
+    return 0
+
+
+def print_evaluations(title: str, evaluations: list[Evaluation]) -> None:
+    """Print estimates as a table, one a line, each with its standard error and unit."""
+    rows = [
+        (e.step, e.measure, name, str(estimate), f"{estimate.num_inputs:,}")
+        for e in sorted(evaluations, key=lambda e: (e.step, e.measure))
+        for name, estimate in e.estimates.items()
+    ]
+    common.print_table(title, ("step", "measure", "estimate", "value ± standard error", "inputs"), rows, left=4)

@@ -1,0 +1,137 @@
+"""`isoloss study`: plan, run, status, report or verify a whole study."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+import tyro
+
+from isoloss import files
+from isoloss.cli import common
+from isoloss.errors import IsolossError
+from isoloss.studies import find
+from isoloss.studies.engine import local
+
+EXAMPLES = [
+    ("isoloss study run same-loss --scale laptop", "everything, ending with a report; the same command resumes"),
+    ("isoloss study status same-loss --scale laptop", "what is done and what is not"),
+    ("isoloss study verify same-loss --scale laptop", "check every file against what it was made from"),
+]
+
+Action = Literal["plan", "run", "status", "report", "verify"]
+
+
+@dataclass(frozen=True)
+class Args:
+    """Plan, run, look at, report or verify a study. Everything it knows is in the files of its folder."""
+
+    action: tyro.conf.Positional[Action]
+    """plan: what would be done; run: do it; status: how far it is; report: write the page; verify: check the files."""
+    name: tyro.conf.Positional[str]
+    """The study (isoloss ls studies)."""
+    scale: str = "laptop"
+    """How large (isoloss ls studies)."""
+    folder: Path | None = None
+    """Where; default: runs/NAME-SCALE."""
+    workers: int = 2
+    """Processes at a time, one thread each."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    args = common.parse(Args, "study", arguments, examples=EXAMPLES)
+    study = find(args.name)
+    study.scale_of(args.scale)
+    folder = args.folder or Path("runs") / f"{args.name}-{args.scale}"
+    return {"plan": _status, "status": _status, "run": _run, "report": _report, "verify": _verify}[args.action](
+        args, study, folder
+    )
+
+
+def _status(args: Args, study: ModuleType, folder: Path) -> int:
+    units = study.plan(folder, args.scale)
+    rows = [
+        {"unit": u.name, "state": "done" if u.done() else "to do", "after": list(u.after), "arguments": u.arguments}
+        for u in units
+    ]
+    done = sum(row["state"] == "done" for row in rows)
+    if args.json:
+        common.emit_json({"study": args.name, "scale": args.scale, "folder": str(folder), "units": rows})
+        return 0
+    if args.action == "plan":
+        cells = [(row["unit"], row["state"], ", ".join(row["after"]), _command(row["arguments"])) for row in rows]
+        common.print_table(f"{args.name} at scale {args.scale}", ("unit", "state", "after", "command"), cells, left=4)
+    else:
+        common.print_table(str(folder), ("unit", "state"), [(row["unit"], row["state"]) for row in rows], left=2)
+    common.say(f"{done} of {len(rows)} units done in {folder}")
+    return 0
+
+
+def _command(arguments: tuple[str, ...]) -> str:
+    """A unit's command as far as it tells units apart; its settings are in the plan's JSON."""
+    return common.command(*arguments[:2])
+
+
+def _run(args: Args, study: ModuleType, folder: Path) -> int:
+    with files.lock(folder):
+        study.prepare(folder, args.scale)
+        units = study.plan(folder, args.scale)
+        if args.workers > (os.cpu_count() or 1):
+            common.note(f"{args.workers} workers share {os.cpu_count()} cores: they will not be faster than those")
+        try:
+            count = local.run(units, workers=args.workers, logs=folder / "logs", say=common.note)
+        except KeyboardInterrupt:
+            common.note("stopped, saved. To go on:")
+            words = ("study", "run", args.name, "--scale", args.scale, "--folder", folder, "--workers", args.workers)
+            common.note("  " + common.command(*words))
+            return 130
+        if count:
+            common.note(f"{count} units done; writing the report")
+        else:
+            common.note(f"all {len(units)} units were done already")
+        page = study.report(folder, args.scale)
+    return _emit_summary(args, study, folder, page)
+
+
+def _report(args: Args, study: ModuleType, folder: Path) -> int:
+    missing = [unit.name for unit in study.plan(folder, args.scale) if not unit.done()]
+    if missing:
+        run = common.command("study", "run", args.name, "--scale", args.scale, "--folder", folder)
+        raise IsolossError(f"{len(missing)} units are not done ({missing[0]} first); {run} goes on with them")
+    with files.lock(folder):
+        page = study.report(folder, args.scale, force=True)
+    return _emit_summary(args, study, folder, page)
+
+
+def _emit_summary(args: Args, study: ModuleType, folder: Path, page: Path) -> int:
+    summary = study.summary(folder, args.scale)
+    if args.json:
+        common.emit_json({"study": args.name, "scale": args.scale, "report": str(page), **summary.to_dict()})
+        return 0
+    columns, rows = summary.table()
+    common.print_table(f"{args.name} at scale {args.scale}, value ± standard error", columns, rows, left=1)
+    common.say("")
+    common.print_table("claims", ("claim", "verdict", "found"), summary.claims(), left=3)
+    common.say(f"\nreport: {page}")
+    return 0
+
+
+def _verify(args: Args, study: ModuleType, folder: Path) -> int:
+    """Check the files; status 1 if one of them is not what it should be."""
+    checks = []
+    for name, problem in study.verify(folder, args.scale):
+        checks.append({"check": name, "problem": problem})
+        if not args.json:
+            common.say(f"{'ok  ' if problem is None else 'FAIL'}  {name}" + (f": {problem}" if problem else ""))
+    failed = sum(check["problem"] is not None for check in checks)
+    if args.json:
+        common.emit_json({"study": args.name, "folder": str(folder), "failed": failed, "checks": checks})
+    else:
+        common.say(f"{len(checks)} checks, {failed} failed")
+    return 1 if failed else 0

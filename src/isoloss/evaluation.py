@@ -1,0 +1,200 @@
+"""Measuring the checkpoints of a run: which measures there are, which are still to be made, and making them."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from isoloss.config import EvalConfig
+from isoloss.errors import IsolossError
+from isoloss.runs import Evaluation, Run
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from isoloss.estimate import Estimate
+    from isoloss.languages.base import Language
+    from isoloss.languages.masking import Batch
+    from isoloss.measures.loss import Truth
+    from isoloss.transfer.tasks import TaskData
+
+MEASURES = {
+    "loss": "pre-training loss: conditional entropy + KL to the truth; for a corpus, held-out cross-entropy",
+    "trace": "trace of the Fisher of that loss, which at saturation is the trace of its Hessian",
+    "probe-TASK": "accuracy of a linear probe on the concatenated token embeddings, e.g. probe-root, probe-prefix-4",
+    "lookup-TASK": "the same probe on the true conditionals: the look-up table, a model without parameters",
+}
+
+
+def settings_of(measure: str, settings: EvalConfig) -> dict[str, Any]:
+    """Return the settings that decide `measure`: they are kept with its result.
+
+    Raises:
+        IsolossError: There is no such measure.
+    """
+    names: tuple[str, ...]
+    if measure == "loss":
+        names = ("loss_sentences",)
+    elif measure == "trace":
+        names = ("trace_sentences", "trace_group")
+    elif measure.startswith(("probe-", "lookup-")) and not measure.endswith("-"):
+        names = ("probe_train", "probe_test", "probe_seeds", "probe_epochs")
+    else:
+        raise IsolossError(f"no measure {measure!r}; the measures are {', '.join(MEASURES)}")
+    return {name: getattr(settings, name) for name in (*names, "seed")}
+
+
+def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: EvalConfig) -> list[tuple[int, str]]:
+    """Return the (step, measure) pairs that have no evaluation of these weights under these settings."""
+    todo = []
+    for step in steps:
+        weights = run.weights(step)
+        for measure in measures:
+            done = run.evaluation(measure, step)
+            if done is None or done.weights != weights or done.settings != settings_of(measure, settings):
+                todo.append((step, measure))
+    return todo
+
+
+class Evaluator:
+    """Makes evaluations of one run; what the checkpoints share (the truth, the tasks, the inputs) is made once.
+
+    Args:
+        run: The run.
+        settings: How much to measure on.
+        device: Where models run.
+    """
+
+    def __init__(self, run: Run, settings: EvalConfig, *, device: str = "cpu") -> None:
+        from isoloss import languages
+        from isoloss.models.load import resolve_device
+
+        self.run, self.settings, self.config = run, settings, run.config
+        self.device: torch.device = resolve_device(device)
+        self.language: Language = languages.make(self.config.language)
+        self._loaded: tuple[int, PreTrainedModel] | None = None
+
+    def evaluate(self, measure: str, step: int, *, progress: Callable[[int], None] | None = None) -> Evaluation:
+        """Measure as `measure` does, save the result to its file and return it."""
+        start = time.perf_counter()
+        evaluation = self.measure(measure, step, progress=progress)
+        self.run.save(evaluation)
+        self.run.log("evaluated", measure=measure, step=step, seconds=round(time.perf_counter() - start, 3))
+        return evaluation
+
+    def measure(self, measure: str, step: int, *, progress: Callable[[int], None] | None = None) -> Evaluation:
+        """Return the evaluation of the checkpoint at `step`.
+
+        Args:
+            measure: One of `MEASURES`.
+            step: A step that has a checkpoint.
+            progress: Called with the number of sentences done, where the measure reports it.
+
+        Raises:
+            IsolossError: No such measure or checkpoint, or a measure that does not fit the language.
+        """
+        asked = settings_of(measure, self.settings)
+        weights = self.run.weights(step)
+        if measure == "loss":
+            estimates = self._loss(step)
+        elif measure == "trace":
+            estimates = {"trace": self._trace(step, progress)}
+        else:
+            how, task = measure.split("-", 1)
+            estimates = {"accuracy": self._accuracy(how, task, step)}
+        return Evaluation(measure=measure, step=step, weights=weights, settings=asked, estimates=estimates)
+
+    def _loss(self, step: int) -> dict[str, Estimate]:
+        from isoloss.languages.corpus import Corpus
+        from isoloss.measures import loss
+
+        if isinstance(self.language, Corpus):
+            return loss.held_out_loss(
+                self._model(step),
+                self.language,
+                num_sequences=self.settings.loss_sentences,
+                objective=self.config.objective,
+                seed=self.settings.seed,
+            )
+        return loss.pretraining_loss(self._model(step), self._truth)
+
+    def _trace(self, step: int, progress: Callable[[int], None] | None) -> Estimate:
+        from isoloss.measures.flatness import fisher_trace
+
+        return fisher_trace(
+            self._model(step),
+            self._trace_batches,
+            group_size=self.settings.trace_group,
+            seed=self.settings.seed,
+            progress=progress,
+        )
+
+    def _accuracy(self, how: str, task: str, step: int) -> Estimate:
+        from isoloss.transfer.probe import linear_probe
+
+        data = self._task(task)
+        train, test = self._features(how, data, step)
+        result = linear_probe(
+            train,
+            data.train_labels,
+            test,
+            data.test_labels,
+            num_classes=len(data.classes),
+            seeds=self.settings.probe_seeds,
+            epochs=self.settings.probe_epochs,
+            seed=self.settings.seed,
+        )
+        return result.accuracy
+
+    def _features(self, how: str, data: TaskData, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        from isoloss.languages import ExactLanguage
+        from isoloss.transfer.features import extract, lookup_features
+
+        if how == "probe":
+            model = self._model(step)
+            return extract(model, data.train), extract(model, data.test)
+        assert isinstance(self.language, ExactLanguage)  # no other language has tasks
+        return lookup_features(self.language, data.train), lookup_features(self.language, data.test)
+
+    def _model(self, step: int) -> PreTrainedModel:
+        from isoloss.models.load import load
+
+        if self._loaded is None or self._loaded[0] != step:
+            self._loaded = (step, load(self.run.checkpoint(step), device=self.device).model)
+        return self._loaded[1]
+
+    @functools.cached_property
+    def _truth(self) -> Truth:
+        from isoloss.measures import loss
+
+        return loss.truth(
+            self.language,
+            num_sentences=self.settings.loss_sentences,
+            objective=self.config.objective,
+            seed=self.settings.seed,
+        )
+
+    @functools.cached_property
+    def _trace_batches(self) -> list[Batch]:
+        from isoloss.measures.inputs import language_inputs
+
+        settings = self.settings
+        return language_inputs(self.config, num_inputs=settings.trace_sentences, seed=settings.seed).batches
+
+    @functools.cache  # noqa: B019  an evaluator lives as long as its process's one command
+    def _task(self, name: str) -> TaskData:
+        from isoloss.languages.pcfg import PCFG
+        from isoloss.transfer.tasks import make_task
+
+        if not isinstance(self.language, PCFG):
+            raise IsolossError(f"task {name!r} is about the symbols of a grammar; this run's language is a corpus")
+        return make_task(
+            self.language,
+            name,
+            num_train=self.settings.probe_train,
+            num_test=self.settings.probe_test,
+            seed=self.settings.seed,
+        )

@@ -1,0 +1,427 @@
+"""Probabilistic context-free grammars as data: rules and probabilities, read from text, checked, and written as text.
+
+Two text formats: NLTK's (`S -> NP VP [0.8] | 'tok' [0.2]`) and plain rule lines (`LHS RHS [RHS] weight`).
+"""
+
+from __future__ import annotations
+
+import graphlib
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from isoloss.errors import IsolossError
+
+Format = Literal["rules", "nltk"]
+
+LARGEST_WEIGHT = 1e100  # sums of weights stay finite below it
+_SUM_TOLERANCE = (
+    1e-12  # probabilities that add up to 1 within this are kept to the last digit, so that text round-trips
+)
+_NLTK_TOLERANCE = 0.01  # nltk.PCFG.EPSILON: what NLTK itself refuses
+
+_SYMBOL = re.compile(r"[\w/][\w/^<>-]*")  # an NLTK nonterminal
+_TOKEN = re.compile(r"\"([^\"]*)\"|'([^']*)'")
+_PROBABILITY = re.compile(r"\[([^\]]*)\]")
+
+
+class Rule(NamedTuple):
+    """One rule before the grammar is put together.
+
+    Attributes:
+        line: Line of the text that it stands on.
+        lhs: The symbol that is rewritten.
+        rhs: One or two (name, whether it is a token).
+        weight: Not negative; a symbol's weights are normalised.
+    """
+
+    line: int
+    lhs: str
+    rhs: tuple[tuple[str, bool], ...]
+    weight: float
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Grammar:
+    """A valid grammar: every symbol derives a sentence and is reachable, no symbol derives itself alone.
+
+    Attributes:
+        symbols: Names by id, in the order of their first rule; the start symbol is the first.
+        vocabulary: Token strings by id, in natural order (`w2` before `w10`).
+        binary: (R, 3) ids A, B, C of the rules A -> B C, in ascending order.
+        binary_probs: (R,) their probabilities.
+        unary: (U, 2) ids A, B of the rules A -> B.
+        unary_probs: (U,) their probabilities.
+        emission: (E, 2) symbol id A, token id c of the rules A -> c.
+        emission_probs: (E,) their probabilities. All probabilities of one symbol add up to 1 and none is 0.
+    """
+
+    symbols: tuple[str, ...]
+    vocabulary: tuple[str, ...]
+    binary: npt.NDArray[np.int64]
+    binary_probs: npt.NDArray[np.float64]
+    unary: npt.NDArray[np.int64]
+    unary_probs: npt.NDArray[np.float64]
+    emission: npt.NDArray[np.int64]
+    emission_probs: npt.NDArray[np.float64]
+
+    def to_text(self, format: Format = "rules") -> str:  # noqa: A002
+        """Return the rules as text, one a line; `parse_grammar` reads the same grammar back, to the last digit.
+
+        Args:
+            format: `rules` (`LHS RHS [RHS] weight`) or `nltk` (`LHS -> RHS RHS [probability]`). NLTK allows fewer
+                characters in a symbol's name: there, each other one is written as `_` (`L0.1` becomes `L0_1`).
+
+        Raises:
+            IsolossError: The format is unknown, or a name cannot be written in it.
+        """
+        if format not in ("rules", "nltk"):
+            raise IsolossError(f"a grammar's format is rules or nltk, not {format!r}")
+        obstacle = self.rules_obstacle() if format == "rules" else None
+        if obstacle:
+            raise IsolossError(f"{obstacle}; write format nltk instead")
+        symbols = _nltk_names(self.symbols) if format == "nltk" else self.symbols
+        quote: Callable[[str], str] = _quoted if format == "nltk" else str
+        lines: list[list[str]] = [[] for _ in symbols]
+
+        def write(lhs: int, rhs: str, probability: float) -> None:
+            weight = np.format_float_positional(probability, trim="0") if format == "nltk" else repr(float(probability))
+            lines[lhs].append(
+                f"{symbols[lhs]} -> {rhs} [{weight}]" if format == "nltk" else f"{symbols[lhs]} {rhs} {weight}"
+            )
+
+        for (a, b, c), p in zip(self.binary, self.binary_probs, strict=True):
+            write(a, f"{symbols[b]} {symbols[c]}", p)
+        for (a, b), p in zip(self.unary, self.unary_probs, strict=True):
+            write(a, symbols[b], p)
+        for (a, token), p in zip(self.emission, self.emission_probs, strict=True):
+            write(a, quote(self.vocabulary[token]), p)
+        return "".join(f"{line}\n" for block in lines for line in block)
+
+    def rules_obstacle(self) -> str | None:
+        """Return why plain rule lines cannot hold this grammar, or None where they can."""
+        for name in (*self.symbols, *self.vocabulary):
+            if name.split() != [name] or "->" in name:
+                return f"the name {name!r} has a space or an arrow, which a plain rule line cannot hold"
+        for name in self.symbols:
+            if name.startswith("#"):
+                return f"the symbol {name!r} would start a comment in a plain rule line"
+        both = sorted(set(self.symbols) & set(self.vocabulary))
+        return f"{both[0]!r} is a symbol and a token, which plain rule lines cannot tell apart" if both else None
+
+
+def parse_grammar(text: str, *, source: str = "<text>") -> Grammar:
+    r"""Return the grammar that `text` holds.
+
+    A text with `->` in a rule is NLTK's format: `S -> NP VP [0.8] | 'tok' [0.2]`, tokens in quotes, `%start X`, a
+    backslash continues a line, and a symbol's probabilities add up to 1 within 0.01. Any other text is plain rule lines
+    `LHS RHS [RHS] weight`: a right side that never stands on a left side is a token. In both, the start symbol is the
+    first left side, a line that starts with # is a comment, the weights of a repeated rule add up, a symbol's weights
+    are normalised, and rules of weight 0 are left out. Rules between two symbols (`A -> B`) are allowed. A token beside
+    another right side (`A -> 'a' B`) gets a symbol of its own, named after it (`T/a`), that emits only it.
+
+    Args:
+        text: The rules.
+        source: What errors call the text, e.g. the file's name.
+
+    Raises:
+        IsolossError: A line cannot be read, or the rules make no valid grammar; the message names the line.
+
+    Example:
+        >>> grammar = parse_grammar("S A A 3\nS A 1\nA a 1\nA b 1")
+        >>> grammar.symbols, grammar.vocabulary, grammar.binary_probs, grammar.unary_probs
+        (('S', 'A'), ('a', 'b'), array([0.75]), array([0.25]))
+    """
+    lines = _rule_lines(text)
+    if not lines:
+        raise IsolossError(f"{source} holds no rules: it is empty, or all of it is comments")
+    if any("->" in line for _, line in lines):
+        rules, start = _read_nltk(lines, source)
+        _check_sums(rules, source)
+    else:
+        rules, start = _read_plain(lines, source), lines[0][1].split()[0]
+    return build_grammar(rules, start=start, source=source)
+
+
+def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
+    """Return the grammar of `rules`; arguments and errors as for `parse_grammar`."""
+    merged: dict[tuple[str, tuple[tuple[str, bool], ...]], tuple[int, float]] = {}
+    for rule in rules:
+        line, weight = merged.get((rule.lhs, rule.rhs), (rule.line, 0.0))
+        merged[rule.lhs, rule.rhs] = line, weight + rule.weight
+    by_symbol: dict[str, list[Rule]] = {start: []}
+    for (lhs, rhs), (line, weight) in merged.items():
+        by_symbol.setdefault(lhs, []).append(Rule(line, lhs, rhs, weight))
+    for lhs, own in by_symbol.items():
+        if not own:
+            raise IsolossError(f"{source}: the start symbol {lhs} has no rule")
+        by_symbol[lhs] = _normalised(own, source)
+    _add_preterminals(by_symbol)
+    everything = [rule for own in by_symbol.values() for rule in own]
+    for rule in everything:
+        for name, is_token in rule.rhs:
+            if not is_token and name not in by_symbol:
+                raise IsolossError(f"{source}, line {rule.line}: the symbol {name} has no rule")
+    _check_cycles(everything, source)
+    _check_productive(by_symbol, start, source)
+    _check_reachable(by_symbol, start, source)
+    return _assemble(everything, tuple(by_symbol))
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _rule_lines(text: str) -> list[tuple[int, str]]:
+    """Return (number, line) without comments and empty lines."""
+    lines = ((number, line.strip()) for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1))
+    return [(number, line) for number, line in lines if line and not line.startswith("#")]
+
+
+def _weight(text: str, line: int, source: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        raise IsolossError(f"{source}, line {line}: the weight {text!r} is not a number") from None
+    if not 0 <= weight <= LARGEST_WEIGHT:
+        raise IsolossError(
+            f"{source}, line {line}: the weight is {text}; it must be at least 0 and at most {LARGEST_WEIGHT:g}"
+        )
+    return weight
+
+
+def _read_plain(lines: Sequence[tuple[int, str]], source: str) -> list[Rule]:
+    fields = [(number, line.split()) for number, line in lines]
+    for number, parts in fields:
+        if len(parts) not in (3, 4):
+            raise IsolossError(
+                f"{source}, line {number}: a rule is LHS RHS [RHS] weight, 3 or 4 fields; this line has {len(parts)}"
+            )
+    symbols = {parts[0] for _, parts in fields}
+    return [
+        Rule(
+            number,
+            parts[0],
+            tuple((name, name not in symbols) for name in parts[1:-1]),
+            _weight(parts[-1], number, source),
+        )
+        for number, parts in fields
+    ]
+
+
+def _read_nltk(lines: Sequence[tuple[int, str]], source: str) -> tuple[list[Rule], str]:
+    rules: list[Rule] = []
+    start = ""
+    begun, pending = 0, ""
+    for number, line in lines:
+        begun, text = (begun, pending + line) if pending else (number, line)
+        pending = text[:-1].rstrip() + " " if text.endswith("\\") else ""
+        if pending:
+            continue
+        if text.startswith("%"):
+            directive = re.fullmatch(rf"%start\s+({_SYMBOL.pattern})", text)
+            if not directive:
+                raise IsolossError(f"{source}, line {begun}: expected `%start SYMBOL`, found {text!r}")
+            start = directive[1]
+        else:
+            rules += _read_production(text, begun, source)
+    if pending:
+        raise IsolossError(f"{source}, line {begun}: the line is continued by a backslash, but nothing follows")
+    if not rules:
+        raise IsolossError(f"{source} holds no rules: it is empty, or all of it is comments")
+    return rules, start or rules[0].lhs
+
+
+def _read_production(text: str, line: int, source: str) -> list[Rule]:
+    """Return the alternatives of one `LHS -> ... | ...`."""
+    head = re.match(rf"({_SYMBOL.pattern})\s+->\s*", text)
+    if not head:
+        raise IsolossError(
+            f"{source}, line {line}: expected `SYMBOL -> ...` with spaces around the arrow, found {text!r}"
+        )
+    rules = []
+    position = head.end()
+    while True:
+        rhs: list[tuple[str, bool]] = []
+        while match := (_TOKEN.match(text, position) or _SYMBOL.match(text, position)):
+            is_token = match.re is _TOKEN
+            rhs.append((match[1] or match[2] or "" if is_token else match[0], is_token))
+            position = _skip_space(text, match.end())
+        probability = _PROBABILITY.match(text, position)
+        if not probability:
+            found = repr(text[position:]) if text[position:] else "the end of the line"
+            raise IsolossError(
+                f"{source}, line {line}: expected a symbol, a quoted token or a [probability], found {found}"
+            )
+        if len(rhs) not in (1, 2) or ("", True) in rhs:
+            raise IsolossError(
+                f"{source}, line {line}: a right side of {head[1]} has {len(rhs)} symbols and tokens; it must have one "
+                "or two, none of them empty (split a longer one with symbols of your own)"
+            )
+        rules.append(Rule(line, head[1], tuple(rhs), _weight(probability[1].strip(), line, source)))
+        position = _skip_space(text, probability.end())
+        if position == len(text) or text[position] == "#":
+            return rules
+        if text[position] != "|":
+            raise IsolossError(f"{source}, line {line}: expected `|` or the end of the line, found {text[position:]!r}")
+        position = _skip_space(text, position + 1)
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+# --- checking and putting together -----------------------------------------------------------------------------------
+
+
+def _check_sums(rules: Sequence[Rule], source: str) -> None:
+    """Refuse NLTK probabilities that NLTK refuses: there, a sum that is not 1 is a slip, not a count."""
+    for lhs in dict.fromkeys(rule.lhs for rule in rules):
+        own = [rule for rule in rules if rule.lhs == lhs]
+        total = math.fsum(rule.weight for rule in own)
+        if abs(total - 1) >= _NLTK_TOLERANCE:
+            raise IsolossError(
+                f"{source}, line {own[0].line}: the probabilities of {lhs} add up to {total:.6g}; NLTK's format wants 1"
+            )
+
+
+def _normalised(own: Sequence[Rule], source: str) -> list[Rule]:
+    """Return one symbol's rules with probabilities for weights, without those of probability 0."""
+    total = math.fsum(rule.weight for rule in own)
+    if total == 0:
+        raise IsolossError(f"{source}, line {own[0].line}: all weights of the symbol {own[0].lhs} are 0")
+    if abs(total - 1) > _SUM_TOLERANCE:
+        own = [rule._replace(weight=rule.weight / total) for rule in own]
+    return [rule._replace(weight=min(rule.weight, 1.0)) for rule in own if rule.weight > 0]
+
+
+def _add_preterminals(by_symbol: dict[str, list[Rule]]) -> None:
+    """Give each token that stands in a pair a symbol that emits only it, and put the symbol in its place."""
+    names: dict[str, str] = {}
+    for lhs, own in list(by_symbol.items()):
+        for index, rule in enumerate(own):
+            if len(rule.rhs) == 1:
+                continue
+            for token, is_token in rule.rhs:
+                if is_token and token not in names:
+                    name = _nltk_name(f"T/{token}")
+                    while name in by_symbol:
+                        name += "_"
+                    names[token] = name
+                    by_symbol[name] = [Rule(rule.line, name, ((token, True),), 1.0)]
+            by_symbol[lhs][index] = rule._replace(
+                rhs=tuple((names[name], False) if is_token else (name, False) for name, is_token in rule.rhs)
+            )
+
+
+def _check_cycles(rules: Sequence[Rule], source: str) -> None:
+    graph: dict[str, list[str]] = {}
+    for rule in rules:
+        if len(rule.rhs) == 1 and not rule.rhs[0][1]:
+            graph.setdefault(rule.lhs, []).append(rule.rhs[0][0])
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        cycle = error.args[1][::-1]
+        line = next(rule.line for rule in rules if rule.lhs == cycle[0] and rule.rhs == ((cycle[1], False),))
+        raise IsolossError(f"{source}, line {line}: the unary rules run in a cycle: {' -> '.join(cycle)}") from None
+
+
+def _check_productive(by_symbol: dict[str, list[Rule]], start: str, source: str) -> None:
+    productive: set[str] = set()
+    while True:
+        more = {
+            lhs
+            for lhs, own in by_symbol.items()
+            if lhs not in productive
+            and any(all(is_token or name in productive for name, is_token in rule.rhs) for rule in own)
+        }
+        if not more:
+            break
+        productive |= more
+    for lhs in (start, *by_symbol):
+        if lhs not in productive:
+            role = "start symbol" if lhs == start else "symbol"
+            raise IsolossError(
+                f"{source}, line {by_symbol[lhs][0].line}: the {role} {lhs} derives no sentence: its rules never end"
+            )
+
+
+def _check_reachable(by_symbol: dict[str, list[Rule]], start: str, source: str) -> None:
+    reachable, frontier = {start}, [start]
+    while frontier:
+        for rule in by_symbol[frontier.pop()]:
+            for name, is_token in rule.rhs:
+                if not is_token and name not in reachable:
+                    reachable.add(name)
+                    frontier.append(name)
+    for lhs, own in by_symbol.items():
+        if lhs not in reachable:
+            raise IsolossError(f"{source}, line {own[0].line}: the symbol {lhs} cannot be reached from {start}")
+
+
+def _assemble(rules: Sequence[Rule], symbols: tuple[str, ...]) -> Grammar:
+    vocabulary = tuple(sorted({name for rule in rules for name, is_token in rule.rhs if is_token}, key=_natural))
+    symbol_id = {name: index for index, name in enumerate(symbols)}
+    token_id = {name: index for index, name in enumerate(vocabulary)}
+    kinds: dict[tuple[int, bool], list[tuple[tuple[int, ...], float]]] = {(2, False): [], (1, False): [], (1, True): []}
+    for rule in rules:
+        ids = tuple(token_id[name] if is_token else symbol_id[name] for name, is_token in rule.rhs)
+        kinds[len(ids), rule.rhs[0][1]].append(((symbol_id[rule.lhs], *ids), rule.weight))
+
+    def arrays(kind: tuple[int, bool]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        entries = sorted(kinds[kind])
+        ids = np.array([key for key, _ in entries], dtype=np.int64).reshape(len(entries), kind[0] + 1)
+        probs = np.array([weight for _, weight in entries], dtype=np.float64)
+        ids.flags.writeable = probs.flags.writeable = False
+        return ids, probs
+
+    (binary, binary_probs), (unary, unary_probs), (emission, emission_probs) = map(arrays, kinds)
+    return Grammar(
+        symbols=symbols,
+        vocabulary=vocabulary,
+        binary=binary,
+        binary_probs=binary_probs,
+        unary=unary,
+        unary_probs=unary_probs,
+        emission=emission,
+        emission_probs=emission_probs,
+    )
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _natural(name: str) -> tuple[list[str | int], str]:
+    parts: list[str | int] = [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
+    return parts, name
+
+
+def _nltk_name(name: str) -> str:
+    name = re.sub(r"[^\w/^<>-]", "_", name)
+    return name if _SYMBOL.fullmatch(name) else f"_{name}"
+
+
+def _nltk_names(symbols: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(map(_nltk_name, symbols))
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            first = symbols[names.index(name)]
+            raise IsolossError(
+                f"the symbols {first!r} and {symbols[index]!r} are both {name!r} in NLTK's format; rename one"
+            )
+    return names
+
+
+def _quoted(token: str) -> str:
+    if "'" not in token:
+        return f"'{token}'"
+    if '"' in token:
+        raise IsolossError(f"the token {token!r} has both kinds of quotes, which NLTK's format cannot hold")
+    return f'"{token}"'

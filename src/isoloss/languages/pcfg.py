@@ -1,0 +1,403 @@
+"""The language of a probabilistic context-free grammar: sentences, and the exact probability of every token in them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from isoloss import files, seeds
+from isoloss.config import GrammarConfig, PCFGConfig
+from isoloss.errors import IsolossError
+from isoloss.languages.base import Sentences
+from isoloss.languages.chart_plan import FoldedRules
+from isoloss.languages.derivations import Sampler, longest_yields
+from isoloss.languages.grammar import Format, Grammar, parse_grammar
+from isoloss.languages.inside_outside import InsideOutside
+from isoloss.languages.random_grammar import random_grammar
+
+MAX_LENGTH = 1024  # tokens; the exact algorithms take time cubic in the length
+SMALLEST_ACCEPTANCE = 1e-4  # of derivations that are short enough; below it, sampling by rejection takes too long
+_OUTPUT_BYTES = 1 << 24  # of a chunk's (n, T, V) probabilities
+
+Rows = slice | torch.Tensor
+
+
+class PCFG:
+    r"""A probabilistic context-free grammar as a language: immutable, with exact probabilities in nats.
+
+    The language is the grammar's distribution over sentences given that they have at most `max_length` tokens. Exact
+    computations take right-padded batches of mixed lengths on any device, and return tensors of the language's dtype on
+    its device.
+
+    Attributes:
+        grammar: The rules.
+        symbols: Names of the nonterminal symbols, by id.
+        start: Name of the start symbol, which is `symbols[0]`.
+        vocabulary: The token strings, by id, in natural order.
+        vocab_size: Number of tokens.
+        max_length: The longest sentence, in tokens.
+        length_probs: (max_length + 1,) probability of each length.
+        pad_id: `vocab_size`.
+        mask_id: `vocab_size + 1`.
+        special_ids: None: ().
+        model_vocab_size: `vocab_size + 2`.
+        config: The `PCFGConfig` or `GrammarConfig` that rebuilds exactly this language.
+        device: Where exact computations run.
+        dtype: What they run in: float64 or float32.
+
+    Example:
+        >>> language = PCFG.from_text("S -> A B [0.5] | 'a' [0.5]\nA -> 'a' [1.0]\nB -> 'a' [0.25] | 'b' [0.75]")
+        >>> tokens, lengths = torch.tensor([[0, 1], [0, 2]]), torch.tensor([2, 1])
+        >>> language.log_prob(tokens, lengths).exp()
+        tensor([0.3750, 0.5000], dtype=torch.float64)
+        >>> language.log_conditionals(tokens, lengths)[0, 1].exp()
+        tensor([0.2500, 0.7500], dtype=torch.float64)
+    """
+
+    def __init__(self, grammar: Grammar, *, max_length: int, config: PCFGConfig | None = None, source: str = "grammar"):
+        """Make the language of `grammar`, cut at `max_length` tokens.
+
+        Args:
+            grammar: The rules.
+            max_length: Longer sentences are left out.
+            config: What the grammar was drawn from, where it was.
+            source: What errors call the grammar.
+
+        Raises:
+            IsolossError: `max_length` is not within 1 to 1024, or no sentence is as short.
+        """
+        if not 1 <= max_length <= MAX_LENGTH:
+            raise IsolossError(f"max_length is {max_length}; it must be from 1 to {MAX_LENGTH} tokens")
+        max_length = min(max_length, int(longest_yields(grammar, max_length)[0]))
+        rules = FoldedRules(grammar, max_length)
+        possible = np.flatnonzero(rules.length_probs[0])
+        if not len(possible):
+            raise IsolossError(
+                f"{source}: the grammar has no sentence of at most {max_length} tokens; raise max_length"
+            )
+        self.max_length = int(possible[-1])
+        lengths = rules.length_probs[0, : self.max_length + 1]
+        self._acceptance = math.fsum(lengths)
+        self._length_probs = torch.from_numpy(lengths / self._acceptance)
+        self._rules = rules
+        self._sampler = Sampler(grammar, self.max_length, self._acceptance)
+        self.grammar, self.symbols, self.start = grammar, grammar.symbols, grammar.symbols[0]
+        self.vocabulary: tuple[str, ...] = grammar.vocabulary
+        self.vocab_size = len(grammar.vocabulary)
+        self.pad_id, self.mask_id = self.vocab_size, self.vocab_size + 1
+        self.special_ids: tuple[int, ...] = ()
+        self.model_vocab_size = self.vocab_size + 2
+        text = "" if config else grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
+        self.config: PCFGConfig | GrammarConfig = config or GrammarConfig(rules=text, max_length=self.max_length)
+        self._place(torch.device("cpu"), torch.float64)
+
+    @classmethod
+    def random(
+        cls,
+        *,
+        levels: int = PCFGConfig.levels,
+        symbols_per_level: int = PCFGConfig.symbols_per_level,
+        rules_per_symbol: int = PCFGConfig.rules_per_symbol,
+        vocab_size: int = PCFGConfig.vocab_size,
+        stop_probability: float = PCFGConfig.stop_probability,
+        seed: int = PCFGConfig.seed,
+    ) -> PCFG:
+        """Return a random levelled grammar, of the paper's kind (appendix A.1); a sentence has at most 2^levels tokens.
+
+        The start symbol S is rewritten to a symbol of level 0 (`L0.0`, `L0.1`, ...). A symbol of level l < `levels` is
+        rewritten to one of `rules_per_symbol` pairs of symbols of level l + 1; with probability `stop_probability` it
+        emits one of `rules_per_symbol` tokens instead. A symbol of the lowest level emits one of
+        max(rules_per_symbol, ceil(2 vocab_size / symbols_per_level)) tokens. Rules are drawn without replacement, their
+        probabilities from the flat Dirichlet distribution. Every symbol and every token can occur.
+
+        Raises:
+            IsolossError: A number allows no such grammar.
+
+        Example:
+            >>> language = PCFG.random(levels=2, symbols_per_level=2, rules_per_symbol=3, vocab_size=5)
+            >>> language.symbols, language.vocabulary, language.max_length
+            (('S', 'L0.0', 'L0.1', 'L1.0', 'L1.1', 'L2.0', 'L2.1'), ('w0', 'w1', 'w2', 'w3', 'w4'), 4)
+        """
+        return cls.from_config(
+            PCFGConfig(
+                levels=levels,
+                symbols_per_level=symbols_per_level,
+                rules_per_symbol=rules_per_symbol,
+                vocab_size=vocab_size,
+                stop_probability=stop_probability,
+                seed=seed,
+            )
+        )
+
+    @classmethod
+    def from_config(cls, config: PCFGConfig | GrammarConfig) -> PCFG:
+        """Return the language that `config` describes; errors as for `random` and `from_text`."""
+        if isinstance(config, PCFGConfig):
+            return cls(random_grammar(config), max_length=2**config.levels, config=config)
+        return cls.from_text(config.rules, source="the config's rules", max_length=config.max_length)
+
+    @classmethod
+    def from_text(cls, text: str, *, source: str = "<text>", max_length: int = GrammarConfig.max_length) -> PCFG:
+        """Return the language of the rules in `text` (see `isoloss.languages.grammar.parse_grammar`).
+
+        Args:
+            text: NLTK's format (`S -> NP VP [0.8] | 'tok' [0.2]`) or plain rule lines (`LHS RHS [RHS] weight`).
+            source: What errors call the text.
+            max_length: Longer sentences are left out of the language; less where the grammar has none as long.
+
+        Raises:
+            IsolossError: The text holds no valid grammar (the message names the line), or none with a sentence of at
+                most `max_length` tokens.
+        """
+        return cls(parse_grammar(text, source=source), max_length=max_length, source=source)
+
+    @classmethod
+    def from_file(cls, path: Path | str, *, max_length: int = GrammarConfig.max_length) -> PCFG:
+        """Return the language of the rules in a UTF-8 file; arguments and errors as for `from_text`."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise IsolossError(f"{path} does not exist") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise IsolossError(f"{path} is not a readable UTF-8 text file: {error}") from error
+        return cls.from_text(text, source=str(path), max_length=max_length)
+
+    def to_text(self, format: Format = "rules") -> str:  # noqa: A002
+        """Return the rules as text that `from_text` reads back (see `Grammar.to_text`)."""
+        return self.grammar.to_text(format)
+
+    def to_file(self, path: Path | str, format: Format = "rules") -> None:  # noqa: A002
+        """Write the rules to `path`, as `to_text` gives them."""
+        files.write_text(Path(path), self.to_text(format))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PCFG:
+        """Return the language with its exact computations on `device` and in `dtype`; None leaves one as it is.
+
+        Raises:
+            IsolossError: `dtype` is neither float64 nor float32, or there is no such device.
+        """
+        dtype = dtype or self.dtype
+        if dtype not in (torch.float64, torch.float32):
+            raise IsolossError(f"exact computations run in torch.float64 or torch.float32, not in {dtype}")
+        try:
+            place = torch.device(device) if device is not None else self.device
+            torch.zeros(1, dtype=dtype, device=place)
+        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+            raise IsolossError(f"cannot compute in {dtype} on device {device!r}: {error}") from error
+        moved = copy.copy(self)
+        moved._place(place, dtype)
+        return moved
+
+    def _place(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._engine = InsideOutside(self._rules, device, dtype)
+        self._emission = torch.as_tensor(self._rules.emission[self._engine.emitting]).to(device, dtype)
+        self.length_probs = self._length_probs.to(device, dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"PCFG({len(self.symbols)} symbols, {self.vocab_size} tokens, at most {self.max_length} tokens a sentence, "
+            f"{self.dtype} on {self.device})"
+        )
+
+    # --- sampling ----------------------------------------------------------------------------------------------------
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
+        """Return `n` independent sentences, padded to the longest of them, on the language's device.
+
+        The draws are made on the CPU, so that a seed gives the same sentences for every device. Derivations of more
+        than `max_length` tokens are rejected as soon as they cannot become shorter.
+
+        Args:
+            n: Number of sentences.
+            generator: CPU generator of the draws; None: a fresh one, seeded by the system.
+            latent: Whether to return the trees: (n, M, 3) int64 rows (start, stop, symbol id) of all nodes in preorder,
+                each over the tokens start to stop - 1, padded with -1.
+
+        Raises:
+            IsolossError: `n` is negative, the generator is not on the CPU, or fewer than 1 in 10,000 derivations are
+                short enough.
+        """
+        if n < 0:
+            raise IsolossError(f"cannot draw {n} sentences: it must be at least 0")
+        if self._acceptance < SMALLEST_ACCEPTANCE:
+            raise IsolossError(
+                f"of the grammar's derivations, {self._acceptance:.2g} have at most {self.max_length} tokens; "
+                f"sampling needs {SMALLEST_ACCEPTANCE:g}: raise max_length or give shorter rules more weight"
+            )
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()
+        if generator.device.type != "cpu":
+            raise IsolossError(f"sentences are drawn on the CPU, but the generator is on {generator.device}")
+        derived = self._sampler(n, generator, trees=latent)
+        return Sentences(*(None if part is None else part.to(self.device) for part in derived))  # type: ignore[arg-type]
+
+    def batch(self, step: int, n: int, *, seed: int) -> Sentences:
+        """Return the `n` sentences of training step `step`: a pure function of the arguments."""
+        return self.sample(n, generator=seeds.generator(seed, "sentences", step))
+
+    # --- exact probabilities -----------------------------------------------------------------------------------------
+
+    def log_prob(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n,): the log-probability of each sentence in the language, its length included, in nats.
+
+        Args:
+            tokens: (n, T) ids, padded on the right with anything.
+            lengths: (n,) from 1 to `max_length`.
+
+        Raises:
+            IsolossError: A token or a length is out of range, or a sentence is impossible; the message names the row.
+        """
+        tokens, lengths = self._checked(tokens, lengths)
+        out = torch.zeros(len(tokens), dtype=self.dtype, device=self.device)
+        for rows, length in self._buckets(lengths):
+            log_z = self._engine.log_partition(tokens[rows, :length])
+            self._check_possible(rows, log_z)
+            out[rows] = (log_z - math.log(self._acceptance)).to(self.dtype)
+        return out
+
+    def log_conditionals(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n, T, vocab_size): log Pr(x_t = c | all other tokens, the length), the full conditionals, in nats.
+
+        Pr(x_t = c | x_-t) is proportional to sum_A outside(A, t) Pr(A =>* c): one inside and one outside pass give all
+        positions and tokens (the true conditionals of the paper's section 2.1). An impossible token has the log of the
+        dtype's smallest normal number; padded positions hold 0. Arguments and errors as for `log_prob`.
+        """
+        tokens, lengths = self._checked(tokens, lengths)
+        out = torch.zeros(*tokens.shape, self.vocab_size, dtype=self.dtype, device=self.device)
+        for rows, length, probs in self._conditionals(tokens, lengths):
+            out[rows, :length] = probs.clamp_(min=torch.finfo(self.dtype).tiny).log_()
+        return out
+
+    def conditional_entropy(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n, T): the entropy of each full conditional in nats, 0 at padded positions.
+
+        The (n, T, vocab_size) conditionals exist a chunk at a time. Arguments and errors as for `log_prob`.
+        """
+        tokens, lengths = self._checked(tokens, lengths)
+        out = torch.zeros(tokens.shape, dtype=self.dtype, device=self.device)
+        for rows, length, probs in self._conditionals(tokens, lengths):
+            logs = probs.clamp(min=torch.finfo(self.dtype).tiny).log_()
+            out[rows, :length] = logs.mul_(probs).sum(dim=-1).neg_().clamp_(min=0)
+        return out
+
+    def inside(self, tokens: torch.Tensor, lengths: torch.Tensor, *, start: int = 0, stop: int) -> torch.Tensor:
+        """Return (n, symbols): log Pr(symbol =>* x_start .. x_{stop-1}), the inside scores of one span, in nats.
+
+        A symbol that cannot yield these tokens has a finite value, at most the log of float64's smallest normal number
+        and no larger than the value of any symbol that can. The scores are computed in float64 whatever the language's
+        dtype. The sentence itself may be impossible.
+
+        Args:
+            tokens: (n, T) ids, padded on the right with anything.
+            lengths: (n,) from `stop` to `max_length`.
+            start: First position of the span.
+            stop: The position after its last.
+
+        Raises:
+            IsolossError: A token or a length is out of range, or a sentence is shorter than `stop`.
+        """
+        tokens, lengths = self._checked(tokens, lengths)
+        self._check_span(lengths, start, stop)
+        out = torch.zeros(len(tokens), len(self.symbols), dtype=self.dtype, device=self.device)
+        for rows, length in self._buckets(torch.full_like(lengths, stop - start), self._engine.chunk_of_spans):
+            out[rows] = self._engine.inside(tokens[rows, start : start + length])[0].to(self.dtype)
+        return out
+
+    def span_posterior(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, *, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        """Return (n, symbols): Pr(a node of each symbol covers exactly x_start .. x_{stop-1} | sentence).
+
+        It is outside(A) inside(A) / Pr(sentence). A span need not be covered by any node, and a chain of unary rules
+        puts several symbols on one span, so that a row's sum is between 0 and the longest chain.
+
+        Args:
+            tokens: (n, T) ids, padded on the right with anything.
+            lengths: (n,) from `stop` to `max_length`.
+            start: First position of the span.
+            stop: The position after its last; None: each sentence's length.
+
+        Raises:
+            IsolossError: As for `log_prob`, or a sentence is too short for the span.
+        """
+        tokens, lengths = self._checked(tokens, lengths)
+        self._check_span(lengths, start, stop)
+        out = torch.zeros(len(tokens), len(self.symbols), dtype=self.dtype, device=self.device)
+        for rows, length in self._buckets(lengths):
+            posterior, log_z = self._engine.span_posterior(
+                tokens[rows, :length], start, length if stop is None else stop
+            )
+            self._check_possible(rows, log_z)
+            out[rows] = posterior
+        return out
+
+    def _conditionals(self, tokens: torch.Tensor, lengths: torch.Tensor) -> Iterator[tuple[Rows, int, torch.Tensor]]:
+        """Yield rows, their length and (rows, length, V) conditionals."""
+
+        def chunk(length: int) -> int:
+            output = length * self.vocab_size * self.dtype.itemsize
+            return min(self._engine.chunk(length), max(1, _OUTPUT_BYTES // output))
+
+        for rows, length in self._buckets(lengths, chunk):
+            scores, log_z = self._engine.leaf_outside(tokens[rows, :length])
+            self._check_possible(rows, log_z)
+            yield rows, length, scores @ self._emission
+
+    def _buckets(self, lengths: torch.Tensor, chunk: Callable[[int], int] | None = None) -> Iterator[tuple[Rows, int]]:
+        """Yield rows of one length and the length, at most `chunk(length)` at once; a slice where all rows have it."""
+        for length in np.unique(lengths.cpu().numpy()).tolist():
+            size = (chunk or self._engine.chunk)(length)
+            rows = torch.nonzero(lengths == length).flatten()
+            for first in range(0, len(rows), size):
+                if len(rows) == len(lengths):
+                    yield slice(first, min(first + size, len(rows))), length
+                else:
+                    yield rows[first : first + size], length
+
+    # --- checking ----------------------------------------------------------------------------------------------------
+
+    def _checked(self, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if tokens.dim() != 2 or lengths.shape != tokens.shape[:1]:
+            raise IsolossError(
+                f"tokens must be (n, T) and lengths (n,), not {tuple(tokens.shape)} and {tuple(lengths.shape)}"
+            )
+        for name, tensor in (("tokens", tokens), ("lengths", lengths)):
+            if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+                raise IsolossError(f"{name} must be integers, not {tensor.dtype}")
+        tokens, lengths = tokens.to(self.device, torch.int64), lengths.to(self.device, torch.int64)
+        longest = min(self.max_length, tokens.shape[1])
+        if (row := _first((lengths < 1) | (lengths > longest))) is not None:
+            raise IsolossError(f"sentence {row} has length {int(lengths[row])}; a length here is from 1 to {longest}")
+        present = torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]
+        wrong = present & ((tokens < 0) | (tokens >= self.vocab_size))
+        if (row := _first(wrong.any(dim=1))) is not None:
+            token = int(tokens[row][wrong[row]][0])
+            raise IsolossError(f"sentence {row} holds the token id {token}; ids are from 0 to {self.vocab_size - 1}")
+        return tokens, lengths
+
+    def _check_span(self, lengths: torch.Tensor, start: int, stop: int | None) -> None:
+        if start < 0 or (stop is not None and stop <= start):
+            raise IsolossError(f"a span from {start} to {stop} holds no tokens; it needs 0 <= start < stop")
+        least = start + 1 if stop is None else stop
+        if (row := _first(lengths < least)) is not None:
+            raise IsolossError(
+                f"sentence {row} has {int(lengths[row])} tokens; the span from {start} to "
+                f"{'its end' if stop is None else stop} needs at least {least}"
+            )
+
+    def _check_possible(self, rows: Rows, log_z: torch.Tensor) -> None:
+        if (index := _first(log_z == -math.inf)) is not None:
+            row = rows.start + index if isinstance(rows, slice) else int(rows[index])
+            raise IsolossError(f"sentence {row} has probability 0: the grammar does not derive it")
+
+
+def _first(wrong: torch.Tensor) -> int | None:
+    """Return the index of the first true value, or None."""
+    return int(wrong.int().argmax()) if bool(wrong.any()) else None

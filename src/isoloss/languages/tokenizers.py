@@ -1,0 +1,168 @@
+"""Tokenizers: found by folder, hub name or WordPiece vocabulary, checked for what is needed, and used on plain text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from isoloss.errors import IsolossError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub or a WordPiece vocab.txt"
+
+
+def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that `spec` names.
+
+    A `.txt` file is the vocabulary of a BERT tokenizer, one token a line; text is lower-cased, and its accents are
+    stripped, if no ordinary entry has an upper-case letter. No code that comes with a tokenizer is run.
+
+    Args:
+        spec: A Hugging Face folder, a name on the hub (what is on this machine already is taken from there), or a
+            `vocab.txt`.
+        needs: Special tokens that it has to have.
+
+    Raises:
+        IsolossError: There is no such tokenizer, the hub cannot be reached, or a needed token is missing.
+    """
+    path = Path(spec).expanduser()
+    if path.is_file():
+        tokenizer = _from_vocabulary(path)
+    elif spec and path.is_dir():
+        tokenizer = _auto(str(path), f"the folder {spec} holds no tokenizer that transformers can load")
+    elif _HUB_NAME.fullmatch(spec) and not spec.endswith(".txt"):
+        tokenizer = _from_hub(spec)
+    else:
+        raise IsolossError(f"there is no tokenizer {spec!r}: {_CHOICES}")
+    for name in needs:
+        if getattr(tokenizer, f"{name}_token_id") is None:
+            raise IsolossError(f"the tokenizer {spec} has no {name} token, which is needed here")
+    return tokenizer
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], *, add_special_tokens: bool = False
+) -> Iterator[np.ndarray]:
+    """Yield the token ids of each text, int64 (tokens,), on all cores and however long the text is.
+
+    Text is text: where it spells a special token, such as `[MASK]`, it gives ordinary tokens, never that one.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: Documents; they are taken some 2 million characters at a time.
+        add_special_tokens: Whether to add what the tokenizer puts around a text.
+    """
+    # said aloud, so that a later fork (a git call, a data loader) makes the library neither warn nor go single
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    as_before = backend.encode_special_tokens
+    for batch in _batches(texts, characters=2_000_000):
+        backend.encode_special_tokens = True
+        try:
+            encodings = backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+        finally:
+            backend.encode_special_tokens = as_before
+        for encoding in encodings:
+            yield np.array(encoding.ids, dtype=np.int64)
+
+
+def serialised(tokenizer: PreTrainedTokenizerFast) -> bytes:
+    """Return what decides a tokenizer's ids, in a form that is equal for equal tokenizers."""
+    document = json.loads(tokenizer.backend_tokenizer.to_str())
+    document |= {"truncation": None, "padding": None, "special_tokens": tokenizer.special_tokens_map}
+    return json.dumps(document, sort_keys=True, default=str).encode()
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    """Return the token strings by id; an id that stands for no token has the empty string."""
+    ids = tokenizer.get_vocab()
+    tokens = [""] * (max(ids.values()) + 1)
+    for token, index in ids.items():
+        tokens[index] = token
+    return tuple(tokens)
+
+
+def _batches(texts: Iterable[str], *, characters: int) -> Iterator[list[str]]:
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
+    from transformers import BertTokenizerFast
+
+    if path.suffix != ".txt":
+        raise IsolossError(f"{path} is a file but no vocab.txt: {_CHOICES}")
+    try:
+        tokens = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise IsolossError(f"{path} is not UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise IsolossError(f"cannot read {path}: {error.strerror or error}") from error
+    ids = {token: index for index, token in enumerate(tokens)}
+    missing = [token for token in _BERT_SPECIALS if token not in ids]
+    if missing:
+        raise IsolossError(f"{path} is no WordPiece vocabulary, one token a line: it lacks {', '.join(missing)}")
+    if len(ids) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
+        raise IsolossError(f"{path} holds the token {twice!r} twice")
+    uncased = not any(token != token.lower() for token in tokens if not (token[:1] == "[" and token[-1:] == "]"))
+    tokenizer: PreTrainedTokenizerFast = BertTokenizerFast(vocab=ids, do_lower_case=uncased)
+    return tokenizer
+
+
+def _from_hub(name: str) -> PreTrainedTokenizerFast:
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return _auto(name, "", local_files_only=True)
+    except IsolossError:  # not on this machine
+        pass
+    try:  # asked once, as transformers would repeat the question for a minute
+        huggingface_hub.model_info(name, timeout=20)
+    except RepositoryNotFoundError as error:
+        raise IsolossError(f"there is no tokenizer {name}, neither on disk nor on the hub: {_CHOICES}") from error
+    except Exception as error:  # whatever the network or its library can raise
+        raise IsolossError(
+            f"there is no tokenizer {name} on this machine, and the Hugging Face hub does not answer: {_CHOICES}"
+        ) from error
+    return _auto(name, f"the Hugging Face repository {name} holds no tokenizer that transformers can load")
+
+
+def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # its guesses about a model it was not asked to load
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False, local_files_only=local_files_only)
+    except Exception as error:  # transformers raises nearly anything on a folder that does not suit it
+        raise IsolossError(message) from error
+    finally:
+        logger.setLevel(level)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise IsolossError(f"{spec} has a tokenizer without a fast form ({type(tokenizer).__name__})")
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise IsolossError(message)  # what transformers makes up for a checkpoint folder without a vocabulary
+    return tokenizer

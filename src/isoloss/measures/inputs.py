@@ -1,0 +1,288 @@
+"""Inputs to measure a checkpoint on: text or token ids from files, as the batches that the measures take.
+
+Shapes: n sequences, T tokens in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from isoloss import languages
+from isoloss.config import ObjectiveConfig, TrainConfig
+from isoloss.errors import IsolossError
+from isoloss.languages import documents, tokenizers
+from isoloss.languages.base import Sentences
+from isoloss.languages.corpus import Corpus, brackets, pack
+from isoloss.languages.masking import IGNORED, Batch, SpecialIds, mask
+from isoloss.seeds import generator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Kind = Literal["masked", "causal"]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+# these number positions from their padding id + 1 on, so that fewer are left than the config says
+_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"} | {
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a checkpoint is measured on.
+
+    Attributes:
+        batches: Mappings of `input_ids`, `attention_mask` and `labels`, each (n, T) int64; one sequence a row.
+        num_sequences: Rows of all batches.
+        num_predicted: Positions that the model predicts: labels other than -100, for a causal model without those of
+            the first column, which nothing comes before.
+        description: One line: how many sequences of what length, and where they came from.
+    """
+
+    batches: list[Batch]
+    num_sequences: int
+    num_predicted: int
+    description: str
+
+
+def read_inputs(
+    data: Path,
+    *,
+    checkpoint: str,
+    config: Any,
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerFast | str | None = None,
+    length: int = 128,
+    num_inputs: int | None = None,
+    masking: ObjectiveConfig | None = None,
+    mask_id: int | None = None,
+    seed: int = 0,
+    batch_size: int = 32,
+) -> Inputs:
+    """Return the inputs in `data`. They depend on nothing but the arguments, so that checkpoints compare on the same.
+
+    - `.npy`: integers (n, T), a sequence a row, or (tokens,), cut into rows of `length`. Negative ids are padding; they
+      stand at a row's end.
+    - Text (see `isoloss.languages.documents.read_documents`): tokenised, put end to end and cut into rows of `length`.
+      For a masked model each row is [CLS], length - 2 tokens, [SEP], where the tokenizer has these two; for a causal
+      model each document has the special tokens that the tokenizer itself adds, such as a first bos.
+
+    What is left at the end, less than one row, is dropped. If there are more rows than asked for, the rows taken are
+    drawn uniformly without replacement.
+
+    For a masked model, tokens are hidden and predicted as `isoloss.languages.masking.mask` does, but never the special
+    ones of the tokenizer, if there is one. For a causal model the labels are the ids themselves, unshifted.
+
+    Args:
+        data: A `.npy` file, a `.txt` or `.jsonl` file, or a folder of text.
+        checkpoint: The model's folder or hub name, where its own tokenizer is looked for.
+        config: The model's transformers config, for its vocabulary, its longest sequence and its padding.
+        kind: Whether the model predicts hidden tokens or the next one.
+        tokenizer: A tokenizer or what names one (see `isoloss.languages.tokenizers.load_tokenizer`); None: the
+            checkpoint's own, which token ids can do without.
+        length: Tokens in a row, for text and for ids in one dimension.
+        num_inputs: Sequences wanted, if there are so many; None: all.
+        masking: How hidden tokens are chosen; None: one a sequence.
+        mask_id: The id that hides a token; None: the tokenizer's.
+        seed: Decides which sequences are taken and which tokens are hidden.
+        batch_size: Sequences in a batch; the last one may have fewer.
+
+    Raises:
+        IsolossError: Missing, unreadable or empty data; ids that the model does not know; sequences that are too long
+            or have nothing to predict; text without a tokenizer; a masked model without a mask id.
+    """
+    for name, value in (("number of inputs", num_inputs), ("batch size", batch_size), ("length", length)):
+        if value is not None and value < 1:
+            raise IsolossError(f"the {name} is {value}; it must be at least 1")
+    if not data.exists():
+        raise IsolossError(
+            f"there is no data {data}: give a .npy file of token ids, a .txt or .jsonl file, or a folder"
+        )
+    is_text = data.suffix.lower() != ".npy"
+    found = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
+    if is_text:
+        assert found is not None
+        rows = _from_text(data, found, kind, length)
+    else:
+        rows = _from_array(data, length)
+    text_config = config.get_text_config()
+    _check_rows(rows, data, text_config, checkpoint)
+
+    wanted = len(rows) if num_inputs is None else num_inputs
+    description = _description(data, len(rows), rows.shape[1], wanted)
+    if wanted < len(rows):
+        chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
+        rows = rows[np.sort(chosen.numpy())]
+    pads = (None if found is None else found.pad_token_id, text_config.pad_token_id, 0)
+    sentences = _sentences(rows, data, next(int(i) for i in pads if i is not None), least=2 if kind == "causal" else 1)
+    if kind == "causal":
+        whole = _predict_next(sentences)
+    else:
+        special = _special_ids(found, mask_id, text_config.vocab_size, checkpoint)
+        whole = mask(sentences, special, masking or ObjectiveConfig(), generator=generator(seed, "masks"))
+    starts = range(0, len(rows), batch_size)
+    batches = [{name: tensor[start : start + batch_size] for name, tensor in whole.items()} for start in starts]
+    return _inputs(batches, kind, description)
+
+
+def language_inputs(config: TrainConfig, *, num_inputs: int, seed: int, batch_size: int = 256) -> Inputs:
+    """Return inputs from a run's own language, masked as in its training: held-out ones if it is a corpus, else fresh.
+
+    Args:
+        config: The run's config.
+        num_inputs: Sentences; of a corpus, at most as many as are held out.
+        seed: Decides the sentences of a synthetic language, and the masks.
+        batch_size: Sentences in a batch.
+
+    Raises:
+        IsolossError: `num_inputs` is below 1, or the language cannot be made.
+    """
+    if num_inputs < 1:
+        raise IsolossError(f"the number of inputs is {num_inputs}; it must be at least 1")
+    language = languages.make(config.language)
+    if isinstance(language, Corpus):
+        sentences = language.held_out(num_inputs)
+        available, of = language.num_held_out, "held-out sequences of the run's corpus"
+        source = f"{num_inputs:,} of the {available:,} {of}"
+        if available < num_inputs:
+            source = f"all {available:,} {of} ({num_inputs:,} were asked for)"
+    else:
+        sentences = language.sample(num_inputs, generator=generator(seed, "trace sentences"))
+        source = f"{num_inputs:,} sentences sampled from the run's language"
+    masks = generator(seed, "trace masks")
+    batches = []
+    for start in range(0, len(sentences.tokens), batch_size):
+        rows = slice(start, start + batch_size)
+        part = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        batches.append(mask(part, language, config.objective, generator=masks))
+    return _inputs(batches, "masked", source)
+
+
+def _inputs(batches: list[Batch], kind: Kind, description: str) -> Inputs:
+    first = 1 if kind == "causal" else 0
+    return Inputs(
+        batches=batches,
+        num_sequences=sum(len(batch["labels"]) for batch in batches),
+        num_predicted=sum(int((batch["labels"][:, first:] != IGNORED).sum()) for batch in batches),
+        description=description,
+    )
+
+
+def _tokenizer(
+    tokenizer: PreTrainedTokenizerFast | str | None, checkpoint: str, *, needed: bool, useful: bool
+) -> PreTrainedTokenizerFast | None:
+    """Return the tokenizer that was given, else the checkpoint's own where it has one and it is of any use."""
+    if isinstance(tokenizer, str):
+        return tokenizers.load_tokenizer(tokenizer)
+    if tokenizer is not None or not (needed or useful):
+        return tokenizer
+    try:
+        return tokenizers.load_tokenizer(checkpoint)
+    except IsolossError as error:
+        if needed:
+            raise IsolossError(
+                f"{checkpoint} has no tokenizer: give --tokenizer FOLDER, or token ids as a .npy file"
+            ) from error
+        return None
+
+
+def _special_ids(
+    tokenizer: PreTrainedTokenizerFast | None, mask_id: int | None, vocab_size: int, checkpoint: str
+) -> SpecialIds:
+    if mask_id is None and tokenizer is not None:
+        mask_id = tokenizer.mask_token_id
+    if mask_id is None:
+        raise IsolossError(f"{checkpoint} is a masked model, and no id is known that hides a token: give --mask-id")
+    if not 0 <= mask_id < vocab_size:
+        raise IsolossError(f"the mask's id is {mask_id}; {checkpoint} knows the ids 0 to {vocab_size - 1}")
+    return SpecialIds(mask_id, () if tokenizer is None else tuple(tokenizer.all_special_ids))
+
+
+def _predict_next(sentences: Sentences) -> Batch:
+    present = sentences.present()
+    return {
+        "input_ids": sentences.tokens,
+        "attention_mask": present.long(),
+        "labels": sentences.tokens.masked_fill(~present, IGNORED),
+    }
+
+
+def _from_array(data: Path, length: int) -> Ids:
+    try:
+        array = np.load(data, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise IsolossError(f"{data} is not a readable .npy file: {error}") from error
+    if not np.issubdtype(array.dtype, np.integer):
+        raise IsolossError(f"{data} holds {array.dtype}, not integers: token ids are integers")
+    if array.ndim == 1:
+        rows = array[: len(array) // length * length].reshape(-1, length)
+    elif array.ndim == 2:
+        rows = array
+    else:
+        raise IsolossError(f"{data} has {array.ndim} dimensions; token ids have 1 (a stream) or 2 (a sequence a row)")
+    if rows.size == 0:
+        raise IsolossError(f"{data} (shape {array.shape}) holds not one sequence of {rows.shape[1] or 1} tokens")
+    if int(rows.max()) > np.iinfo(np.int64).max:
+        raise IsolossError(f"{data} holds {rows.max()}, which is no token id")
+    ids: Ids = rows.astype(np.int64)
+    return ids
+
+
+def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int) -> Ids:
+    texts: Iterable[str] = (text for _, text in documents.read_documents([data]))
+    around = brackets(tokenizer) if kind == "masked" else {}
+    if length <= len([i for i in around.values() if i is not None]):
+        raise IsolossError(f"the length is {length}; with [CLS] and [SEP] it must be at least 3")
+    ids = tokenizers.encode(tokenizer, texts, add_special_tokens=kind == "causal")
+    packed = list(pack(ids, length, **around))
+    if not packed:
+        raise IsolossError(f"the text in {data} is shorter than one sequence of {length} tokens")
+    return np.concatenate(packed)
+
+
+def _check_rows(rows: Ids, data: Path, config: Any, checkpoint: str) -> None:
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and config.model_type in _POSITIONS_AFTER_PADDING:
+        positions -= config.pad_token_id + 1
+    if positions is not None and rows.shape[1] > positions:
+        raise IsolossError(
+            f"the sequences have {rows.shape[1]} tokens and {checkpoint} takes {positions} at most: "
+            "give a smaller --length, or shorter rows"
+        )
+    largest = int(rows.max())
+    if largest >= config.vocab_size:
+        raise IsolossError(
+            f"{data} has the token id {largest}, and {checkpoint} knows {config.vocab_size} ids, 0 to "
+            f"{config.vocab_size - 1}: are the data and the tokenizer this model's?"
+        )
+
+
+def _sentences(rows: Ids, data: Path, pad_id: int, *, least: int) -> Sentences:
+    """Return rows as sentences; each must have `least` tokens, and its padding at the end."""
+    present = rows >= 0
+    lengths = present.sum(axis=1)
+    gaps = (present != (np.arange(rows.shape[1]) < lengths[:, None])).any(axis=1)
+    if gaps.any():
+        raise IsolossError(
+            f"row {int(gaps.argmax())} of {data} has a token after a negative id: padding stands at a row's end"
+        )
+    if lengths.min() < least:
+        raise IsolossError(f"{data} has a row of {lengths.min()} tokens, in which there is nothing to predict")
+    return Sentences(torch.from_numpy(np.where(present, rows, pad_id)), torch.from_numpy(lengths))
+
+
+def _description(data: Path, available: int, length: int, wanted: int) -> str:
+    if wanted < available:
+        return f"{wanted:,} sequences of {length} tokens drawn from the {available:,} in {data}"
+    asked = f" ({wanted:,} were asked for)" if wanted > available else ""
+    return f"all {available:,} sequences of {length} tokens in {data}{asked}"

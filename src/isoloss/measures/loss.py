@@ -1,0 +1,331 @@
+"""The pre-training loss of a masked language model: entropy plus KL where the truth is known, held-out text elsewhere.
+
+Shapes: n sentences, T positions, V tokens of the language, M ids of the model (M >= V: the special tokens come last).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from transformers import BertForMaskedLM
+
+from isoloss import seeds
+from isoloss.config import ObjectiveConfig
+from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate
+from isoloss.languages.base import ExactLanguage, Language, Sentences
+from isoloss.languages.masking import IGNORED, Batch, mask
+from isoloss.measures import statistics
+from isoloss.measures.checks import device_of, refuse_dropout
+from isoloss.models.bert import masked_logits
+
+UNIT = "nats per predicted token"
+_SUBSETS = 5  # of the paper's deviation, appendix A.5
+_CHUNK = 1024  # sentences whose conditionals at all positions are held at a time
+_ROWS = 512  # predicted tokens whose log-probabilities over the vocabulary are held in float64 at a time
+
+
+# --- exact languages -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Masked sentences of an exact language and what a perfect model would say about them.
+
+    A function of the language, the number of sentences, the objective and the seed alone: made once, it serves every
+    checkpoint, and the values of two checkpoints on it are paired.
+
+    Attributes:
+        batch: The masked sentences: `input_ids`, `attention_mask`, `labels`, each (n, T); one label a sentence.
+        log_conditionals: (n, V) float64, log Pr(x_t = c | all other tokens, the length) at the masked position, nats.
+        entropy: (n,) float64, its entropy in nats.
+        seed: What the sentences and masks were drawn with.
+    """
+
+    batch: Batch
+    log_conditionals: torch.Tensor
+    entropy: torch.Tensor
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.entropy)
+
+
+def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> Truth:
+    """Draw sentences, mask one token of each and compute the exact conditionals there (paper, A.5 and A.7).
+
+    It holds 8 n (V + 3 T) bytes; the conditionals at all positions exist for 1,024 sentences at a time.
+
+    Args:
+        language: An exact language.
+        num_sentences: How many; the paper takes 1e6.
+        objective: Must mask one token a sentence: with several masked, a token's distribution given the visible ones
+            is not among the full conditionals.
+        seed: Decides the sentences and the masked positions.
+
+    Raises:
+        IsolossError: The language is not exact, the objective masks a fraction, or there are fewer than ten sentences.
+    """
+    if not isinstance(language, ExactLanguage):
+        raise IsolossError(f"{type(language).__name__} has no exact conditionals: measure its held-out loss instead")
+    if objective.masking != "one":
+        raise IsolossError(f'the exact loss is known for masking "one", not "{objective.masking}"')
+    if num_sentences < 2 * _SUBSETS:
+        raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * _SUBSETS}")
+    sentences = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))
+    batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+    positions = (batch["labels"] != IGNORED).long().argmax(dim=1)
+    chunks = []
+    for start in range(0, num_sentences, _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        conditionals = language.log_conditionals(sentences.tokens[rows], sentences.lengths[rows])
+        chunks.append(conditionals[torch.arange(len(conditionals)), positions[rows]].double())
+    log_p = torch.cat(chunks)
+    return Truth(batch=batch, log_conditionals=log_p, entropy=-(log_p.exp() * log_p).sum(dim=1), seed=seed)
+
+
+def kl_values(
+    model: nn.Module, truth: Truth, *, batch_size: int = 256, progress: Callable[[int], None] | None = None
+) -> torch.Tensor:
+    """Return (n,) float64: KL(p || q) in nats at each masked token, sum_c p_c (log p_c - log q_c).
+
+    p is the true conditional over the V tokens, q the model's softmax over all its M ids. Mass that q gives to special
+    tokens is therefore part of the KL, as it is part of the cross-entropy that training minimises.
+
+    Args:
+        model: A masked language model, a module whose output has `logits` (n, T, M).
+        truth: The sentences and their conditionals.
+        batch_size: Sentences in a forward pass.
+        progress: Called with the number of sentences done after each.
+
+    Raises:
+        IsolossError: Dropout is on, the model knows fewer ids than the language, or its logits are not finite.
+    """
+    values = torch.empty(len(truth), dtype=torch.float64)
+    done = 0
+    for log_q in _predictions(model, truth.batch, batch_size=batch_size):
+        log_p = truth.log_conditionals[done : done + len(log_q)]
+        if log_q.shape[1] < log_p.shape[1]:
+            raise IsolossError(f"the model knows {log_q.shape[1]} ids and the language has {log_p.shape[1]} tokens")
+        difference = log_p - log_q[:, : log_p.shape[1]].cpu()
+        values[done : done + len(log_q)] = (log_p.exp() * difference).sum(dim=1)
+        done += len(log_q)
+        if progress is not None:
+            progress(done)
+    return values
+
+
+def pretraining_loss(
+    model: nn.Module, truth: Truth, *, batch_size: int = 256, progress: Callable[[int], None] | None = None
+) -> dict[str, Estimate]:
+    """Return `entropy`, `kl` and `loss` = entropy + KL: the model's cross-entropy against the truth (paper, A.5, A.7).
+
+    In nats per predicted token, errors over sentences. `details` holds `subset_std`, the standard deviation over five
+    subsets as the paper prints it, and their `subset_size`. The error of a difference between two models on the same
+    sentences is `paired_difference` of their `kl_values`, which is far smaller than these errors combined.
+
+    Args:
+        model: As for `kl_values`.
+        truth: As for `kl_values`.
+        batch_size: As for `kl_values`.
+        progress: As for `kl_values`.
+
+    Raises:
+        IsolossError: As for `kl_values`.
+    """
+    started = time.perf_counter()
+    kl = kl_values(model, truth, batch_size=batch_size, progress=progress)
+    ones = torch.ones_like(kl)
+    details = {**_details(model), "masking": "one", "seed": truth.seed}
+    named = {"entropy": truth.entropy, "kl": kl, "loss": truth.entropy + kl}
+    seconds = time.perf_counter() - started
+    return {
+        name: _estimate(values, ones, method=f"exact conditionals, {name}", details=details, seconds=seconds)
+        for name, values in named.items()
+    }
+
+
+def paired_difference(a: torch.Tensor, b: torch.Tensor, *, predicted: torch.Tensor | None = None) -> Estimate:
+    """Return the mean of a - b over the same sentences, with the error of the difference.
+
+    Args:
+        a: (n,) values of one model, e.g. its `kl_values`, in nats.
+        b: (n,) values of the other on the same sentences.
+        predicted: (n,) predicted tokens of each sentence, where `a` and `b` are sums over them (`held_out_values`);
+            None: one.
+
+    Raises:
+        IsolossError: The two do not have the same sentences, or there are fewer than two.
+
+    Example:
+        >>> print(paired_difference(torch.tensor([1.5, 2.5, 4.0]), torch.tensor([1.0, 2.0, 3.0])))
+        0.67 ± 0.17 nats per predicted token
+    """
+    if a.shape != b.shape or a.ndim != 1:
+        raise IsolossError(f"values of shapes {tuple(a.shape)} and {tuple(b.shape)} are not of the same sentences")
+    counts = torch.ones_like(a) if predicted is None else predicted
+    value, stderr = statistics.ratio(a.double() - b.double(), counts)
+    return Estimate(
+        value=value,
+        stderr=stderr,
+        samples=len(a),
+        unit=UNIT,
+        num_inputs=int(counts.sum()),
+        method="paired difference",
+    )
+
+
+# --- corpora ---------------------------------------------------------------------------------------------------------
+
+
+class HeldOutLanguage(Language, Protocol):
+    """A language with text that training never sees."""
+
+    def held_out(self, n: int) -> Sentences:
+        """Return `n` held-out sentences, or all of them where there are fewer."""
+        ...
+
+
+def held_out_values(
+    model: nn.Module,
+    language: HeldOutLanguage,
+    *,
+    num_sequences: int,
+    objective: ObjectiveConfig,
+    seed: int,
+    batch_size: int = 32,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (n,) float64 nats of each held-out sequence, summed over its masked tokens, and (n,) their number.
+
+    Args:
+        model: A masked language model, a module whose output has `logits` (n, T, M).
+        language: Where the held-out sequences come from.
+        num_sequences: How many at most.
+        objective: Which tokens are masked.
+        seed: Decides the masks; models measured with the same seed are paired.
+        batch_size: Sequences in a forward pass.
+        progress: Called with the number of sequences done after each.
+
+    Raises:
+        IsolossError: Dropout is on, the model does not know a label, or its logits are not finite.
+    """
+    sentences = language.held_out(num_sequences)
+    batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+    chosen = batch["labels"] != IGNORED
+    counts = chosen.sum(dim=1)
+    row_of = chosen.nonzero()[:, 0]
+    labels = batch["labels"][chosen]
+    nats = torch.zeros(len(counts), dtype=torch.float64)
+    ends = counts.cumsum(dim=0)
+    done = 0
+    for log_q in _predictions(model, batch, batch_size=batch_size):
+        part = slice(done, done + len(log_q))
+        if int(labels[part].max()) >= log_q.shape[1]:
+            raise IsolossError(f"token {int(labels[part].max())} is not among the {log_q.shape[1]} ids of the model")
+        surprise = -log_q.gather(1, labels[part, None].to(log_q.device))[:, 0]
+        nats.index_add_(0, row_of[part], surprise.cpu())
+        done += len(log_q)
+        if progress is not None:
+            progress(int((ends <= done).sum()))
+    return nats, counts
+
+
+def held_out_loss(
+    model: nn.Module,
+    language: HeldOutLanguage,
+    *,
+    num_sequences: int,
+    objective: ObjectiveConfig,
+    seed: int,
+    batch_size: int = 32,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Estimate]:
+    """Return `loss`: the cross-entropy of held-out text in nats per predicted token.
+
+    All predicted tokens weigh the same. The error is clustered: it counts sequences, not tokens, as independent.
+    `details` holds `subset_std` and `subset_size` as for `pretraining_loss`.
+
+    Args:
+        model: As for `held_out_values`.
+        language: As for `held_out_values`.
+        num_sequences: As for `held_out_values`; at least ten must be there.
+        objective: As for `held_out_values`.
+        seed: As for `held_out_values`.
+        batch_size: As for `held_out_values`.
+        progress: As for `held_out_values`.
+
+    Raises:
+        IsolossError: As for `held_out_values`, or fewer than ten sequences.
+    """
+    started = time.perf_counter()
+    nats, counts = held_out_values(
+        model,
+        language,
+        num_sequences=num_sequences,
+        objective=objective,
+        seed=seed,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    if len(nats) < 2 * _SUBSETS:
+        raise IsolossError(f"there are {len(nats)} held-out sequences; an error bar needs at least {2 * _SUBSETS}")
+    details = {**_details(model), "masking": objective.masking, "seed": seed}
+    if objective.masking == "fraction":
+        details["fraction"] = objective.fraction
+    seconds = time.perf_counter() - started
+    return {"loss": _estimate(nats, counts, method="held-out text", details=details, seconds=seconds)}
+
+
+# --- both: the forward passes and the result -------------------------------------------------------------------------
+
+
+def _predictions(model: nn.Module, batch: Batch, *, batch_size: int) -> Iterator[torch.Tensor]:
+    """Yield (rows, M) float64 log-probabilities at the masked positions, in order, a bounded number at a time."""
+    if batch_size < 1:
+        raise IsolossError(f"batch_size is {batch_size}; it must be at least 1")
+    refuse_dropout(model)
+    device = device_of(model)
+    wide = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
+    for start in range(0, len(batch["labels"]), batch_size):
+        part = {name: value[start : start + batch_size] for name, value in batch.items()}
+        chosen = (part["labels"] != IGNORED).to(device)
+        input_ids, attention_mask = part["input_ids"].to(device), part["attention_mask"].to(device)
+        with torch.no_grad():
+            if isinstance(model, BertForMaskedLM):
+                logits = masked_logits(model, input_ids, attention_mask, chosen)
+            else:
+                logits = cast("Any", model)(input_ids=input_ids, attention_mask=attention_mask).logits[chosen]
+        if not bool(logits.isfinite().all()):
+            raise IsolossError(
+                f"the model's logits are NaN or infinite in sentences {start} to {start + len(chosen) - 1}"
+            )
+        for first in range(0, len(logits), _ROWS):
+            yield logits[first : first + _ROWS].to(wide).double().log_softmax(dim=1)
+
+
+def _estimate(
+    sums: torch.Tensor, counts: torch.Tensor, *, method: str, details: dict[str, Any], seconds: float
+) -> Estimate:
+    value, stderr = statistics.ratio(sums, counts)
+    subset_std, subset_size = statistics.subset_deviation(sums, counts, subsets=_SUBSETS)
+    return Estimate(
+        value=value,
+        stderr=stderr,
+        samples=len(sums),
+        unit=UNIT,
+        num_inputs=int(counts.sum()),
+        method=method,
+        seconds=seconds,
+        details={"subset_std": subset_std, "subset_size": subset_size, **details},
+    )
+
+
+def _details(model: nn.Module) -> dict[str, Any]:
+    parameter = next(model.parameters())
+    return {"device": str(parameter.device), "dtype": str(parameter.dtype).removeprefix("torch.")}

@@ -1,0 +1,97 @@
+"""BERT with a masked-language-model head, at a named size: how one is made, and its logits where they are wanted.
+
+Shapes: n sentences, T tokens, k predicted positions, V token ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from isoloss.config import ModelConfig
+from isoloss.errors import IsolossError
+from isoloss.models.sizes import TOKEN_TYPES, shape
+from isoloss.seeds import derive
+
+
+def build(config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int, seed: int) -> BertForMaskedLM:
+    """Return a randomly initialised BERT: post-layer-norm blocks, GELU, decoder tied to the token embedding, no pooler.
+
+    The weights are a pure function of the arguments (normal with standard deviation 0.02, biases 0, layer norms 1 and
+    0), and the caller's random state is left alone. Attention is transformers' eager kernel: as fast as the fused one
+    at short lengths, made of operations that repeat bit for bit, and with second derivatives.
+
+    Args:
+        config: Size and dropout.
+        vocab_size: Token ids that the model knows, the special ones included.
+        max_length: Longest sentence, in tokens.
+        pad_id: Id of the padding; its embedding starts at 0.
+        seed: The experiment's seed; the stream is `"weights"`.
+
+    Returns:
+        The model in float32 on the CPU, in training mode.
+
+    Raises:
+        IsolossError: An unknown size, a dropout outside [0, 1), or a `pad_id` outside the vocabulary.
+
+    Example:
+        >>> model = build(ModelConfig(size="d16"), vocab_size=34, max_length=8, pad_id=32, seed=0)
+        >>> model.num_parameters()
+        4354
+    """
+    sizes = shape(config.size)
+    if not 0 <= config.dropout < 1:
+        raise IsolossError(f"the dropout is {config.dropout}; it must be at least 0 and below 1")
+    if not 0 <= pad_id < vocab_size:
+        raise IsolossError(f"the padding's id is {pad_id}; it must be one of the model's ids, 0 to {vocab_size - 1}")
+    bert_config = BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=sizes.d_model,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        intermediate_size=sizes.intermediate,
+        hidden_act="gelu",
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
+        max_position_embeddings=max_length,
+        type_vocab_size=TOKEN_TYPES,
+        layer_norm_eps=1e-12,
+        pad_token_id=pad_id,
+        attn_implementation="eager",
+    )
+    with torch.random.fork_rng(devices=[]):
+        # the CPU's generator alone: torch.manual_seed would also reseed the GPUs, which fork_rng does not restore here
+        torch.default_generator.manual_seed(derive(seed, "weights"))
+        return BertForMaskedLM(bert_config).train()
+
+
+def masked_logits(
+    model: BertForMaskedLM, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, positions: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits at the predicted positions only: `model(...).logits[positions]` at a fraction of the work.
+
+    What a position's logits need of the other positions ends with the last layer's attention, so the last feed-forward
+    block and the head run on the k predicted positions alone.
+
+    Args:
+        model: A BERT with a masked-language-model head.
+        input_ids: (n, T) int64.
+        attention_mask: (n, T), 1 at tokens and 0 at padding; None where nothing is padded, which is faster.
+        positions: (n, T) bool, true where logits are wanted.
+
+    Returns:
+        (k, V), in the order of `positions.nonzero()`.
+    """
+
+    def select(_module: Any, _inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (output[0][positions], *output[1:])
+
+    hook = model.bert.encoder.layer[-1].attention.register_forward_hook(select)
+    try:
+        hidden = model.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    finally:
+        hook.remove()
+    logits: torch.Tensor = model.cls(hidden)
+    return logits

@@ -1,0 +1,210 @@
+"""Loading a Hugging Face checkpoint as a masked or causal language model: safetensors only, no remote code unasked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+from transformers.utils import logging
+
+from isoloss import files
+from isoloss.errors import IsolossError
+
+Kind = Literal["masked", "causal"]
+Attention = Literal["sdpa", "eager"]
+
+_MASKED = ("ForMaskedLM", "ForPreTraining")
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A language model ready to be measured.
+
+    Attributes:
+        model: The transformers model, in evaluation mode.
+        kind: `masked`: it predicts hidden tokens from both sides; `causal`: each token from those before it.
+        name: What it was loaded by.
+        architecture: The class that the checkpoint names, e.g. LlamaForCausalLM.
+    """
+
+    model: Any
+    kind: Kind
+    name: str
+    architecture: str
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device called `name`.
+
+    Args:
+        name: `auto` (the current CUDA device if there is one, otherwise the CPU), `cpu`, `cuda`, `cuda:N` or `mps`.
+            Apple's `mps` is never chosen by itself, as it has no float64.
+
+    Raises:
+        IsolossError: No such name, or this machine or this torch has no such device.
+
+    Example:
+        >>> resolve_device("cpu")
+        device(type='cpu')
+    """
+    kind, _, index = name.partition(":")
+    if name not in ("auto", "cpu", "cuda", "mps") and not (kind == "cuda" and index.isdecimal()):
+        raise IsolossError(f"the device is {name!r}; it must be auto, cpu, cuda, cuda:N or mps")
+    if kind == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise IsolossError(f"the device is {name!r}, but torch finds no CUDA device here; use cpu or auto")
+        if index and int(index) >= count:
+            raise IsolossError(f"the device is {name!r}, but the CUDA devices here are cuda:0 to cuda:{count - 1}")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise IsolossError("the device is 'mps', but torch finds no Apple GPU here; use cpu or auto")
+    return torch.device(name)
+
+
+def load(
+    path_or_name: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention: Attention = "sdpa",
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """Load a checkpoint that has a language-modelling head.
+
+    Args:
+        path_or_name: A folder as `save_pretrained` writes it, or the name of a model on the Hugging Face hub.
+        device: Where the model goes; a name as for `resolve_device`.
+        dtype: Type of the weights.
+        attention: Attention kernel; second derivatives need `eager`.
+        trust_remote_code: Whether code that comes with the checkpoint may run.
+
+    Returns:
+        The model in evaluation mode, every weight of it from the checkpoint.
+
+    Raises:
+        IsolossError: No checkpoint there, weights only as a pickle, no language-modelling head, weights missing or of
+            another shape, code of its own that was not trusted, or a kernel or device that is not available.
+    """
+    name = str(path_or_name)
+    target = device if isinstance(device, torch.device) else resolve_device(device)
+    folder = Path(path_or_name)
+    if folder.is_dir():
+        _check_folder(folder, trust_remote_code=trust_remote_code)
+    elif isinstance(path_or_name, Path) or not _may_be_hub_name(name):
+        raise IsolossError(f"{name} is not a folder")
+    with quiet(), _clear_errors(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        kind, architecture = _kind(config, name)
+        auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
+        model, info = auto.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # told below, by name
+            output_loading_info=True,
+        )
+    mismatched = {key for key, *_ in info["mismatched_keys"]}
+    if mismatched:
+        raise IsolossError(f"{name} holds weights of another shape than its config.json says: {_some(mismatched)}")
+    if info["missing_keys"]:
+        raise IsolossError(f"{name} lacks weights of {type(model).__name__}: {_some(info['missing_keys'])}")
+    if kind == "causal" and type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and not model.config.is_decoder:
+        raise IsolossError(
+            f"{name} is a {architecture} without is_decoder in its config.json, so it sees the tokens it predicts"
+        )
+    return Loaded(model=model.to(target).eval(), kind=kind, name=name, architecture=architecture)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from writing load reports, advice and progress bars to the terminal."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _clear_errors(name: str) -> Iterator[None]:
+    """Turn what transformers raises about a checkpoint into one sentence."""
+    try:
+        yield
+    except IsolossError:
+        raise
+    except SafetensorError as error:
+        raise IsolossError(f"the weights in {name} are damaged: {error}") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise IsolossError(f"{name} cannot be loaded: {reason}") from error
+
+
+def _check_folder(folder: Path, *, trust_remote_code: bool) -> None:
+    if not (folder / "config.json").is_file():
+        raise IsolossError(f"{folder} is not a checkpoint: it has no config.json")
+    document = files.read_json(folder / "config.json")
+    if not isinstance(document, dict):
+        raise IsolossError(f"{folder / 'config.json'} is not a model's config: it holds no JSON object")
+    model_type = document.get("model_type")
+    if model_type not in CONFIG_MAPPING and not trust_remote_code:
+        if "auto_map" in document:
+            raise IsolossError(
+                f"{folder} brings its own code for its model type {model_type!r}: "
+                "read that code, and allow it with trust_remote_code if you trust it"
+            )
+        raise IsolossError(
+            f"{folder} has the model type {model_type!r}, which this version of transformers does not know"
+        )
+    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
+        if pickles:
+            raise IsolossError(
+                f"{folder} has its weights only as a pickle ({', '.join(sorted(pickles))}), and loading a pickle can "
+                "run any code: convert it to safetensors where you trust it, with transformers' save_pretrained"
+            )
+        raise IsolossError(f"{folder} has no weights: there is no model.safetensors in it")
+
+
+def _kind(config: Any, name: str) -> tuple[Kind, str]:
+    architectures = list(config.architectures or ())
+    for architecture in architectures:
+        if architecture.endswith(_MASKED):
+            return "masked", architecture
+        # WithLMHeadModel (XLM, FlauBERT) may be either, so its name decides nothing
+        if architecture.endswith(_CAUSAL) and not architecture.endswith("WithLMHeadModel"):
+            return "causal", architecture
+    what = f"is a {', '.join(architectures)}" if architectures else "names no architecture in its config.json"
+    raise IsolossError(
+        f"{name} {what}: a model with a language-modelling head is needed, one whose architecture ends in "
+        "ForMaskedLM, ForCausalLM or LMHeadModel"
+    )
+
+
+def _may_be_hub_name(name: str) -> bool:
+    """Whether `name` looks like `model` or `owner/model` rather than like a path."""
+    return bool(name) and name[0] not in "./~" and name.count("/") <= 1 and not name.endswith("/")
+
+
+def _some(names: set[str], most: int = 3) -> str:
+    ordered = sorted(names)
+    rest = len(ordered) - most
+    return ", ".join(ordered[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,401 @@
+"""The training loop: it makes a run directory complete, from wherever an earlier process left it.
+
+Everything a step depends on is a function of seed and step, so weights, the step rule's state and the step itself are
+all that a checkpoint has to hold, and a run that was killed ends with the same bytes as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from isoloss import config as configs
+from isoloss import files
+from isoloss.config import TrainConfig
+from isoloss.errors import IsolossError
+from isoloss.languages.base import Language
+from isoloss.models import bert
+from isoloss.models.load import resolve_device
+from isoloss.models.sizes import shape
+from isoloss.pretraining import checkpoints, steps
+from isoloss.pretraining.checkpoints import TrainerState
+from isoloss.pretraining.objectives import masked_loss, training_batch
+from isoloss.runs import Run
+from isoloss.seeds import derive
+
+REPORT_SECONDS = 1.0  # between two calls of `progress`
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Steps made, those of earlier processes included.
+        steps: Steps of the whole run.
+        loss_nats: Mean loss of the steps since the last report.
+        tokens_per_second: Over this process's steps; padding is not counted.
+        seconds: Since this process began to train.
+    """
+
+    step: int
+    steps: int
+    loss_nats: float
+    tokens_per_second: float
+    seconds: float
+
+
+class Interrupted(IsolossError):  # noqa: N818  (nothing went wrong)
+    """Training stopped on a signal with everything saved; training the same run again goes on from there.
+
+    Attributes:
+        step: Steps made.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"interrupted after step {step}, which is saved; run it again to go on from there")
+        self.step = step
+
+
+def validate(config: TrainConfig) -> None:
+    """Raise an `IsolossError` that names the first setting of `config` out of its range."""
+    in_range = {
+        "steps": (config.steps >= 1, "at least 1"),
+        "batch_size": (config.batch_size >= 1, "at least 1"),
+        "log_every": (config.log_every >= 1, "at least 1"),
+        "checkpoints": (
+            all(0 <= step <= config.steps for step in config.checkpoints),
+            f"steps from 0 to {config.steps}",
+        ),
+        "threads": (config.threads >= 0, "at least 0 (0: all cores)"),
+        "save_every_seconds": (config.save_every_seconds >= 0, "at least 0"),
+    }
+    for name, (holds, condition) in in_range.items():
+        if not holds:
+            raise IsolossError(f"{name} is {getattr(config, name)!r}; it must be {condition}")
+    shape(config.model.size)
+    if not 0 <= config.model.dropout < 1:
+        raise IsolossError(f"the dropout is {config.model.dropout}; it must be at least 0 and below 1")
+    if config.objective.masking not in ("one", "fraction"):
+        raise IsolossError(f"the masking is {config.objective.masking!r}; it must be one or fraction")
+    if not 0 < config.objective.fraction <= 1:
+        raise IsolossError(f"the masked fraction is {config.objective.fraction}; it must be above 0 and at most 1")
+    steps.validate(config.optimizer)
+
+
+def train(
+    run: Run, config: TrainConfig, language: Language, *, progress: Callable[[Progress], None] | None = None
+) -> None:
+    """Train until `run` is complete, from its newest checkpoint if it has one.
+
+    The run's files are those that `isoloss.runs` lists. On one device and with one number of threads they are, all but
+    log.jsonl, the same bytes however often the process was stopped or killed. metrics.jsonl gets a line every
+    `log_every` steps and at the last one: `loss_nats` is the mean since the line before, `learning_rate` and
+    `grad_norm` are of that step. Ctrl-C and SIGTERM end the current step, save it and raise `Interrupted`; a second one
+    stops at once. The number of threads and the random state of the CPU and of the training device are left as they
+    were.
+
+    Args:
+        run: The directory; new, or of the same config.
+        config: What to train.
+        language: The language that `config.language` describes; if it has a `tokenizer`, checkpoints hold it too.
+        progress: Called about once a second and at the end.
+
+    Raises:
+        IsolossError: A setting out of its range; a directory of another config, in use by another process, or with a
+            damaged checkpoint; initial weights that do not fit; or a loss that is not finite.
+        Interrupted: A signal came.
+    """
+    validate(config)
+    device = resolve_device(config.device)
+    if run.complete:
+        run.create(config)
+        return
+    with files.lock(run.path):
+        _train_locked(run, config, language, device, progress)
+
+
+def _train_locked(
+    run: Run,
+    config: TrainConfig,
+    language: Language,
+    device: torch.device,
+    progress: Callable[[Progress], None] | None,
+) -> None:
+    run.create(config)
+    if run.complete:  # by the process that held the lock before
+        return
+    files.remove_unfinished(run.path)
+    with _process_settings(config.threads, device):
+        _Training(run, config, language, device, progress).run_all()
+
+
+class _Training:
+    """One process's work on a run."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: TrainConfig,
+        language: Language,
+        device: torch.device,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.run, self.config, self.language, self.device = run, config, language, device
+        self.kept = {*config.checkpoints, config.steps}
+        self.fingerprint = configs.fingerprint(config)
+        self.model: Any = bert.build(
+            config.model,
+            vocab_size=language.model_vocab_size,
+            max_length=language.max_length,
+            pad_id=language.pad_id,
+            seed=config.seed,
+        )
+        self.loss_sum, self.loss_count = 0.0, 0
+        self.initial_sha256: str | None = None
+        self.step, tensors = self._weights()
+        self.model.to(device)
+        self.rule = steps.GradientStep(self.model, config.optimizer)
+        self.rule.load_state(tensors)
+        self.clock = _Clock(self.step, config.steps, progress)
+
+    def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """Give the model the weights to go on from; return the step they are of and the step rule's tensors."""
+        newest = checkpoints.latest(self.run)
+        if newest is None:
+            if self.config.initial is not None:
+                self.initial_sha256 = checkpoints.load_weights(self.run.path / self.config.initial, self.model)
+            return 0, {}
+        folder = self.run.checkpoint(newest)
+        state, tensors = checkpoints.load(folder, self.model, fingerprint=self.fingerprint)
+        if state.step != newest:
+            raise IsolossError(f"{folder} holds step {state.step}: give the folder its own name back")
+        self.loss_sum, self.loss_count = state.loss_sum_nats, state.loss_count
+        self.initial_sha256 = state.initial_sha256
+        return newest, tensors
+
+    def run_all(self) -> None:
+        """Make every step that is left, and the run complete."""
+        started_at = self.step
+        missing = [step for step in self.kept if step < started_at and not self.run.checkpoint(step).is_dir()]
+        if missing:
+            raise IsolossError(
+                f"{self.run.path} lacks the checkpoint of step {min(missing)}: "
+                "delete the later ones too, and training makes them again"
+            )
+        self.run.log("start", step=started_at, device=str(self.device), threads=torch.get_num_threads())
+        checkpoints.remove_except(self.run, {*self.kept, started_at})
+        _truncate_metrics(self.run, started_at, _num_lines(self.config, started_at))
+        if started_at == 0 and 0 in self.kept and not self.run.checkpoint(0).exists():
+            self._save()
+        with _signals() as interrupted:
+            while self.step < self.config.steps:
+                self._one_step()
+                stop = interrupted()
+                if stop or self.step in self.kept or self.clock.save_is_due(self.config.save_every_seconds):
+                    self._save()
+                if stop:
+                    break
+            if self.step == self.config.steps:
+                self._finish()
+            self.clock.report(last=True)
+            self.run.log(
+                "interrupted" if self.step < self.config.steps else "complete",
+                step=self.step,
+                seconds=self.clock.seconds(),
+                tokens_per_second=self.clock.tokens_per_second(),
+            )
+            if interrupted():
+                raise Interrupted(self.step)
+
+    def _one_step(self) -> None:
+        number = self.step + 1
+        batch, num_tokens = training_batch(self.language, self.config, number, self.device)
+        is_logged = number % self.config.log_every == 0 or number == self.config.steps
+        torch.manual_seed(derive(self.config.seed, "dropout", number))
+        outcome = self.rule.step(number, batch, partial(masked_loss, self.model), with_norm=is_logged)
+        if not math.isfinite(outcome.loss_nats):
+            newest = checkpoints.latest(self.run)
+            raise IsolossError(
+                f"the loss at step {number} is {outcome.loss_nats}: lower the learning rate or lengthen the warm-up "
+                f"({'no checkpoint was saved' if newest is None else f'the checkpoint of step {newest} is kept'})"
+            )
+        self.step = number
+        self.loss_sum += outcome.loss_nats
+        self.loss_count += 1
+        if is_logged:
+            self._log(outcome)
+        self.clock.tick(number, outcome.loss_nats, num_tokens)
+
+    def _log(self, outcome: steps.Outcome) -> None:
+        line = {
+            "step": self.step,
+            "loss_nats": self.loss_sum / self.loss_count,
+            "learning_rate": outcome.learning_rate,
+            "grad_norm": outcome.grad_norm,
+        }
+        self.loss_sum, self.loss_count = 0.0, 0
+        with (self.run.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def _save(self) -> None:
+        """Save this step, and drop the checkpoints that were only there to go on from."""
+        _flush_metrics(self.run)
+        state = TrainerState(
+            step=self.step,
+            fingerprint=self.fingerprint,
+            loss_sum_nats=self.loss_sum,
+            loss_count=self.loss_count,
+            initial_sha256=self.initial_sha256,
+        )
+        tokenizer = getattr(self.language, "tokenizer", None)
+        checkpoints.save(self.run.checkpoint(self.step), self.model, self.rule.state(), state, tokenizer=tokenizer)
+        checkpoints.remove_except(self.run, {*self.kept, self.step})
+        self.clock.saved()
+
+    def _finish(self) -> None:
+        files.write_json(
+            self.run.path / "result.json",
+            {
+                "steps": self.config.steps,
+                "loss_nats": self.run.metrics()[-1]["loss_nats"],
+                "num_parameters": self.model.num_parameters(),
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "initial_sha256": self.initial_sha256,
+                "checkpoints": {
+                    str(step): checkpoints.weights_sha256(self.run.checkpoint(step)) for step in sorted(self.kept)
+                },
+            },
+        )
+
+
+class _Clock:
+    """What depends on time: when to report, when to save, and how fast it goes."""
+
+    def __init__(self, step: int, steps: int, progress: Callable[[Progress], None] | None) -> None:
+        self._step, self._steps, self._progress = step, steps, progress
+        self._start = self._reported = self._saved = time.monotonic()
+        self._num_tokens, self._loss_sum, self._loss_count = 0, 0.0, 0
+
+    def tick(self, step: int, loss_nats: float, num_tokens: int) -> None:
+        """Count a step, and report if it is time."""
+        self._step = step
+        self._num_tokens += num_tokens
+        self._loss_sum += loss_nats
+        self._loss_count += 1
+        self.report()
+
+    def report(self, *, last: bool = False) -> None:
+        """Call `progress` if it is time, or if this is the `last` call and there are steps it does not know of."""
+        now = time.monotonic()
+        if self._progress is None or self._loss_count == 0 or not (last or now - self._reported >= REPORT_SECONDS):
+            return
+        loss_nats = self._loss_sum / self._loss_count
+        self._loss_sum, self._loss_count, self._reported = 0.0, 0, now
+        self._progress(Progress(self._step, self._steps, loss_nats, self.tokens_per_second(), self.seconds()))
+
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def tokens_per_second(self) -> float:
+        """Tokens seen since the start, by its seconds."""
+        return self._num_tokens / max(self.seconds(), 1e-9)
+
+    def save_is_due(self, every_seconds: float) -> bool:
+        """Whether the last save was `every_seconds` ago."""
+        return time.monotonic() - self._saved >= every_seconds
+
+    def saved(self) -> None:
+        """Note that a checkpoint was written."""
+        self._saved = time.monotonic()
+
+
+def _flush_metrics(run: Run) -> None:
+    """Bring metrics.jsonl to the disk: a checkpoint must not outlive the lines before it."""
+    path = run.path / "metrics.jsonl"
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _num_lines(config: TrainConfig, step: int) -> int:
+    """Return how many lines metrics.jsonl has when `step` steps are made."""
+    last = step == config.steps and step % config.log_every != 0
+    return step // config.log_every + last
+
+
+def _truncate_metrics(run: Run, step: int, num_lines: int) -> None:
+    """Keep the `num_lines` lines up to `step`; a killed process may have left more, and half a line after them."""
+    path = run.path / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = text.splitlines(keepends=True)[:num_lines]
+    try:
+        complete = len(lines) == num_lines and all(json.loads(line)["step"] <= step for line in lines)
+    except (ValueError, KeyError, TypeError):
+        complete = False
+    if not complete:
+        raise IsolossError(
+            f"{path} is damaged: its first {num_lines} lines are not those of the {step} steps that were made; "
+            "delete the run to start it again"
+        )
+    if len(text) > len("".join(lines)):
+        files.write_text(path, "".join(lines))
+
+
+@contextlib.contextmanager
+def _process_settings(threads: int, device: torch.device) -> Iterator[None]:
+    """Train with `threads` threads, and leave the process's threads and random state as they were."""
+    before = torch.get_num_threads()
+    devices = [device.index or 0] if device.type == "cuda" else []
+    if threads:
+        torch.set_num_threads(threads)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether Ctrl-C or SIGTERM came; the second one is handled as if this were not here.
+
+    A signal that the process ignores stays ignored, and outside the main thread, where Python allows no handlers, none
+    is caught.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    previous = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
+    }
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    def note(number: int, _frame: Any) -> None:
+        received.append(number)
+        restore()
+
+    for number in previous:
+        signal.signal(number, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        restore()

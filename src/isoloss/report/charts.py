@@ -1,0 +1,281 @@
+"""The interactive charts of a page, as Altair (Vega-Lite) specifications: panels beside each other with shared legends.
+
+Pointing at a checkpoint shows its numbers and brings its run forward in every panel; a click opens the run's config;
+a click on a legend entry keeps it in front (shift-click adds, double-click clears).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+import polars as pl
+
+from isoloss.report import data
+from isoloss.report.data import KL, TRACE, Measure, Style
+
+_DIMMED = 0.12
+_INK = "currentColor"  # the page's ink, on light and on dark paper
+
+
+def scatter_pair(
+    table: pl.DataFrame,
+    accuracy: Measure,
+    *,
+    loss: Measure = KL,
+    trace: Measure = TRACE,
+    style: Style | None = None,
+) -> alt.ConcatChart:
+    """Pre-training loss against accuracy (left) and trace against accuracy (right): the paper's figure 1.
+
+    Bars are 95 % confidence intervals; a faint line joins a run's checkpoints in the order of steps.
+
+    Args:
+        table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
+        accuracy: The measure of both vertical axes.
+        loss: The left panel's horizontal axis.
+        trace: The right panel's.
+        style: Colours and markers; by default those of this table.
+
+    Raises:
+        IsolossError: The table lacks a column or holds a number that cannot be drawn.
+    """
+    frame, style = _prepared(table, (loss, trace, accuracy), style)
+    pick = _Pick(style)
+    tooltip = _tooltip(table, (loss, trace, accuracy))
+    _, ends = data.panel(frame, accuracy)
+    panels = []
+    for i, measure in enumerate((loss, trace)):
+        rows, own = data.panel(frame, measure, accuracy)
+        x = _x(measure, own[measure])
+        y = _y(accuracy, ends[accuracy], titled=i == 0)
+        base = alt.Chart(_values(rows)).encode(color=_colour(style), opacity=pick.opacity())
+        panels.append(
+            _layered(
+                base.mark_line(strokeWidth=1).encode(
+                    x, y, opacity=pick.opacity(0.35), detail="run:N", order=alt.Order("step:Q")
+                ),
+                base.mark_rule(strokeWidth=1.2).encode(x, y=_field(accuracy, "_low", y), y2=f"{accuracy.field}_high"),
+                base.mark_rule(strokeWidth=1.2).encode(y, x=_field(measure, "_low", x), x2=f"{measure.field}_high"),
+                _points(base, style, tooltip).encode(x, y),
+            )
+        )
+    return _side_by_side(panels, pick, f"{accuracy.title} against {loss.title} and against {trace.title}")
+
+
+def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:
+    """Each measure over the steps of pre-training, a line a run, with bands of 95 % confidence.
+
+    Args:
+        table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
+        shown: The measures, a panel each.
+        style: Colours and markers; by default those of this table.
+
+    Raises:
+        IsolossError: The table lacks a column or holds a number that cannot be drawn.
+    """
+    frame, style = _prepared(table, shown, style)
+    pick = _Pick(style)
+    tooltip = _tooltip(table, shown)
+    scale = alt.Scale(domain=data.step_limits(frame), nice=False)
+    x = alt.X("step:Q", title="Step", scale=scale, axis=_axis(format=",d", tickCount=5))
+    panels = []
+    for measure in shown:
+        rows, ends = data.panel(frame, measure)
+        y = _y(measure, ends[measure])
+        base = alt.Chart(_values(rows)).encode(x, color=_colour(style), detail="run:N", opacity=pick.opacity())
+        panels.append(
+            _layered(
+                base.mark_area().encode(
+                    y=_field(measure, "_low", y), y2=f"{measure.field}_high", opacity=pick.opacity(0.2)
+                ),
+                base.mark_rule(strokeWidth=1.2).encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
+                base.mark_line(strokeWidth=2).encode(y),
+                _points(base, style, tooltip).encode(y),
+            )
+        )
+    return _side_by_side(panels, pick, f"{', '.join(m.title for m in shown)} over the steps of pre-training")
+
+
+def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:
+    """Each measure against the number of parameters, with 95 % error bars and a line through each group's means.
+
+    Args:
+        table: The checkpoints to compare, e.g. each run's last (see `isoloss.report.data.prepare`).
+        shown: The measures, a panel each.
+        style: Colours and markers; by default those of this table.
+
+    Raises:
+        IsolossError: The table lacks a column or holds a number that cannot be drawn.
+    """
+    frame, style = _prepared(table, shown, style)
+    pick = _Pick(style)
+    tooltip = _tooltip(table, shown)
+    counts = data.parameter_limits(frame)
+    scale = alt.Scale(type="log", domain=counts, nice=False)
+    axis = _axis(format="~s", values=data.log_ticks(counts))
+    x = alt.X("parameters:Q", title="Parameters", scale=scale, axis=axis)
+    panels = []
+    for measure in shown:
+        rows, ends = data.panel(frame, measure)
+        y = _y(measure, ends[measure])
+        base = alt.Chart(_values(rows)).encode(x, color=_colour(style), opacity=pick.opacity())
+        means = alt.Chart(_values(data.size_means(rows, measure))).encode(x, y, detail="group:N")
+        line = means.mark_line(strokeWidth=1.5, opacity=0.6)
+        line = line.encode(color=_colour(style)) if style.colour == "group" else line.encode(color=alt.value("#8C8C8C"))
+        panels.append(
+            _layered(
+                line,
+                base.mark_rule(strokeWidth=1.2).encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
+                _points(base, style, tooltip).encode(y),
+            )
+        )
+    return _side_by_side(panels, pick, f"{', '.join(m.title for m in shown)} against the number of parameters")
+
+
+class _Pick:
+    """What is in front: the run under the pointer, and the legend entries that were clicked; the rest is dimmed."""
+
+    def __init__(self, style: Style) -> None:
+        legends = [style.colour, style.marker] if len(style.markers) > 1 else [style.colour]
+        self._selections = {
+            "hovered": alt.PointSelectionConfig("point", fields=["run"], on="pointerover", clear="pointerout")
+        }
+        self._selections |= {f"picked_{f}": alt.PointSelectionConfig("point", fields=[f]) for f in legends}
+
+    def opacity(self, opacity: float = 1.0) -> alt.OpacityValue:
+        """The opacity of a mark: `opacity` while it is in front."""
+        front = {"and": [{"param": name} for name in self._selections]}
+        return alt.OpacityValue(_DIMMED * opacity, condition={"test": front, "value": opacity})
+
+    def params(self, views: list[str]) -> list[alt.TopLevelSelectionParameter]:
+        """The selections, made in the views of these names and shared by all panels."""
+        return [
+            alt.TopLevelSelectionParameter(
+                name=name, select=select, views=views, bind=alt.Undefined if name == "hovered" else "legend"
+            )
+            for name, select in self._selections.items()
+        ]
+
+
+def _prepared(table: pl.DataFrame, shown: Sequence[Measure], style: Style | None) -> tuple[pl.DataFrame, Style]:
+    frame = data.prepare(table, tuple(dict.fromkeys((*shown, *data.measures(table)))))
+    return frame, style or Style.of(table)
+
+
+def _tooltip(table: pl.DataFrame, shown: Sequence[Measure]) -> list[alt.Tooltip]:
+    everything = dict.fromkeys((*shown, *data.measures(table)))
+    return [
+        alt.Tooltip("run:N", title="Run"),
+        alt.Tooltip("group:N", title="Group"),
+        alt.Tooltip("size:N", title="Size"),
+        alt.Tooltip("parameters:Q", title="Parameters", format=",d"),
+        alt.Tooltip("step:Q", title="Step", format=",d"),
+        *(alt.Tooltip(field=f"{m.field}_text", type="nominal", title=m.axis_title) for m in everything),
+    ]
+
+
+def _values(rows: pl.DataFrame) -> alt.InlineData:
+    return alt.InlineData(values=rows.to_dicts())
+
+
+def _ticks(measure: Measure, ends: tuple[float, float]) -> alt.Axis:
+    return _axis(values=data.log_ticks(ends), format="~g") if measure.log else _axis(tickCount=5)
+
+
+def _axis(**settings: Any) -> alt.Axis:
+    return alt.Axis(labelOverlap="greedy", **settings)
+
+
+def _scale(measure: Measure, ends: tuple[float, float]) -> alt.Scale:
+    return alt.Scale(type="log" if measure.log else "linear", domain=list(ends), nice=False)
+
+
+def _x(measure: Measure, ends: tuple[float, float]) -> alt.X:
+    axis = _ticks(measure, ends)
+    return alt.X(
+        field=measure.field, type="quantitative", title=measure.axis_title, scale=_scale(measure, ends), axis=axis
+    )
+
+
+def _y(measure: Measure, ends: tuple[float, float], *, titled: bool = True) -> alt.Y:
+    title = measure.axis_title if titled else None
+    return alt.Y(
+        field=measure.field, type="quantitative", title=title, scale=_scale(measure, ends), axis=_ticks(measure, ends)
+    )
+
+
+def _field(measure: Measure, suffix: str, channel: Any) -> Any:
+    """The same axis, for another column of the measure."""
+    other = channel.copy()
+    other.field = f"{measure.field}{suffix}"
+    return other
+
+
+def _colour(style: Style) -> alt.Color:
+    return alt.Color(
+        field=style.colour,
+        type="nominal",
+        title=style.colour.capitalize(),
+        scale=alt.Scale(domain=list(style.colours), range=list(style.colours.values())),
+    )
+
+
+def _points(base: alt.Chart, style: Style, tooltip: list[alt.Tooltip]) -> alt.Chart:
+    points: alt.Chart = base.mark_point(filled=True, size=70, cursor="pointer").encode(tooltip=tooltip, href="href:N")
+    points.name = "points"
+    if len(style.markers) == 1:
+        return points
+    shapes = [vega for vega, _ in style.markers.values()]
+    shape = alt.Shape(
+        field=style.marker,
+        type="nominal",
+        title=style.marker.capitalize(),
+        scale=alt.Scale(domain=list(style.markers), range=shapes),
+    )
+    marked: alt.Chart = points.encode(shape=shape)
+    return marked
+
+
+def _layered(*layers: alt.Chart) -> alt.LayerChart:
+    return alt.LayerChart(layer=list(layers))
+
+
+def _side_by_side(panels: list[alt.LayerChart], pick: _Pick, description: str) -> alt.ConcatChart:
+    """Panels in a row; the page sets their width and, where it is narrow, puts them below each other."""
+    chart = alt.concat(*(p.properties(width=320, height=280) for p in panels), columns=len(panels), spacing=24)
+    # the last layer of each panel holds its points; altair may have renamed it
+    chart.params = pick.params([panel.layer[-1].name for panel in chart.concat])
+    return chart.properties(description=description, background="transparent", config=_config())
+
+
+def _config() -> alt.Config:
+    axis = alt.AxisConfig(
+        labelColor=_INK,
+        titleColor=_INK,
+        domainColor=_INK,
+        tickColor=_INK,
+        gridColor=_INK,
+        gridOpacity=0.1,
+        domainOpacity=0.4,
+        tickOpacity=0.4,
+        labelFontSize=12,
+        titleFontSize=13,
+        titleFontWeight="normal",
+        titlePadding=8,
+    )
+    legend = alt.LegendConfig(
+        labelColor=_INK,
+        titleColor=_INK,
+        orient="top",
+        labelFontSize=13,
+        titleFontSize=13,
+        symbolSize=90,
+        labelLimit=320,
+        symbolOpacity=1,
+        symbolBaseFillColor=_INK,
+        symbolBaseStrokeColor=_INK,
+        padding=8,  # sets the legends apart from each other
+    )
+    return alt.Config(axis=axis, legend=legend, view=alt.ViewConfig(stroke=None), font="system-ui, sans-serif")

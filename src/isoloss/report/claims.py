@@ -1,0 +1,149 @@
+"""What a paper claims, what a study found, and the rule that compares the two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+from isoloss import config
+from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate
+
+Direction = Literal["decrease", "increase", "no change within"]
+
+RULE = (
+    "A claim is shown when the 95 % confidence interval of the measured difference (1.96 standard errors on either "
+    "side) lies wholly on the claimed side of the margin; a claim of no change, when it lies wholly within the margin "
+    "around zero. Otherwise it is not shown, which does not mean that the opposite is true: the interval may just be "
+    "too wide. A claim whose setting this scale does not have is not tested."
+)
+
+
+class Verdict(StrEnum):
+    """How a claim fared."""
+
+    SHOWN = "shown"
+    NOT_SHOWN = "not shown"
+    NOT_TESTED = "not tested at this scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One sentence of a paper that can be measured."""
+
+    id: str
+    """Short name, e.g. `flatter-with-sgd`."""
+    statement: str
+    """What is claimed, in plain words."""
+    paper: str
+    """The paper's own figure with its setting."""
+    direction: Direction
+    """Which way the measured difference goes if the claim holds."""
+    margin: float = 0.0
+    """How far beyond zero the difference must go, or how far from zero it may be; in the difference's unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimResult:
+    """A claim, what a study found and the verdict.
+
+    Attributes:
+        claim: The claim.
+        ours: The numbers: a text, an estimate, or estimates by name in the order shown.
+        verdict: How the claim fared.
+        explanation: One or two sentences: what was compared.
+    """
+
+    claim: Claim
+    ours: str | Estimate | Mapping[str, Estimate]
+    verdict: Verdict
+    explanation: str
+
+    @property
+    def lines(self) -> tuple[tuple[str, str], ...]:
+        """Name (may be empty) and text of each of our numbers, with ± one standard error."""
+        if isinstance(self.ours, Mapping):
+            return tuple((name, str(estimate)) for name, estimate in self.ours.items())
+        return (("", str(self.ours)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimsFile:
+    """The content of a study's claims.toml."""
+
+    claims: tuple[Claim, ...]
+
+
+def read_claims(path: Path) -> tuple[Claim, ...]:
+    """Return the claims of a TOML file: a `[[claims]]` table each, with the fields of `Claim`.
+
+    Raises:
+        IsolossError: The file cannot be read, a key is unknown, missing or of the wrong type, a margin does
+            not fit, or two claims share an id.
+    """
+    claims = config.read_toml(ClaimsFile, path).claims
+    for claim in claims:
+        _check_margin(claim.direction, claim.margin)
+    ids = [claim.id for claim in claims]
+    for name in ids:
+        if ids.count(name) > 1:
+            raise IsolossError(f"{path} has two claims with the id {name!r}")
+    return claims
+
+
+def judge(difference: Estimate, direction: Direction, margin: float = 0.0) -> Verdict:
+    """Return whether a measured difference shows a claim.
+
+    Shown: with the 95 % confidence interval [a, b] of the difference, b < -margin for a decrease, a > margin for an
+    increase, -margin <= a and b <= margin for no change within the margin. Otherwise not shown.
+
+    Args:
+        difference: After minus before, or treated minus control; its stderr is that of the difference.
+        direction: The claimed direction.
+        margin: At least 0, and above 0 for `no change within`; in the difference's unit.
+
+    Raises:
+        IsolossError: Another direction, or a margin that does not fit it.
+
+    Example:
+        >>> gain = Estimate(value=0.024, stderr=0.008, samples=5, unit="accuracy", num_inputs=1000, method="probe")
+        >>> judge(gain, "increase").value, judge(gain, "increase", margin=0.02).value
+        ('shown', 'not shown')
+    """
+    _check_margin(direction, margin)
+    low, high = difference.ci95
+    if direction == "decrease":
+        shown = high < -margin
+    elif direction == "increase":
+        shown = low > margin
+    else:
+        shown = -margin <= low and high <= margin
+    return Verdict.SHOWN if shown else Verdict.NOT_SHOWN
+
+
+def judged(
+    claim: Claim, difference: Estimate, explanation: str, *, ours: str | Estimate | Mapping[str, Estimate] | None = None
+) -> ClaimResult:
+    """Return the claim's result by `judge`, showing `ours`, or the difference itself."""
+    verdict = judge(difference, claim.direction, claim.margin)
+    return ClaimResult(claim=claim, ours=difference if ours is None else ours, verdict=verdict, explanation=explanation)
+
+
+def not_tested(claim: Claim, why: str) -> ClaimResult:
+    """Return the result of a claim that the study's scale cannot test."""
+    return ClaimResult(claim=claim, ours="–", verdict=Verdict.NOT_TESTED, explanation=why)
+
+
+def _check_margin(direction: str, margin: float) -> None:
+    choices = ("decrease", "increase", "no change within")
+    if direction not in choices:
+        raise IsolossError(f"a claim's direction is one of {', '.join(choices)}, not {direction!r}")
+    if not 0 <= margin < float("inf"):
+        raise IsolossError(f"a claim's margin is a finite number of at least 0, not {margin}")
+    if direction == "no change within" and margin == 0:
+        raise IsolossError(
+            "a claim of no change needs a margin above 0: no measurement shows that two numbers are equal"
+        )

@@ -1,0 +1,275 @@
+"""The table of evaluated checkpoints that charts, figures and pages are drawn from: its columns, checks and colours."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import quote
+
+import polars as pl
+
+from isoloss.errors import IsolossError
+from isoloss.estimate import Z95, rounded
+
+COLUMNS = ("run", "group", "size", "parameters", "step", "path")
+
+# Okabe and Ito's colours without black and yellow, which vanish on dark and on white paper; grey comes last
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
+# the Vega and the matplotlib name of each marker
+MARKERS = (
+    ("circle", "o"),
+    ("square", "s"),
+    ("triangle-up", "^"),
+    ("diamond", "D"),
+    ("cross", "P"),
+    ("triangle-down", "v"),
+)
+
+_PADDING = 0.05  # of an axis, beyond the outermost error bar
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column of the table, and how it is shown.
+
+    Attributes:
+        column: Its name; the standard error is in `<column>_stderr`.
+        title: What it is, e.g. `KL to the truth`.
+        unit: E.g. `nats per token`.
+        log: Whether its axis is logarithmic; its values must then be above 0.
+        percent: Whether the column holds a share that is shown in percent.
+
+    Example:
+        >>> accuracy("root").axis_title
+        'Probe accuracy, root (%)'
+    """
+
+    column: str
+    title: str
+    unit: str
+    log: bool = False
+    percent: bool = False
+
+    @property
+    def stderr_column(self) -> str:
+        """The column of the standard error."""
+        return f"{self.column}_stderr"
+
+    @property
+    def field(self) -> str:
+        """The name in chart data: `.` and `[` would mean something to Vega."""
+        return re.sub(r"\W", "_", self.column)
+
+    @property
+    def axis_title(self) -> str:
+        """The title with its unit."""
+        return f"{self.title} ({self.unit})"
+
+
+KL = Measure("kl_nats", "KL to the truth", "nats per token")
+LOSS = Measure("loss_nats", "Pre-training loss", "nats per token")
+TRACE = Measure("trace", "Trace of the Fisher", "nats per token", log=True)
+
+
+def accuracy(task: str) -> Measure:
+    """Return the measure of the column `acc_<task>`: the accuracy of the linear probe on a task."""
+    return Measure(f"acc_{task}", f"Probe accuracy, {task}", "%", percent=True)
+
+
+def measures(table: pl.DataFrame) -> tuple[Measure, ...]:
+    """Return the measures whose columns `table` has: KL, loss, trace and each `acc_<task>`, in this order."""
+    tasks = [c.removeprefix("acc_") for c in table.columns if c.startswith("acc_") and not c.endswith("_stderr")]
+    return tuple(m for m in (KL, LOSS, TRACE, *map(accuracy, tasks)) if m.column in table.columns)
+
+
+def href(path: str) -> str:
+    """Return the link to a file that is given by its path relative to the page.
+
+    Raises:
+        IsolossError: The path is empty or absolute.
+
+    Example:
+        >>> href("runs/adamw #1/run.json")
+        'runs/adamw%20%231/run.json'
+    """
+    if not path or path.startswith("/"):
+        raise IsolossError(f"a link is a path relative to the page, such as runs/a/run.json, not {path!r}")
+    return quote(path, safe="/")
+
+
+def prepare(table: pl.DataFrame, shown: Sequence[Measure]) -> pl.DataFrame:
+    """Check `table` and return what is drawn.
+
+    Args:
+        table: One row a checkpoint: run (name), group (label), size (label), parameters (count), step, path (of its
+            run.json, relative to the page), and for each measure its value and its standard error. A measure that a
+            checkpoint does not have is null in both.
+        shown: The measures.
+
+    Returns:
+        run, group, size, parameters, step, href, and for each measure, by its `field`: the value (in percent where it
+        is), `<field>_low` and `<field>_high` (the 95 % confidence interval; the low end is null where it is not above 0
+        and the axis is logarithmic), `<field>_text` (value ± one standard error). Rows by run and step.
+
+    Raises:
+        IsolossError: A missing column, no row, two rows of one run and step, or a number that is not finite, without
+            its standard error, or not above 0 where its axis is logarithmic.
+    """
+    _require(table, [*COLUMNS, *(name for m in shown for name in (m.column, m.stderr_column))])
+    if not table.height:
+        raise IsolossError("the table of checkpoints has no row")
+    for name in COLUMNS:
+        if table.get_column(name).null_count():
+            raise IsolossError(f"the table of checkpoints has a row without its {name}")
+    seen: set[tuple[Any, Any]] = set()
+    for key in zip(table.get_column("run"), table.get_column("step"), strict=True):
+        if key in seen:
+            raise IsolossError(f"the table of checkpoints has step {key[1]} of run {key[0]!r} twice")
+        seen.add(key)
+    columns: dict[str, list[Any]] = {name: table.get_column(name).to_list() for name in COLUMNS[:-1]}
+    columns["href"] = [href(path) for path in table.get_column("path")]
+    for measure in shown:
+        if measure.field in columns:
+            raise IsolossError(f"two measures share the field {measure.field}: rename the column {measure.column}")
+        columns |= _drawn(table, measure)
+    order = list(dict.fromkeys(columns["run"]))  # runs keep the table's order
+    return (
+        pl.DataFrame(columns, infer_schema_length=None)
+        .with_columns(pl.col("run").map_elements(order.index, return_dtype=pl.Int64).alias("_order"))
+        .sort("_order", "step")
+        .drop("_order")
+    )
+
+
+def _require(table: pl.DataFrame, columns: Sequence[str]) -> None:
+    missing = [name for name in columns if name not in table.columns]
+    if missing:
+        has = ", ".join(table.columns) or "none"
+        raise IsolossError(f"the table of checkpoints has no column {', '.join(missing)}; its columns: {has}")
+
+
+def _drawn(table: pl.DataFrame, measure: Measure) -> dict[str, list[Any]]:
+    drawn = [
+        _one(measure, *row) for row in table.select("run", "step", measure.column, measure.stderr_column).iter_rows()
+    ]
+    names = (measure.field, f"{measure.field}_low", f"{measure.field}_high", f"{measure.field}_text")
+    return {name: list(column) for name, column in zip(names, zip(*drawn, strict=True), strict=True)}
+
+
+def _one(measure: Measure, run: str, step: int, value: float | None, stderr: float | None) -> tuple[Any, Any, Any, str]:
+    """The value, the ends of its interval and its text, as `prepare` returns them."""
+    if value is None and stderr is None:
+        return None, None, None, "–"
+    place = f"{measure.column} of run {run!r} at step {step}"
+    if value is None or stderr is None or not (math.isfinite(value) and 0 <= stderr < math.inf):
+        raise IsolossError(f"{place} is {value} with standard error {stderr}: both must be finite numbers, or null")
+    if measure.log and value <= 0:
+        raise IsolossError(f"{place} is {value}: a logarithmic axis has no place for it")
+    scale = 100 if measure.percent else 1
+    low, high = scale * (value - Z95 * stderr), scale * (value + Z95 * stderr)
+    return scale * value, None if measure.log and low <= 0 else low, high, rounded(scale * value, scale * stderr)
+
+
+def panel(frame: pl.DataFrame, *shown: Measure) -> tuple[pl.DataFrame, dict[Measure, tuple[float, float]]]:
+    """Return the rows of a prepared table that have all of these measures, and the ends of each measure's axis.
+
+    The axes hold all error bars with a little room. A bar that reaches 0 on a logarithmic axis runs to the axis' end.
+
+    Raises:
+        IsolossError: No row has all of them.
+    """
+    rows = frame.filter(*(pl.col(m.field).is_not_null() for m in shown))
+    if not rows.height:
+        raise IsolossError(f"no checkpoint has {' and '.join(m.column for m in shown)}")
+    ends = {measure: _ends(rows, measure) for measure in shown}
+    return rows.with_columns(pl.col(f"{m.field}_low").fill_null(ends[m][0]) for m in shown), ends
+
+
+def log_ticks(ends: Sequence[float]) -> list[float]:
+    """Return the ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, from four decades on the powers alone.
+
+    Example:
+        >>> log_ticks((7.6, 550))
+        [10.0, 20.0, 50.0, 100.0, 200.0, 500.0]
+    """
+    low, high = (math.log10(end) for end in ends)
+    factors = (1.0, 2.0, 5.0) if high - low < 4 else (1.0,)
+    ticks = [f * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for f in factors]
+    return [tick for tick in ticks if ends[0] <= tick <= ends[1]]
+
+
+def parameter_limits(frame: pl.DataFrame) -> list[float]:
+    """Return the ends of the logarithmic axis of the number of parameters."""
+    counts = frame.get_column("parameters").to_list()
+    return [min(counts) / 1.3, max(counts) * 1.3]
+
+
+def step_limits(frame: pl.DataFrame) -> list[float]:
+    """Return the ends of the axis of steps: from 0 to a little beyond the last."""
+    return [0.0, max(1, *frame.get_column("step").to_list()) * (1 + _PADDING / 2)]
+
+
+def size_means(rows: pl.DataFrame, measure: Measure) -> pl.DataFrame:
+    """Return the mean of a measure by group and number of parameters, in the order of a line: smallest model first."""
+    means = rows.group_by("group", "parameters", maintain_order=True).agg(pl.col(measure.field).mean())
+    return means.sort("parameters", maintain_order=True)
+
+
+def _ends(rows: pl.DataFrame, measure: Measure) -> tuple[float, float]:
+    lows = rows.select(pl.coalesce(f"{measure.field}_low", measure.field)).to_series().to_list()
+    low, high = min(lows), max(rows.get_column(f"{measure.field}_high").to_list())
+    if measure.log:
+        room = max((high / low) ** _PADDING, 1.05)
+        return low / room, high * room
+    room = (high - low) * _PADDING or abs(high) * _PADDING or 1.0
+    return low - room, high + room
+
+
+@dataclass(frozen=True)
+class Style:
+    """Which colour and marker stands for what, the same in every chart and figure of a page.
+
+    Attributes:
+        colour: The column that decides the colour.
+        colours: Hexadecimal colour by value of that column.
+        marker: The other one of `group` and `size`, which decides the marker.
+        markers: Vega's and matplotlib's marker by value of that column.
+    """
+
+    colour: Literal["group", "size"]
+    colours: Mapping[str, str]
+    marker: Literal["group", "size"]
+    markers: Mapping[str, tuple[str, str]]
+
+    @classmethod
+    def of(cls, table: pl.DataFrame, *, colour: Literal["group", "size"] = "group") -> Style:
+        """Return the style for a table: groups in its order, sizes by number of parameters.
+
+        Raises:
+            IsolossError: More values than there are colours or markers that stay apart.
+        """
+        _require(table, ("group", "size", "parameters"))
+        marker: Literal["group", "size"] = "size" if colour == "group" else "group"
+        names = {
+            "group": table.get_column("group").unique(maintain_order=True).to_list(),
+            "size": table.sort("parameters", maintain_order=True)
+            .get_column("size")
+            .unique(maintain_order=True)
+            .to_list(),
+        }
+        for column, choices in ((colour, COLOURS), (marker, MARKERS)):
+            if len(names[column]) > len(choices):
+                kind = "colours" if choices is COLOURS else "markers"
+                raise IsolossError(
+                    f"the table has {len(names[column])} values of {column}, but only {len(choices)} {kind} stay "
+                    "apart: show fewer, or colour by the other of group and size"
+                )
+        return cls(
+            colour=colour,
+            colours=dict(zip(names[colour], COLOURS, strict=False)),
+            marker=marker,
+            markers=dict(zip(names[marker], MARKERS, strict=False)),
+        )

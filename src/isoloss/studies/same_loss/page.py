@@ -1,0 +1,165 @@
+"""The study's page: its figures, what they show, and how it was made."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import polars as pl
+from altair import ConcatChart
+from matplotlib.figure import Figure as Drawing
+
+from isoloss import files
+from isoloss.estimate import rounded
+from isoloss.report import charts, figures
+from isoloss.report.data import KL, TRACE, Style, accuracy
+from isoloss.report.html import Figure, Finding, Page, checkpoint_table, render
+from isoloss.studies.same_loss.claims import judge_all
+from isoloss.studies.same_loss.design import NAME, Scale, main_run, run_of, scale_of, sgd_run
+from isoloss.studies.same_loss.results import SAME_LOSS_NATS, Results, difference, read
+
+LEAD = (
+    "Language models are compared by their pre-training loss, yet models of the same loss differ in what they "
+    "transfer. This study trains small masked language models on sentences of a random grammar. Its true conditionals "
+    "are known exactly, so the loss is measured as the KL divergence from the truth, and “the same loss” is a fact "
+    "rather than an impression.",
+    "One model is trained with AdamW and watched over time; plain SGD goes on from its last checkpoint; smaller models "
+    "are trained alike. Each checkpoint gets its KL, the trace of the Fisher of its loss (its flatness: smaller is "
+    "flatter), and linear probes for symbols of the grammar.",
+)
+
+
+def write(folder: Path, scale_name: str) -> Path:
+    """Write report/index.html of the finished study in `folder`, and its figures as PDF and PNG; return the page."""
+    results = read(folder, scale_of(scale_name))
+    target = folder / "report" / "index.html"
+    page = Page(
+        title=f"Same loss, different models: {NAME} at {scale_name} scale",
+        lead=LEAD,
+        findings=_findings(results),
+        claims=judge_all(results),
+        figures=_figures(results, target.parent),
+        checkpoints=checkpoint_table(results.table()),
+        command=shlex.join(["isoloss", "study", "run", NAME, "--scale", scale_name]),
+        settings=_settings(results, scale_name),
+    )
+    files.write_text(target, render(page))
+    return target
+
+
+def _findings(results: Results) -> tuple[Finding, ...]:
+    scale = results.scale
+    before, after = results.at(main_run(scale)), results.at(sgd_run(scale))
+    moved = difference(after["kl"], before["kl"])
+    ratio = after["trace"].value / before["trace"].value
+    gains = {task: difference(after[task], before[task]) for task in scale.tasks}
+    transfer = "; ".join(f"{task} {_points(gain.value, gain.stderr)}" for task, gain in gains.items())
+    lookups = "; ".join(
+        f"{task} {_percent(results.lookups[task].value, results.lookups[task].stderr)} against "
+        f"{_percent(before[task].value, before[task].stderr)}"
+        for task in scale.tasks
+    )
+    return (
+        Finding(
+            headline=f"SGD: trace × {ratio:.2f}, KL {moved.value:+.4f} nats",
+            detail=f"{scale.sgd_steps:,} steps of SGD after {scale.steps:,} of AdamW: the trace goes from "
+            f"{before['trace']} to {after['trace']}, the KL from {before['kl']} to {after['kl']}; "
+            f"the KL moves by {moved}.",
+        ),
+        Finding(
+            headline="What that does to the probes",
+            detail=f"SGD's last checkpoint minus AdamW's last, in points of accuracy: {transfer}.",
+        ),
+        Finding(
+            headline="The look-up table",
+            detail=f"The probe on the true conditionals against that on AdamW's last checkpoint: {lookups}.",
+        ),
+    )
+
+
+def _percent(value: float, stderr: float) -> str:
+    return f"{rounded(100 * value, 100 * stderr)} %"
+
+
+def _points(value: float, stderr: float) -> str:
+    return f"{'+' if value > 0 else ''}{rounded(100 * value, 100 * stderr)}"
+
+
+def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
+    scale, table = results.scale, results.table()
+    style = Style.of(table)
+    tasks = [accuracy(task) for task in scale.tasks]
+    main_size = table.filter(pl.col("size") == scale.sizes[-1])
+    same_step = table.filter((pl.col("group") == table["group"][0]) & (pl.col("step") == scale.steps))
+    bars = "Error bars and bands are 95 % confidence intervals."
+    made = []
+
+    def add(name: str, title: str, chart: ConcatChart, figure: Drawing, caption: str) -> None:
+        figures.save(figure, folder / "figures" / name)
+        links = {kind.upper(): f"figures/{name}.{kind}" for kind in ("pdf", "png")}
+        image = links["PNG"]
+        made.append(Figure(title=title, chart=chart, caption=f"{caption} {bars}", downloads=links, image=image))
+
+    for task, measure in reversed(list(zip(scale.tasks, tasks, strict=True))):
+        add(
+            f"loss-and-trace-{task}",
+            f"Loss and flatness against transfer: {task}",
+            charts.scatter_pair(table, measure, style=style),
+            figures.scatter_pair(table, measure, style=style),
+            "Every checkpoint: on the left its KL to the truth, on the right the trace of its Fisher, against the "
+            f"accuracy of a linear probe on the task {task}. The paper's figure 1.",
+        )
+    add(
+        "over-time",
+        f"Over time: {scale.sizes[-1]}",
+        charts.curves(main_size, (KL, TRACE, *tasks), style=style),
+        figures.curves(main_size, (KL, TRACE, *tasks), style=style),
+        f"AdamW from random weights, and SGD from AdamW's last checkpoint (step {scale.steps:,}); each curve counts "
+        "its own steps. The paper's figures 2, 4 and 10.",
+    )
+    add(
+        "sizes",
+        f"Sizes after {scale.steps:,} steps of AdamW",
+        charts.sizes(same_step, (KL, TRACE, *tasks), style=style),
+        figures.sizes(same_step, (KL, TRACE, *tasks), style=style),
+        "Loss, trace and probes by the number of parameters. Only models of the same loss compare: see the KL. The "
+        "paper's figures 3 and 5.",
+    )
+    return tuple(made)
+
+
+def _settings(results: Results, scale_name: str) -> dict[str, str]:
+    scale = results.scale
+    run = run_of(results.folder, main_run(scale))
+    record = run.record
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    trace = results.at(run.name)["trace"]
+    return {
+        "Scale": f"{scale_name} ({scale.text})",
+        "Language": _language(scale),
+        "Entropy of the truth": str(results.at(run.name)["entropy"]),
+        "AdamW": f"{scale.steps:,} steps of {scale.batch_size} sentences, one masked token each; learning rate "
+        f"{scale.adamw.learning_rate:g} after {scale.adamw.warmup_steps:,} steps of warm-up, weight decay "
+        f"{scale.adamw.weight_decay:g}, no dropout",
+        "SGD": f"{scale.sgd_steps:,} steps of {scale.sgd_batch_size} sentences; learning rate "
+        f"{scale.sgd.learning_rate:g} after {scale.sgd.warmup_steps:,} steps of warm-up, no momentum, no weight decay",
+        "Loss": f"{scale.evaluation.loss_sentences:,} sentences, the same for every checkpoint",
+        "Trace": f"{trace.method}, {scale.evaluation.trace_sentences:,} sentences in groups of "
+        f"{scale.evaluation.trace_group}; {trace.details['dtype']}, attention {trace.details['attention']}",
+        "Probes": f"{scale.evaluation.probe_train:,} training and {scale.evaluation.probe_test:,} test sentences, "
+        f"{scale.evaluation.probe_seeds} seeds, {scale.evaluation.probe_epochs} epochs",
+        "Same loss": f"two models whose KL differs by less than {SAME_LOSS_NATS} nats with 95 % confidence",
+        "Seeds": f"one pre-training run each; grammar {scale.language.seed}, evaluation {scale.evaluation.seed}. "
+        "Errors cover the measurement, not another pre-training seed",
+        "Device": f"{trace.details['device']}, one thread a process",
+        "Versions": versions,
+        "Commit": record["commit"] or "unknown",
+    }
+
+
+def _language(scale: Scale) -> str:
+    grammar = scale.language
+    return (
+        f"random grammar of {grammar.levels} binary levels, {grammar.symbols_per_level} symbols a level, "
+        f"{grammar.rules_per_symbol} rules a symbol, {grammar.vocab_size} tokens"
+    )

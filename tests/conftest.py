@@ -1,0 +1,33 @@
+"""What several test files need: the real data beside the checkout, where it is, and a small tokenizer."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+WORDS = [f"{first}{second}" for first in "abcdefghij" for second in "uvwxyz"]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real public data, or a skip."""
+    named = os.environ.get("ISOLOSS_DATA")
+    folder = Path(named) if named else Path(__file__).parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no real data: {folder} is not there and ISOLOSS_DATA names no other folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def words() -> list[str]:
+    """The sixty words that `vocab` knows, each one token."""
+    return WORDS
+
+
+@pytest.fixture
+def vocab(tmp_path: Path) -> Path:
+    """A WordPiece vocabulary: the special tokens, not all at the front, and sixty lower-case words."""
+    path = tmp_path / "vocab.txt"
+    tokens = ["[PAD]", "au", "[UNK]", "[CLS]", "[SEP]", *WORDS[1:], "[MASK]", "##u"]
+    path.write_text("\n".join(tokens) + "\n")
+    return path

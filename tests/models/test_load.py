@@ -1,0 +1,292 @@
+"""Loading checkpoints: what transformers would load, and one clear sentence for everything else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from isoloss.config import ModelConfig
+from isoloss.errors import IsolossError
+from isoloss.models.bert import build
+from isoloss.models.load import load, quiet, resolve_device
+
+STORIES = Path("/work/shared/data/stories260K/hf")
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
+INPUT = torch.tensor([[1, 2, 3, 4]])
+
+
+@pytest.fixture
+def bert_folder(tmp_path):
+    folder = tmp_path / "bert"
+    with quiet():
+        build(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).save_pretrained(folder)
+    return folder
+
+
+def saved(model, folder):
+    with quiet():
+        model.save_pretrained(folder)
+    return folder
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    document = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
+
+
+def edit_weights(folder, edit):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def test_a_masked_model_loads_with_its_weights(bert_folder):
+    loaded = load(bert_folder)
+    assert (loaded.kind, loaded.architecture, loaded.name) == ("masked", "BertForMaskedLM", str(bert_folder))
+    assert not loaded.model.training
+    expected = build(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).eval()
+    torch.testing.assert_close(loaded.model(INPUT).logits, expected(INPUT).logits)
+
+
+def test_dtype_and_attention_are_those_asked_for(bert_folder):
+    loaded = load(str(bert_folder), dtype=torch.float64, attention="eager")
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float64}
+    assert loaded.model.config._attn_implementation == "eager"
+    assert load(bert_folder).model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=16, n_layer=1, n_head=1, n_positions=8)),
+        LlamaForCausalLM(LlamaConfig(vocab_size=12, **TINY)),
+        BertLMHeadModel(BertConfig(vocab_size=12, is_decoder=True, **TINY)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_causal_model_loads_and_is_causal(model, tmp_path):
+    loaded = load(saved(model, tmp_path / "model"))
+    assert (loaded.kind, loaded.architecture) == ("causal", type(model).__name__)
+    changed = INPUT.clone()
+    changed[0, -1] = 9
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(INPUT).logits[0, :-1], loaded.model(changed).logits[0, :-1])
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the shared data are not here")
+def test_a_published_checkpoint_loads():
+    loaded = load(STORIES)
+    assert (loaded.kind, loaded.architecture) == ("causal", "LlamaForCausalLM")
+    assert loaded.model(INPUT).logits.isfinite().all()
+
+
+def test_bert_as_google_trained_it_loads_as_a_masked_model(tmp_path):
+    model = BertForPreTraining(BertConfig(vocab_size=12, **TINY)).eval()
+    loaded = load(saved(model, tmp_path / "model"))
+    assert loaded.kind == "masked"
+    torch.testing.assert_close(loaded.model(INPUT).logits, model(INPUT).prediction_logits)
+
+
+def test_loading_writes_nothing_to_the_terminal(tmp_path, capfd):
+    folder = saved(BertForPreTraining(BertConfig(vocab_size=12, **TINY)), tmp_path / "model")
+    capfd.readouterr()
+    load(folder)  # drops the next-sentence head, which transformers reports at length
+    assert capfd.readouterr() == ("", "")
+
+
+def test_quiet_restores_what_it_silenced():
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    with quiet():
+        assert not logging.is_progress_bar_enabled()
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+# --- what is refused
+
+
+def refused(message, source, **arguments):
+    with pytest.raises(IsolossError, match=message) as caught:
+        load(source, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_folder(tmp_path):
+    refused("is not a folder", tmp_path / "missing")
+    refused("is not a folder", str(tmp_path / "missing"))
+    refused("is not a folder", "./missing")
+
+
+def test_a_name_that_cannot_be_fetched(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("no-such-owner/no-such-model cannot be loaded: ", "no-such-owner/no-such-model")
+
+
+def test_the_hubs_models_are_taken_from_its_cache_and_never_as_a_pickle(bert_folder, tmp_path):
+    for name in ("good", "pickled"):
+        repository = tmp_path / "hub" / f"models--owner--{name}"
+        shutil.copytree(bert_folder, repository / "snapshots" / "1")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("1")
+    pickled = repository / "snapshots" / "1"
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    code = """
+from isoloss.errors import IsolossError
+from isoloss.models.load import load
+print(load("owner/good").kind)
+try:
+    load("owner/pickled")
+except IsolossError as error:
+    print(error)
+"""
+    env = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    kind, refusal = done.stdout.splitlines()
+    assert kind == "masked"
+    assert refusal.startswith("owner/pickled cannot be loaded: ")
+    assert "safetensors" in refusal
+
+
+def test_a_folder_without_a_config(tmp_path):
+    refused("is not a checkpoint: it has no config.json", tmp_path)
+
+
+def test_a_broken_config(bert_folder):
+    (bert_folder / "config.json").write_text("{")
+    refused("config.json is not a readable JSON file", bert_folder)
+    (bert_folder / "config.json").write_text("[]")
+    refused("config.json is not a model's config", bert_folder)
+
+
+def test_only_a_pickle(bert_folder):
+    (bert_folder / "model.safetensors").unlink()
+    torch.save({}, bert_folder / "pytorch_model.bin")
+    (bert_folder / "adapter_model.safetensors").touch()
+    refused(r"only as a pickle \(pytorch_model.bin\), and loading a pickle can run any code", bert_folder)
+
+
+def test_no_weights_at_all(bert_folder):
+    (bert_folder / "model.safetensors").unlink()
+    refused("has no weights", bert_folder)
+
+
+@pytest.mark.parametrize("kind", [BertModel, BertForSequenceClassification])
+def test_no_language_modelling_head(kind, tmp_path):
+    folder = saved(kind(BertConfig(vocab_size=12, **TINY)), tmp_path / "model")
+    refused(f"is a {kind.__name__}: a model with a language-modelling head is needed", folder)
+
+
+def test_no_architecture(bert_folder):
+    edit_config(bert_folder, architectures=None)
+    refused("names no architecture in its config.json", bert_folder)
+
+
+def test_a_head_that_would_be_newly_initialised(tmp_path):
+    folder = saved(BertModel(BertConfig(vocab_size=12, **TINY), add_pooling_layer=False), tmp_path / "model")
+    edit_config(folder, architectures=["BertForMaskedLM"])
+    refused("lacks weights of BertForMaskedLM: cls.predictions", folder)
+
+
+def test_one_missing_weight(bert_folder):
+    edit_weights(bert_folder, lambda tensors: tensors.pop("bert.embeddings.LayerNorm.weight"))
+    refused("lacks weights of BertForMaskedLM: bert.embeddings.LayerNorm.weight$", bert_folder)
+
+
+def test_weights_of_another_shape(bert_folder):
+    edit_config(bert_folder, max_position_embeddings=7)
+    refused("another shape than its config.json says: bert.embeddings.position_embeddings.weight$", bert_folder)
+
+
+def test_damaged_weights(bert_folder):
+    path = bert_folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused("the weights in .* are damaged", bert_folder)
+
+
+def test_a_decoder_that_sees_both_sides(tmp_path):
+    folder = saved(BertForMaskedLM(BertConfig(vocab_size=12, **TINY)), tmp_path / "model")
+    edit_config(folder, architectures=["BertLMHeadModel"])
+    refused("is a BertLMHeadModel without is_decoder", folder)
+
+
+def test_an_unknown_model_type(bert_folder):
+    edit_config(bert_folder, model_type="nobody")
+    refused("has the model type 'nobody', which this version of transformers does not know", bert_folder)
+
+
+def test_remote_code_runs_only_when_trusted(bert_folder, tmp_path):
+    marker = tmp_path / "ran"
+    (bert_folder / "own.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\n"
+        "from transformers import BertConfig, BertForMaskedLM\n"
+        "class OwnConfig(BertConfig):\n    model_type = 'own'\n"
+        "class OwnForMaskedLM(BertForMaskedLM):\n    config_class = OwnConfig\n"
+    )
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForMaskedLM": "own.OwnForMaskedLM"}
+    edit_config(bert_folder, model_type="own", auto_map=auto_map, architectures=["OwnForMaskedLM"])
+    refused("brings its own code for its model type 'own'", bert_folder)
+    assert not marker.exists()
+    loaded = load(bert_folder, trust_remote_code=True)
+    assert marker.exists()
+    assert type(loaded.model).__name__ == "OwnForMaskedLM"
+    expected = build(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).eval()
+    torch.testing.assert_close(loaded.model(INPUT).logits, expected(INPUT).logits)
+
+
+def test_an_unknown_attention_kernel(bert_folder):
+    refused("cannot be loaded: .*fastest", bert_folder, attention="fastest")
+
+
+def test_a_copy_is_loaded_from_any_place(bert_folder, tmp_path):
+    shutil.copytree(bert_folder, tmp_path / "a b" / "ü")
+    assert load(tmp_path / "a b" / "ü").kind == "masked"
+
+
+# --- devices
+
+
+def test_devices_by_name():
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cpu:0", "", "auto:1"])
+def test_an_unknown_device_names_the_choices(name):
+    with pytest.raises(IsolossError, match=f"the device is '{name}'; it must be auto, cpu, cuda, cuda:N or mps"):
+        resolve_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_a_device_that_is_not_here(name, bert_folder):
+    with pytest.raises(IsolossError, match="torch finds no CUDA device here; use cpu or auto"):
+        resolve_device(name)
+    refused("no CUDA device", bert_folder, device=name)
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="says what happens without an Apple GPU")
+def test_mps_where_there_is_none():
+    with pytest.raises(IsolossError, match="no Apple GPU"):
+        resolve_device("mps")

@@ -1,0 +1,67 @@
+"""The batch of a step and its loss, against the definition written out."""
+
+import pytest
+import torch
+from toy_language import PairLanguage
+
+from isoloss.config import ModelConfig, ObjectiveConfig, PCFGConfig, TrainConfig
+from isoloss.languages.masking import IGNORED
+from isoloss.models.bert import build
+from isoloss.pretraining.objectives import masked_loss, training_batch
+
+CPU = torch.device("cpu")
+
+
+def config(**changes):
+    return TrainConfig(language=PCFGConfig(), batch_size=16, **changes)
+
+
+@pytest.mark.parametrize("masking", ["one", "fraction"])
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_the_loss_is_the_mean_cross_entropy_of_the_hidden_tokens(masking, is_ragged):
+    language = PairLanguage(is_ragged=is_ragged)
+    objective = ObjectiveConfig(masking=masking, fraction=0.4)
+    batch, num_tokens = training_batch(language, config(objective=objective), 1, CPU)
+    sentences = language.batch(1, 16, seed=0)
+    assert num_tokens == int(sentences.lengths.sum())
+    assert ("attention_mask" in batch) == is_ragged
+
+    model = build(ModelConfig(size="d16"), vocab_size=10, max_length=4, pad_id=8, seed=0).double().eval()
+    terms = []
+    for i, length in enumerate(sentences.lengths.tolist()):
+        hidden = [t for t in range(4) if batch["labels"][i, t] != IGNORED]
+        assert hidden
+        assert all(t < length for t in hidden)
+        sentence = sentences.tokens[i, :length].clone()
+        sentence[hidden] = language.mask_id
+        log_probs = model(input_ids=sentence[None]).logits[0].log_softmax(-1)
+        terms += [-log_probs[t, sentences.tokens[i, t]] for t in hidden]
+    assert len(terms) == 16 or masking == "fraction"
+    torch.testing.assert_close(masked_loss(model, batch), torch.stack(terms).mean(), rtol=1e-12, atol=0)
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    language = PairLanguage()
+
+    def drawn(step, seed):
+        return training_batch(language, config(seed=seed), step, CPU).inputs
+
+    def same(one, other):
+        return all(torch.equal(one[name], other[name]) for name in one)
+
+    assert same(drawn(1, 0), drawn(1, 0))
+    assert not same(drawn(1, 0), drawn(2, 0))
+    assert not same(drawn(1, 0), drawn(1, 1))
+
+
+def test_the_hidden_positions_change_with_seed_and_step_even_where_the_sentences_do_not():
+    class Constant(PairLanguage):
+        def batch(self, step, n, *, seed):
+            return super().batch(1, n, seed=0)
+
+    def hidden(step, seed):
+        return training_batch(Constant(), config(seed=seed), step, CPU).inputs["labels"] != IGNORED
+
+    assert torch.equal(hidden(1, 0), hidden(1, 0))
+    assert not torch.equal(hidden(1, 0), hidden(2, 0))
+    assert not torch.equal(hidden(1, 0), hidden(1, 1))

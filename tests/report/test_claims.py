@@ -1,0 +1,106 @@
+import pytest
+
+from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate
+from isoloss.report.claims import Claim, Verdict, judge, judged, not_tested, read_claims
+
+
+def estimate(value, stderr):
+    return Estimate(value=value, stderr=stderr, samples=5, unit="accuracy", num_inputs=1000, method="difference")
+
+
+# 1.96 standard errors: [value - 1.96, value + 1.96] for a standard error of 1
+@pytest.mark.parametrize(
+    ("value", "stderr", "direction", "margin", "shown"),
+    [
+        (-3.0, 1.0, "decrease", 0.0, True),
+        (-1.9, 1.0, "decrease", 0.0, False),
+        (3.0, 1.0, "decrease", 0.0, False),
+        (-3.0, 1.0, "decrease", 1.0, True),
+        (-3.0, 1.0, "decrease", 1.1, False),
+        (3.0, 1.0, "increase", 0.0, True),
+        (1.9, 1.0, "increase", 0.0, False),
+        (-3.0, 1.0, "increase", 0.0, False),
+        (3.0, 1.0, "increase", 1.0, True),
+        (3.0, 1.0, "increase", 1.1, False),
+        (0.0, 1.0, "no change within", 2.0, True),
+        (0.0, 1.0, "no change within", 1.9, False),
+        (0.5, 1.0, "no change within", 2.0, False),
+        (-0.5, 1.0, "no change within", 2.0, False),
+        (5.0, 0.1, "no change within", 2.0, False),
+        (0.0, 0.0, "decrease", 0.0, False),
+        (0.0, 0.0, "increase", 0.0, False),
+        (2.0, 0.0, "no change within", 2.0, True),
+    ],
+)
+def test_the_rule(value, stderr, direction, margin, shown):
+    assert (judge(estimate(value, stderr), direction, margin) is Verdict.SHOWN) == shown
+
+
+@pytest.mark.parametrize(
+    ("direction", "margin", "message"),
+    [
+        ("up", 0.0, "one of decrease, increase, no change within, not 'up'"),
+        ("increase", -1.0, "at least 0, not -1"),
+        ("increase", float("nan"), "at least 0, not nan"),
+        ("decrease", float("inf"), "at least 0, not inf"),
+        ("no change within", 0.0, "needs a margin above 0"),
+    ],
+)
+def test_bad_margins_are_refused(direction, margin, message):
+    with pytest.raises(IsolossError, match=message):
+        judge(estimate(1.0, 0.1), direction, margin)
+
+
+CLAIM = Claim(id="flatter", statement="Flatter.", paper="19.8 to 12.6", direction="decrease")
+
+
+def test_results_show_the_numbers():
+    result = judged(CLAIM, estimate(-3.0, 1.0), "after minus before")
+    assert (result.verdict, result.lines) == (Verdict.SHOWN, (("", "-3.0 ± 1.0 accuracy"),))
+    ours = {"before": estimate(5.0, 0.5), "after": estimate(4.9, 0.5)}
+    result = judged(CLAIM, estimate(-0.1, 0.7), "after minus before", ours=ours)
+    assert result.verdict is Verdict.NOT_SHOWN
+    assert result.lines == (("before", "5.00 ± 0.50 accuracy"), ("after", "4.90 ± 0.50 accuracy"))
+    assert not_tested(CLAIM, "too small").verdict is Verdict.NOT_TESTED
+
+
+TOML = """
+[[claims]]
+id = "flatter"
+statement = "Flatter."
+paper = "19.8 to 12.6"
+direction = "decrease"
+
+[[claims]]
+id = "same"
+statement = "Same."
+paper = "3.204 and 3.206"
+direction = "no change within"
+margin = 0.01
+"""
+
+
+def test_claims_are_read(tmp_path):
+    file = tmp_path / "claims.toml"
+    file.write_text(TOML)
+    assert read_claims(file)[0] == CLAIM
+    assert read_claims(file)[1].margin == 0.01
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('id = "same"', 'id = "flatter"', "two claims with the id 'flatter'"),
+        ("margin = 0.01", "margin = 0.0", "needs a margin above 0"),
+        ("margin = 0.01", "margins = 0.01", "margins"),
+        ("no change within", "down", r"claims\[1\].direction"),
+        ('paper = "3.204 and 3.206"', "", "paper"),
+        ("[[claims]]", "[[claim]]", "claim"),
+    ],
+)
+def test_bad_claims_are_refused(tmp_path, old, new, message):
+    file = tmp_path / "claims.toml"
+    file.write_text(TOML.replace(old, new))
+    with pytest.raises(IsolossError, match=message):
+        read_claims(file)

@@ -1,0 +1,129 @@
+import math
+
+import polars as pl
+import pytest
+
+from isoloss.errors import IsolossError
+from isoloss.report import data
+from isoloss.report.data import KL, TRACE, Measure, Style, accuracy
+
+
+def changed(table, column, value, row=0):
+    values = table[column].to_list()
+    values[row] = value
+    return table.with_columns(pl.Series(column, values, strict=False))
+
+
+def test_intervals_and_texts_are_those_of_the_numbers(table):
+    row = data.prepare(table, (KL, TRACE, accuracy("root"))).row(0, named=True)
+    assert (row["run"], row["step"], row["href"]) == ("adamw-d16", 500, "runs/adamw-d16/run.json")
+    assert row["kl_nats_low"] == pytest.approx(0.14 - 1.959964 * 0.0012)
+    assert row["kl_nats_high"] == pytest.approx(0.14 + 1.959964 * 0.0012)
+    assert row["kl_nats_text"] == "0.1400 ± 0.0012"
+    assert row["acc_root"] == pytest.approx(50.0)
+    assert row["acc_root_text"] == "50.00 ± 0.60"
+
+
+def test_rows_go_by_run_in_the_tables_order_and_by_step(table):
+    frame = data.prepare(table.reverse(), (KL,))
+    assert frame["run"].unique(maintain_order=True).to_list() == ["sgd-d64", "adamw-d64", "adamw-d16"]
+    assert frame.filter(pl.col("run") == "adamw-d64")["step"].to_list() == [500, 2000, 8000]
+
+
+def test_a_measure_that_a_checkpoint_lacks_is_left_out_of_its_panel(table):
+    lacking = changed(changed(table, "trace", None), "trace_stderr", None)
+    frame = data.prepare(lacking, (KL, TRACE))
+    assert frame.row(0, named=True)["trace_text"] == "–"
+    assert data.panel(frame, TRACE)[0].height == table.height - 1
+    assert data.panel(frame, KL)[0].height == table.height
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("kl_nats", math.nan, r"kl_nats of run 'adamw-d16' at step 500 is nan"),
+        ("kl_nats", math.inf, "is inf"),
+        ("kl_nats", None, "is None with standard error 0.0012"),
+        ("kl_nats_stderr", None, "with standard error None"),
+        ("kl_nats_stderr", -0.1, "with standard error -0.1"),
+        ("kl_nats_stderr", math.nan, "with standard error nan"),
+        ("trace", 0.0, "trace of run 'adamw-d16' at step 500 is 0.0: a logarithmic axis has no place for it"),
+        ("step", 2000, "step 2000 of run 'adamw-d16' twice"),
+        ("group", None, "a row without its group"),
+        ("path", "/etc/passwd", "not '/etc/passwd'"),
+        ("path", "", "not ''"),
+    ],
+)
+def test_bad_rows_are_refused_by_name(table, column, value, message):
+    with pytest.raises(IsolossError, match=message):
+        data.prepare(changed(table, column, value), (KL, TRACE))
+
+
+def test_missing_columns_no_rows_and_empty_panels_are_refused(table):
+    with pytest.raises(IsolossError, match=r"no column step, trace_stderr; its columns: run, group"):
+        data.prepare(table.drop("step", "trace_stderr"), (TRACE,))
+    with pytest.raises(IsolossError, match="no row"):
+        data.prepare(table.clear(), (KL,))
+    empty = table.with_columns(pl.lit(None, pl.Float64).alias("trace"), pl.lit(None, pl.Float64).alias("trace_stderr"))
+    with pytest.raises(IsolossError, match="no checkpoint has trace"):
+        data.panel(data.prepare(empty, (TRACE,)), TRACE)
+    with pytest.raises(IsolossError, match="no column group, size, parameters"):
+        Style.of(pl.DataFrame({"run": ["a"]}))
+
+
+def test_two_columns_that_become_one_field_are_refused(table):
+    twice = table.with_columns(pl.col("acc_prefix-4").alias("acc_prefix.4"), pl.lit(0.1).alias("acc_prefix.4_stderr"))
+    with pytest.raises(IsolossError, match="two measures share the field acc_prefix_4"):
+        data.prepare(twice, (accuracy("prefix-4"), accuracy("prefix.4")))
+
+
+def test_axes_hold_every_bar(table):
+    rows, ends = data.panel(data.prepare(table, (KL, TRACE)), KL, TRACE)
+    for measure in (KL, TRACE):
+        assert ends[measure][0] < rows[f"{measure.field}_low"].min()
+        assert ends[measure][1] > rows[f"{measure.field}_high"].max()
+    single, ends = data.panel(data.prepare(changed(table[:1], "kl_nats_stderr", 0.0), (KL,)), KL)
+    assert ends[KL][0] < single["kl_nats"][0] < ends[KL][1]
+
+
+def test_a_bar_that_reaches_zero_runs_to_the_end_of_a_logarithmic_axis(table):
+    wide = changed(table, "trace_stderr", 1e4)
+    assert data.prepare(wide, (TRACE,))["trace_low"][0] is None
+    rows, ends = data.panel(data.prepare(wide, (TRACE,)), TRACE)
+    assert rows["trace_low"][0] == ends[TRACE][0] > 0
+    linear = Measure("trace", "Trace", "nats", log=False)
+    assert data.prepare(wide, (linear,))["trace_low"][0] == pytest.approx(420 - 1.959964e4)
+
+
+@pytest.mark.parametrize(
+    ("ends", "ticks"), [((7.6, 550), [10, 20, 50, 100, 200, 500]), ((0.5, 6e5), [1, 10, 100, 1e3, 1e4, 1e5])]
+)
+def test_logarithmic_ticks(ends, ticks):
+    assert data.log_ticks(ends) == pytest.approx(ticks)
+
+
+def test_size_means_average_over_runs(table):
+    rows, _ = data.panel(data.prepare(table, (KL,)), KL)
+    means = data.size_means(rows, KL).filter(pl.col("group") == "AdamW")
+    assert means["parameters"].to_list() == [21_344, 182_944]
+    assert means["kl_nats"].to_list() == pytest.approx([(0.14 + 0.1075 + 0.075) / 3, (0.11 + 0.0775 + 0.045) / 3])
+
+
+def test_colours_stay_with_their_group_and_run_out_loudly(table):
+    style = Style.of(table)
+    assert list(style.colours) == ["AdamW", "SGD continuation"]
+    assert list(style.markers) == ["d16", "d64"]
+    assert Style.of(table, colour="size").colours["d16"] == data.COLOURS[0]
+    assert len(set(data.COLOURS)) == len(data.COLOURS)
+    many = pl.DataFrame({"group": [f"g{i}" for i in range(8)], "size": "d16", "parameters": 1})
+    with pytest.raises(IsolossError, match="8 values of group, but only 7 colours"):
+        Style.of(many)
+    with pytest.raises(IsolossError, match="8 values of group, but only 6 markers"):
+        Style.of(many, colour="size")
+
+
+def test_links_cannot_leave_the_page_as_another_scheme():
+    assert data.href('"><script>.json') == "%22%3E%3Cscript%3E.json"
+    assert data.href("javascript:alert(1)") == "javascript%3Aalert%281%29"
+    with pytest.raises(IsolossError, match=r"not '//example\.org/x'"):
+        data.href("//example.org/x")

@@ -1,0 +1,84 @@
+"""A run whose process is killed, again and again, ends with the bytes of one that was left in peace."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from isoloss.runs import Run
+
+HELPERS = Path(__file__).parents[1] / "pretraining"
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from toy_language import PairLanguage
+from isoloss.config import ModelConfig, OptimizerConfig, PCFGConfig, TrainConfig
+from isoloss.pretraining.loop import train
+from isoloss.runs import Run
+
+path, steps, kill_at = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+class Deadly(PairLanguage):
+    def batch(self, step, n, *, seed):
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(step, n, seed=seed)
+
+config = TrainConfig(
+    language=PCFGConfig(),
+    model=ModelConfig(size="d16", dropout=0.1),
+    optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=5),
+    steps=steps, batch_size=8, checkpoints=(0, 5, 20), log_every=3, threads=1, device="cpu",
+    save_every_seconds=0.0,
+)
+train(Run(path), config, Deadly(is_ragged=True))
+"""
+
+
+def start(path, steps, kill_at=0):
+    command = [sys.executable, "-c", SCRIPT, str(path), str(steps), str(kill_at)]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(HELPERS)})
+
+
+def content(run):
+    """Every file's bytes, by name; of run.json all but the commit, which may change between two processes."""
+    found = {str(p.relative_to(run.path)): p.read_bytes() for p in sorted(run.path.rglob("*")) if p.is_file()}
+    record = json.loads(found.pop("run.json"))
+    del record["commit"]
+    left = {name: data for name, data in found.items() if name not in ("log.jsonl", ".lock")}
+    return {**left, "run.json": record}
+
+
+def test_killed_in_the_middle_of_a_step(tmp_path):
+    whole = start(tmp_path / "whole", steps=24)
+    killed = tmp_path / "killed"
+    assert start(killed, steps=24, kill_at=8).wait() == -signal.SIGKILL
+    assert start(killed, steps=24).wait() == 0
+    assert whole.wait() == 0
+    assert content(Run(killed)) == content(Run(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(tmp_path):
+    # a checkpoint is written after every step, so that most kills fall into the writing of one
+    assert start(tmp_path / "whole", steps=400).wait() == 0
+    killed = Run(tmp_path / "killed")
+    kills = 0
+    while not killed.complete:
+        before = max(killed.steps(), default=-1)
+        process = start(killed.path, steps=400)
+        while process.poll() is None and max(killed.steps(), default=-1) < before + 20 + kills:
+            time.sleep(0.001)
+        time.sleep(0.0007 * kills)
+        if process.poll() is None:
+            process.kill()
+            kills += 1
+        process.wait()
+    assert kills >= 5
+    assert content(killed) == content(Run(tmp_path / "whole"))

@@ -1,0 +1,81 @@
+"""Configs: TOML and JSON both ways, strictness, and what the fingerprint is over."""
+
+import dataclasses
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isoloss import config as configs
+from isoloss.config import CorpusConfig, GrammarConfig, OptimizerConfig, PCFGConfig, TrainConfig
+from isoloss.errors import IsolossError
+
+text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=20)
+languages = st.one_of(
+    st.builds(PCFGConfig, levels=st.integers(1, 6), stop_probability=st.floats(0, 0.9), seed=st.integers(0, 2**40)),
+    st.builds(GrammarConfig, rules=text, max_length=st.integers(1, 99)),
+    st.builds(CorpusConfig, paths=st.lists(text, max_size=3).map(tuple), tokenizer=text),
+)
+trainings = st.builds(
+    TrainConfig,
+    language=languages,
+    optimizer=st.builds(OptimizerConfig, learning_rate=st.floats(1e-12, 1e3)),
+    checkpoints=st.lists(st.integers(0, 10**9)).map(tuple),
+    initial=st.none() | text,
+)
+
+
+@given(trainings)
+def test_toml_and_json_round_trip(config):
+    assert configs.from_dict(TrainConfig, tomllib.loads(configs.to_toml(config))) == config
+    assert configs.from_dict(TrainConfig, configs.to_dict(config)) == config
+
+
+def document(**changes):
+    return {**configs.to_dict(TrainConfig(language=PCFGConfig())), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stepz": 3}, ["stepz", "TrainConfig"]),
+        ({"steps": "100"}, ["steps", "int"]),
+        ({"steps": True}, ["steps"]),
+        ({"steps": 1.5}, ["steps"]),
+        ({"language": {"kind": "hmm"}}, ["pcfg", "grammar", "corpus", "hmm"]),
+        ({"language": {"kind": "pcfg", "level": 3}}, ["level", "language"]),
+        ({"optimizer": {"name": "adam"}}, ["optimizer"]),
+        ({"model": 3}, ["model"]),
+    ],
+)
+def test_what_is_wrong_is_named(changes, words):
+    with pytest.raises(IsolossError) as error:
+        configs.from_dict(TrainConfig, document(**changes))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_unreadable_toml_is_named(tmp_path):
+    with pytest.raises(IsolossError, match=r"absent\.toml does not exist"):
+        configs.read_toml(TrainConfig, tmp_path / "absent.toml")
+    (tmp_path / "broken.toml").write_text("steps = = 3")
+    with pytest.raises(IsolossError, match=r"broken\.toml is not a readable TOML file"):
+        configs.read_toml(TrainConfig, tmp_path / "broken.toml")
+
+
+def test_the_fingerprint_is_over_what_decides_a_result():
+    base = TrainConfig(language=PCFGConfig())
+    same = dataclasses.replace(base, device="cuda", threads=7, save_every_seconds=1.0)
+    assert configs.fingerprint(same) == configs.fingerprint(base)
+    for field in dataclasses.fields(TrainConfig):
+        if field.metadata.get("incidental"):
+            continue
+        other = dataclasses.replace(base, **{field.name: {"language": PCFGConfig(seed=9)}.get(field.name, "other")})
+        assert configs.fingerprint(other) != configs.fingerprint(base), field.name
+
+
+def test_differences_name_the_fields():
+    a = TrainConfig(language=PCFGConfig(), steps=10)
+    b = TrainConfig(language=PCFGConfig(levels=4), steps=20, threads=3)
+    assert configs.differences(a, b) == ["language.levels: 3 != 4", "steps: 10 != 20"]

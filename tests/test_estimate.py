@@ -1,0 +1,40 @@
+"""Estimates: what is printed, what is refused, and JSON both ways."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate, rounded
+
+
+def estimate(value=1.0, stderr=0.1, **more):
+    return Estimate(value=value, stderr=stderr, samples=10, unit="nats", num_inputs=10, method="mean", **more)
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9))
+def test_the_error_is_printed_to_two_digits_and_the_value_as_far(value, stderr):
+    left, right = (float(part) for part in rounded(value, stderr).split("±"))
+    quantum = 10.0 ** (math.floor(math.log10(stderr)) - 1)
+    assert abs(right - stderr) <= quantum * 0.5001 + 1e-12
+    assert abs(left - value) <= quantum * 0.5001 + 1e-6 * quantum + abs(value) * 1e-15
+
+
+def test_json_round_trip():
+    e = estimate(by_parameter={"a": 0.5}, details={"device": "cpu"}, seconds=1.5, num_probes=2)
+    assert Estimate.from_dict(json.loads(json.dumps(e.to_dict()))) == e
+
+
+@pytest.mark.parametrize(("value", "stderr"), [(math.nan, 0.1), (math.inf, 0.1), (1.0, math.nan), (1.0, -0.1)])
+def test_what_is_no_number_is_refused(value, stderr):
+    with pytest.raises(IsolossError, match="not finite"):
+        estimate(value, stderr)
+
+
+def test_the_interval_is_the_normal_one():
+    low, high = estimate(10.0, 2.0).ci95
+    assert math.erf((high - 10) / 2 / math.sqrt(2)) == pytest.approx(0.95, abs=1e-12)
+    assert (low + high) / 2 == pytest.approx(10)

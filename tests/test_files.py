@@ -1,0 +1,82 @@
+"""Files: whole or not at all, and one process at a time."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from isoloss import files
+from isoloss.errors import IsolossError
+
+
+def test_a_failed_directory_leaves_the_old_one(tmp_path):
+    target = tmp_path / "step-1"
+    with files.new_directory(target) as folder:
+        (folder / "a").write_text("old")
+
+    def fail():
+        with files.new_directory(target) as folder:
+            (folder / "a").write_text("new")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert (target / "a").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_directory_is_replaced_whole(tmp_path):
+    target = tmp_path / "step-1"
+    for name in ("a", "b"):
+        with files.new_directory(target) as folder:
+            (folder / name).write_text(name)
+    assert [p.name for p in target.iterdir()] == ["b"]
+
+
+def test_nan_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        files.write_json(tmp_path / "x.json", {"value": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_place_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(IsolossError, match=r"cannot write .*below\.txt"):
+        files.write_text(tmp_path / "file" / "below.txt", "text")
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path):
+    (tmp_path / "checkpoints" / f"{files.TEMPORARY}1-step-3").mkdir(parents=True)
+    (tmp_path / f"{files.TEMPORARY}1-run.json").write_text("{")
+    (tmp_path / "run.json").write_text("{}")
+    files.remove_unfinished(tmp_path)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["checkpoints", "run.json"]
+
+
+def test_a_folder_is_held_by_one_process(tmp_path):
+    code = (
+        "import pathlib, sys\nfrom isoloss import files\nfrom isoloss.errors import IsolossError\n"
+        "try:\n    with files.lock(pathlib.Path(sys.argv[1])): print('got it')\nexcept IsolossError as e: print(e)"
+    )
+
+    def other_process():
+        return subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True).stdout
+
+    with files.lock(tmp_path):
+        assert "in use by another isoloss process" in other_process()
+    assert other_process() == "got it\n"
+
+
+def test_json_errors_name_the_file(tmp_path):
+    with pytest.raises(IsolossError, match=r"a\.json does not exist"):
+        files.read_json(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text('{"half": ')
+    with pytest.raises(IsolossError, match=r"b\.json is not a readable JSON file"):
+        files.read_json(tmp_path / "b.json")
+
+
+def test_sha256_is_the_systems(tmp_path):
+    (tmp_path / "x").write_bytes(os.urandom(100_000))
+    theirs = subprocess.run(["sha256sum", tmp_path / "x"], capture_output=True, text=True).stdout.split()[0]
+    assert files.sha256(tmp_path / "x") == theirs

@@ -1,0 +1,87 @@
+"""The structure: imports point only downwards, and what must be instant does not load torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "isoloss"
+
+# from the ground up; a module may import its own layer and those before it
+LAYERS = [
+    ("errors", "seeds", "files"),
+    ("config", "estimate"),
+    ("runs",),
+    ("languages",),
+    ("models",),
+    ("pretraining",),
+    ("measures",),
+    ("transfer",),
+    ("evaluation",),
+    ("report",),
+    ("studies",),
+    ("cli",),
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+OUTSIDE = {"__init__.py", "__main__.py"}  # of the package itself: the version, and the way into cli
+
+MODULES = sorted(
+    path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if str(path.relative_to(SOURCE)) not in OUTSIDE
+)
+
+
+def imported_layers(path: Path) -> set[str]:
+    """The layers of isoloss that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("isoloss.")}
+    return found - {"__version__"}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_imports_point_downwards(module):
+    layer = module.parts[0].removesuffix(".py")
+    above = {other for other in imported_layers(SOURCE / module) if LEVEL[other] > LEVEL[layer]}
+    assert not above, f"{module} is in layer {layer} and imports from above it: {above}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import isoloss",
+        "import isoloss.config, isoloss.runs, isoloss.estimate, isoloss.models.sizes",
+        "import sys; from isoloss.cli.main import main; assert main(['--help']) == 0",
+        "import sys; from isoloss.cli.main import main; assert main(['nonsense']) == 2",
+    ],
+)
+def test_what_must_be_instant_loads_no_torch_and_takes_under_half_a_second(code):
+    # processor time, not wall-clock time: other processes on the machine do not count
+    probe = (
+        f"{code}\nimport sys, time\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'polars', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\nassert time.process_time() < 0.5, time.process_time()"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["ls", "sample", "train", "eval", "flatness", "transfer", "show", "study", "doctor"])
+def test_help_of_a_verb_loads_no_torch(verb):
+    probe = (
+        "import sys\nfrom isoloss.cli.main import main\n"
+        f"try: main([{verb!r}, '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout

@@ -1,0 +1,149 @@
+"""Features against one forward pass per sentence, and the look-up table against whole sentences' probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, RobertaPreLayerNormConfig
+from transformers import RobertaPreLayerNormForMaskedLM as PreNorm
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.languages.base import Sentences
+from isoloss.languages.pcfg import PCFG
+from isoloss.transfer.features import extract, lookup_features
+
+SHAPE = {
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 12,
+}
+
+
+def bert() -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return BertForMaskedLM(BertConfig(**SHAPE)).eval()
+
+
+def pre_norm() -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return PreNorm(RobertaPreLayerNormConfig(**SHAPE, pad_token_id=0)).eval()
+
+
+def varied(n: int = 37, length: int = 6) -> Sentences:
+    g = seeds.generator(0, "sentences")
+    lengths = torch.randint(1, length + 1, (n,), generator=g)
+    tokens = torch.randint(3, 20, (n, length), generator=g)
+    return Sentences(tokens.masked_fill(torch.arange(length) >= lengths[:, None], 0), lengths)
+
+
+@pytest.mark.parametrize("model", [bert(), pre_norm()], ids=["bert", "pre-norm"])
+def test_rows_are_the_states_of_each_sentence_alone(model: PreTrainedModel) -> None:
+    sentences = varied()
+    features = extract(model, sentences, batch_size=10)
+    assert features.shape == (37, 6 * 8)
+    assert features.dtype == torch.float32
+    assert not features.requires_grad
+    for row, tokens, length in zip(features, sentences.tokens, sentences.lengths.tolist(), strict=True):
+        with torch.no_grad():
+            alone = model.base_model(tokens[None, :length]).last_hidden_state[0]
+        torch.testing.assert_close(row[: length * 8], alone.flatten(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(row[length * 8 :], torch.zeros((6 - length) * 8))
+
+
+@pytest.mark.parametrize("model", [bert(), pre_norm()], ids=["bert", "pre-norm"])
+def test_the_last_layer_is_what_the_head_reads(model: PreTrainedModel) -> None:
+    sentences = varied()
+    states = extract(model, sentences).unflatten(1, (6, 8))
+    head = model.cls if isinstance(model, BertForMaskedLM) else model.lm_head
+    with torch.no_grad():
+        logits = model(sentences.tokens, attention_mask=sentences.present().long()).logits
+        from_features = head(states)
+    present = sentences.present()
+    torch.testing.assert_close(from_features[present], logits[present], rtol=1e-5, atol=1e-5)
+
+
+def test_other_layers_and_the_mean() -> None:
+    model, sentences = bert(), varied()
+    present = sentences.present()
+    with torch.no_grad():
+        states = model(sentences.tokens, attention_mask=present.long(), output_hidden_states=True).hidden_states
+    for layer in (0, 1, 2, -1, -3):
+        expected = states[layer].masked_fill(~present[:, :, None], 0.0)
+        torch.testing.assert_close(extract(model, sentences, layer=layer), expected.flatten(1), rtol=1e-5, atol=1e-5)
+    mean = extract(model, sentences, pooling="mean")
+    assert mean.shape == (37, 8)
+    for row, tokens_states, length in zip(mean, states[-1], sentences.lengths.tolist(), strict=True):
+        torch.testing.assert_close(row, tokens_states[:length].mean(0), rtol=1e-5, atol=1e-5)
+
+
+def test_extract_leaves_the_model_as_it_was() -> None:
+    model = bert()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    extract(model, varied())
+    assert not model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    model = bert()
+    model.base_model.encoder.train()  # one part is enough
+    with pytest.raises(IsolossError, match=r"training mode.*model.eval\(\)"):
+        extract(model, varied())
+
+
+def test_bad_input_is_named() -> None:
+    model, sentences = bert(), varied()
+    with pytest.raises(IsolossError, match="no layer 3: the model has hidden states 0 to 2"):
+        extract(model, sentences, layer=3)
+    with pytest.raises(IsolossError, match="no pooling 'max': choose concatenate or mean"):
+        extract(model, sentences, pooling="max")
+    with pytest.raises(IsolossError, match="batch_size is 0"):
+        extract(model, sentences, batch_size=0)
+    with pytest.raises(IsolossError, match="the token id 20, and the model knows 0 to 19"):
+        extract(model, Sentences(torch.tensor([[3, 20]]), torch.tensor([2])))
+    with pytest.raises(IsolossError, match="at least one token"):
+        extract(model, Sentences(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)))
+    with pytest.raises(IsolossError, match="at least one sentence"):
+        extract(model, Sentences(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)))
+    with pytest.raises(IsolossError, match="Linear has no base_model"):
+        extract(torch.nn.Linear(2, 2).eval(), sentences)
+
+
+# --- the look-up table
+
+
+def test_the_look_up_table_holds_the_true_conditionals() -> None:
+    """Each entry is Pr(sentence with the token put in) over the sum of it, from whole sentences' probabilities."""
+    language = PCFG.random(levels=2, symbols_per_level=3, rules_per_symbol=4, vocab_size=7, stop_probability=0.3)
+    sentences = language.sample(40, generator=seeds.generator(0, "lookup"))
+    assert len(set(sentences.lengths.tolist())) > 2
+    table = lookup_features(language, sentences)
+    assert table.dtype == torch.float32
+    assert table.shape == (40, 4 * 7)
+    table = table.unflatten(1, (4, 7))
+    assert bool((table[~sentences.present()] == 0).all())
+    for row, tokens, length in zip(table.double(), sentences.tokens, sentences.lengths, strict=True):
+        for position in range(int(length)):
+            weights = []
+            for token in range(7):
+                other = tokens.clone()
+                other[position] = token
+                try:
+                    weights.append(float(language.log_prob(other[None], length[None]).exp()))
+                except IsolossError:  # a sentence of probability 0
+                    weights.append(0.0)
+            expected = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+            torch.testing.assert_close(row[position], expected, rtol=1e-6, atol=1e-30)
+
+
+def test_the_look_up_table_needs_sentences() -> None:
+    language = PCFG.from_text("S a 1\nS b 1")
+    with pytest.raises(IsolossError, match="at least one sentence"):
+        lookup_features(language, Sentences(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)))

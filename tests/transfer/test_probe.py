@@ -1,0 +1,306 @@
+"""The linear probe against a plain loop over torch's own modules, and its errors against simulations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from isoloss import seeds
+from isoloss.config import ModelConfig
+from isoloss.errors import IsolossError
+from isoloss.languages.pcfg import PCFG
+from isoloss.models.bert import build
+from isoloss.transfer.features import extract
+from isoloss.transfer.probe import ProbeResult, linear_probe, paired_difference, probe_task
+from isoloss.transfer.tasks import make_task
+
+
+def blobs(n: int, *, spread: float, num_classes: int = 4, width: int = 10, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return features around one random centre per class, and the classes."""
+    g = seeds.generator(seed, "blobs")
+    centres = 3 * torch.randn(num_classes, width, generator=seeds.generator(0, "centres"))
+    y = torch.randint(num_classes, (n,), generator=g)
+    return centres[y] + spread * torch.randn(n, width, generator=g), y
+
+
+def split(n_train: int, n_test: int, *, spread: float) -> tuple[torch.Tensor, ...]:
+    return (*blobs(n_train, spread=spread, seed=1), *blobs(n_test, spread=spread, seed=2))
+
+
+def reference_predictions(
+    train_x: torch.Tensor,
+    train_y: torch.Tensor,
+    test_x: torch.Tensor,
+    *,
+    num_classes: int,
+    index: int,
+    epochs: int,
+    batch_size: int,
+    weight_decay: float,
+    standardize: bool,
+) -> torch.Tensor:
+    """Return the logits of one seed's probe, trained alone by torch's Linear, cross-entropy, autograd and AdamW."""
+    if standardize:
+        centre = train_x.double().mean(0)
+        scale = ((train_x - centre) ** 2).mean().sqrt()
+        train_x, test_x = ((train_x - centre) / scale).float(), ((test_x - centre) / scale).float()
+    g = seeds.generator(0, "probe", index)
+    linear = torch.nn.Linear(train_x.shape[1], num_classes)
+    bound = 1 / math.sqrt(train_x.shape[1])
+    initial = torch.rand(num_classes, train_x.shape[1] + 1, generator=g) * 2 * bound - bound
+    with torch.no_grad():
+        linear.weight.copy_(initial[:, :-1])
+        linear.bias.copy_(initial[:, -1])
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=1e-3, weight_decay=weight_decay)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(train_x), generator=g).split(batch_size):
+            optimizer.zero_grad()
+            F.cross_entropy(linear(train_x[rows]), train_y[rows]).backward()
+            optimizer.step()
+    return linear(test_x).detach()
+
+
+@pytest.mark.parametrize(("weight_decay", "standardize"), [(0.01, False), (3.0, False), (0.01, True)])
+def test_all_seeds_at_once_are_the_seeds_one_by_one(weight_decay: float, standardize: bool) -> None:
+    train_x, train_y, test_x, test_y = split(301, 500, spread=6.0)
+    settings = {"epochs": 7, "batch_size": 64, "weight_decay": weight_decay, "standardize": standardize}
+    result = linear_probe(train_x, train_y, test_x, test_y, num_classes=4, seeds=3, **settings)
+    for index in range(3):
+        logits = reference_predictions(train_x, train_y, test_x, num_classes=4, index=index, **settings)
+        top = logits.topk(2).values
+        clear = top[:, 0] - top[:, 1] > 1e-4  # float32 may turn a tie
+        assert int(clear.sum()) > 490
+        assert torch.equal(result.predictions[index][clear], logits.argmax(1)[clear])
+    # seeds that all agreed would hide a mixed-up seed axis
+    assert not torch.equal(result.predictions[0], result.predictions[1])
+
+
+def test_the_scale_and_shift_of_the_features_do_not_matter_unless_asked() -> None:
+    train_x, train_y, test_x, test_y = split(300, 500, spread=3.0)
+
+    def run(scale: float, shift: float, *, standardize: bool) -> ProbeResult:
+        x, z = train_x * scale + shift, test_x * scale + shift
+        return linear_probe(x, train_y, z, test_y, num_classes=4, learning_rate=0.01, standardize=standardize)
+
+    plain, small = run(1.0, 0.0, standardize=True), run(2.0**-10, 2.0**-12, standardize=True)
+    assert float((plain.predictions == small.predictions).double().mean()) > 0.998  # but for rounding
+    raw = run(2.0**-10, 0.0, standardize=False).accuracy
+    assert raw.value < plain.accuracy.value - 0.1
+
+
+def test_separable_classes_are_learned_perfectly() -> None:
+    train_x, train_y, test_x, test_y = split(1000, 500, spread=0.1)
+    result = linear_probe(train_x, train_y, test_x, test_y, num_classes=4)
+    assert result.accuracy.value == 1.0
+    assert result.accuracy.details["train_accuracy"] == 1.0
+    assert torch.equal(result.predictions, test_y.expand(5, -1))
+
+
+def test_random_labels_stay_at_chance() -> None:
+    g = seeds.generator(3, "noise")
+    x, y = torch.randn(3000, 8, generator=g), torch.randint(5, (3000,), generator=g)
+    accuracy = linear_probe(x[:1000], y[:1000], x[1000:], y[1000:], num_classes=5, epochs=30).accuracy
+    assert abs(accuracy.value - 0.2) < 4 * accuracy.stderr
+    assert accuracy.stderr < 0.02
+
+
+def test_the_numbers_that_come_with_the_accuracy() -> None:
+    train_x, train_y, test_x, test_y = split(200, 300, spread=6.0)
+    result = linear_probe(train_x, train_y, test_x, test_y, num_classes=4, seeds=4, epochs=5)
+    accuracy, details = result.accuracy, result.accuracy.details
+    assert result.predictions.shape == result.correct.shape == (4, 300)
+    assert torch.equal(result.correct, result.predictions == test_y)
+    per_seed = [sum(row) / 300 for row in result.correct.tolist()]
+    assert details["accuracies"] == pytest.approx(per_seed, abs=1e-15)
+    mean = sum(per_seed) / 4
+    assert accuracy.value == pytest.approx(mean, abs=1e-15)
+    variance = sum((a - mean) ** 2 for a in per_seed) / 3
+    assert details["seed_std"] == pytest.approx(math.sqrt(variance))
+    assert variance > 0
+    assert accuracy.stderr == pytest.approx(math.sqrt(mean * (1 - mean) / 300 + variance / 4))
+    assert details["majority_rate"] == max(test_y.tolist().count(c) for c in range(4)) / 300
+    assert (details["num_train"], details["num_test"], accuracy.num_inputs) == (200, 300, 300)
+    assert (accuracy.unit, accuracy.samples) == ("accuracy", 300)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not() -> None:
+    data = split(200, 400, spread=6.0)
+
+    def run(seed: int) -> ProbeResult:
+        torch.manual_seed(seed + 17)  # the global state must not matter
+        return linear_probe(*data, num_classes=4, epochs=3, seed=seed)
+
+    first, again, other = run(0), run(0), run(1)
+    assert torch.equal(first.predictions, again.predictions)
+    assert {**first.accuracy.to_dict(), "seconds": 0} == {**again.accuracy.to_dict(), "seconds": 0}
+    assert not torch.equal(first.predictions, other.predictions)
+
+
+def variance_ratio(*, epochs: int, learning_rate: float, repeats: int = 200) -> float:
+    """Return mean stderr^2 over the variance of the accuracy, over fresh test examples and probe seeds."""
+    train_x, train_y = blobs(150, spread=8.0, seed=1)
+    values, variances = [], []
+    for repeat in range(repeats):
+        test_x, test_y = blobs(100, spread=8.0, seed=100 + repeat)
+        accuracy = linear_probe(
+            train_x,
+            train_y,
+            test_x,
+            test_y,
+            num_classes=4,
+            seeds=3,
+            epochs=epochs,
+            learning_rate=learning_rate,
+            seed=repeat,
+        ).accuracy
+        values.append(accuracy.value)
+        variances.append(accuracy.stderr**2)
+    return sum(variances) / repeats / float(torch.tensor(values, dtype=torch.float64).var())
+
+
+RATIO_ERROR = math.sqrt(2 / 199)  # relative standard error of a variance from 200 values
+
+
+def test_the_stderr_of_trained_probes_is_the_spread_over_fresh_examples_and_seeds() -> None:
+    assert abs(variance_ratio(epochs=100, learning_rate=0.05) - 1) < 3 * RATIO_ERROR
+
+
+def test_the_stderr_of_untrained_probes_errs_on_the_large_side() -> None:
+    # answers that are independent from seed to seed would give S + 1 = 4
+    assert 1 - 3 * RATIO_ERROR < variance_ratio(epochs=1, learning_rate=1e-9) < 4 * (1 + 3 * RATIO_ERROR)
+
+
+# --- paired differences
+
+
+def crossed(
+    num_seeds: int, num_examples: int, *, examples: float, by_seed: float, rest: float, g: torch.Generator
+) -> torch.Tensor:
+    """Return whether latent scores, with one random effect per example, one per seed and one per cell, are above 0."""
+    score = (
+        examples * torch.randn(num_examples, generator=g)
+        + by_seed * torch.randn(num_seeds, 1, generator=g)
+        + rest * torch.randn(num_seeds, num_examples, generator=g)
+    )
+    return score > 0
+
+
+@pytest.mark.parametrize(
+    ("examples", "by_seed", "rest"), [(1.0, 0.0, 0.3), (0.3, 0.0, 1.0), (1.0, 0.3, 0.3), (0.0, 0.0, 1.0)]
+)
+def test_the_paired_stderr_is_the_spread_over_fresh_seeds_and_examples(
+    examples: float, by_seed: float, rest: float
+) -> None:
+    g = seeds.generator(5, "crossed")
+    values, variances = [], []
+    for _ in range(1500):
+        a = crossed(5, 60, examples=examples, by_seed=by_seed, rest=rest, g=g)
+        b = crossed(5, 60, examples=examples, by_seed=by_seed, rest=rest, g=g)
+        estimate = paired_difference(a, b)
+        values.append(estimate.value)
+        variances.append(estimate.stderr**2)
+    spread = torch.tensor(values, dtype=torch.float64)
+    assert abs(float(spread.mean())) < 4 * float(spread.std()) / math.sqrt(1500)
+    # relative standard error of a variance from 1500 draws: sqrt(2 / 1499) = 0.037; taking the larger of three mean
+    # squares adds up to a fifth where there is nothing but cell noise
+    ratio = sum(variances) / 1500 / float(spread.var())
+    assert 1 - 4 * 0.037 < ratio < 1.2 + 4 * 0.037
+
+
+def test_pairing_sees_through_shared_difficulty() -> None:
+    g = seeds.generator(6, "pairs")
+    easy = torch.rand(2000, generator=g) < 0.7
+    b = easy.expand(3, -1).clone()
+    a = b.clone()
+    a[:, :40] = True  # a gets some of the hard ones as well
+    gained = int((~easy[:40]).sum())
+    estimate = paired_difference(a, b)
+    assert estimate.value == pytest.approx(gained / 2000)
+    d = (a[0].double() - b[0].double()).var() / 2000
+    assert estimate.stderr == pytest.approx(math.sqrt(float(d)))
+    unpaired = math.sqrt(2 * 0.7 * 0.3 / 2000)
+    assert estimate.stderr < unpaired / 5
+
+
+def test_the_same_answers_differ_by_exactly_nothing() -> None:
+    a = torch.tensor([[True, False, True], [False, True, True]])
+    assert (paired_difference(a, a).value, paired_difference(a, a).stderr) == (0.0, 0.0)
+
+
+# --- errors
+
+X, Y = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"train_x": X[:, :1]}, "training features are 1 wide and test features 2"),
+        ({"train_x": X[:0], "train_y": Y[:0]}, "the training split is empty"),
+        ({"test_x": X[:0], "test_y": Y[:0]}, "the test split is empty"),
+        ({"test_x": X[:2]}, r"the test split needs features \(n, D\) and labels \(n,\), not \(2, 2\) and \(3,\)"),
+        ({"train_x": X.log() * 0}, "2 of the 3 training examples have features that are NaN or infinite"),
+        ({"train_x": X[:1].expand(3, 2) + 0.3}, "the training features are the same for every example"),
+        ({"train_y": torch.zeros(3, dtype=torch.int64)}, r"test labels \[1\] do not occur in the 3 training labels"),
+        ({"test_y": Y - 1}, "the test labels go from -1 to 0; with 2 classes they are 0 to 1"),
+        ({"num_classes": 1}, "the training labels go from 0 to 1; with 1 classes they are 0 to 0"),
+        ({"train_y": Y.float()}, "int64 labels, not torch.float32"),
+        ({"seeds": 1}, "seeds is 1; a linear probe needs at least 2"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0; it must be 0 or above"),
+    ],
+)
+def test_bad_input_is_named(arguments: dict[str, object], message: str) -> None:
+    good = {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y, "num_classes": 2, "epochs": 1}
+    linear_probe(**good)
+    with pytest.raises(IsolossError, match=message):
+        linear_probe(**{**good, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 4), r"not \(2, 3\) and \(2, 4\)"),
+        (torch.ones(3), torch.ones(3), r"two \(seeds, examples\) arrays"),
+        (torch.ones(1, 3), torch.ones(1, 3), "at least 2 seeds and 2 examples, not 1 and 3"),
+        (torch.ones(2, 1), torch.ones(2, 1), "not 2 and 1"),
+    ],
+)
+def test_answers_that_cannot_be_paired_are_named(a: torch.Tensor, b: torch.Tensor, message: str) -> None:
+    with pytest.raises(IsolossError, match=message):
+        paired_difference(a, b)
+
+
+# --- a model on a task
+
+
+def test_probing_a_model_is_extracting_and_probing() -> None:
+    language = PCFG.from_text("S A B 1\nS B 1\nA a 2\nA b 1\nB b 1\nB c 1")
+    task = make_task(language, "prefix-1", num_train=60, num_test=40, seed=0)
+    model = build(
+        ModelConfig(size="d16"),
+        vocab_size=language.model_vocab_size,
+        max_length=language.max_length,
+        pad_id=language.pad_id,
+        seed=0,
+    ).eval()
+    result = probe_task(model, task, seeds=2, epochs=3, pooling="mean", layer=0, learning_rate=0.01)
+    by_hand = linear_probe(
+        extract(model, task.train, pooling="mean", layer=0),
+        task.train_labels,
+        extract(model, task.test, pooling="mean", layer=0),
+        task.test_labels,
+        num_classes=3,
+        seeds=2,
+        epochs=3,
+        learning_rate=0.01,
+    )
+    assert {**result.accuracy.to_dict(), "seconds": 0} == {**by_hand.accuracy.to_dict(), "seconds": 0}
+    assert torch.equal(result.predictions, by_hand.predictions)
+    with pytest.raises(IsolossError, match="training mode"):
+        probe_task(model.train(), task)
