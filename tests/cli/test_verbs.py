@@ -1,0 +1,298 @@
+"""The command line as a user meets it: results as JSON, errors as one sentence, nothing half-written."""
+
+import itertools
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from isoloss.cli.main import VERBS, main
+from isoloss.config import PRESETS
+from isoloss.languages import make
+from isoloss.measures.flatness import fisher_trace
+
+RULES = """\
+S A B 2
+S B A 1
+A a 3
+A b 1
+B B A 2
+B b 1
+B c 1
+"""
+
+
+@pytest.fixture
+def grammar(tmp_path):
+    path = tmp_path / "tiny.pcfg"
+    path.write_text(RULES)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A trained run with one early checkpoint."""
+    path = tmp_path_factory.mktemp("runs") / "tiny"
+    words = ["train", str(path), "--language", "pcfg-laptop", "--size", "d16", "--steps", "30", "--checkpoints", "10"]
+    assert main([*words, "--batch-size", "8", "--threads", "1"]) == 0
+    return path
+
+
+def as_json(capsys, *words):
+    """What a verb prints with --json; stdout must be that one document."""
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *words):
+    """The one sentence that bad input gets."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.strip().splitlines()
+    assert lines[-1].startswith(f"isoloss {words[0]}: ")
+    assert "Traceback" not in err
+    return lines[-1]
+
+
+# --- results
+
+
+def sentence_probability(words):
+    """Pr(words) under RULES by trying every split: A and B yield these words."""
+    lexicon = {"A": {"a": 3 / 4, "b": 1 / 4}, "B": {"b": 1 / 4, "c": 1 / 4}}
+    binary = {"S": [("A", "B", 2 / 3), ("B", "A", 1 / 3)], "B": [("B", "A", 2 / 4)]}
+
+    def inside(symbol, span):
+        total = lexicon.get(symbol, {}).get(span[0], 0.0) if len(span) == 1 else 0.0
+        for left, right, p in binary.get(symbol, []):
+            total += sum(p * inside(left, span[:k]) * inside(right, span[k:]) for k in range(1, len(span)))
+        return total
+
+    return inside("S", tuple(words))
+
+
+def test_sample_gives_the_entropy_that_enumeration_gives(capsys, grammar):
+    document = as_json(capsys, "sample", grammar, "--n", "40", "--length", "6")
+    assert {len(s["words"]) for s in document["sentences"]} > {2, 3}
+    for sentence in document["sentences"]:
+        words = sentence["words"]
+        for position, entropy in enumerate(sentence["conditional_entropy_nats"]):
+            joint = [sentence_probability([*words[:position], w, *words[position + 1 :]]) for w in "abc"]
+            shares = [p / sum(joint) for p in joint if p > 0]
+            assert entropy == pytest.approx(-sum(p * math.log(p) for p in shares), rel=1e-10, abs=1e-14)
+
+
+def test_sample_gives_the_probability_given_the_longest_length(capsys, grammar):
+    document = as_json(capsys, "sample", grammar, "--n", "40", "--length", "4")
+    possible = sum(sentence_probability(words) for n in range(2, 5) for words in itertools.product("abc", repeat=n))
+    for sentence in document["sentences"]:
+        expected = math.log(sentence_probability(sentence["words"]) / possible)
+        assert sentence["log_prob_nats"] == pytest.approx(expected, rel=1e-10)
+
+
+def test_the_same_seed_samples_the_same(capsys):
+    first, again, other = (as_json(capsys, "sample", "pcfg-varied", "--seed", seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first["sentences"] != other["sentences"]
+
+
+def test_eval_measures_what_is_missing_and_nothing_twice(capsys, run):
+    words = ("eval", run, "--measures", "loss", "trace", "--loss-sentences", "64", "--trace-sentences", "32")
+    document = as_json(capsys, *words)
+    assert [(e["measure"], e["step"]) for e in document["evaluations"]] == [
+        ("loss", 10),
+        ("trace", 10),
+        ("loss", 30),
+        ("trace", 30),
+    ]
+    loss = document["evaluations"][0]["estimates"]
+    assert loss["loss"]["value"] == pytest.approx(loss["entropy"]["value"] + loss["kl"]["value"], rel=1e-12)
+    files = {p: p.stat().st_mtime_ns for p in run.rglob("*.json")}
+    assert as_json(capsys, *words) == document
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*.json")} == files
+    changed = as_json(capsys, *words[:-1], "16")
+    assert changed["evaluations"][1]["settings"]["trace_sentences"] == 16
+
+
+def test_show_and_ls_find_the_run(capsys, run):
+    shown = as_json(capsys, "show", run)
+    assert shown["complete"] is True
+    assert shown["checkpoints"] == [10, 30]
+    assert shown["config"]["language"] == {"kind": "pcfg", **shown["config"]["language"]}
+    listed = as_json(capsys, "ls", "runs", "--folder", run.parent)["runs"]
+    assert [(row["run"], row["state"]) for row in listed] == [(str(run), "complete")]
+
+
+def test_flatness_of_a_checkpoint_on_its_own_language_is_what_eval_measures(capsys, run):
+    checkpoint = run / "checkpoints" / "step-30"
+    alone = as_json(capsys, "flatness", checkpoint, "--num-inputs", "32")["fisher_trace"]
+    document = as_json(capsys, "eval", run, "--measures", "trace", "--steps", "30", "--trace-sentences", "32")
+    assert document["evaluations"][0]["estimates"]["trace"]["value"] == alone["value"]
+
+
+def test_transfer_probes_a_run_and_the_look_up_table(capsys, run):
+    small = ("--probe-train", "100", "--probe-test", "200", "--probe-epochs", "2", "--probe-seeds", "2")
+    for how in ("probe", "lookup"):
+        document = as_json(capsys, "transfer", run, "--task", "root", "--how", how, *small)
+        accuracy = document["estimates"]["accuracy"]
+        assert 0 < accuracy["value"] < 1
+        assert accuracy["stderr"] > 0
+
+
+def test_a_checkpoint_is_a_hugging_face_model(run):
+    model, report = AutoModelForMaskedLM.from_pretrained(run / "checkpoints" / "step-30", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    language = make(PRESETS["pcfg-laptop"][0])
+    logits = model(torch.full((1, 8), language.mask_id)).logits
+    assert logits.shape == (1, 8, language.model_vocab_size)
+
+
+def test_flatness_of_a_causal_model_on_token_ids(capsys, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, max_position_embeddings=16, **sizes)).eval()
+    model.save_pretrained(tmp_path / "llama")
+    ids = torch.randint(0, 20, (40, 8), generator=torch.Generator().manual_seed(1))
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    words = ("flatness", tmp_path / "llama", "--data", tmp_path / "ids.npy")
+    found = as_json(capsys, *words)["fisher_trace"]
+    assert found["num_inputs"] == 40 * 7
+    expected = fisher_trace(model, [{"input_ids": ids, "labels": ids}], causal=True)
+    assert found["value"] == pytest.approx(expected.value, rel=1e-5)
+    assert sum(found["by_parameter"].values()) == pytest.approx(found["value"], rel=1e-9)
+
+
+def test_stories260k_on_token_ids(capsys, tmp_path, shared_data):
+    ids = np.random.default_rng(0).integers(3, 512, (16, 32))
+    np.save(tmp_path / "ids.npy", ids)
+    found = as_json(capsys, "flatness", shared_data / "stories260K" / "hf", "--data", tmp_path / "ids.npy")
+    trace = found["fisher_trace"]
+    assert trace["num_inputs"] == 16 * 31
+    assert 0 < trace["stderr"] < trace["value"]
+
+
+def test_doctor_and_version(capsys):
+    assert as_json(capsys, "doctor")["software"]["python"] == sys.version.split()[0]
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("isoloss ")
+
+
+def test_plain_output_names_units_and_errors(capsys, run):
+    assert main(["eval", str(run), "--measures", "trace", "--trace-sentences", "32"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("±") == 3  # the heading, and a value for each checkpoint
+    assert out.count("nats per predicted token") == 2
+
+
+# --- refusals
+
+
+def test_a_verb_that_is_none(capsys):
+    assert main(["measure"]) == 2
+    message = capsys.readouterr().err
+    assert all(verb in message for verb in VERBS)
+
+
+def test_a_language_that_is_none(capsys):
+    message = refusal(capsys, "sample", "pcfg-huge")
+    assert "'pcfg-huge'" in message
+    assert all(preset in message for preset in PRESETS)
+
+
+def test_text_without_a_tokenizer(capsys, tmp_path):
+    (tmp_path / "texts").mkdir()
+    assert "needs --tokenizer" in refusal(capsys, "train", tmp_path / "run", "--language", tmp_path / "texts")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--language", "pcfg-laptop", "--size", "d65"], ["d65", "d64"]),
+        (["--language", "pcfg-laptop", "--steps", "0"], ["steps", "0"]),
+        (["--language", "pcfg-laptop", "--checkpoints", "5", "2000"], ["checkpoints", "2000"]),
+        (["--language", "pcfg-laptop", "--device", "tpu"], ["tpu", "cpu"]),
+        (["--language", "pcfg-laptop", "--learning-rate", "-1"], ["learning", "-1"]),
+        ([], ["--language", "--config"]),
+        (["--config", "absent.toml"], ["absent.toml"]),
+        (["--config", "absent.toml", "--steps", "5"], ["leave out --steps"]),
+    ],
+)
+def test_a_training_that_cannot_be(capsys, tmp_path, options, words):
+    message = refusal(capsys, "train", tmp_path / "run", *options)
+    for word in words:
+        assert word in message
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_run_of_another_config_is_left_alone(capsys, run):
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    message = refusal(capsys, "train", run, "--language", "pcfg-laptop", "--size", "d32", "--steps", "30")
+    assert "model.size: 'd32' != 'd16'" in message
+    assert "leave out --steps" in refusal(capsys, "train", run, "--steps", "40")
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_a_folder_that_is_no_run(capsys, tmp_path):
+    (tmp_path / "precious").write_text("data")
+    assert "no run.json" in refusal(capsys, "eval", tmp_path)
+    assert "no run.json" in refusal(capsys, "show", tmp_path)
+    assert "not empty" in refusal(capsys, "train", tmp_path, "--language", "pcfg-laptop")
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["precious"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--measures", "los"], ["'los'", "trace"]),
+        (["--measures", "probe-nothing"], ["nothing", "root"]),
+        (["--steps", "7"], ["7", "10, 30"]),
+        (["--loss-sentences", "0"], ["loss-sentences", "0"]),
+    ],
+)
+def test_a_measure_that_cannot_be(capsys, run, options, words):
+    message = refusal(capsys, "eval", run, *options)
+    for word in words:
+        assert word in message
+
+
+def test_flatness_names_both_ways_out_of_text_without_a_tokenizer(capsys, tmp_path):
+    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    (tmp_path / "text.txt").write_text("some words")
+    message = refusal(capsys, "flatness", tmp_path / "bert", "--data", tmp_path / "text.txt")
+    assert "--tokenizer" in message
+    assert ".npy" in message
+
+
+def test_flatness_needs_data(capsys, tmp_path):
+    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    assert "--data" in refusal(capsys, "flatness", tmp_path / "bert")
+    assert "not a folder" in refusal(capsys, "flatness", str(tmp_path / "absent" / "model"), "--data", tmp_path)
+
+
+def test_a_study_that_is_none(capsys):
+    assert "same-loss" in refusal(capsys, "study", "status", "other-loss")
+    assert "laptop" in refusal(capsys, "study", "status", "same-loss", "--scale", "galaxy")
+
+
+def test_a_report_needs_a_finished_study(capsys, tmp_path):
+    message = refusal(capsys, "study", "report", "same-loss", "--scale", "smoke", "--folder", tmp_path / "s")
+    assert "isoloss study run same-loss --scale smoke" in message
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_study_folder_of_another_scale_is_left_alone(capsys, tmp_path):
+    folder = tmp_path / "s"
+    folder.mkdir()
+    (folder / "study.json").write_text('{"study": "same-loss", "scale": "laptop"}')
+    assert "another plan" in refusal(capsys, "study", "run", "same-loss", "--scale", "smoke", "--folder", folder)
