@@ -11,12 +11,14 @@ from isoloss.cli.main import VERBS
 
 project = "isoloss"
 author = "the isoloss developers"
+project_copyright = "the isoloss developers"
 release = isoloss.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx.ext.mathjax"]
 exclude_patterns = ["_build"]
 source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
+default_role = "code"
 html_theme = "furo"
 html_title = f"isoloss {release}"
 autodoc_member_order = "bysource"
@@ -53,7 +55,8 @@ def write_api_reference() -> None:
         groups.setdefault(name.split(".")[1] if is_package else "ground", []).append(name)
     for group, names in groups.items():
         parts = [f"# isoloss.{group}" if group != "ground" else "# isoloss: configs, files, seeds, runs, evaluation"]
-        parts += [f"## {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```" for name in names]
+        directive = "```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n   :ignore-module-all:\n```"
+        parts += [f"## {name}\n\n{directive.format(name=name)}" for name in names]
         (GENERATED / f"api-{group}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     order = ["languages", "models", "pretraining", "measures", "transfer", "report", "studies", "ground"]
     assert sorted(order) == sorted(groups), f"packages without a place in the reference: {set(groups) ^ set(order)}"

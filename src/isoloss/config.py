@@ -78,11 +78,11 @@ LanguageConfig = PCFGConfig | GrammarConfig | CorpusConfig
 PRESETS: dict[str, tuple[PCFGConfig, str]] = {
     # of the first few seeds, this one's symbols are the most evenly used: no downstream label is nearly always the same
     "pcfg-laptop": (
-        PCFGConfig(rules_per_symbol=4, seed=4),
+        PCFGConfig(seed=4),
         "a grammar of 3 binary levels with 6 symbols each over 32 tokens; sentences of 8 tokens",
     ),
     "pcfg-varied": (
-        PCFGConfig(rules_per_symbol=4, seed=4, stop_probability=0.2),
+        PCFGConfig(seed=4, stop_probability=0.2),
         "the same with symbols that may stop early; sentences of 1 to 8 tokens",
     ),
     "pcfg-paper": (

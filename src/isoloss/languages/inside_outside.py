@@ -97,7 +97,7 @@ class InsideOutside:
         """Return (n, T, E) outside scores of the `emitting` symbols at each token (normalised), and log-probabilities.
 
         With the emission probabilities e they give the full conditionals,
-        Pr(x_t = c | x_-t) = sum_A score[t, A] e[A, c]; they do not depend on x_t.
+        `Pr(x_t = c | x_-t) = sum_A score[t, A] e[A, c]`; they do not depend on x_t.
         """
         length = tokens.shape[1]
         plan = self._planner.plan(length)

@@ -265,9 +265,9 @@ class PCFG:
     def log_conditionals(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return (n, T, vocab_size): log Pr(x_t = c | all other tokens, the length), the full conditionals, in nats.
 
-        Pr(x_t = c | x_-t) is proportional to sum_A outside(A, t) Pr(A =>* c): one inside and one outside pass give all
-        positions and tokens (the true conditionals of the paper's section 2.1). An impossible token has the log of the
-        dtype's smallest normal number; padded positions hold 0. Arguments and errors as for `log_prob`.
+        `Pr(x_t = c | x_-t)` is proportional to `sum_A outside(A, t) Pr(A =>* c)`: one inside and one outside pass give
+        all positions and tokens (the true conditionals of the paper's section 2.1). An impossible token has the log of
+        the dtype's smallest normal number; padded positions hold 0. Arguments and errors as for `log_prob`.
         """
         tokens, lengths = self._checked(tokens, lengths)
         out = torch.zeros(*tokens.shape, self.vocab_size, dtype=self.dtype, device=self.device)

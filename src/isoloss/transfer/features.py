@@ -78,7 +78,7 @@ def extract(
 def lookup_features(language: ExactLanguage, sentences: Sentences) -> torch.Tensor:
     """Return the look-up table's representation: all true conditionals of a sentence, side by side (appendix A.5).
 
-    The look-up table is the model whose token states are the true conditional probabilities Pr(x_t = c | x_-t). Its
+    The look-up table is the model whose token states are the true conditional probabilities `Pr(x_t = c | x_-t)`. Its
     pre-training loss is the best possible, and a probe on it tells how much the probabilities alone give away.
 
     Args:

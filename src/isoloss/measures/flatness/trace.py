@@ -49,17 +49,17 @@ def fisher_trace(
     causal: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Estimate:
-    r"""Estimate the trace of the Fisher matrix of the mean loss per predicted token.
+    """Estimate the trace of the Fisher matrix of the mean loss per predicted token.
 
-    The value is E_x E_{y~f(x)} \|grad_theta log f(x)_y\|^2 (paper, section 4), the mean over predicted positions x with
-    the label y drawn from the model's own prediction f(x). It is the trace of the Gauss-Newton matrix of the
+    The value is `E_x E_{y~f(x)} ||grad_theta log f(x)_y||^2` (paper, section 4), the mean over predicted positions x
+    with the label y drawn from the model's own prediction f(x). It is the trace of the Gauss-Newton matrix of the
     cross-entropy at any parameters, and the trace of its Hessian where the prediction is the true conditional. The sum
     runs over all trainable parameters, tied ones once.
 
-    `method="sketch"` integrates the label out. With p = f(x), S = diag(sqrt p) - p sqrt(p)^T and v of V random signs,
-    the cotangent u = S v has E[u u^T] = diag(p) - p p^T, so E\|J^T u\|^2 = Tr(J^T (diag(p) - p p^T) J) is the sum over
-    labels exactly. One backward pass serves a group of sequences: the cotangents of different positions are
-    independent with mean zero, so E\|sum_i J_i^T u_i\|^2 is the sum of the positions' traces, for any model and any
+    `method="sketch"` integrates the label out. With p = f(x), `S = diag(sqrt p) - p sqrt(p)^T` and v of V random signs,
+    the cotangent u = S v has `E[u u^T] = diag(p) - p p^T`, so `E||J^T u||^2 = Tr(J^T (diag(p) - p p^T) J)` is the sum
+    over labels exactly. One backward pass serves a group of sequences: the cotangents of different positions are
+    independent with mean zero, so `E||sum_i J_i^T u_i||^2` is the sum of the positions' traces, for any model and any
     sharing of parameters. Only first derivatives are taken, so every attention kernel does.
 
     `method="paper"` is the estimator of appendix B.1 to the letter: at each predicted position it samples `num_probes`
