@@ -22,7 +22,7 @@ class Estimate:
         stderr: Its standard error, in `unit`: the estimated standard deviation of `value` over fresh inputs and probes;
             0 for an exact value.
         samples: Number of independent samples that `stderr` rests on.
-        unit: E.g. `"nats per predicted token"`, `"accuracy"`.
+        unit: E.g. `"nats per predicted token"`, or `"accuracy"`: a share from 0 to 1, printed in percent.
         num_inputs: Number of inputs (predicted positions, examples) that were averaged.
         num_probes: Random probes (or sampled labels) per input; 0 where the measure draws none.
         method: Which estimator ran.
@@ -60,6 +60,8 @@ class Estimate:
         return self.value - Z95 * self.stderr, self.value + Z95 * self.stderr
 
     def __str__(self) -> str:
+        if self.unit == "accuracy":  # a share, which people read in percent
+            return f"{rounded(100 * self.value, 100 * self.stderr)} %"
         return f"{rounded(self.value, self.stderr)} {self.unit}"
 
     def to_dict(self) -> dict[str, Any]:

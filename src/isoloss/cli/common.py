@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import inspect
 import json
 import shlex
 import sys
@@ -36,14 +38,20 @@ def parse(cls: type[T], verb: str, arguments: Sequence[str], *, examples: Iterab
         cls,
         prog=f"isoloss {verb}",
         args=list(arguments),
-        description=f"{(cls.__doc__ or '').strip()}\n\nexamples:\n{lines}",
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
+        description=f"{inspect.cleandoc(cls.__doc__ or '')}\n\nexamples:\n{lines}",
+        config=(
+            tyro.conf.FlagCreatePairsOff,
+            tyro.conf.AvoidSubcommands,
+            tyro.conf.DisallowNone,
+            tyro.conf.PositionalMetavarFromFieldName,
+        ),
     )
 
 
 def emit_json(document: Any) -> None:
-    """Print the one JSON document of a verb on stdout."""
-    print(json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False))
+    """Print the one JSON document of a verb on stdout; where stdout is not UTF-8, other characters are escaped."""
+    is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
+    print(json.dumps(document, indent=1, allow_nan=False, ensure_ascii=not is_utf8))
 
 
 def say(text: str) -> None:
@@ -63,16 +71,23 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
         table.add_column(column, justify="left" if index < left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(_escape(str(cell)) for cell in row))
-    console = Console()
+    console: Console = _Output()
     if not console.is_terminal:
         unbounded = Console(width=10_000)
-        console = Console(width=max(unbounded.measure(table).maximum, len(title) + 1), color_system=None)
+        console = _Output(width=max(unbounded.measure(table).maximum, len(title) + 1), color_system=None)
     console.print(table)
 
 
 def command(*words: object) -> str:
     """Return a command line that a shell reads back as `words`."""
     return shlex.join(["isoloss", *map(str, words)])
+
+
+class _Output(Console):
+    """A console on stdout that leaves a reader who has gone to the one place that deals with it, `main.entry`."""
+
+    def on_broken_pipe(self) -> None:
+        raise
 
 
 def _escape(text: str) -> str:
@@ -97,7 +112,7 @@ class Progress:
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn(f"{self.unit} {{task.fields[note]}}"),
+                TextColumn(f"{self.unit}{{task.fields[note]}}"),
                 TimeRemainingColumn(),
                 console=console,
                 transient=True,
@@ -109,10 +124,10 @@ class Progress:
     def __call__(self, done: int, note_text: str = "") -> None:
         """Say that `done` of the total are done."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, note=note_text)
+            self._bar.update(self._task, completed=done, note=note_text and f", {note_text}")
         elif time.monotonic() - self._last_line >= LINE_EVERY_SECONDS:
             self._last_line = time.monotonic()
-            note(f"{self.label}: {done} of {self.total} {self.unit} {note_text}".rstrip())
+            note(f"{self.label}: {done} of {self.total} {self.unit}" + (note_text and f", {note_text}"))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

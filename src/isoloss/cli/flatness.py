@@ -122,6 +122,9 @@ def main(arguments: list[str]) -> int:
     return 130 if interrupted else 0
 
 
+FOR_DATA = ("tokenizer", "length", "masking", "fraction", "mask_id")  # options that say how --data is read
+
+
 def _inputs(args: Args, loaded: Loaded) -> Inputs:
     from isoloss.measures import inputs
 
@@ -131,6 +134,12 @@ def _inputs(args: Args, loaded: Loaded) -> Inputs:
             raise IsolossError(
                 f"{args.model} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
                 "text or a .npy file of token ids"
+            )
+        unused = [f"--{name.replace('_', '-')}" for name in FOR_DATA if getattr(args, name) != getattr(Args, name)]
+        if unused:
+            raise IsolossError(
+                f"{args.model} is measured on its run's language, masked as in its training: leave out "
+                f"{', '.join(unused)}, or add --data"
             )
         return inputs.language_inputs(found[0].config, num_inputs=args.num_inputs, seed=args.seed)
     return inputs.read_inputs(

@@ -26,7 +26,7 @@ class Args:
     """List what can be named: languages, model sizes, tasks, measures, studies, and the runs in a folder."""
 
     what: tyro.conf.Positional[What] = "all"
-    """What to list."""
+    """all, languages, sizes, tasks, measures, studies or runs."""
     folder: Path = Path("runs")
     """Where runs are looked for."""
     json: bool = False

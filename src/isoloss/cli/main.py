@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
 import os
 import sys
 import threading
@@ -44,7 +46,10 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command and return its exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    """Run one command and return its exit status.
+
+    0 done, 1 a check failed, 2 bad input or files that cannot be read or written, 130 interrupted.
+    """
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(HELP.format(verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items())))
         return 0
@@ -66,17 +71,39 @@ def main(arguments: list[str]) -> int:
         print(f"isoloss {verb}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone; there is nobody left to tell
-        return 0
+        raise  # for `entry`
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"isoloss {verb}: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
 
 
 def entry() -> NoReturn:
     """The console script."""
     if os.environ.get("ISOLOSS_EXIT_WITH_STDIN"):
         _exit_with_stdin()
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
+    codecs.register_error("isoloss", _spell)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="isoloss")
+    status = 0
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except OSError as error:  # of writing the output, which Python would try again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # whose reader has gone: there is nobody left to tell
+            print(f"isoloss: cannot write the output: {error.strerror or error}", file=sys.stderr)
+            status = 2
     sys.exit(status)
+
+
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    """Write a character that the terminal's encoding lacks: `+-` for a plus-minus sign, `?` for another."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join("+-" if character == "±" else "?" for character in lacking), error.end
 
 
 def _exit_with_stdin() -> None:

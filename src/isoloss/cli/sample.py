@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
     for row in rows:
         common.say(" ".join(row["words"]))
         if "log_prob_nats" in row:
-            entropies = " ".join(f"{h:.3f}" for h in row["conditional_entropy_nats"])
+            entropies = " ".join(f"{h:z.3f}" for h in row["conditional_entropy_nats"])
             common.say(f"    log-probability {row['log_prob_nats']:.4f} nats; entropy of each token {entropies} nats")
     if mean is not None:
         common.say(f"\nmean entropy of a token given the others, over these sentences: {mean}")

@@ -142,6 +142,10 @@ def _decided(args: Args, field: dataclasses.Field[Any]) -> bool:
 def _from_options(args: Args) -> TrainConfig:
     from isoloss import languages
 
+    if args.masking == "one" and args.fraction != Args.fraction:
+        raise IsolossError("--fraction needs --masking fraction: without it, one token of each sentence is hidden")
+    if args.optimizer != "sgd" and args.momentum != Args.momentum:
+        raise IsolossError(f"--momentum needs --optimizer sgd: {args.optimizer} has none")
     warmup = min(1000, round(0.06 * args.steps)) if args.warmup_steps is None else args.warmup_steps
     return TrainConfig(
         language=languages.resolve(str(args.language), tokenizer=args.tokenizer, length=args.length),

@@ -105,7 +105,7 @@ def _json_lines(file: Path) -> Iterator[tuple[int, str]]:
                 continue
             try:
                 document = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise IsolossError(f"{file}, line {number} is not JSON: {error}") from error
             text = document.get("text") if isinstance(document, dict) else None
             if not isinstance(text, str):

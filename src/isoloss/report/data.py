@@ -189,16 +189,33 @@ def panel(frame: pl.DataFrame, *shown: Measure) -> tuple[pl.DataFrame, dict[Meas
 
 
 def log_ticks(ends: Sequence[float]) -> list[float]:
-    """Return the ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, from four decades on the powers alone.
+    """Return the ticks of a logarithmic axis: powers of ten and, where these are few, their multiples.
+
+    1, 2 and 5 times powers of ten below four decades; all of 1 to 9 where fewer than three of those are on the axis.
 
     Example:
-        >>> log_ticks((7.6, 550))
-        [10.0, 20.0, 50.0, 100.0, 200.0, 500.0]
+        >>> log_ticks((7.6, 550)), log_ticks((33, 62))
+        ([10.0, 20.0, 50.0, 100.0, 200.0, 500.0], [40.0, 50.0, 60.0])
     """
     low, high = (math.log10(end) for end in ends)
-    factors = (1.0, 2.0, 5.0) if high - low < 4 else (1.0,)
-    ticks = [f * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for f in factors]
-    return [tick for tick in ticks if ends[0] <= tick <= ends[1]]
+
+    def on_axis(factors: Sequence[float]) -> list[float]:
+        ticks = [f * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for f in factors]
+        return [tick for tick in ticks if ends[0] <= tick <= ends[1]]
+
+    coarse = on_axis((1.0, 2.0, 5.0) if high - low < 4 else (1.0,))
+    return coarse if len(coarse) >= 3 else on_axis([float(f) for f in range(1, 10)])
+
+
+def columns(count: int, most: int = 3) -> int:
+    """Return how many of `count` panels stand side by side: as many as go, but in rows as equal as can be.
+
+    Example:
+        >>> [columns(n) for n in (1, 2, 3, 4, 5, 6)]
+        [1, 2, 3, 2, 3, 3]
+    """
+    rows = -(-count // most)
+    return -(-count // rows)
 
 
 def parameter_limits(frame: pl.DataFrame) -> list[float]:

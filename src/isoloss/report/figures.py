@@ -44,7 +44,6 @@ _RC: dict[Any, Any] = {
     "savefig.dpi": 200,
 }
 _PANEL = (3.1, 2.6)  # inches
-_PANELS_IN_A_ROW = 3
 
 
 def scatter_pair(
@@ -174,7 +173,7 @@ def _style() -> Iterator[None]:
 
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    columns = min(count, _PANELS_IN_A_ROW)
+    columns = data.columns(count)
     rows = -(-count // columns)
     figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows + 0.4))
     FigureCanvasAgg(figure)

@@ -60,7 +60,7 @@ def _sgd(steps: int, learning_rate: float) -> OptimizerConfig:
 
 SCALES = {
     "laptop": Scale(
-        text="about ten minutes on two cores",
+        text="about five minutes on two cores",
         language=PRESETS["pcfg-laptop"][0],
         sizes=("d16", "d32", "d64"),
         adamw=OptimizerConfig(warmup_steps=400),

@@ -10,7 +10,6 @@ from altair import ConcatChart
 from matplotlib.figure import Figure as Drawing
 
 from isoloss import files
-from isoloss.estimate import rounded
 from isoloss.report import charts, figures
 from isoloss.report.data import KL, TRACE, Style, accuracy
 from isoloss.report.html import Figure, Finding, Page, checkpoint_table, render
@@ -53,22 +52,18 @@ def _findings(results: Results) -> tuple[Finding, ...]:
     moved = difference(after["kl"], before["kl"])
     ratio = after["trace"].value / before["trace"].value
     gains = {task: difference(after[task], before[task]) for task in scale.tasks}
-    transfer = "; ".join(f"{task} {_points(gain.value, gain.stderr)}" for task, gain in gains.items())
-    lookups = "; ".join(
-        f"{task} {_percent(results.lookups[task].value, results.lookups[task].stderr)} against "
-        f"{_percent(before[task].value, before[task].stderr)}"
-        for task in scale.tasks
-    )
+    transfer = "; ".join(f"{task} {'+' if gain.value > 0 else ''}{gain}" for task, gain in gains.items())
+    lookups = "; ".join(f"{task} {results.lookups[task]} against {before[task]}" for task in scale.tasks)
     return (
         Finding(
-            headline=f"SGD: trace × {ratio:.2f}, KL {moved.value:+.4f} nats",
+            headline=f"SGD multiplies the trace by {ratio:.2f} and moves the KL by {moved.value:+.4f} nats",
             detail=f"{scale.sgd_steps:,} steps of SGD after {scale.steps:,} of AdamW: the trace goes from "
             f"{before['trace']} to {after['trace']}, the KL from {before['kl']} to {after['kl']}; "
             f"the KL moves by {moved}.",
         ),
         Finding(
             headline="What that does to the probes",
-            detail=f"SGD's last checkpoint minus AdamW's last, in points of accuracy: {transfer}.",
+            detail=f"Accuracy at SGD's last checkpoint minus that at AdamW's last: {transfer}.",
         ),
         Finding(
             headline="The look-up table",
@@ -77,19 +72,11 @@ def _findings(results: Results) -> tuple[Finding, ...]:
     )
 
 
-def _percent(value: float, stderr: float) -> str:
-    return f"{rounded(100 * value, 100 * stderr)} %"
-
-
-def _points(value: float, stderr: float) -> str:
-    return f"{'+' if value > 0 else ''}{rounded(100 * value, 100 * stderr)}"
-
-
 def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
     scale, table = results.scale, results.table()
     style = Style.of(table)
     tasks = [accuracy(task) for task in scale.tasks]
-    main_size = table.filter(pl.col("size") == scale.sizes[-1])
+    over_time = results.over_time()
     same_step = table.filter((pl.col("group") == table["group"][0]) & (pl.col("step") == scale.steps))
     bars = "Error bars and bands are 95 % confidence intervals."
     made = []
@@ -112,10 +99,10 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
     add(
         "over-time",
         f"Over time: {scale.sizes[-1]}",
-        charts.curves(main_size, (KL, TRACE, *tasks), style=style),
-        figures.curves(main_size, (KL, TRACE, *tasks), style=style),
-        f"AdamW from random weights, and SGD from AdamW's last checkpoint (step {scale.steps:,}); each curve counts "
-        "its own steps. The paper's figures 2, 4 and 10.",
+        charts.curves(over_time, (KL, TRACE, *tasks), style=style),
+        figures.curves(over_time, (KL, TRACE, *tasks), style=style),
+        f"AdamW from random weights, and from its last checkpoint (step {scale.steps:,}) on SGD. The paper's figures "
+        "2, 4 and 10.",
     )
     add(
         "sizes",

@@ -21,6 +21,7 @@ from isoloss.studies.same_loss.design import (
     lookups_of,
     main_run,
     run_of,
+    sgd_run,
     steps_of,
 )
 
@@ -51,22 +52,34 @@ class Results:
 
     def table(self) -> pl.DataFrame:
         """Return a row a checkpoint, as `isoloss.report.data` takes it."""
-        rows = []
-        for (name, step), found in self.estimates.items():
-            config = experiments(self.scale)[name]
-            row: dict[str, Any] = {
-                "run": name,
-                "group": group_of(config),
-                "size": config.model.size,
-                "parameters": parameters_of(config),
-                "step": step,
-                "path": str(Path("..") / "runs" / name / "run.json"),
-            }
-            columns = {"kl_nats": "kl", "trace": "trace", **{f"acc_{task}": task for task in self.scale.tasks}}
-            for column, key in columns.items():
-                row |= {column: found[key].value, f"{column}_stderr": found[key].stderr}
-            rows.append(row)
+        return pl.DataFrame([self._row(name, step, found) for (name, step), found in self.estimates.items()])
+
+    def over_time(self) -> pl.DataFrame:
+        """Return the rows of the main run and of SGD on from it, whose steps count on from the main run's last.
+
+        SGD's first row is the checkpoint that it started from.
+        """
+        main, sgd, start = main_run(self.scale), sgd_run(self.scale), self.scale.steps
+        rows = [self._row(name, step, found) for (name, step), found in self.estimates.items() if name == main]
+        rows.append(self._row(sgd, start, self.at(main)))
+        later = ((step, found) for (name, step), found in self.estimates.items() if name == sgd)
+        rows += [self._row(sgd, start + step, found) for step, found in later]
         return pl.DataFrame(rows)
+
+    def _row(self, name: str, step: int, found: Mapping[str, Estimate]) -> dict[str, Any]:
+        config = experiments(self.scale)[name]
+        row: dict[str, Any] = {
+            "run": name,
+            "group": group_of(config),
+            "size": config.model.size,
+            "parameters": parameters_of(config),
+            "step": step,
+            "path": str(Path("..") / "runs" / name / "run.json"),
+        }
+        columns = {"kl_nats": "kl", "trace": "trace", **{f"acc_{task}": task for task in self.scale.tasks}}
+        for column, key in columns.items():
+            row |= {column: found[key].value, f"{column}_stderr": found[key].stderr}
+        return row
 
 
 def read(folder: Path, scale: Scale) -> Results:
@@ -108,16 +121,18 @@ def parameters_of(config: TrainConfig) -> int:
 
 
 def difference(later: Estimate, earlier: Estimate, *, factor: float = 1.0) -> Estimate:
-    """Return later - factor * earlier, the errors added as if they were independent.
+    """Return later - factor * earlier, of accuracies in percentage points, the errors added as if independent.
 
     Both are measured on the same sentences with the same probes, so their errors are positively correlated and this
     overstates the error of the difference.
     """
+    points = later.unit == "accuracy"
+    scale = 100 if points else 1
     return Estimate(
-        value=later.value - factor * earlier.value,
-        stderr=math.hypot(later.stderr, factor * earlier.stderr),
+        value=scale * (later.value - factor * earlier.value),
+        stderr=scale * math.hypot(later.stderr, factor * earlier.stderr),
         samples=min(later.samples, earlier.samples),
-        unit=later.unit,
+        unit="percentage points" if points else later.unit,
         num_inputs=later.num_inputs,
         num_probes=later.num_probes,
         method="difference of two estimates",

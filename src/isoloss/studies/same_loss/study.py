@@ -36,14 +36,9 @@ class Summary:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the columns and rows of the table of checkpoints."""
-        from isoloss.estimate import rounded
-
         names = list(self.checkpoints[0][2])
-        columns = ["run", "step", *names]
-        rows = [
-            [run, f"{step:,}", *(rounded(found[n]["value"], found[n]["stderr"]) for n in names)]
-            for run, step, found in self.checkpoints
-        ]
+        columns = ["run", "step", *(f"{name} ({_UNITS.get(name, 'accuracy, %')})" for name in names)]
+        rows = [[run, f"{step:,}", *(_cell(found[n]) for n in names)] for run, step, found in self.checkpoints]
         return columns, rows
 
     def claims(self) -> Sequence[tuple[str, str, str]]:
@@ -56,6 +51,16 @@ class Summary:
             "checkpoints": [{"run": run, "step": step, "estimates": found} for run, step, found in self.checkpoints],
             "claims": [{"claim": c, "verdict": v, "found": f} for c, v, f in self.verdicts],
         }
+
+
+_UNITS = {"kl": "nats/token", "trace": "nats/token"}
+
+
+def _cell(estimate: dict[str, Any]) -> str:
+    from isoloss.estimate import rounded
+
+    scale = 100 if estimate["unit"] == "accuracy" else 1
+    return rounded(scale * estimate["value"], scale * estimate["stderr"])
 
 
 def summary(folder: Path, scale_name: str) -> Summary:

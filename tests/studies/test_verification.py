@@ -1,0 +1,94 @@
+"""Reading a real run back: everything in order, and each kind of damage found."""
+
+import shutil
+
+import pytest
+import torch
+
+from isoloss import files
+from isoloss.config import PRESETS, EvalConfig, ModelConfig, TrainConfig
+from isoloss.evaluation import Evaluator, pending
+from isoloss.languages import make
+from isoloss.pretraining import train
+from isoloss.runs import Run
+from isoloss.studies.verification import verify_run
+
+CONFIG = TrainConfig(
+    language=PRESETS["pcfg-laptop"][0],
+    model=ModelConfig(size="d16", dropout=0.0),
+    steps=20,
+    batch_size=8,
+    checkpoints=(10,),
+    device="cpu",
+)
+SETTINGS = EvalConfig(
+    loss_sentences=32, trace_sentences=16, trace_group=4, probe_train=100, probe_test=100, probe_epochs=2
+)
+MEASURES = ("loss", "trace", "probe-prefix-4")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp("runs") / "run")
+    train(run, CONFIG, make(CONFIG.language))
+    evaluator = Evaluator(run, SETTINGS)
+    for step, measure in pending(run, MEASURES, [10, 20], SETTINGS):
+        evaluator.evaluate(measure, step)
+    return run
+
+
+@pytest.fixture
+def run(original, tmp_path):
+    shutil.copytree(original.path, tmp_path / "run")
+    return Run(tmp_path / "run")
+
+
+def problems(run, config=CONFIG):
+    return {name: wrong for name, wrong in verify_run(run, config, MEASURES, [10, 20], SETTINGS) if wrong}
+
+
+def test_a_run_in_order(run):
+    assert problems(run) == {}
+    assert len(list(verify_run(run, CONFIG, MEASURES, [10, 20], SETTINGS))) == 8
+
+
+def test_a_changed_digit_is_found(run):
+    path = run.evaluation_path("trace", 20)
+    document = files.read_json(path)
+    value = document["estimates"]["trace"]["value"]
+    document["estimates"]["trace"]["value"] = float(
+        torch.tensor(value, dtype=torch.float64).nextafter(torch.tensor(0.0))
+    )
+    files.write_json(path, document)
+    found = problems(run)
+    assert list(found) == ["run: trace at step 20, measured again"]
+    assert "estimates.trace.value" in found["run: trace at step 20, measured again"]
+
+
+def test_other_weights_are_found(run):
+    shutil.copy(run.checkpoint(20) / "model.safetensors", run.checkpoint(10) / "model.safetensors")
+    assert list(problems(run)) == ["run: weights at step 10", "run: evaluations"]
+
+
+def test_a_missing_checkpoint_is_found(run):
+    shutil.rmtree(run.checkpoint(10))
+    assert problems(run) == {"run: checkpoints": "none at steps [10]"}
+
+
+def test_missing_evaluations_are_found(run):
+    run.evaluation_path("loss", 10).unlink()
+    assert "loss at step 10" in problems(run)["run: evaluations"]
+
+
+def test_another_config_is_found(run):
+    other = TrainConfig(**{**vars(CONFIG), "seed": 1})
+    assert problems(run, other)["run: config"] == "seed: 0 != 1"
+
+
+def test_an_unfinished_run_is_found(run):
+    (run.path / "result.json").unlink()
+    assert problems(run) == {"run: training": "not complete"}
+
+
+def test_no_run_is_found(tmp_path):
+    assert "no run.json" in problems(Run(tmp_path))[f"{tmp_path.name}: run.json"]
