@@ -38,3 +38,8 @@ def test_the_interval_is_the_normal_one():
     low, high = estimate(10.0, 2.0).ci95
     assert math.erf((high - 10) / 2 / math.sqrt(2)) == pytest.approx(0.95, abs=1e-12)
     assert (low + high) / 2 == pytest.approx(10)
+
+
+def test_a_share_is_printed_in_percent():
+    accuracy = Estimate(value=0.5668, stderr=0.0078, samples=5, unit="accuracy", num_inputs=4096, method="probe")
+    assert str(accuracy) == "56.68 ± 0.78 %"

@@ -6,7 +6,7 @@ from isoloss.report.claims import Claim, Verdict, judge, judged, not_tested, rea
 
 
 def estimate(value, stderr):
-    return Estimate(value=value, stderr=stderr, samples=5, unit="accuracy", num_inputs=1000, method="difference")
+    return Estimate(value=value, stderr=stderr, samples=5, unit="points", num_inputs=1000, method="difference")
 
 
 # 1.96 standard errors: [value - 1.96, value + 1.96] for a standard error of 1
@@ -57,11 +57,11 @@ CLAIM = Claim(id="flatter", statement="Flatter.", paper="19.8 to 12.6", directio
 
 def test_results_show_the_numbers():
     result = judged(CLAIM, estimate(-3.0, 1.0), "after minus before")
-    assert (result.verdict, result.lines) == (Verdict.SHOWN, (("", "-3.0 ± 1.0 accuracy"),))
+    assert (result.verdict, result.lines) == (Verdict.SHOWN, (("", "-3.0 ± 1.0 points"),))
     ours = {"before": estimate(5.0, 0.5), "after": estimate(4.9, 0.5)}
     result = judged(CLAIM, estimate(-0.1, 0.7), "after minus before", ours=ours)
     assert result.verdict is Verdict.NOT_SHOWN
-    assert result.lines == (("before", "5.00 ± 0.50 accuracy"), ("after", "4.90 ± 0.50 accuracy"))
+    assert result.lines == (("before", "5.00 ± 0.50 points"), ("after", "4.90 ± 0.50 points"))
     assert not_tested(CLAIM, "too small").verdict is Verdict.NOT_TESTED
 
 

@@ -207,9 +207,16 @@ def _cached(config: CorpusConfig, tokenizer: PreTrainedTokenizerFast, root: Path
         with files.lock(folder, wait=True):
             files.remove_unfinished(folder)
             if not tokens.is_dir():
-                with files.new_directory(tokens) as unfinished:
-                    counts = _write(config, tokenizer, unfinished)
-                    files.write_json(unfinished / "meta.json", {**identity, "paths": config.paths, "counts": counts})
+                try:
+                    with files.new_directory(tokens) as unfinished:
+                        counts = _write(config, tokenizer, unfinished)
+                        meta = {**identity, "paths": config.paths, "counts": counts}
+                        files.write_json(unfinished / "meta.json", meta)
+                except OSError as error:
+                    raise IsolossError(
+                        f"cannot write the tokens in {folder}: {error.strerror or error} (ISOLOSS_CACHE names another "
+                        "place for them)"
+                    ) from error
     return tokens
 
 

@@ -71,6 +71,8 @@ def save(
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / TRAINER_TENSORS)
+            for name in (WEIGHTS, TRAINER_TENSORS):  # safetensors lets nobody but the owner read what it writes
+                (folder / name).chmod((folder / "config.json").stat().st_mode)
             hashes = {name: files.sha256(folder / name) for name in (WEIGHTS, TRAINER_TENSORS)}
             files.write_json(folder / TRAINER, {**dataclasses.asdict(state), "sha256": hashes})
     except (OSError, SafetensorError) as error:

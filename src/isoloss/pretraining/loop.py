@@ -246,8 +246,12 @@ class _Training:
             "grad_norm": outcome.grad_norm,
         }
         self.loss_sum, self.loss_count = 0.0, 0
-        with (self.run.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        path = self.run.path / "metrics.jsonl"
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+        except OSError as error:
+            raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
 
     def _save(self) -> None:
         """Save this step, and drop the checkpoints that were only there to go on from."""

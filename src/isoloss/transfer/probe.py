@@ -209,7 +209,7 @@ def paired_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estim
         >>> a = torch.tensor([[True, True, True, False], [True, True, False, True]])
         >>> b = torch.tensor([[True, False, False, False], [True, True, False, False]])
         >>> print(paired_difference(a, b))
-        0.38 ± 0.12 accuracy
+        0.38 ± 0.12 difference in accuracy
     """
     if correct_a.shape != correct_b.shape or correct_a.ndim != 2:
         raise IsolossError(
@@ -233,7 +233,7 @@ def paired_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estim
         value=float(mean),
         stderr=math.sqrt(square / (num_seeds * num_examples)),
         samples=num_examples,
-        unit="accuracy",
+        unit="difference in accuracy",
         num_inputs=num_examples,
         method="paired difference of linear probes",
         details={"seeds": num_seeds, "differences": by_seed.tolist()},
