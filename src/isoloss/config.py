@@ -218,7 +218,8 @@ def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
         return _converter.structure(document, cls)
     except cattrs.BaseValidationError as error:
         reasons = "; ".join(cattrs.transform_error(error, path="config"))
-        raise IsolossError(f"not a valid {cls.__name__}: {reasons}") from error
+        name = getattr(cls, "__name__", "LanguageConfig")  # the one union among the configs
+        raise IsolossError(f"not a valid {name}: {reasons}") from error
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 from isoloss.errors import IsolossError
 
 Z95 = 1.959963984540054  # the 97.5 % point of the standard normal
+_MANY = 200  # degrees of freedom from which the expansion of Student's t around the normal is exact to 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,9 @@ class Estimate:
 
     @property
     def ci95(self) -> tuple[float, float]:
-        """The normal 95 % confidence interval."""
-        return self.value - Z95 * self.stderr, self.value + Z95 * self.stderr
+        """The 95 % confidence interval, by Student's t with `samples` - 1 degrees of freedom."""
+        half = student95(self.samples - 1) * self.stderr if self.stderr > 0 else 0.0
+        return self.value - half, self.value + half
 
     def __str__(self) -> str:
         if self.unit == "accuracy":  # a share, which people read in percent
@@ -72,6 +75,45 @@ class Estimate:
     def from_dict(cls, document: Mapping[str, Any]) -> Estimate:
         """Return the estimate that `to_dict` wrote."""
         return cls(**document)
+
+
+@functools.cache
+def student95(freedom: int) -> float:
+    """Return the 97.5 % point of Student's t: half the width of a 95 % interval, in standard errors.
+
+    Args:
+        freedom: Degrees of freedom, at least 1.
+
+    Raises:
+        IsolossError: Fewer than 1: one sample says nothing about its own spread.
+
+    Example:
+        >>> round(student95(3), 4), round(student95(10**6), 4)
+        (3.1824, 1.96)
+    """
+    if freedom < 1:
+        raise IsolossError(f"an interval needs at least 2 independent samples, not {freedom + 1}")
+    if freedom > _MANY:  # Abramowitz and Stegun 26.7.5
+        z = Z95
+        terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+        return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
+    low, high = Z95, 13.0  # t is 12.7 at one degree of freedom
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_within(middle, freedom) < 0.95 else (low, middle)
+    return (low + high) / 2
+
+
+def _student_within(t: float, freedom: int) -> float:
+    """Return Pr(|T| < t) for Student's T: a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for k in range(odd + 1, freedom, 2):  # the terms' ratios are k cos^2 / (k + 1)
+        total += term
+        term *= cosine**2 * k / (k + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
 def rounded(value: float, stderr: float) -> str:

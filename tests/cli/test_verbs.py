@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -221,6 +223,8 @@ def test_text_without_a_tokenizer(capsys, tmp_path):
         (["--language", "pcfg-laptop", "--checkpoints", "5", "2000"], ["checkpoints", "2000"]),
         (["--language", "pcfg-laptop", "--device", "tpu"], ["tpu", "cpu"]),
         (["--language", "pcfg-laptop", "--learning-rate", "-1"], ["learning", "-1"]),
+        (["--language", "pcfg-laptop", "--fraction", "0.3"], ["--fraction", "--masking fraction"]),
+        (["--language", "pcfg-laptop", "--momentum", "0.9"], ["--momentum", "--optimizer sgd"]),
         ([], ["--language", "--config"]),
         (["--config", "absent.toml"], ["absent.toml"]),
         (["--config", "absent.toml", "--steps", "5"], ["leave out --steps"]),
@@ -249,9 +253,18 @@ def test_a_folder_that_is_no_run(capsys, tmp_path):
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["precious"]
 
 
+def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
+    other = ("train", tmp_path / "other", "--language", "pcfg-laptop", "--size", "d32", "--steps", "5")
+    assert "do not fit" in refusal(capsys, *other, "--initial", run / "checkpoints" / "step-30")
+    assert "no model.safetensors" in refusal(capsys, *other, "--initial", "absent")
+    assert not (tmp_path / "other" / "run.json").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--measures"], ["--measures", "trace"]),
+        (["--threads", "-1"], ["--threads", "-1"]),
         (["--measures", "los"], ["'los'", "trace"]),
         (["--measures", "probe-nothing"], ["nothing", "root"]),
         (["--steps", "7"], ["7", "10, 30"]),
@@ -280,6 +293,16 @@ def test_flatness_needs_data(capsys, tmp_path):
     assert "not a folder" in refusal(capsys, "flatness", str(tmp_path / "absent" / "model"), "--data", tmp_path)
 
 
+def test_flatness_refuses_options_without_an_effect(capsys, run, shared_data):
+    checkpoint = run / "checkpoints" / "step-30"
+    assert "leave out --length, --masking" in refusal(
+        capsys, "flatness", checkpoint, "--length", "4", "--masking", "one"
+    )
+    assert str(checkpoint) in refusal(capsys, "flatness", run)
+    causal = ("flatness", shared_data / "stories260K" / "hf", "--data", run, "--mask-id", "3")
+    assert "leave out --mask-id" in refusal(capsys, *causal)
+
+
 def test_a_study_that_is_none(capsys):
     assert "same-loss" in refusal(capsys, "study", "status", "other-loss")
     assert "laptop" in refusal(capsys, "study", "status", "same-loss", "--scale", "galaxy")
@@ -296,3 +319,66 @@ def test_a_study_folder_of_another_scale_is_left_alone(capsys, tmp_path):
     folder.mkdir()
     (folder / "study.json").write_text('{"study": "same-loss", "scale": "laptop"}')
     assert "another plan" in refusal(capsys, "study", "run", "same-loss", "--scale", "smoke", "--folder", folder)
+
+
+# --- the console script
+
+
+def isoloss(*words, stdout=subprocess.PIPE, **environment):
+    """Run the console script in a process of its own."""
+    command = [sys.executable, "-m", "isoloss", *map(str, words)]
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, env={**os.environ, **environment}, timeout=60, check=False
+    )
+
+
+def test_a_terminal_without_a_plus_minus_sign():
+    ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = isoloss("sample", "pcfg-laptop", **ascii_only)
+    assert done.returncode == 0
+    assert b" +- " in done.stdout.splitlines()[-1]
+
+
+def test_json_is_the_same_words_in_any_encoding(tmp_path):
+    path = tmp_path / "accents.pcfg"
+    path.write_text("S A B 1\nA \u00e9t\u00e9 1\nB b 1\n", encoding="utf-8")
+    found = [isoloss("sample", path, "--json", PYTHONIOENCODING=name) for name in ("ascii", "utf-8")]
+    assert json.loads(found[0].stdout) == json.loads(found[1].stdout)
+    assert json.loads(found[0].stdout)["sentences"][0]["words"] == ["\u00e9t\u00e9", "b"]
+
+
+@pytest.mark.parametrize("words", [("ls", "sizes"), ("--help",), ("sample", "pcfg-laptop", "--json")])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_is_no_error(words, unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    done = isoloss(*words, stdout=write, PYTHONUNBUFFERED=unbuffered)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_sentence():
+    with open("/dev/full", "wb") as full:
+        done = isoloss("ls", "sizes", stdout=full)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert b"No space left" in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--length", "5"], ["--tokenizer", "vocab.txt"]])
+def test_what_a_preset_has_no_use_for(capsys, options):
+    assert f"leave out {options[0]}" in refusal(capsys, "sample", "pcfg-laptop", *options)
+
+
+def test_a_language_file_that_is_wrong(capsys, tmp_path):
+    path = tmp_path / "language.toml"
+    path.write_text('kind = "pcfg"\nlevel = 3\n')
+    assert "level" in refusal(capsys, "sample", path)
+    path.write_text('kind = "pcfg"\nlevels = "3"\n')
+    assert "levels" in refusal(capsys, "sample", path)
+
+
+def test_text_that_was_read_as_a_grammar(capsys, tmp_path):
+    (tmp_path / "book.txt").write_text("It was the best of times.\n")
+    assert "add --tokenizer" in refusal(capsys, "sample", tmp_path / "book.txt")

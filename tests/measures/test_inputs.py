@@ -144,7 +144,7 @@ def test_fewer_rows_than_asked_for_are_said(save):
     inputs = read(save(np.ones((3, 4), int)), config=GPT, kind="causal", num_inputs=10)
     assert inputs.num_sequences == 3
     assert "all 3 sequences of 4 tokens" in inputs.description
-    assert inputs.description.endswith("(10 were asked for)")
+    assert inputs.description.endswith("(up to 10 would be taken)")
     exactly = read(save(np.ones((3, 4), int)), config=GPT, kind="causal", num_inputs=3)
     assert exactly.num_sequences == 3
     assert "asked for" not in exactly.description
@@ -308,7 +308,7 @@ def test_inputs_of_a_corpus_are_held_out(text, vocab, monkeypatch, tmp_path):
     found = whole(inputs)
     assert torch.where(found["labels"] == -100, found["input_ids"], found["labels"]).equal(corpus.held_out().tokens)
     total = corpus.num_held_out
-    assert inputs.description == f"all {total} held-out sequences of the run's corpus (1,000 were asked for)"
+    assert inputs.description == f"all {total} held-out sequences of the run's corpus (up to 1,000 would be taken)"
     few = language_inputs(TrainConfig(language=language), num_inputs=2, seed=0)
     assert (few.num_sequences, few.description) == (2, f"2 of the {total} held-out sequences of the run's corpus")
 

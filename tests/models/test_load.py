@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from isoloss.errors import IsolossError
 from isoloss.models.bert import build
 from isoloss.models.load import load, quiet, resolve_device
 
-STORIES = Path("/work/shared/data/stories260K/hf")
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
 INPUT = torch.tensor([[1, 2, 3, 4]])
 
@@ -93,9 +91,8 @@ def test_a_causal_model_loads_and_is_causal(model, tmp_path):
         torch.testing.assert_close(loaded.model(INPUT).logits[0, :-1], loaded.model(changed).logits[0, :-1])
 
 
-@pytest.mark.skipif(not STORIES.is_dir(), reason="the shared data are not here")
-def test_a_published_checkpoint_loads():
-    loaded = load(STORIES)
+def test_a_published_checkpoint_loads(shared_data):
+    loaded = load(shared_data / "stories260K" / "hf")
     assert (loaded.kind, loaded.architecture) == ("causal", "LlamaForCausalLM")
     assert loaded.model(INPUT).logits.isfinite().all()
 
@@ -140,7 +137,8 @@ def test_no_folder(tmp_path):
 
 def test_a_name_that_cannot_be_fetched(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused("no-such-owner/no-such-model cannot be loaded: ", "no-such-owner/no-such-model")
+    name = "no-such-owner/no-such-model"
+    refused(rf"{name} \(no folder here, so taken as a name on the hub\) cannot be loaded: ", name)
 
 
 def test_the_hubs_models_are_taken_from_its_cache_and_never_as_a_pickle(bert_folder, tmp_path):
@@ -165,7 +163,7 @@ except IsolossError as error:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     kind, refusal = done.stdout.splitlines()
     assert kind == "masked"
-    assert refusal.startswith("owner/pickled cannot be loaded: ")
+    assert refusal.startswith("owner/pickled (no folder here, so taken as a name on the hub) cannot be loaded: ")
     assert "safetensors" in refusal
 
 
@@ -290,3 +288,19 @@ def test_a_device_that_is_not_here(name, bert_folder):
 def test_mps_where_there_is_none():
     with pytest.raises(IsolossError, match="no Apple GPU"):
         resolve_device("mps")
+
+
+def test_layers_that_the_config_does_not_declare_are_not_dropped(tmp_path):
+    model = BertForMaskedLM(BertConfig(vocab_size=12, **{**TINY, "num_hidden_layers": 2}))
+    folder = saved(model, tmp_path / "model")
+    edit_config(folder, num_hidden_layers=1)
+    with pytest.raises(IsolossError, match=r"holds more layers than its config\.json says: .*layer\.1\."):
+        load(folder)
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 65}, {"hidden_size": "a"}, {"hidden_act": "blah"}])
+def test_a_config_that_makes_no_model_is_one_sentence(bert_folder, change):
+    edit_config(bert_folder, **change)
+    with pytest.raises(IsolossError, match=r"cannot be loaded|another shape") as error:
+        load(bert_folder)
+    assert "\n" not in str(error.value)

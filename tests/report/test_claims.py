@@ -6,7 +6,7 @@ from isoloss.report.claims import Claim, Verdict, judge, judged, not_tested, rea
 
 
 def estimate(value, stderr):
-    return Estimate(value=value, stderr=stderr, samples=5, unit="points", num_inputs=1000, method="difference")
+    return Estimate(value=value, stderr=stderr, samples=10**6, unit="points", num_inputs=1000, method="difference")
 
 
 # 1.96 standard errors: [value - 1.96, value + 1.96] for a standard error of 1

@@ -17,8 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from isoloss.errors import IsolossError
+
 T = TypeVar("T")
 
+NARROW = 80  # columns of a terminal below which progress leaves out the bar and what follows a comma
 LINE_EVERY_SECONDS = 30.0  # how often progress writes a line where there is no terminal
 
 
@@ -46,6 +49,16 @@ def parse(cls: type[T], verb: str, arguments: Sequence[str], *, examples: Iterab
             tyro.conf.PositionalMetavarFromFieldName,
         ),
     )
+
+
+def use_threads(threads: int) -> None:
+    """Give torch this many threads; 0: all cores."""
+    if threads < 0:
+        raise IsolossError(f"--threads is {threads}; it must be at least 0 (0: all cores)")
+    if threads > 0:
+        import torch
+
+        torch.set_num_threads(threads)
 
 
 def emit_json(document: Any) -> None:
@@ -108,9 +121,10 @@ class Progress:
     def __enter__(self) -> Progress:
         console = Console(stderr=True)
         if console.is_terminal:
+            self._narrow = console.width < NARROW
             self._bar = Bar(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                *([] if self._narrow else [BarColumn()]),
                 MofNCompleteColumn(),
                 TextColumn(f"{self.unit}{{task.fields[note]}}"),
                 TimeRemainingColumn(),
@@ -124,6 +138,7 @@ class Progress:
     def __call__(self, done: int, note_text: str = "") -> None:
         """Say that `done` of the total are done."""
         if self._bar is not None:
+            note_text = note_text.partition(",")[0] if self._narrow else note_text
             self._bar.update(self._task, completed=done, note=note_text and f", {note_text}")
         elif time.monotonic() - self._last_line >= LINE_EVERY_SECONDS:
             self._last_line = time.monotonic()

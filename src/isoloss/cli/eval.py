@@ -41,7 +41,7 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     args = common.parse(Args, "eval", arguments, examples=EXAMPLES)
-    from isoloss.evaluation import Evaluator, pending
+    from isoloss.evaluation import MEASURES, Evaluator, pending
 
     run = Run(args.run)
     run.record  # noqa: B018  a folder that holds no run is refused here
@@ -51,12 +51,11 @@ def main(arguments: list[str]) -> int:
     for name, value in dataclasses.asdict(args.settings).items():
         if value < 1 and name != "seed":
             raise IsolossError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if not args.measures:
+        raise IsolossError(f"--measures names none; the measures are {', '.join(MEASURES)}")
+    common.use_threads(args.threads)
     todo = pending(run, args.measures, steps, args.settings)
     if todo:
-        import torch
-
-        if args.threads > 0:
-            torch.set_num_threads(args.threads)
         evaluator = Evaluator(run, args.settings, device=args.device)
         with common.Progress(f"measuring {run.name}", len(todo), "evaluations") as progress:
             for index, (step, measure) in enumerate(todo):

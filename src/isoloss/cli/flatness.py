@@ -12,6 +12,8 @@ from isoloss.cli import common
 from isoloss.cli.transfer import checkpoint_of
 from isoloss.config import ObjectiveConfig
 from isoloss.errors import IsolossError
+from isoloss.estimate import rounded
+from isoloss.runs import Run
 
 if TYPE_CHECKING:
     from isoloss.estimate import Estimate
@@ -59,6 +61,8 @@ class Args:
     """Decides masks and signs."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
+    threads: int = 0
+    """CPU threads; 0: all cores."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the weights."""
     attention: Literal["sdpa", "eager"] = "sdpa"
@@ -76,6 +80,13 @@ def main(arguments: list[str]) -> int:
     args = common.parse(Args, "flatness", arguments, examples=EXAMPLES)
     if args.num_inputs < 2:
         raise IsolossError(f"--num-inputs is {args.num_inputs}; an error bar needs at least 2")
+    if (run := Run(Path(args.model))).exists:
+        steps = run.steps()
+        raise IsolossError(
+            f"{args.model} is a run, and flatness is a checkpoint's: "
+            + (f"name {run.checkpoint(steps[-1])}" if steps else "it has none yet")
+        )
+    common.use_threads(args.threads)
     import torch
 
     from isoloss.measures.flatness import InterruptedEstimate, fisher_trace
@@ -122,7 +133,8 @@ def main(arguments: list[str]) -> int:
     return 130 if interrupted else 0
 
 
-FOR_DATA = ("tokenizer", "length", "masking", "fraction", "mask_id")  # options that say how --data is read
+FOR_MASKED = ("masking", "fraction", "mask_id")  # options that say which tokens are hidden
+FOR_DATA = ("tokenizer", "length", *FOR_MASKED)  # options that say how --data is read
 
 
 def _inputs(args: Args, loaded: Loaded) -> Inputs:
@@ -135,13 +147,14 @@ def _inputs(args: Args, loaded: Loaded) -> Inputs:
                 f"{args.model} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
                 "text or a .npy file of token ids"
             )
-        unused = [f"--{name.replace('_', '-')}" for name in FOR_DATA if getattr(args, name) != getattr(Args, name)]
-        if unused:
+        if unused := _given(args, FOR_DATA):
             raise IsolossError(
                 f"{args.model} is measured on its run's language, masked as in its training: leave out "
                 f"{', '.join(unused)}, or add --data"
             )
         return inputs.language_inputs(found[0].config, num_inputs=args.num_inputs, seed=args.seed)
+    if loaded.kind == "causal" and (unused := _given(args, FOR_MASKED)):
+        raise IsolossError(f"{args.model} predicts next tokens and has none hidden: leave out {', '.join(unused)}")
     return inputs.read_inputs(
         args.data,
         checkpoint=args.model,
@@ -156,12 +169,17 @@ def _inputs(args: Args, loaded: Loaded) -> Inputs:
     )
 
 
+def _given(args: Args, names: tuple[str, ...]) -> list[str]:
+    """Return those of the options that have another value than their default."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != getattr(Args, name)]
+
+
 def _print(args: Args, trace: Estimate) -> None:
     details = trace.details
     common.say(f"trace of the Fisher: {trace}")
     relative = f", {100 * trace.stderr / trace.value:.1f} % of the value" if trace.value > 0 else ""
-    low, high = trace.ci95
-    common.say(f"  95 % interval {low:.6g} to {high:.6g}{relative} (standard error over {trace.samples:,} groups)")
+    low, high = (rounded(end, trace.stderr).split(" ±")[0] for end in trace.ci95)
+    common.say(f"  95 % interval {low} to {high}{relative} (standard error over {trace.samples:,} groups)")
     common.say(
         f"  {trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
         f"{details['num_parameters']:,} parameters, {details['predicts']}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -30,9 +30,20 @@ class Args:
     """root or prefix-L (isoloss ls tasks)."""
     how: Literal["probe", "lookup"] = "probe"
     """A probe on the model's embeddings, or on the true conditionals."""
-    settings: tyro.conf.OmitArgPrefixes[EvalConfig] = field(default_factory=EvalConfig)
+    probe_train: int = EvalConfig.probe_train
+    """Sentences that the probe is fitted on."""
+    probe_test: int = EvalConfig.probe_test
+    """Sentences that it is scored on."""
+    probe_seeds: int = EvalConfig.probe_seeds
+    """Probes, each with its own initial weights and order."""
+    probe_epochs: int = EvalConfig.probe_epochs
+    """Passes of a probe over its training sentences."""
+    seed: int = EvalConfig.seed
+    """Decides the sentences and the probes."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
+    threads: int = 0
+    """CPU threads; 0: all cores."""
     json: bool = False
     """Print one JSON document."""
 
@@ -40,11 +51,19 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     args = common.parse(Args, "transfer", arguments, examples=EXAMPLES)
+    common.use_threads(args.threads)
     from isoloss.evaluation import Evaluator
 
     run, step = find_checkpoint(args.model)
     with common.Progress(f"probing {run.name} at step {step}", 1, "task"):
-        evaluator = Evaluator(run, args.settings, device=args.device)
+        settings = EvalConfig(
+            probe_train=args.probe_train,
+            probe_test=args.probe_test,
+            probe_seeds=args.probe_seeds,
+            probe_epochs=args.probe_epochs,
+            seed=args.seed,
+        )
+        evaluator = Evaluator(run, settings, device=args.device)
         evaluation = evaluator.measure(f"{args.how}-{args.task}", step)
     accuracy = evaluation.estimates["accuracy"]
     if args.json:
@@ -53,8 +72,9 @@ def main(arguments: list[str]) -> int:
     details = accuracy.details
     common.say(f"{args.task}, {args.how} of {run.path} at step {step}: {accuracy}")
     common.say(
-        f"majority class {details['majority_rate']:.4f}; {accuracy.num_inputs:,} test sentences, "
-        f"{details['num_train']:,} training sentences, {accuracy.samples} seeds"
+        f"  majority class {100 * details['majority_rate']:.2f} %; {details['num_test']:,} test sentences, "
+        f"{details['num_train']:,} training sentences; {details['seeds']} seeds, whose accuracies deviate by "
+        f"{100 * details['seed_std']:.2f} percentage points"
     )
     return 0
 

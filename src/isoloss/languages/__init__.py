@@ -22,11 +22,15 @@ def resolve(spec: str, *, tokenizer: str | None = None, length: int | None = Non
         length: For text: the length that tokens are packed to. For a grammar file: the longest sentence.
 
     Raises:
-        IsolossError: `spec` names nothing, or text comes without a tokenizer.
+        IsolossError: `spec` names nothing, text comes without a tokenizer, or a preset or `.toml` file with one.
     """
+    path = Path(spec)
+    if spec in PRESETS or path.suffix == ".toml":
+        given = [name for name, value in (("--tokenizer", tokenizer), ("--length", length)) if value is not None]
+        if given:
+            raise IsolossError(f"the language {spec} is complete as it is: leave out {', '.join(given)}")
     if spec in PRESETS:
         return PRESETS[spec][0]
-    path = Path(spec)
     if not path.exists():
         raise IsolossError(
             f"no language {spec!r}: neither a preset ({', '.join(PRESETS)}) nor a file or folder that exists"
@@ -40,9 +44,18 @@ def resolve(spec: str, *, tokenizer: str | None = None, length: int | None = Non
         return corpus.resolve(CorpusConfig(paths=(str(path),), tokenizer=tokenizer, length=packed))
     if path.is_dir() or path.suffix == ".jsonl":
         raise IsolossError(f"{spec} is text and needs --tokenizer: a Hugging Face folder or name, or a vocab.txt")
+    return _grammar(path, GrammarConfig.max_length if length is None else length)
+
+
+def _grammar(path: Path, max_length: int) -> LanguageConfig:
     from isoloss.languages.pcfg import PCFG
 
-    return PCFG.from_file(path, max_length=64 if length is None else length).config
+    try:
+        return PCFG.from_file(path, max_length=max_length).config
+    except IsolossError as error:
+        if path.suffix == ".txt":
+            raise IsolossError(f"{error} ({path} was read as a grammar: if it is text, add --tokenizer)") from error
+        raise
 
 
 def make(config: LanguageConfig) -> Language:

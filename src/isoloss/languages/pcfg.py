@@ -284,7 +284,7 @@ class PCFG:
         out = torch.zeros(tokens.shape, dtype=self.dtype, device=self.device)
         for rows, length, probs in self._conditionals(tokens, lengths):
             logs = probs.clamp(min=torch.finfo(self.dtype).tiny).log_()
-            out[rows, :length] = logs.mul_(probs).sum(dim=-1).neg_().clamp_(min=0)
+            out[rows, :length] = logs.mul_(probs).sum(dim=-1).neg_().clamp_(min=0).abs_()  # no -0.0
         return out
 
     def inside(self, tokens: torch.Tensor, lengths: torch.Tensor, *, start: int = 0, stop: int) -> torch.Tensor:

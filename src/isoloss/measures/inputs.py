@@ -155,7 +155,7 @@ def language_inputs(config: TrainConfig, *, num_inputs: int, seed: int, batch_si
         available, of = language.num_held_out, "held-out sequences of the run's corpus"
         source = f"{num_inputs:,} of the {available:,} {of}"
         if available < num_inputs:
-            source = f"all {available:,} {of} ({num_inputs:,} were asked for)"
+            source = f"all {available:,} {of} (up to {num_inputs:,} would be taken)"
     else:
         sentences = language.sample(num_inputs, generator=generator(seed, "trace sentences"))
         source = f"{num_inputs:,} sentences sampled from the run's language"
@@ -284,5 +284,5 @@ def _sentences(rows: Ids, data: Path, pad_id: int, *, least: int) -> Sentences:
 def _description(data: Path, available: int, length: int, wanted: int) -> str:
     if wanted < available:
         return f"{wanted:,} sequences of {length} tokens drawn from the {available:,} in {data}"
-    asked = f" ({wanted:,} were asked for)" if wanted > available else ""
+    asked = f" (up to {wanted:,} would be taken)" if wanted > available else ""
     return f"all {available:,} sequences of {length} tokens in {data}{asked}"

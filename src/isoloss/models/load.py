@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,10 @@ def load(
         raise IsolossError(f"{name} holds weights of another shape than its config.json says: {_some(mismatched)}")
     if info["missing_keys"]:
         raise IsolossError(f"{name} lacks weights of {type(model).__name__}: {_some(info['missing_keys'])}")
+    numbered = {_without_numbers(key) for key in model.state_dict()}
+    dropped = {key for key in info["unexpected_keys"] if _without_numbers(key) in numbered}
+    if dropped:  # other keys, such as those of a pooler, belong to parts that this task does not have
+        raise IsolossError(f"{name} holds more layers than its config.json says: {_some(dropped)}")
     if kind == "causal" and type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and not model.config.is_decoder:
         raise IsolossError(
             f"{name} is a {architecture} without is_decoder in its config.json, so it sees the tokens it predicts"
@@ -153,9 +158,17 @@ def _clear_errors(name: str) -> Iterator[None]:
         raise
     except SafetensorError as error:
         raise IsolossError(f"the weights in {name} are damaged: {error}") from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise IsolossError(f"{name} cannot be loaded: {reason}") from error
+    except Exception as error:  # what a config can get wrong has no common class, some of it is the hub's own
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
+        if isinstance(error, KeyError):
+            reason = f"transformers does not know {reason}, which its config.json names"
+        taken_as = "" if Path(name).is_dir() else " (no folder here, so taken as a name on the hub)"
+        raise IsolossError(f"{name}{taken_as} cannot be loaded: {reason}") from error
+
+
+def _without_numbers(key: str) -> str:
+    return re.sub(r"\.\d+\.", ".N.", key)
 
 
 def _check_folder(folder: Path, *, trust_remote_code: bool) -> None:

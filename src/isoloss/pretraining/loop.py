@@ -133,12 +133,15 @@ def _train_locked(
     device: torch.device,
     progress: Callable[[Progress], None] | None,
 ) -> None:
-    run.create(config)
+    if run.exists:
+        run.create(config)
     if run.complete:  # by the process that held the lock before
         return
-    files.remove_unfinished(run.path)
     with _process_settings(config.threads, device):
-        _Training(run, config, language, device, progress).run_all()
+        training = _Training(run, config, language, device, progress)
+        run.create(config)  # after initial weights that do not fit were refused: a mistake makes no run
+        files.remove_unfinished(run.path)
+        training.run_all()
 
 
 class _Training:

@@ -61,9 +61,9 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 def validate(config: OptimizerConfig) -> None:
     """Raise an `IsolossError` that names the first setting out of its range."""
     in_range = {
-        "learning_rate": (0 < config.learning_rate < math.inf, "above 0"),
+        "learning_rate": (0 < config.learning_rate < math.inf, "above 0 and finite"),
         "warmup_steps": (config.warmup_steps >= 0, "at least 0"),
-        "weight_decay": (0 <= config.weight_decay < math.inf, "at least 0"),
+        "weight_decay": (0 <= config.weight_decay < math.inf, "at least 0 and finite"),
         "betas": (all(0 <= beta < 1 for beta in config.betas), "two numbers, each at least 0 and below 1"),
         "momentum": (0 <= config.momentum < 1, "at least 0 and below 1"),
         "name": (config.name in ("adamw", "sgd"), "adamw or sgd"),

@@ -15,10 +15,10 @@ from isoloss.estimate import Estimate
 Direction = Literal["decrease", "increase", "no change within"]
 
 RULE = (
-    "A claim is shown when the 95 % confidence interval of the measured difference (1.96 standard errors on either "
-    "side) lies wholly on the claimed side of the margin; a claim of no change, when it lies wholly within the margin "
-    "around zero. Otherwise it is not shown, which does not mean that the opposite is true: the interval may just be "
-    "too wide. A claim whose setting this scale does not have is not tested."
+    "A claim is shown when the 95 % confidence interval of the measured difference (about two standard errors on "
+    "either side) lies wholly on the claimed side of the margin; a claim of no change, when it lies wholly within the "
+    "margin around zero. Otherwise it is not shown, which does not mean that the opposite is true: the interval may "
+    "just be too wide. A claim whose setting this scale does not have is not tested."
 )
 
 

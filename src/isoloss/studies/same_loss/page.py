@@ -134,7 +134,7 @@ def _settings(results: Results, scale_name: str) -> dict[str, str]:
         "Trace": f"{trace.method}, {scale.evaluation.trace_sentences:,} sentences in groups of "
         f"{scale.evaluation.trace_group}; {trace.details['dtype']}, attention {trace.details['attention']}",
         "Probes": f"{scale.evaluation.probe_train:,} training and {scale.evaluation.probe_test:,} test sentences, "
-        f"{scale.evaluation.probe_seeds} seeds, {scale.evaluation.probe_epochs} epochs",
+        f"{scale.evaluation.probe_seeds} seeds, {scale.evaluation.probe_epochs} epochs, features centred and scaled",
         "Same loss": f"two models whose KL differs by less than {SAME_LOSS_NATS} nats with 95 % confidence",
         "Seeds": f"one pre-training run each; grammar {scale.language.seed}, evaluation {scale.evaluation.seed}. "
         "Errors cover the measurement, not another pre-training seed",
