@@ -43,7 +43,7 @@ def document(**changes):
         ({"steps": "100"}, ["steps", "int"]),
         ({"steps": True}, ["steps"]),
         ({"steps": 1.5}, ["steps"]),
-        ({"language": {"kind": "hmm"}}, ["pcfg", "grammar", "corpus", "hmm"]),
+        ({"language": {"kind": "ngram"}}, ["pcfg", "grammar", "corpus", "ngram"]),
         ({"language": {"kind": "pcfg", "level": 3}}, ["level", "language"]),
         ({"optimizer": {"name": "adam"}}, ["optimizer"]),
         ({"model": 3}, ["model"]),

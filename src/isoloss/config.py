@@ -57,6 +57,66 @@ class GrammarConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BracketsConfig:
+    """The paper's bracket language (see `isoloss.languages.dyck.Brackets`)."""
+
+    kind: Literal["brackets"] = "brackets"
+    length: int = 8
+    """Brackets in a sentence; even."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DyckConfig:
+    """Nested brackets of several kinds, as a grammar (see `isoloss.languages.dyck.dyck_grammar`)."""
+
+    kind: Literal["dyck"] = "dyck"
+    kinds: int = 2
+    """Kinds of bracket; all are equally likely."""
+    max_depth: int = 3
+    """Brackets that may be open at once."""
+    max_length: int = 16
+    """Longer sentences are left out of the language; even."""
+    continue_probability: float = 0.5
+    """Probability that after a group of brackets another one follows, at the same depth."""
+    nest_probability: float = 0.5
+    """Probability that a pair of brackets holds others, where the depth allows it."""
+    tokens_per_bracket: int = 1
+    """Tokens that each bracket may be written as, by random probabilities."""
+    seed: int = 0
+    """Decides those probabilities."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HMMConfig:
+    """A random block-diagonal hidden Markov model (see `isoloss.languages.hmm.HMM.random`)."""
+
+    kind: Literal["hmm"] = "hmm"
+    states: int = 100
+    """Hidden states."""
+    blocks: int = 4
+    """Runs of states that only follow one another, each with tokens of its own."""
+    vocab_size: int = 200
+    """Tokens of the language."""
+    length: int = 16
+    """Tokens in a sentence."""
+    leak: float = 0.0
+    """Share of every row's probability that is spread over all states and tokens instead of the block's."""
+    seed: int = 0
+    """Decides the matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HMMFileConfig:
+    """A hidden Markov model in a file, as `HMM.to_file` writes it."""
+
+    kind: Literal["hmm-file"] = "hmm-file"
+    path: str
+    """A safetensors file with the tensors initial, transition and emission."""
+    content: str = ""
+    """SHA-256 of the file; filled in when a run is made and checked whenever it is opened."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
     """Real text: files, a tokenizer and the length that the tokens are packed to."""
 
@@ -73,12 +133,14 @@ class CorpusConfig:
     """SHA-256 over the files and the tokenizer; filled in when a run is made and checked whenever it is opened."""
 
 
-LanguageConfig = PCFGConfig | GrammarConfig | CorpusConfig
+LanguageConfig = PCFGConfig | GrammarConfig | BracketsConfig | DyckConfig | HMMConfig | HMMFileConfig | CorpusConfig
 
-PRESETS: dict[str, tuple[PCFGConfig, str]] = {
-    # of the first few seeds, this one's symbols are the most evenly used: no downstream label is nearly always the same
+# of the first few seeds, this one's symbols are the most evenly used: no downstream label is nearly always the same
+LAPTOP_PCFG = PCFGConfig(seed=4)
+
+PRESETS: dict[str, tuple[LanguageConfig, str]] = {
     "pcfg-laptop": (
-        PCFGConfig(seed=4),
+        LAPTOP_PCFG,
         "a grammar of 3 binary levels with 6 symbols each over 32 tokens; sentences of 8 tokens",
     ),
     "pcfg-varied": (
@@ -88,6 +150,22 @@ PRESETS: dict[str, tuple[PCFGConfig, str]] = {
     "pcfg-paper": (
         PCFGConfig(levels=5, symbols_per_level=8, rules_per_symbol=14, vocab_size=200, stop_probability=0.1),
         "a grammar of the paper's shape (appendix A.1): 49 symbols, 200 tokens, sentences of up to 32 tokens",
+    ),
+    "hmm-laptop": (
+        HMMConfig(states=8, blocks=2, vocab_size=32, length=8, seed=3),
+        "a hidden Markov model of 8 states in 2 blocks over 32 tokens; sentences of 8 tokens",
+    ),
+    "hmm-paper": (
+        HMMConfig(),
+        "one of the paper's shape (appendix A.1): 100 states in 4 blocks, 200 tokens; sentences of 16 tokens",
+    ),
+    "brackets-8": (
+        BracketsConfig(length=8),
+        "the paper's bracket language (section 5): as many < as >, in any order; sentences of 8 tokens",
+    ),
+    "dyck-2": (
+        DyckConfig(),
+        "nested brackets of 2 kinds, at most 3 deep; sentences of 2 to 16 tokens",
     ),
 }
 
@@ -187,7 +265,15 @@ _converter = cattrs.Converter(forbid_extra_keys=True)
 
 
 def _structure_language(document: Any, _: Any) -> Any:
-    kinds = {"pcfg": PCFGConfig, "grammar": GrammarConfig, "corpus": CorpusConfig}
+    kinds = {
+        "pcfg": PCFGConfig,
+        "grammar": GrammarConfig,
+        "brackets": BracketsConfig,
+        "dyck": DyckConfig,
+        "hmm": HMMConfig,
+        "hmm-file": HMMFileConfig,
+        "corpus": CorpusConfig,
+    }
     kind = document.get("kind") if isinstance(document, Mapping) else None
     if kind not in kinds:
         raise IsolossError(f"a language's kind is one of {', '.join(kinds)}, not {kind!r}")

@@ -186,11 +186,15 @@ class Evaluator:
 
     @functools.cache  # noqa: B019  an evaluator lives as long as its process's one command
     def _task(self, name: str) -> TaskData:
+        from isoloss.languages.hmm import HMM
         from isoloss.languages.pcfg import PCFG
         from isoloss.transfer.tasks import make_task
 
-        if not isinstance(self.language, PCFG):
-            raise IsolossError(f"task {name!r} is about the symbols of a grammar; this run's language is a corpus")
+        if not isinstance(self.language, PCFG | HMM):
+            raise IsolossError(
+                f"task {name!r} is about the symbols of a grammar or the states of a hidden Markov model, and this "
+                "run's language is neither"
+            )
         return make_task(
             self.language,
             name,

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import nltk
 import numpy as np
 import pytest
 import torch
@@ -382,3 +383,39 @@ def test_a_language_file_that_is_wrong(capsys, tmp_path):
 def test_text_that_was_read_as_a_grammar(capsys, tmp_path):
     (tmp_path / "book.txt").write_text("It was the best of times.\n")
     assert "add --tokenizer" in refusal(capsys, "sample", tmp_path / "book.txt")
+
+
+def test_sample_prints_the_tree_that_a_sentence_was_derived_by(capsys, grammar):
+    plain = as_json(capsys, "sample", grammar, "--n", "40", "--length", "6")["sentences"]
+    treed = as_json(capsys, "sample", grammar, "--n", "40", "--length", "6", "--tree")["sentences"]
+    assert [{**sentence, "tree": None} for sentence in plain] == [{**sentence, "tree": None} for sentence in treed]
+    assert "tree" not in plain[0]
+    rules = nltk.PCFG.fromstring(
+        "S -> A B [0.666666666667] | B A [0.333333333333]\nA -> 'a' [0.75] | 'b' [0.25]\n"
+        "B -> B A [0.5] | 'b' [0.25] | 'c' [0.25]"
+    )
+    allowed = {nltk.Production(rule.lhs(), rule.rhs()) for rule in rules.productions()}
+    for sentence in treed:
+        tree = nltk.Tree.fromstring(sentence["tree"])
+        assert tree.leaves() == sentence["words"]
+        assert tree.label() == "S"
+        assert set(tree.productions()) <= allowed
+
+
+def test_a_tree_with_unary_rules_and_quoted_brackets(capsys, tmp_path):
+    path = tmp_path / "unary.pcfg"
+    path.write_text("S A 1\nA L R 1\nL ( 1\nR ) 1\n")
+    assert as_json(capsys, "sample", path, "--tree", "--n", "1")["sentences"][0]["tree"] == "(S (A (L '(') (R ')')))"
+    capsys.readouterr()
+    assert main(["sample", str(path), "--tree", "--n", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == ["( )", "    (S (A (L '(') (R ')')))"]
+
+
+def test_brackets_have_a_truth_but_no_tree(capsys):
+    document = as_json(capsys, "sample", "brackets-8", "--n", "3")
+    assert document["language"] == {"kind": "brackets", "length": 8}
+    for sentence in document["sentences"]:
+        assert sentence["words"].count("<") == sentence["words"].count(">") == 4
+        assert sentence["log_prob_nats"] == pytest.approx(-math.log(70), rel=1e-12)
+        assert sentence["conditional_entropy_nats"] == [0.0] * 8
+    assert "--tree is for a grammar" in refusal(capsys, "sample", "brackets-8", "--tree")

@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 CATALAN = "S S S 0.4\nS a 0.36\nS b 0.24"  # Pr(x) = C(T-1) 0.4^(T-1) times the tokens' probabilities
 
 
-def engine(grammar, max_length, dtype=torch.float64):
-    return InsideOutside(FoldedRules(grammar, max_length), CPU, dtype)
+def engine(grammar, max_length, dtype=torch.float64, backend=None):
+    return InsideOutside(FoldedRules(grammar, max_length), CPU, dtype, backend)
 
 
 def catalan_log_prob(tokens):
@@ -56,22 +56,24 @@ def test_levels_are_found_and_only_the_tree_is_computed():
     assert planner.plan(7).starts == {}  # a length that no sentence has
 
 
-def test_closed_form_at_every_length():
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_closed_form_at_every_length(backend):
     generator = torch.Generator().manual_seed(0)
     for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 2e-7)):
-        exact = engine(parse_grammar(CATALAN), 64, dtype)
+        exact = engine(parse_grammar(CATALAN), 64, dtype, backend)
         for length in (1, 2, 3, 7, 20, 64):
             tokens = torch.randint(2, (5, length), generator=generator)
             truth = torch.tensor([catalan_log_prob(row) for row in tokens.tolist()], dtype=torch.float64)
             assert torch.allclose(exact.log_partition(tokens), truth, rtol=tolerance, atol=0)
 
 
+@pytest.mark.parametrize("backend", ["numba", "torch"])
 @pytest.mark.parametrize("text", [random_rules(3), random_rules(11), random_rules(5, recursive=False), CATALAN])
-def test_outside_is_the_gradient_of_the_partition(text):
+def test_outside_is_the_gradient_of_the_partition(text, backend):
     """Substituting one token changes Z linearly: the scores must reproduce every substituted probability."""
     grammar = parse_grammar(text)
     rules = FoldedRules(grammar, 6)
-    exact = InsideOutside(rules, CPU, torch.float64)
+    exact = InsideOutside(rules, CPU, torch.float64, backend)
     emission = torch.from_numpy(rules.emission[exact.emitting])
     generator = torch.Generator().manual_seed(1)
     for length in (1, 2, 3, 6):
@@ -101,15 +103,18 @@ def test_outside_is_the_gradient_of_the_partition(text):
         (parse_grammar(random_rules(8, symbols=6, tokens=5)), (2, 64)),
     ],
 )
-def test_float32_to_length_64(grammar, lengths):
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("hidden", [0.0, 0.15])
+def test_float32_to_length_64(grammar, lengths, backend, hidden):
     rules = FoldedRules(grammar, 64)
-    double, single = (InsideOutside(rules, CPU, dtype) for dtype in (torch.float64, torch.float32))
+    double, single = (InsideOutside(rules, CPU, dtype, backend) for dtype in (torch.float64, torch.float32))
     emission = torch.from_numpy(rules.emission[double.emitting])
     generator = torch.Generator().manual_seed(0)
     for length in lengths:
         tokens = torch.randint(len(grammar.vocabulary), (300, length), generator=generator)
         tokens = tokens[double.log_partition(tokens) > -math.inf][:40]
         assert len(tokens) >= 5
+        tokens[torch.rand(tokens.shape, generator=generator) < hidden] = double.unknown
         wide, log_z = double.leaf_outside(tokens)
         narrow, log_z32 = single.leaf_outside(tokens)
         assert narrow.dtype == torch.float32
@@ -126,9 +131,10 @@ def rare_log_prob(tokens):
     return (len(tokens) - 2) * math.log(0.9) + math.log(0.05) + sum(math.log((1e-20, 0.5, 0.5)[c]) for c in tokens)
 
 
+@pytest.mark.parametrize("backend", ["numba", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_probabilities_beyond_the_range_of_the_numbers(dtype):
-    exact = engine(parse_grammar(RARE), 40, dtype)
+def test_probabilities_beyond_the_range_of_the_numbers(dtype, backend):
+    exact = engine(parse_grammar(RARE), 40, dtype, backend)
     tokens = torch.tensor([[0] * 40, [1] * 40, [0] * 20 + [2] * 20, [2] * 39 + [0], [1, 0] * 20])
     truth = torch.tensor([rare_log_prob(row) for row in tokens.tolist()], dtype=torch.float64)
     assert truth[0] < -1800  # float64 ends at -708
@@ -147,8 +153,9 @@ def test_probabilities_beyond_the_range_of_the_numbers(dtype):
     assert torch.isfinite(inside).all()
 
 
-def test_a_range_that_no_number_holds_is_an_error():
-    exact = engine(parse_grammar(RARE), 80)
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_a_range_that_no_number_holds_is_an_error(backend):
+    exact = engine(parse_grammar(RARE), 80, backend=backend)
     with pytest.raises(IsolossError, match="wider range than float64 holds"):
         exact.leaf_outside(torch.tensor([[0] * 40 + [2] * 40]))
 
@@ -156,15 +163,23 @@ def test_a_range_that_no_number_holds_is_an_error():
 def test_impossible_sentences_are_minus_infinity():
     grammar = parse_grammar("S A B 1\nA a 0.5\nA c 0.5\nB b 1")
     for dtype in (torch.float32, torch.float64):
-        log_z = engine(grammar, 2, dtype).log_partition(torch.tensor([[0, 1], [1, 0], [2, 1], [2, 2]]))
-        assert log_z.isneginf().tolist() == [False, True, False, True]
-        assert torch.allclose(log_z[[0, 2]], torch.tensor(0.5).double().log(), atol=1e-7)
+        for backend in ("numba", "torch"):
+            exact = engine(grammar, 2, dtype, backend)
+            log_z = exact.log_partition(torch.tensor([[0, 1], [1, 0], [2, 1], [2, 2], [3, 1], [3, 2]]))
+            assert log_z.isneginf().tolist() == [False, True, False, True, False, True]
+            assert torch.allclose(log_z[[0, 2]], torch.tensor(0.5).double().log(), atol=1e-7)
+            assert abs(log_z[4]) < 1e-7
+            assert exact.log_partition(torch.tensor([[0], [3]])).isneginf().all()  # no sentence has one token
 
 
 def test_chunks_are_bounded():
     for levels, stop in ((3, 0.0), (6, 0.2)):
         rules = FoldedRules(random_grammar(PCFGConfig(levels=levels, stop_probability=stop)), 2**levels)
-        exact = InsideOutside(rules, CPU, torch.float64)
+        exact = InsideOutside(rules, CPU, torch.float64, "torch")
         numbers = Planner(rules).plan(2**levels).numbers
         assert exact.chunk(2**levels) >= 1
         assert exact.chunk(2**levels) * numbers * 8 <= max(2**23, numbers * 8)
+        lanes = InsideOutside(rules, CPU, torch.float64, "numba")
+        scores = 8 * 2**levels * len(lanes.emitting)
+        assert lanes.chunk(2**levels) % 128 == 0
+        assert 0 < lanes.chunk(2**levels) * scores <= max(2**23, 128 * scores)

@@ -14,6 +14,7 @@ from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.languages.base import ExactLanguage, Sentences
 from isoloss.languages.masking import mask
+from isoloss.languages.pcfg import PCFG
 from isoloss.measures import loss
 from isoloss.seeds import generator
 
@@ -267,6 +268,88 @@ def test_progress_counts_sentences():
     assert done == [10, 20, 25]
 
 
+# --- several masked tokens -------------------------------------------------------------------------------------------
+
+
+class MaskedChain(Chain):
+    """The chain with conditionals given the visible tokens only, by enumeration."""
+
+    def log_conditionals(self, tokens, lengths, *, mask=None):
+        out = torch.zeros(*tokens.shape, 3, dtype=torch.float64)
+        for i, m in enumerate(lengths.tolist()):
+            hidden = [False] * m if mask is None else mask[i, :m].tolist()
+            for t in range(m):
+                out[i, t] = given_visible(self.given_length, tokens[i, :m].tolist(), hidden, t)
+        return out.clamp_min(torch.finfo(torch.float64).tiny).log()
+
+
+def given_visible(probability, sentence, hidden, t):
+    """Pr(x_t = c | visible tokens) for each c of three."""
+    choices = [range(3) if gone or i == t else (x,) for i, (x, gone) in enumerate(zip(sentence, hidden, strict=True))]
+    mass = torch.zeros(3, dtype=torch.float64)
+    for full in itertools.product(*choices):
+        mass[full[t]] += probability(list(full))
+    return mass / mass.sum()
+
+
+PARSED = PCFG.random(levels=2, symbols_per_level=2, rules_per_symbol=3, vocab_size=3, stop_probability=0.3)
+
+
+def parsed_probability(sentence):
+    try:
+        return float(PARSED.log_prob(torch.tensor([sentence]), torch.tensor([len(sentence)])).exp())
+    except IsolossError:
+        return 0.0
+
+
+MANY = {"all positions": (MaskedChain(), Chain().given_length), "chosen positions": (PARSED, parsed_probability)}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, monkeypatch):
+    language, probability = MANY[name]
+    model = bert()
+    monkeypatch.setattr(loss, "_CHUNK", 3)
+    truth = loss.truth(language, num_sentences=60, objective=FRACTION, seed=2)
+    hidden = truth.batch["labels"] != -100
+    assert torch.equal(truth.counts, hidden.sum(dim=1))
+    assert truth.counts.max() >= 3
+    tokens = torch.where(hidden, truth.batch["labels"], truth.batch["input_ids"])
+    with torch.no_grad():
+        logits = model(input_ids=truth.batch["input_ids"], attention_mask=truth.batch["attention_mask"]).logits
+    log_q = logits.log_softmax(dim=-1)
+    values = loss.kl_values(model, truth, batch_size=13)
+    done = 0
+    for i, m in enumerate(truth.batch["attention_mask"].sum(dim=1).tolist()):
+        entropy = kl = 0.0
+        for t in hidden[i].nonzero()[:, 0].tolist():
+            p = given_visible(probability, tokens[i, :m].tolist(), hidden[i, :m].tolist(), t)
+            torch.testing.assert_close(truth.log_conditionals[done].exp(), p, rtol=1e-10, atol=1e-300)
+            entropy -= float(torch.special.xlogy(p, p).sum())
+            kl += float((torch.special.xlogy(p, p) - p * log_q[i, t, :3]).sum())
+            done += 1
+        assert float(truth.entropy[i]) == pytest.approx(entropy, rel=1e-10, abs=1e-13)
+        assert float(values[i]) == pytest.approx(kl, rel=1e-9)
+    assert done == len(truth.log_conditionals)
+    found = loss.pretraining_loss(model, truth)
+    for key, sums in (("entropy", truth.entropy), ("kl", values), ("loss", truth.entropy + values)):
+        value = float(sums.sum() / truth.counts.sum())
+        residuals = sums - value * truth.counts.double()
+        assert found[key].value == pytest.approx(value, rel=1e-12)
+        expected = math.sqrt(60 / 59 * float(residuals.square().sum())) / float(truth.counts.sum())
+        assert found[key].stderr == pytest.approx(expected, rel=1e-10)
+        assert (found[key].samples, found[key].num_inputs) == (60, int(truth.counts.sum()))
+        assert (found[key].details["masking"], found[key].details["fraction"]) == ("fraction", 0.4)
+
+
+def test_one_masked_token_is_predicted_as_among_all_positions():
+    truth = loss.truth(PARSED, num_sentences=2000, objective=ONE, seed=1)
+    hidden = truth.batch["labels"] != -100
+    tokens = torch.where(hidden, truth.batch["labels"], truth.batch["input_ids"])
+    everywhere = PARSED.log_conditionals(tokens, truth.batch["attention_mask"].sum(dim=1))
+    torch.testing.assert_close(truth.log_conditionals, everywhere[hidden], rtol=1e-13, atol=1e-13)
+
+
 # --- differences -----------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +437,7 @@ def test_held_out_loss_of_an_exact_language_agrees_with_its_exact_loss():
     ("language", "objective", "n", "sentence"),
     [
         (Corpus(), ONE, 100, "Corpus has no exact conditionals: measure its held-out loss instead"),
-        (Chain(), FRACTION, 100, 'the exact loss is known for masking "one", not "fraction"'),
+        (Chain(), FRACTION, 100, 'Chain knows the exact loss for masking "one", not "fraction"'),
         (Chain(), ONE, 9, "num_sentences is 9; an error bar needs at least 10"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from functools import cache
@@ -11,6 +12,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.base import Sentences
+from isoloss.languages.hmm import HMM
 from isoloss.languages.pcfg import PCFG
 from isoloss.transfer.tasks import TaskData, majority_rate, make_task
 
@@ -230,6 +232,33 @@ def test_majority_rate_of_one_label() -> None:
 def test_tasks_that_cannot_be_made_are_named(text: str, name: str, message: str) -> None:
     with pytest.raises(IsolossError, match=message):
         make_task(PCFG.from_text(text, max_length=6), name, num_train=9, num_test=9, seed=0)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_state_labels_are_the_most_likely_states(k: int) -> None:
+    """Against the sum over all state sequences, in plain Python, for a language that computes in float32."""
+    language = HMM.random(states=4, blocks=2, vocab_size=6, length=4, leak=0.1, seed=2)
+    task = make_task(language.to(dtype=torch.float32), f"state-{k}", num_train=150, num_test=50, seed=0)
+    assert task.classes == ("s0", "s1", "s2", "s3")
+    initial, transition, emission = (
+        table.tolist() for table in (language.initial, language.transition, language.emission)
+    )
+    for sentences, labels in ((task.train, task.train_labels), (task.test, task.test_labels)):
+        for tokens, label in zip(sentences.tokens.tolist(), labels.tolist(), strict=True):
+            scores = [0.0] * 4
+            for states in itertools.product(range(4), repeat=4):
+                p = initial[states[0]] * math.prod(emission[z][x] for z, x in zip(states, tokens, strict=True))
+                scores[states[k - 1]] += p * math.prod(transition[a][b] for a, b in itertools.pairwise(states))
+            assert scores[label] > max(scores) * (1 - 1e-12)
+    assert len(set(task.train_labels.tolist())) == 4
+    assert task.majority_rate < 0.7
+
+
+@pytest.mark.parametrize("name", ["state-0", "state-5", "state-", "root", "prefix-2"])
+def test_tasks_that_an_hmm_has_not(name: str) -> None:
+    language = HMM.random(states=4, blocks=2, vocab_size=6, length=4)
+    with pytest.raises(IsolossError, match=f"no task '{name}': choose state-k with k from 1 to 4"):
+        make_task(language, name, num_train=9, num_test=9, seed=0)
 
 
 def test_empty_splits_are_named() -> None:

@@ -46,6 +46,7 @@ def main(arguments: list[str]) -> int:
 def _findings() -> dict[str, dict[str, Any]]:
     import torch
 
+    from isoloss.languages.inside_outside import described
     from isoloss.models.load import resolve_device
 
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -64,7 +65,7 @@ def _findings() -> dict[str, dict[str, Any]]:
             "mps": "available" if torch.backends.mps.is_available() else "none",
         },
         "engines": {
-            "exact inference": "torch, scaled inside-outside in linear space, float64",
+            "exact inference": f"{described(torch.device('cpu'))}; torch on other devices",
             "flatness": "grouped sketch, one ordinary backward pass a group",
             "training attention": "eager",
         },

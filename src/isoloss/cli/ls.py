@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
 def _languages() -> list[Row]:
     from isoloss.config import PRESETS
 
-    files = "a grammar file (NLTK's PCFG text or rule lines), or a .toml file with a language's config"
+    files = "a grammar (NLTK's PCFG text or rule lines), a hidden Markov model (.safetensors), or a config (.toml)"
     texts = "text (.txt, .jsonl or a folder) together with --tokenizer"
     rows: list[Row] = [{"language": name, "what": text} for name, (_, text) in PRESETS.items()]
     return [*rows, {"language": "FILE", "what": files}, {"language": "TEXT", "what": texts}]
@@ -87,6 +87,7 @@ def _tasks() -> list[Row]:
     return [
         {"task": "root", "what": "the most likely symbol below the start symbol, given the sentence (grammars)"},
         {"task": "prefix-L", "what": "the most likely symbol over the first L tokens (grammars; the paper's A, B, C)"},
+        {"task": "state-k", "what": "the most likely k-th state, given the sentence (hidden Markov models)"},
     ]
 
 

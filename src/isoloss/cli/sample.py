@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = [
     ("isoloss sample pcfg-laptop", "five sentences of a random grammar, with the entropy of every token"),
+    ("isoloss sample dyck-2 --tree", "with the derivation of each sentence, for a grammar"),
     ("isoloss sample grammar.pcfg --n 1000 --json", "a thousand of your own grammar's, as JSON"),
     ("isoloss sample novels/ --tokenizer vocab.txt --length 32", "packed sequences of real text"),
 ]
@@ -36,6 +37,8 @@ class Args:
     """For text: a Hugging Face folder or name, or a vocab.txt."""
     length: int | None = None
     """For text: tokens in a packed sequence. For a grammar file: the longest sentence."""
+    tree: bool = False
+    """For a grammar: also give the tree that each sentence was derived by, (SYMBOL child child) or (SYMBOL token)."""
     json: bool = False
     """Print one JSON document."""
 
@@ -46,11 +49,17 @@ def main(arguments: list[str]) -> int:
     if args.n < 1:
         raise IsolossError(f"--n is {args.n}; draw at least 1 sentence")
     from isoloss import languages, seeds
+    from isoloss.languages.pcfg import PCFG
 
     config = languages.resolve(args.language, tokenizer=args.tokenizer, length=args.length)
     language = languages.make(config)
-    sentences = language.sample(args.n, generator=seeds.generator(args.seed, "sample"))
+    if args.tree and not isinstance(language, PCFG):
+        raise IsolossError(f"--tree is for a grammar: the sentences of {args.language} have no derivation")
+    sentences = language.sample(args.n, generator=seeds.generator(args.seed, "sample"), latent=args.tree)
     rows = _rows(language, sentences)
+    if isinstance(language, PCFG) and args.tree:
+        for row, nodes in zip(rows, sentences.latent.tolist(), strict=True):
+            row["tree"] = _tree([node for node in nodes if node[0] >= 0], language.symbols, row["words"])
     mean = _mean_entropy(rows) if isinstance(language, languages.ExactLanguage) else None
     if args.json:
         common.emit_json(
@@ -64,6 +73,8 @@ def main(arguments: list[str]) -> int:
         return 0
     for row in rows:
         common.say(" ".join(row["words"]))
+        if "tree" in row:
+            common.say(f"    {row['tree']}")
         if "log_prob_nats" in row:
             entropies = " ".join(f"{h:z.3f}" for h in row["conditional_entropy_nats"])
             common.say(f"    log-probability {row['log_prob_nats']:.4f} nats; entropy of each token {entropies} nats")
@@ -82,6 +93,25 @@ def _rows(language: Language, sentences: Sentences) -> list[dict[str, Any]]:
     if isinstance(language, ExactLanguage):
         _add_truth(language, sentences, rows)
     return rows
+
+
+def _tree(nodes: list[list[int]], symbols: tuple[str, ...], words: list[str]) -> str:
+    """Return the rows (start, stop, symbol) of a tree's nodes, in preorder, as nested brackets."""
+    text, open_until = "", list[int]()
+    for index, (start, stop, symbol) in enumerate(nodes):
+        while open_until and open_until[-1] <= start:
+            text += ")"
+            open_until.pop()
+        text += f" ({_name(symbols[symbol])}"
+        open_until.append(stop)
+        if index + 1 == len(nodes) or nodes[index + 1][0] >= stop:
+            text += f" {_name(words[start])}"
+    return text.strip() + ")" * len(open_until)
+
+
+def _name(name: str) -> str:
+    """Return a symbol or a token, in quotes where it could be taken for a part of the tree."""
+    return repr(name) if any(c in "()'\"" or c.isspace() for c in name) else name
 
 
 def _add_truth(language: ExactLanguage, sentences: Sentences, rows: list[dict[str, Any]]) -> None:

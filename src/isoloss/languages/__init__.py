@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from isoloss import config as configs
-from isoloss.config import PRESETS, CorpusConfig, GrammarConfig, LanguageConfig, PCFGConfig
+from isoloss.config import (
+    PRESETS,
+    BracketsConfig,
+    CorpusConfig,
+    DyckConfig,
+    GrammarConfig,
+    HMMConfig,
+    HMMFileConfig,
+    LanguageConfig,
+    PCFGConfig,
+)
 from isoloss.errors import IsolossError
 from isoloss.languages.base import ExactLanguage, Language, Sentences
 
@@ -16,8 +26,9 @@ def resolve(spec: str, *, tokenizer: str | None = None, length: int | None = Non
     """Return the config of the language that `spec` names.
 
     Args:
-        spec: A preset (`isoloss ls languages`), a `.toml` file with a language's config, a grammar file (NLTK's PCFG
-            text or rule lines), or, together with a tokenizer, a text file, JSON lines or a folder of them.
+        spec: A preset (`isoloss ls languages`), a `.toml` file with a language's config, a `.safetensors` file of a
+            hidden Markov model, a grammar file (NLTK's PCFG text or rule lines), or, together with a tokenizer, a text
+            file, JSON lines or a folder of them.
         tokenizer: For text: a Hugging Face folder or name, or a `vocab.txt`.
         length: For text: the length that tokens are packed to. For a grammar file: the longest sentence.
 
@@ -30,13 +41,25 @@ def resolve(spec: str, *, tokenizer: str | None = None, length: int | None = Non
         if given:
             raise IsolossError(f"the language {spec} is complete as it is: leave out {', '.join(given)}")
     if spec in PRESETS:
-        return PRESETS[spec][0]
+        config: LanguageConfig = PRESETS[spec][0]
+        return config
     if not path.exists():
         raise IsolossError(
             f"no language {spec!r}: neither a preset ({', '.join(PRESETS)}) nor a file or folder that exists"
         )
     if path.suffix == ".toml":
-        return configs.read_toml(LanguageConfig, path)  # type: ignore[arg-type]
+        read: LanguageConfig = configs.read_toml(LanguageConfig, path)  # type: ignore[arg-type]
+        if isinstance(read, HMMFileConfig):
+            from isoloss.languages.hmm import HMM
+
+            return HMM.from_config(read).config  # with the file's content
+        return read
+    if path.suffix == ".safetensors":
+        if tokenizer is not None or length is not None:
+            raise IsolossError(f"the language {spec} is complete as it is: leave out --tokenizer and --length")
+        from isoloss.languages.hmm import HMM
+
+        return HMM.from_file(path).config
     if tokenizer is not None:
         from isoloss.languages import corpus
 
@@ -68,4 +91,17 @@ def make(config: LanguageConfig) -> Language:
         from isoloss.languages.pcfg import PCFG
 
         return PCFG.from_config(config)
+    if isinstance(config, HMMConfig | HMMFileConfig):
+        from isoloss.languages.hmm import HMM
+
+        return HMM.from_config(config)
+    if isinstance(config, BracketsConfig):
+        from isoloss.languages.dyck import Brackets
+
+        return Brackets.from_config(config)
+    if isinstance(config, DyckConfig):
+        from isoloss.languages.dyck import dyck_grammar
+        from isoloss.languages.pcfg import PCFG
+
+        return PCFG(dyck_grammar(config), max_length=config.max_length)
     raise IsolossError(f"{config!r} is not the config of a language")

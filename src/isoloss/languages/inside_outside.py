@@ -1,14 +1,17 @@
 """Exact inference in a grammar: inside and outside scores of batches of sentences of one length, in linear space.
 
 Emissions are divided by a constant per token, a power of two, so that nothing is rounded. All splits of a span share
-its tokens, so no step rescales. Every sum is of non-negative products, so nothing cancels.
+its tokens, so no step rescales. Every sum is of non-negative products, so nothing cancels. On the CPU compiled kernels
+do the work (`numba_kernels`), elsewhere torch.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,9 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.chart_plan import FoldedRules, Key, Plan, Planner, intersection, part_of
+
+if TYPE_CHECKING:
+    from isoloss.languages.numba_kernels import Kernels
 
 # Shapes: n sentences, T tokens, S symbols, G symbols of a group, K pairs of a block, P start positions of an item.
 # The sentences are the last axis of charts: every operation runs along contiguous memory.
@@ -41,7 +47,27 @@ class _Tables:
     blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # by block: weights (G, K), b, c
 
 
-_Run = Callable[[torch.Tensor, _Tables, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Backend = Literal["numba", "torch"]
+
+
+def choose_backend(device: torch.device) -> Backend:
+    """Return what computes on `device`: numba on the CPU where it can be imported, torch elsewhere."""
+    if device.type != "cpu":
+        return "torch"
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return "torch"
+    return "numba"
+
+
+def described(device: torch.device) -> str:
+    """Return what computes on `device`, with its version, in words."""
+    name = choose_backend(device)
+    return f"{name} {importlib.metadata.version(name)}, scaled inside-outside in linear space"
+
+
+_Run = Callable[[torch.Tensor, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class InsideOutside:
@@ -49,34 +75,45 @@ class InsideOutside:
 
     Every method takes sentences of one length, (n, T) int64 on the engine's device, best at most `chunk(T)` of them at
     once, and also returns (n,) float64: the log-probability of each sentence, -inf where it is impossible (the row's
-    other results then mean nothing). Rows that float32 cannot hold are recomputed in float64, with a scale of their own
-    where that is needed.
+    other results then mean nothing). A token may be `unknown`: probabilities are then sums over all tokens there. Rows
+    that float32 cannot hold are recomputed in float64, with a scale of their own where that is needed.
 
     Args:
         rules: The grammar; its first symbol is the start.
         device: Where to compute.
         dtype: float32 or float64.
+        backend: What computes; None: what `choose_backend` says.
 
     Attributes:
         emitting: (E,) ids of the symbols that yield single tokens.
+        unknown: The id that stands for any token: the number of tokens.
+        backend: What computes the hot paths, `log_partition` and `leaf_outside`: "numba" or "torch".
     """
 
-    def __init__(self, rules: FoldedRules, device: torch.device, dtype: torch.dtype):
+    def __init__(self, rules: FoldedRules, device: torch.device, dtype: torch.dtype, backend: Backend | None = None):
         self._rules, self._device, self._dtype = rules, device, dtype
         self._planner = Planner(rules)
-        emits = rules.emission.any(axis=1)
+        self.unknown = rules.emission.shape[1]
+        total = rules.emission.sum(axis=1)
+        emits = total > 0
         self.emitting = np.flatnonzero(emits)
-        self._log2_scale = self._tensor(
-            np.round(np.log2(rules.emission[emits].mean(axis=0))).clip(min=-1000), torch.float64
-        )
+        emission = np.concatenate([rules.emission, total[:, None]], axis=1)
+        log2_scale = np.round(np.log2(emission[emits].mean(axis=0))).clip(min=-1000)
+        self._log2_scale = self._tensor(log2_scale, torch.float64)
+        self._scaled = emission * np.exp2(-log2_scale)
+        self._total = total[emits]
         self._cache: dict[torch.dtype, _Tables] = {}
+        self.backend: Backend = backend or choose_backend(device)
+        self._kernels: Kernels | None = None
 
     def chunk(self, length: int) -> int:
-        """Return how many sentences of `length` tokens keep the working memory within bounds."""
+        """Return how many sentences `log_partition` and `leaf_outside` take at once with bounded working memory."""
+        if self.backend == "numba":  # its charts hold 128 sentences, whatever the chunk
+            return max(1, _BYTES["cpu"] // (self._dtype.itemsize * length * len(self.emitting) * 128)) * 128
         return self._rows(self._planner.plan(length))
 
     def chunk_of_spans(self, length: int) -> int:
-        """Return the same for `inside`, which takes every symbol as the root."""
+        """Return the same for `inside` and `span_posterior`, which keep charts of every symbol for the whole chunk."""
         return self._rows(self._planner.plan(length, every_root=True))
 
     def _rows(self, plan: Plan) -> int:
@@ -87,8 +124,8 @@ class InsideOutside:
         """Return (n,): the log-probability of each sentence."""
         plan = self._planner.plan(tokens.shape[1])
 
-        def run(tokens: torch.Tensor, tables: _Tables, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            z = self._root(plan, self._inside(plan, tables, tokens, shift))
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            z = self._probabilities(plan, tokens, shift, dtype)
             return z, torch.zeros_like(z)
 
         return self._robust(plan, tokens, run)[1]
@@ -101,13 +138,14 @@ class InsideOutside:
         """
         length = tokens.shape[1]
         plan = self._planner.plan(length)
-        total = self._rules.emission[self.emitting].sum(axis=1)
 
-        def run(tokens: torch.Tensor, tables: _Tables, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            chart = self._inside(plan, tables, tokens, shift)
-            outside = self._outside(plan, tables, chart)
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if self.backend == "numba":
+                return self._compiled().run(plan, tokens, torch.exp2(shift).to(dtype), leaves=True)
+            chart = self._inside(plan, tokens, shift, dtype)
+            outside = self._outside(plan, chart)
             scores = self._by_symbol(plan, outside, 1, range(length), self.emitting)
-            return self._root(plan, chart), scores / (scores @ self._tensor(total, tables.dtype)).unsqueeze(-1)
+            return self._root(plan, chart), scores / (scores @ self._tensor(self._total, dtype)).unsqueeze(-1)
 
         return self._robust(plan, tokens, run)
 
@@ -120,8 +158,8 @@ class InsideOutside:
         """
         plan = self._planner.plan(tokens.shape[1], every_root=True)
 
-        def run(tokens: torch.Tensor, tables: _Tables, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scaled = self._whole(plan, self._inside(plan, tables, tokens, shift))
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scaled = self._whole(plan, self._inside(plan, tokens, shift, dtype))
             log_scale = self._log_scale(tokens, shift)[:, None]
             floor = torch.finfo(torch.float64).tiny
             impossible = math.log(floor) - log_scale.clamp(min=0)
@@ -134,13 +172,13 @@ class InsideOutside:
         width = stop - start
         plan, inner = self._planner.plan(tokens.shape[1]), self._planner.plan(width, every_root=True)
 
-        def run(tokens: torch.Tensor, tables: _Tables, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            chart = self._inside(plan, tables, tokens, shift)
-            outside = self._outside(plan, tables, chart, narrowest=width)
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            chart = self._inside(plan, tokens, shift, dtype)
+            outside = self._outside(plan, chart, narrowest=width)
             # a chart holds the topmost symbol of a chain of unary rules: the closure leads to those below it
             above = self._by_symbol(plan, outside, width, range(start, start + 1))[:, 0]
-            above = above @ self._tensor(self._rules.closure, tables.dtype)
-            below = self._whole(inner, self._inside(inner, tables, tokens[:, start:stop], shift))
+            above = above @ self._tensor(self._rules.closure, dtype)
+            below = self._whole(inner, self._inside(inner, tokens[:, start:stop], shift, dtype))
             z = self._root(plan, chart)
             return z, (above * below / z[:, None]).clamp(max=1)
 
@@ -153,18 +191,18 @@ class InsideOutside:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `run`'s second result and the log-probabilities, from the narrowest numbers that hold each row.
 
-        `run(tokens, tables, shift)` works with leaves multiplied by 2^shift, by row, and returns the scaled probability
+        `run(tokens, dtype, shift)` works with leaves multiplied by 2^shift, by row, and returns the scaled probability
         of each row and a result that does not depend on the scale.
         """
         dtype = dtype or self._dtype
         shift = self._calibrated(plan, tokens, dtype)
-        z, result = run(tokens, self._tables(dtype), shift)
+        z, result = run(tokens, dtype, shift)
         log_z = z.double().log() - self._log_scale(tokens, shift)
-        poor = torch.nonzero(~(_within(z, dtype) & _finite(result))).flatten()
-        if len(poor):
+        all_poor = torch.nonzero(~(_within(z, dtype) & _finite(result))).flatten()
+        for poor in _pieces(all_poor, self._rows(plan)):
             rows = tokens[poor]
             shift, possible = self._fitted(plan, rows)
-            z, again = run(rows, self._tables(torch.float64), shift)
+            z, again = run(rows, torch.float64, shift)
             if not bool((_finite(again) | ~possible).all()):
                 raise IsolossError(_TOO_WIDE)
             result[poor] = again.to(result.dtype)
@@ -192,7 +230,7 @@ class InsideOutside:
         """Return (n,) the shift with which float64 holds each row, and whether the row is possible at all."""
         low = torch.full((len(tokens),), -1000.0, dtype=torch.float64, device=self._device)
         high, shift = -low, torch.zeros_like(low)
-        possible = self._root(plan, self._inside(plan, self._tables(torch.float64), tokens, shift, support=True)) > 0
+        possible = self._root(plan, self._inside(plan, tokens, shift, torch.float64, support=True)) > 0
         while True:
             z = self._probabilities(plan, tokens, shift)
             done = _within(z, torch.float64) | ~possible
@@ -204,16 +242,21 @@ class InsideOutside:
             low, high = torch.where(small, shift, low), torch.where(small, high, shift)
             shift = torch.where(done, shift, torch.floor((low + high) / 2))
 
-    def _probabilities(self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        return self._root(plan, self._inside(plan, self._tables(torch.float64), tokens, shift))
+    def _probabilities(
+        self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype = torch.float64
+    ) -> torch.Tensor:
+        """Return (n,): the scaled probability of each row."""
+        if self.backend == "numba" and not plan.every_root:
+            return self._compiled().run(plan, tokens, torch.exp2(shift).to(dtype), leaves=False)[0]
+        return self._root(plan, self._inside(plan, tokens, shift, dtype))
 
     # --- charts ------------------------------------------------------------------------------------------------------
 
     def _inside(
-        self, plan: Plan, tables: _Tables, tokens: torch.Tensor, shift: torch.Tensor, *, support: bool = False
+        self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype, *, support: bool = False
     ) -> _Chart:
         """Return the inside scores; with `support`, 1 where they are positive and 0 elsewhere, free of underflow."""
-        n = len(tokens)
+        n, tables = len(tokens), self._tables(dtype)
         items = {}
         factor = torch.exp2(shift).to(tables.dtype)
         for (group, width), starts in plan.starts.items():
@@ -241,9 +284,9 @@ class InsideOutside:
             items[step.key] = total.view(-1, step.starts, n)
         return _Chart(items, n, tables.dtype)
 
-    def _outside(self, plan: Plan, tables: _Tables, chart: _Chart, *, narrowest: int = 1) -> _Chart:
+    def _outside(self, plan: Plan, chart: _Chart, *, narrowest: int = 1) -> _Chart:
         """Return the outside scores of the items at least `narrowest` wide: dZ / d inside, exactly."""
-        inside, n = chart.items, chart.sentences
+        inside, n, tables = chart.items, chart.sentences, self._tables(chart.dtype)
         outside = {key: torch.zeros_like(scores) for key, scores in inside.items()}
         if (root := (int(self._planner.group_of[0]), plan.length)) in outside:
             outside[root][0, 0] = 1  # the start symbol is the first of its group
@@ -300,12 +343,19 @@ class InsideOutside:
 
     # --- compiling ---------------------------------------------------------------------------------------------------
 
+    def _compiled(self) -> Kernels:
+        if self._kernels is None:
+            from isoloss.languages.numba_kernels import Kernels
+
+            self._kernels = Kernels(self._rules, self._planner, self._scaled, self.emitting)
+        return self._kernels
+
     def _tensor(self, array: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(array, device=self._device).to(dtype)
 
     def _tables(self, dtype: torch.dtype) -> _Tables:
         if dtype not in self._cache:
-            scaled = self._tensor(self._rules.emission, torch.float64) * torch.exp2(-self._log2_scale)
+            scaled = self._tensor(self._scaled, torch.float64)
             self._cache[dtype] = _Tables(
                 dtype,
                 [scaled[self._tensor(members, torch.int64)].to(dtype) for members in self._planner.members],
@@ -324,6 +374,11 @@ def _within(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return whether numbers are far from the underflow and overflow of `dtype`; false for NaN."""
     bound = 2.0 ** _COMFORTABLE[dtype]
     return (z > 1 / bound) & (z < bound)
+
+
+def _pieces(rows: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]
 
 
 def _finite(result: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,9 @@ import torch
 from isoloss import files, seeds
 from isoloss.config import GrammarConfig, PCFGConfig
 from isoloss.errors import IsolossError
+from isoloss.languages import batches
 from isoloss.languages.base import Sentences
+from isoloss.languages.batches import Rows
 from isoloss.languages.chart_plan import FoldedRules
 from isoloss.languages.derivations import Sampler, longest_yields
 from isoloss.languages.grammar import Format, Grammar, parse_grammar
@@ -22,9 +24,7 @@ from isoloss.languages.random_grammar import random_grammar
 
 MAX_LENGTH = 1024  # tokens; the exact algorithms take time cubic in the length
 SMALLEST_ACCEPTANCE = 1e-4  # of derivations that are short enough; below it, sampling by rejection takes too long
-_OUTPUT_BYTES = 1 << 24  # of a chunk's (n, T, V) probabilities
-
-Rows = slice | torch.Tensor
+_OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
 
 
 class PCFG:
@@ -244,17 +244,21 @@ class PCFG:
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 
-    def log_prob(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def log_prob(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return (n,): the log-probability of each sentence in the language, its length included, in nats.
 
         Args:
             tokens: (n, T) ids, padded on the right with anything.
             lengths: (n,) from 1 to `max_length`.
+            mask: (n, T) bool, true where the token is unknown, whatever id stands there. The result is then the
+                log-probability of the visible tokens and the length: a sum over all tokens at the unknown positions.
 
         Raises:
             IsolossError: A token or a length is out of range, or a sentence is impossible; the message names the row.
         """
-        tokens, lengths = self._checked(tokens, lengths)
+        tokens, lengths = self._checked(tokens, lengths, mask)
         out = torch.zeros(len(tokens), dtype=self.dtype, device=self.device)
         for rows, length in self._buckets(lengths):
             log_z = self._engine.log_partition(tokens[rows, :length])
@@ -262,30 +266,64 @@ class PCFG:
             out[rows] = (log_z - math.log(self._acceptance)).to(self.dtype)
         return out
 
-    def log_conditionals(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n, T, vocab_size): log Pr(x_t = c | all other tokens, the length), the full conditionals, in nats.
+    def log_conditionals(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        r"""Return (n, T, vocab_size): log Pr(x_t = c | all other visible tokens, the length), in nats.
 
         `Pr(x_t = c | x_-t)` is proportional to `sum_A outside(A, t) Pr(A =>* c)`: one inside and one outside pass give
-        all positions and tokens (the true conditionals of the paper's section 2.1). An impossible token has the log of
-        the dtype's smallest normal number; padded positions hold 0. Arguments and errors as for `log_prob`.
-        """
-        tokens, lengths = self._checked(tokens, lengths)
-        out = torch.zeros(*tokens.shape, self.vocab_size, dtype=self.dtype, device=self.device)
-        for rows, length, probs in self._conditionals(tokens, lengths):
-            out[rows, :length] = probs.clamp_(min=torch.finfo(self.dtype).tiny).log_()
-        return out
+        all positions and tokens (the true conditionals of the paper's section 2.1). An unknown token's leaf is the sum
+        over all tokens. An impossible token has the log of the dtype's smallest normal number; padded positions hold 0.
 
-    def conditional_entropy(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n, T): the entropy of each full conditional in nats, 0 at padded positions.
+        Args:
+            tokens: As for `log_prob`.
+            lengths: As for `log_prob`.
+            mask: (n, T) bool, true where the token is unknown; None: nowhere.
+            positions: (n,) or (n, k) positions of each sentence: the result is (n, vocab_size) or (n, k, vocab_size).
 
-        The (n, T, vocab_size) conditionals exist a chunk at a time. Arguments and errors as for `log_prob`.
+        Raises:
+            IsolossError: As for `log_prob`, or a position is beyond its sentence.
+
+        Example:
+            >>> language = PCFG.from_text("S A B 1\nA a 0.5\nA b 0.5\nB a 0.25\nB b 0.75")
+            >>> hidden = torch.tensor([[True, True]])
+            >>> given = {"mask": hidden, "positions": torch.tensor([1])}
+            >>> language.log_conditionals(torch.tensor([[0, 0]]), torch.tensor([2]), **given).exp()
+            tensor([[0.2500, 0.7500]], dtype=torch.float64)
         """
-        tokens, lengths = self._checked(tokens, lengths)
-        out = torch.zeros(tokens.shape, dtype=self.dtype, device=self.device)
-        for rows, length, probs in self._conditionals(tokens, lengths):
-            logs = probs.clamp(min=torch.finfo(self.dtype).tiny).log_()
-            out[rows, :length] = logs.mul_(probs).sum(dim=-1).neg_().clamp_(min=0).abs_()  # no -0.0
-        return out
+        tokens, lengths = self._checked(tokens, lengths, mask)
+        chosen = batches.checked_positions(positions, lengths)
+        shape = tokens.shape if chosen is None else chosen.shape
+        out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
+        for rows, part in self._conditionals(tokens, lengths, chosen):
+            batches.put(out, rows, batches.clamped_log_(part))
+        return out if positions is None else out.view(*positions.shape, self.vocab_size)
+
+    def conditional_entropy(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (n, T): the entropy of each conditional of `log_conditionals` in nats, 0 at padded positions.
+
+        The (n, T, vocab_size) conditionals exist a chunk at a time. Arguments and errors as for `log_conditionals`;
+        with `positions` the result has their shape.
+        """
+        tokens, lengths = self._checked(tokens, lengths, mask)
+        chosen = batches.checked_positions(positions, lengths)
+        out = torch.zeros(tokens.shape if chosen is None else chosen.shape, dtype=self.dtype, device=self.device)
+        for rows, part in self._conditionals(tokens, lengths, chosen):
+            logs = batches.clamped_log_(part.clone())
+            batches.put(out, rows, logs.mul_(part).sum(dim=-1).neg_().clamp_(min=0).abs_())  # no -0.0
+        return out if positions is None else out.view(positions.shape)
 
     def inside(self, tokens: torch.Tensor, lengths: torch.Tensor, *, start: int = 0, stop: int) -> torch.Tensor:
         """Return (n, symbols): log Pr(symbol =>* x_start .. x_{stop-1}), the inside scores of one span, in nats.
@@ -304,7 +342,7 @@ class PCFG:
             IsolossError: A token or a length is out of range, or a sentence is shorter than `stop`.
         """
         tokens, lengths = self._checked(tokens, lengths)
-        self._check_span(lengths, start, stop)
+        batches.check_span(lengths, start, stop)
         out = torch.zeros(len(tokens), len(self.symbols), dtype=self.dtype, device=self.device)
         for rows, length in self._buckets(torch.full_like(lengths, stop - start), self._engine.chunk_of_spans):
             out[rows] = self._engine.inside(tokens[rows, start : start + length])[0].to(self.dtype)
@@ -328,9 +366,9 @@ class PCFG:
             IsolossError: As for `log_prob`, or a sentence is too short for the span.
         """
         tokens, lengths = self._checked(tokens, lengths)
-        self._check_span(lengths, start, stop)
+        batches.check_span(lengths, start, stop)
         out = torch.zeros(len(tokens), len(self.symbols), dtype=self.dtype, device=self.device)
-        for rows, length in self._buckets(lengths):
+        for rows, length in self._buckets(lengths, self._engine.chunk_of_spans):
             posterior, log_z = self._engine.span_posterior(
                 tokens[rows, :length], start, length if stop is None else stop
             )
@@ -338,17 +376,23 @@ class PCFG:
             out[rows] = posterior
         return out
 
-    def _conditionals(self, tokens: torch.Tensor, lengths: torch.Tensor) -> Iterator[tuple[Rows, int, torch.Tensor]]:
-        """Yield rows, their length and (rows, length, V) conditionals."""
-
-        def chunk(length: int) -> int:
-            output = length * self.vocab_size * self.dtype.itemsize
-            return min(self._engine.chunk(length), max(1, _OUTPUT_BYTES // output))
-
-        for rows, length in self._buckets(lengths, chunk):
+    def _conditionals(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
+    ) -> Iterator[tuple[Rows, torch.Tensor]]:
+        """Yield rows and their (rows, length or k, V) conditionals."""
+        for rows, length in self._buckets(lengths):
             scores, log_z = self._engine.leaf_outside(tokens[rows, :length])
             self._check_possible(rows, log_z)
-            yield rows, length, scores @ self._emission
+            if positions is not None:
+                scores = scores[torch.arange(len(scores), device=self.device)[:, None], positions[rows]]
+            row_bytes = max(1, scores.shape[1]) * self.vocab_size * self.dtype.itemsize
+            size = max(1, _OUTPUT_BYTES.get(self.device.type, _OUTPUT_BYTES["cpu"]) // row_bytes)
+            for first in range(0, len(scores), size):
+                part = scores[first : first + size]
+                if isinstance(rows, slice):
+                    yield slice(rows.start + first, rows.start + first + len(part)), part @ self._emission
+                else:
+                    yield rows[first : first + size], part @ self._emission
 
     def _buckets(self, lengths: torch.Tensor, chunk: Callable[[int], int] | None = None) -> Iterator[tuple[Rows, int]]:
         """Yield rows of one length and the length, at most `chunk(length)` at once; a slice where all rows have it."""
@@ -363,41 +407,14 @@ class PCFG:
 
     # --- checking ----------------------------------------------------------------------------------------------------
 
-    def _checked(self, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if tokens.dim() != 2 or lengths.shape != tokens.shape[:1]:
-            raise IsolossError(
-                f"tokens must be (n, T) and lengths (n,), not {tuple(tokens.shape)} and {tuple(lengths.shape)}"
-            )
-        for name, tensor in (("tokens", tokens), ("lengths", lengths)):
-            if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-                raise IsolossError(f"{name} must be integers, not {tensor.dtype}")
-        tokens, lengths = tokens.to(self.device, torch.int64), lengths.to(self.device, torch.int64)
-        longest = min(self.max_length, tokens.shape[1])
-        if (row := _first((lengths < 1) | (lengths > longest))) is not None:
-            raise IsolossError(f"sentence {row} has length {int(lengths[row])}; a length here is from 1 to {longest}")
-        present = torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]
-        wrong = present & ((tokens < 0) | (tokens >= self.vocab_size))
-        if (row := _first(wrong.any(dim=1))) is not None:
-            token = int(tokens[row][wrong[row]][0])
-            raise IsolossError(f"sentence {row} holds the token id {token}; ids are from 0 to {self.vocab_size - 1}")
-        return tokens, lengths
-
-    def _check_span(self, lengths: torch.Tensor, start: int, stop: int | None) -> None:
-        if start < 0 or (stop is not None and stop <= start):
-            raise IsolossError(f"a span from {start} to {stop} holds no tokens; it needs 0 <= start < stop")
-        least = start + 1 if stop is None else stop
-        if (row := _first(lengths < least)) is not None:
-            raise IsolossError(
-                f"sentence {row} has {int(lengths[row])} tokens; the span from {start} to "
-                f"{'its end' if stop is None else stop} needs at least {least}"
-            )
+    def _checked(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return batches.checked(
+            tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.max_length, device=self.device
+        )
 
     def _check_possible(self, rows: Rows, log_z: torch.Tensor) -> None:
-        if (index := _first(log_z == -math.inf)) is not None:
+        if (index := batches.first(log_z == -math.inf)) is not None:
             row = rows.start + index if isinstance(rows, slice) else int(rows[index])
             raise IsolossError(f"sentence {row} has probability 0: the grammar does not derive it")
-
-
-def _first(wrong: torch.Tensor) -> int | None:
-    """Return the index of the first true value, or None."""
-    return int(wrong.int().argmax()) if bool(wrong.any()) else None

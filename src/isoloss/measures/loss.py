@@ -5,6 +5,8 @@ Shapes: n sentences, T positions, V tokens of the language, M ids of the model (
 
 from __future__ import annotations
 
+import inspect
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,8 +27,9 @@ from isoloss.measures.checks import device_of, refuse_dropout
 from isoloss.models.bert import masked_logits
 
 UNIT = "nats per predicted token"
+_IMPOSSIBLE = math.log(torch.finfo(torch.float32).tiny)  # that of float64 is further down still
 _SUBSETS = 5  # of the paper's deviation, appendix A.5
-_CHUNK = 1024  # sentences whose conditionals at all positions are held at a time
+_CHUNK = 1024  # sentences whose conditionals at all positions are held at a time; at masked ones, eight times as many
 _ROWS = 512  # predicted tokens whose log-probabilities over the vocabulary are held in float64 at a time
 
 
@@ -41,15 +44,20 @@ class Truth:
     checkpoint, and the values of two checkpoints on it are paired.
 
     Attributes:
-        batch: The masked sentences: `input_ids`, `attention_mask`, `labels`, each (n, T); one label a sentence.
-        log_conditionals: (n, V) float64, log Pr(x_t = c | all other tokens, the length) at the masked position, nats.
-        entropy: (n,) float64, its entropy in nats.
+        batch: The masked sentences: `input_ids`, `attention_mask`, `labels`, each (n, T).
+        log_conditionals: (m, V) float64 at the m masked positions, sentence by sentence: log Pr(x_t = c | all other
+            visible tokens, the length), nats.
+        entropy: (n,) float64, their entropies in nats, summed over the masked positions of each sentence.
+        counts: (n,) masked positions of each sentence, at least 1.
+        objective: How they were drawn.
         seed: What the sentences and masks were drawn with.
     """
 
     batch: Batch
     log_conditionals: torch.Tensor
     entropy: torch.Tensor
+    counts: torch.Tensor
+    objective: ObjectiveConfig
     seed: int
 
     def __len__(self) -> int:
@@ -57,42 +65,84 @@ class Truth:
 
 
 def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> Truth:
-    """Draw sentences, mask one token of each and compute the exact conditionals there (paper, A.5 and A.7).
+    """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
 
-    It holds 8 n (V + 3 T) bytes; the conditionals at all positions exist for 1,024 sentences at a time.
+    It holds 8 (m V + 3 n T) bytes for m masked tokens. Each conditional is given the visible tokens, as the model's
+    prediction is: with several tokens of a sentence masked it is a sum over all tokens at the other masked positions.
 
     Args:
         language: An exact language.
         num_sentences: How many; the paper takes 1e6.
-        objective: Must mask one token a sentence: with several masked, a token's distribution given the visible ones
-            is not among the full conditionals.
+        objective: Which tokens are masked.
         seed: Decides the sentences and the masked positions.
 
     Raises:
-        IsolossError: The language is not exact, the objective masks a fraction, or there are fewer than ten sentences.
+        IsolossError: The language is not exact, or not under masks as the objective draws them, or there are fewer
+            than ten sentences.
     """
     if not isinstance(language, ExactLanguage):
         raise IsolossError(f"{type(language).__name__} has no exact conditionals: measure its held-out loss instead")
-    if objective.masking != "one":
-        raise IsolossError(f'the exact loss is known for masking "one", not "{objective.masking}"')
+    if objective.masking != "one" and "mask" not in _options(language):
+        raise IsolossError(
+            f'{type(language).__name__} knows the exact loss for masking "one", not "{objective.masking}"'
+        )
     if num_sentences < 2 * _SUBSETS:
         raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * _SUBSETS}")
     sentences = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))
     batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
-    positions = (batch["labels"] != IGNORED).long().argmax(dim=1)
-    chunks = []
-    for start in range(0, num_sentences, _CHUNK):
-        rows = slice(start, start + _CHUNK)
-        conditionals = language.log_conditionals(sentences.tokens[rows], sentences.lengths[rows])
-        chunks.append(conditionals[torch.arange(len(conditionals)), positions[rows]].double())
-    log_p = torch.cat(chunks)
-    return Truth(batch=batch, log_conditionals=log_p, entropy=-(log_p.exp() * log_p).sum(dim=1), seed=seed)
+    chosen = batch["labels"] != IGNORED
+    counts = chosen.sum(dim=1)
+    firsts = counts.cumsum(dim=0) - counts
+    log_p = torch.empty(int(counts.sum()), language.vocab_size, dtype=torch.float64)
+    entropy = torch.empty(len(log_p), dtype=torch.float64)
+    size = _CHUNK * (8 if "positions" in _options(language) else 1)
+    for count in sorted(set(counts.tolist())):
+        for rows in (counts == count).nonzero()[:, 0].split(size):
+            part = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+            values = _conditionals(language, part, chosen[rows], several=objective.masking != "one").double()
+            places = (firsts[rows, None] + torch.arange(count)).flatten()
+            log_p[places], entropy[places] = values, (_probabilities(values) * -values).sum(dim=1)
+    return Truth(
+        batch=batch,
+        log_conditionals=log_p,
+        entropy=_by_sentence(entropy, chosen),
+        counts=counts,
+        objective=objective,
+        seed=seed,
+    )
+
+
+def _options(language: ExactLanguage) -> set[str]:
+    """Return the names of what `log_conditionals` of a language takes."""
+    return set(inspect.signature(language.log_conditionals).parameters)
+
+
+def _conditionals(
+    language: ExactLanguage, sentences: Sentences, chosen: torch.Tensor, *, several: bool
+) -> torch.Tensor:
+    """Return (m, V): the log-conditionals at the chosen positions, as many in each sentence, sentence by sentence."""
+    options: dict[str, torch.Tensor] = {"mask": chosen} if several else {}
+    if "positions" not in _options(language):
+        return language.log_conditionals(sentences.tokens, sentences.lengths, **options)[chosen]
+    options["positions"] = chosen.nonzero()[:, 1].view(len(chosen), -1)
+    return language.log_conditionals(sentences.tokens, sentences.lengths, **options).flatten(0, 1)
+
+
+def _by_sentence(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return (n,): the sums of (m,) values over the chosen positions of each sentence."""
+    rows = chosen.nonzero()[:, 0]
+    return torch.zeros(len(chosen), dtype=values.dtype, device=values.device).index_add_(0, rows, values)
+
+
+def _probabilities(log_p: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of log-conditionals: 0 where these stand for impossible tokens, as protocols have it."""
+    return log_p.exp().masked_fill(log_p <= _IMPOSSIBLE, 0.0)
 
 
 def kl_values(
     model: nn.Module, truth: Truth, *, batch_size: int = 256, progress: Callable[[int], None] | None = None
 ) -> torch.Tensor:
-    """Return (n,) float64: KL(p || q) in nats at each masked token, sum_c p_c (log p_c - log q_c).
+    """Return (n,) float64: KL(p || q) = sum_c p_c (log p_c - log q_c) in nats, summed over a sentence's masked tokens.
 
     p is the true conditional over the V tokens, q the model's softmax over all its M ids. Mass that q gives to special
     tokens is therefore part of the KL, as it is part of the cross-entropy that training minimises.
@@ -106,18 +156,19 @@ def kl_values(
     Raises:
         IsolossError: Dropout is on, the model knows fewer ids than the language, or its logits are not finite.
     """
-    values = torch.empty(len(truth), dtype=torch.float64)
+    values = torch.empty(len(truth.log_conditionals), dtype=torch.float64)
+    ends = truth.counts.cumsum(dim=0)
     done = 0
     for log_q in _predictions(model, truth.batch, batch_size=batch_size):
         log_p = truth.log_conditionals[done : done + len(log_q)]
         if log_q.shape[1] < log_p.shape[1]:
             raise IsolossError(f"the model knows {log_q.shape[1]} ids and the language has {log_p.shape[1]} tokens")
         difference = log_p - log_q[:, : log_p.shape[1]].cpu()
-        values[done : done + len(log_q)] = (log_p.exp() * difference).sum(dim=1)
+        values[done : done + len(log_q)] = (_probabilities(log_p) * difference).sum(dim=1)
         done += len(log_q)
         if progress is not None:
-            progress(done)
-    return values
+            progress(int((ends <= done).sum()))
+    return _by_sentence(values, truth.batch["labels"] != IGNORED)
 
 
 def pretraining_loss(
@@ -125,9 +176,10 @@ def pretraining_loss(
 ) -> dict[str, Estimate]:
     """Return `entropy`, `kl` and `loss` = entropy + KL: the model's cross-entropy against the truth (paper, A.5, A.7).
 
-    In nats per predicted token, errors over sentences. `details` holds `subset_std`, the standard deviation over five
-    subsets as the paper prints it, and their `subset_size`. The error of a difference between two models on the same
-    sentences is `paired_difference` of their `kl_values`, which is far smaller than these errors combined.
+    In nats per predicted token; all predicted tokens weigh the same, and errors are over sentences. `details` holds
+    `subset_std`, the standard deviation over five subsets as the paper prints it, and their `subset_size`. The error of
+    a difference between two models on the same sentences is `paired_difference` of their `kl_values` (with
+    `predicted=truth.counts`), which is far smaller than these errors combined.
 
     Args:
         model: As for `kl_values`.
@@ -140,12 +192,13 @@ def pretraining_loss(
     """
     started = time.perf_counter()
     kl = kl_values(model, truth, batch_size=batch_size, progress=progress)
-    ones = torch.ones_like(kl)
-    details = {**_details(model), "masking": "one", "seed": truth.seed}
+    details = {**_details(model), "masking": truth.objective.masking, "seed": truth.seed}
+    if truth.objective.masking == "fraction":
+        details["fraction"] = truth.objective.fraction
     named = {"entropy": truth.entropy, "kl": kl, "loss": truth.entropy + kl}
     seconds = time.perf_counter() - started
     return {
-        name: _estimate(values, ones, method=f"exact conditionals, {name}", details=details, seconds=seconds)
+        name: _estimate(values, truth.counts, method=f"exact conditionals, {name}", details=details, seconds=seconds)
         for name, values in named.items()
     }
 

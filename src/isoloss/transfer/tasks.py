@@ -1,4 +1,4 @@
-"""Downstream tasks of a grammar: classify a sentence by the most likely symbol over all of it or over its start."""
+"""Downstream tasks: classify a sentence by what most likely produced it, a symbol of a grammar or a hidden state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from isoloss.languages.base import Sentences
 from isoloss.languages.chart_plan import FoldedRules
 
 if TYPE_CHECKING:
+    from isoloss.languages.hmm import HMM
     from isoloss.languages.pcfg import PCFG
 
 _PREFIX = re.compile(r"prefix-([1-9]\d*)")
+_STATE = re.compile(r"state-([1-9]\d*)")
 _UNDEFINED = -1  # the label of a sentence that the task does not cover
 _LEAST_SHARE = 1e-3  # a task whose labels fewer of the sentences bear is refused,
 _LEAST_DRAWS = 10_000  # once so many have been drawn
@@ -32,12 +34,12 @@ class TaskData:
     """Labelled sentences of one downstream task.
 
     Attributes:
-        name: The task, e.g. `root`, `prefix-4`.
+        name: The task, e.g. `root`, `prefix-4`, `state-6`.
         train: Sentences padded to the language's longest.
         train_labels: (n_train,) int64, indices into `classes`.
         test: Sentences padded to the language's longest, drawn independently of the training sentences.
         test_labels: (n_test,) int64.
-        classes: The symbols that a label can stand for, whether or not one of these sentences bears it.
+        classes: The symbols or states that a label can stand for, whether or not one of these sentences bears it.
         majority_rate: Share of the commonest test label: the accuracy without looking.
         overlap: Share of the test sentences that are training sentences too; they are kept, since the test sentences
             would otherwise not follow the language's distribution.
@@ -63,28 +65,33 @@ def majority_rate(labels: torch.Tensor) -> float:
     return int(labels.bincount().max()) / len(labels)
 
 
-def make_task(language: PCFG, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
-    """Return the downstream task `name` of a grammar, on fresh sentences (paper, section 2.2 and appendix A.1).
+def make_task(language: PCFG | HMM, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
+    """Return the downstream task `name` of a language, on fresh sentences (paper, section 2.2 and appendix A.1).
 
-    `root`: the symbol that the start symbol is rewritten to, `argmax_A Pr(A covers the whole sentence | sentence)` over
-    the symbols A of its unary rules. `prefix-L`: the most likely symbol over the first L tokens by inside scores,
+    Of a grammar, `root`: the symbol that the start symbol is rewritten to,
+    `argmax_A Pr(A covers the whole sentence | sentence)` over the symbols A of its unary rules. `prefix-L`: the most
+    likely symbol over the first L tokens by inside scores,
     `argmax_A Pr(A =>* x_1 .. x_L)`, over all symbols that yield L tokens; a start symbol that is only ever rewritten to
     a single symbol stands for no choice and is left out. Both labels are functions of the sentence, so an accuracy of 1
     is possible, and equal scores go to the first symbol.
+
+    Of a hidden Markov model, `state-k`: the most likely k-th hidden state given the whole sentence,
+    `argmax_z Pr(z_k = z | x_1 .. x_T)`, k from 1 (the paper's task-6 and task-10); not the k-th state of the most
+    likely sequence. Every sentence has this label.
 
     A sentence for which the task has no label (shorter than L, or no symbol yields its first L tokens; for `root`, the
     start symbol splits at once) is drawn again: the sentences follow the language's distribution given that there is
     one.
 
     Args:
-        language: The grammar.
-        name: `root` or `prefix-L`, e.g. `prefix-4`.
+        language: The grammar or hidden Markov model.
+        name: `root` or `prefix-L`, e.g. `prefix-4`; `state-k`, e.g. `state-6`.
         num_train: Training sentences.
         num_test: Test sentences, from a stream of their own.
         seed: The seed of the sentences; the streams are `("task", name, "train")` and `("task", name, "test")`.
 
     Raises:
-        IsolossError: No such task; fewer than two symbols can be a label, or only one occurs in training; hardly any
+        IsolossError: No such task; fewer than two classes can be a label, or only one occurs in training; hardly any
             sentence has a label; a number of sentences is below 1.
 
     Example:
@@ -97,8 +104,9 @@ def make_task(language: PCFG, name: str, *, num_train: int, num_test: int, seed:
     for split, number in (("train", num_train), ("test", num_test)):
         if number < 1:
             raise IsolossError(f"num_{split} is {number}; a task needs at least 1 {split} sentence")
-    candidates, labeller = _define(language, name)
-    classes = tuple(language.symbols[symbol] for symbol in candidates)
+    from isoloss.languages.hmm import HMM
+
+    classes, labeller = _of_hmm(language, name) if isinstance(language, HMM) else _of_grammar(language, name)
     if len(classes) < 2:
         found = f"only {classes[0]}" if classes else "no symbol"
         raise IsolossError(f"task {name}: {found} can be the label, and a task needs two classes; choose another task")
@@ -123,7 +131,20 @@ def make_task(language: PCFG, name: str, *, num_train: int, num_test: int, seed:
     )
 
 
-def _define(language: PCFG, name: str) -> tuple[list[int], Labeller]:
+def _of_hmm(language: HMM, name: str) -> tuple[tuple[str, ...], Labeller]:
+    """Return the states, and the function from sentences to indices into them; scores as for a grammar."""
+    match = _STATE.fullmatch(name)
+    if match is None or int(match[1]) > language.max_length:
+        raise IsolossError(f"no task {name!r}: choose state-k with k from 1 to {language.max_length}")
+    exact, position = language.to(dtype=torch.float64), int(match[1]) - 1
+
+    def state(sentences: Sentences) -> torch.Tensor:
+        return exact.posterior(sentences.tokens, sentences.lengths)[:, position].argmax(dim=1)
+
+    return language.states, state
+
+
+def _of_grammar(language: PCFG, name: str) -> tuple[tuple[str, ...], Labeller]:
     """Return the symbols that can be a label, and the function from sentences to indices into them.
 
     Scores are in float64 whatever the language computes in, so that the labels are the same.
@@ -137,7 +158,7 @@ def _define(language: PCFG, name: str) -> tuple[list[int], Labeller]:
             posterior = exact.span_posterior(sentences.tokens, sentences.lengths)[:, roots]
             return posterior.argmax(dim=1).masked_fill(posterior.amax(dim=1) == 0, _UNDEFINED)
 
-        return roots, root
+        return tuple(grammar.symbols[symbol] for symbol in roots), root
     match = _PREFIX.fullmatch(name)
     if match is None or int(match[1]) > language.max_length:
         raise IsolossError(f"no task {name!r}: choose root or prefix-L with L from 1 to {language.max_length}")
@@ -157,11 +178,11 @@ def _define(language: PCFG, name: str) -> tuple[list[int], Labeller]:
         labels[long_enough] = scores[:, candidates].argmax(dim=1).masked_fill(none, _UNDEFINED)
         return labels
 
-    return candidates, prefix
+    return tuple(grammar.symbols[symbol] for symbol in candidates), prefix
 
 
 def _labelled(
-    language: PCFG, name: str, labeller: Labeller, n: int, generator: torch.Generator
+    language: PCFG | HMM, name: str, labeller: Labeller, n: int, generator: torch.Generator
 ) -> tuple[Sentences, torch.Tensor]:
     """Return the stream's first `n` sentences with a label, padded to the language's longest, and their labels."""
     tokens, lengths, labels = [], [], []

@@ -10,7 +10,7 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.config import PRESETS, EvalConfig, ModelConfig, OptimizerConfig, PCFGConfig, TrainConfig
+from isoloss.config import LAPTOP_PCFG, EvalConfig, ModelConfig, OptimizerConfig, PCFGConfig, TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.evaluation import pending
 from isoloss.runs import Run
@@ -61,7 +61,7 @@ def _sgd(steps: int, learning_rate: float) -> OptimizerConfig:
 SCALES = {
     "laptop": Scale(
         text="about five minutes on two cores",
-        language=PRESETS["pcfg-laptop"][0],
+        language=LAPTOP_PCFG,
         sizes=("d16", "d32", "d64"),
         adamw=OptimizerConfig(warmup_steps=400),
         steps=16_000,

@@ -1,0 +1,119 @@
+"""Padded batches of sentences on their way into an exact language and its numbers on their way out: checks, places."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from isoloss.errors import IsolossError
+
+Rows = slice | torch.Tensor
+
+
+def checked(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    vocab_size: int,
+    max_length: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens (n, T) and lengths (n,) as int64 on `device`, with the id `vocab_size` where `mask` is true.
+
+    Raises:
+        IsolossError: A shape, a dtype, a token or a length is wrong; the message names the row.
+    """
+    if tokens.dim() != 2 or lengths.shape != tokens.shape[:1]:
+        raise IsolossError(
+            f"tokens must be (n, T) and lengths (n,), not {tuple(tokens.shape)} and {tuple(lengths.shape)}"
+        )
+    for name, tensor in (("tokens", tokens), ("lengths", lengths)):
+        _check_integers(name, tensor)
+    if mask is not None and (mask.shape != tokens.shape or mask.dtype != torch.bool):
+        raise IsolossError(
+            f"the mask must be {tuple(tokens.shape)} bool like the tokens, not {tuple(mask.shape)} {mask.dtype}"
+        )
+    tokens, lengths = tokens.to(device, torch.int64), lengths.to(device, torch.int64)
+    longest = min(max_length, tokens.shape[1])
+    if (row := first((lengths < 1) | (lengths > longest))) is not None:
+        raise IsolossError(f"sentence {row} has length {int(lengths[row])}; a length here is from 1 to {longest}")
+    seen = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
+    if mask is not None:
+        seen &= ~mask.to(device)
+    wrong = seen & ((tokens < 0) | (tokens >= vocab_size))
+    if (row := first(wrong.any(dim=1))) is not None:
+        token = int(tokens[row][wrong[row]][0])
+        raise IsolossError(f"sentence {row} holds the token id {token}; ids are from 0 to {vocab_size - 1}")
+    return tokens if mask is None else tokens.masked_fill(mask.to(device), vocab_size), lengths
+
+
+def checked_positions(positions: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor | None:
+    """Return positions (n,) or (n, k) as (n, k) int64 on the device of `lengths`.
+
+    Raises:
+        IsolossError: The shape or the dtype is wrong, or a position is outside its sentence.
+    """
+    if positions is None:
+        return None
+    n = len(lengths)
+    if positions.dim() not in (1, 2) or len(positions) != n:
+        raise IsolossError(f"positions must be ({n},) or ({n}, k), not {tuple(positions.shape)}")
+    _check_integers("positions", positions)
+    wide = positions.to(lengths.device, torch.int64)
+    wide = wide.unsqueeze(1) if wide.dim() == 1 else wide
+    wrong = (wide < 0) | (wide >= lengths[:, None])
+    if (row := first(wrong.any(dim=1))) is not None:
+        position, last = int(wide[row][wrong[row]][0]), int(lengths[row]) - 1
+        raise IsolossError(f"sentence {row} has no position {position}; its positions are from 0 to {last}")
+    return wide
+
+
+def check_span(lengths: torch.Tensor, start: int, stop: int | None) -> None:
+    """Check that the tokens `start` to `stop` - 1, or to the end, are in every sentence, and not none.
+
+    Raises:
+        IsolossError: They are not.
+    """
+    if start < 0 or (stop is not None and stop <= start):
+        raise IsolossError(f"a span from {start} to {stop} holds no tokens; it needs 0 <= start < stop")
+    least = start + 1 if stop is None else stop
+    if (row := first(lengths < least)) is not None:
+        raise IsolossError(
+            f"sentence {row} has {int(lengths[row])} tokens; the span from {start} to "
+            f"{'its end' if stop is None else stop} needs at least {least}"
+        )
+
+
+def first(wrong: torch.Tensor) -> int | None:
+    """Return the index of the first true value, or None."""
+    return int(wrong.int().argmax()) if bool(wrong.any()) else None
+
+
+def large_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on the CPU numpy's, which ask for huge pages: touching small ones costs more than filling them."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, dtype=str(dtype).removeprefix("torch.")))
+
+
+def clamped_log_(probs: torch.Tensor) -> torch.Tensor:
+    """Take logs in place, of no less than the smallest normal number; on the CPU by numpy, which is the faster."""
+    probs.clamp_(min=torch.finfo(probs.dtype).tiny)
+    if probs.device.type != "cpu":
+        return probs.log_()
+    np.log(probs.numpy(), out=probs.numpy())
+    return probs
+
+
+def put(out: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
+    """Set the first positions of some rows of `out`; on the CPU by numpy, which moves rows whole."""
+    if out.device.type == "cpu" and not isinstance(rows, slice):
+        out.numpy()[rows.numpy(), : part.shape[1]] = part.numpy()
+    else:
+        out[rows, : part.shape[1]] = part
+
+
+def _check_integers(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise IsolossError(f"{name} must be integers, not {tensor.dtype}")

@@ -1,0 +1,126 @@
+"""Alias tables against the probabilities they are made of; the random numbers against NumPy's Philox."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from isoloss.errors import IsolossError
+from isoloss.languages import alias
+
+
+@njit
+def words(seed, sentence, block):
+    return alias.philox(seed, sentence, block)
+
+
+@njit
+def cells(bits, threshold, kept, other, out):
+    for index in range(len(bits)):
+        out[index] = alias.draw(bits[index], threshold, kept, other, 0)
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**63 + 5, 2**64 - 1])
+@pytest.mark.parametrize(("sentence", "block"), [(0, 1), (77, 9), (2**40, 3)])
+def test_the_random_numbers_are_philox(seed, sentence, block):
+    found = words(np.uint64(seed), np.uint64(sentence), np.uint64(block))
+    counter = np.array([block - 1, sentence, 0, 0], dtype=np.uint64)  # NumPy counts up before it draws
+    assert list(found) == np.random.Philox(key=np.array([seed, 0], np.uint64), counter=counter).random_raw(4).tolist()
+
+
+def distributions():
+    rng = np.random.default_rng(0)
+    sparse = rng.dirichlet(np.ones(50), size=40) * (rng.random((40, 50)) < 0.3)
+    sparse[:, 7] += 1e-3
+    yield sparse / sparse.sum(axis=1, keepdims=True)
+    yield rng.dirichlet(np.full(200, 0.02), size=30)  # nearly all of it on a few
+    yield np.eye(5)
+    yield np.array([[1.0]])
+    yield np.array([[1e-300, 1.0, 0.0], [0.0, 0.3, 0.7]])
+    yield np.full((2, 64), 1 / 64)
+
+
+@pytest.mark.parametrize("rows", list(distributions()))
+def test_tables_are_the_probabilities(rows):
+    tables = alias.alias_tables(rows)
+    assert ((tables.threshold >= 0) & (tables.threshold <= 1)).all()
+    found = tables.probabilities(rows.shape[1])
+    np.testing.assert_allclose(found, rows, rtol=0, atol=1e-15)
+    assert (found[rows == 0] == 0).all()  # what is impossible is never drawn
+    assert tables.threshold.shape[1] == (rows > 0).sum(axis=1).max()
+
+
+def test_every_part_of_a_cell_gives_what_it_should():
+    """An even grid of numbers through `draw` gives each outcome its share, and both ends of the range are safe."""
+    probabilities = np.array([[0.125, 0.5, 0.0, 0.375]])
+    tables = alias.alias_tables(probabilities)
+    grid = np.arange(3 * 2**14, dtype=np.uint64) * np.uint64(2**64 // (3 * 2**14))
+    out = np.empty(len(grid), np.int64)
+    cells(grid, *tables, out)
+    np.testing.assert_allclose(np.bincount(out, minlength=4) / len(grid), probabilities[0], atol=3 / len(grid))
+    out = np.empty(2, np.int64)
+    wide = alias.alias_tables(np.full((1, 999), 1 / 999))
+    cells(np.array([0, 2**64 - 1], np.uint64), *wide, out)
+    assert out.tolist() == [0, 998]
+
+
+def test_chains_follow_their_probabilities_and_steps_are_independent():
+    rng = np.random.default_rng(1)
+    initial, transition, emission = rng.dirichlet(np.ones(3)), *(rng.dirichlet(np.ones(k), size=3) for k in (3, 4))
+    tables = [alias.alias_tables(table) for table in (initial[None], transition, emission)]
+    n = 200_000
+    tokens, states = alias.draw_chains(*tables, n=n, length=3, seed=4)
+    joint = np.einsum("a,ab,bc,ai,bj,ck->abcijk", initial, transition, transition, emission, emission, emission)
+    code = torch.zeros(n, dtype=torch.int64)
+    for part, base in ((states, 3), (tokens, 4)):
+        for t in range(3):
+            code = code * base + part[:, t]
+    expected = n * joint.ravel()
+    large = expected > 5
+    counts = np.bincount(code.numpy(), minlength=len(expected))
+    chi2 = (((counts - expected) ** 2) / expected)[large].sum()
+    degrees = int(large.sum())
+    assert degrees > 800
+    assert abs(chi2 - degrees) < 4 * math.sqrt(2 * degrees)
+
+
+def test_sentences_depend_on_seed_and_index_alone():
+    rng = np.random.default_rng(2)
+    tables = [alias.alias_tables(rng.dirichlet(np.ones(9), size=k)) for k in (1, 9, 9)]
+    n, threads = 3 * (1 << 14) + 5, torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = alias.draw_chains(*tables, n=n, length=5, seed=7)
+        torch.set_num_threads(3)
+        three = alias.draw_chains(*tables, n=n, length=5, seed=7)
+    finally:
+        torch.set_num_threads(threads)
+    few = alias.draw_chains(*tables, n=11, length=5, seed=7)
+    long = alias.draw_chains(*tables, n=11, length=8, seed=7)
+    other = alias.draw_chains(*tables, n=11, length=5, seed=8)
+    for index in range(2):
+        assert torch.equal(one[index], three[index])
+        assert torch.equal(one[index][:11], few[index])
+        assert torch.equal(long[index][:, :5], few[index])
+        assert not torch.equal(other[index], few[index])
+    assert len(torch.unique(one[0][:1000], dim=0)) > 900
+    assert alias.draw_chains(*tables, n=0, length=5, seed=7)[0].shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1.0], [0.5]], "row 1 of the probabilities is no distribution: its sum is 0.5"),
+        ([[1.5, -0.5]], "row 0"),
+        ([[math.nan, 1.0]], "row 0"),
+        ([0.5, 0.5], r"not of shape \(2,\)"),
+        (np.zeros((2, 0)), r"not of shape \(2, 0\)"),
+    ],
+)
+def test_what_is_no_distribution(rows, message):
+    with pytest.raises(IsolossError, match=message):
+        alias.alias_tables(rows)
