@@ -5,7 +5,6 @@ Shapes: n sentences of T brackets. In `Brackets`, token 0 is the opening bracket
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
@@ -17,6 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.base import Sentences
 from isoloss.languages.grammar import Grammar, Rule, build_grammar
+from isoloss.languages.synthetic import Synthetic
 
 MAX_LENGTH = 4096  # brackets in a sentence
 OPEN, CLOSE = 0, 1
@@ -25,7 +25,7 @@ _CHUNK = 16384  # sentences drawn together; part of what a seed stands for
 _PAIRS = ("()", "[]", "{}", "<>")  # the first kinds of bracket; further ones are numbered
 
 
-class Brackets:
+class Brackets(Synthetic):
     r"""The paper's language (section 5): sentences of even length T with as many `<` as `>`, all equally likely.
 
     The order is free: `><` is a sentence. With a hidden set H of tokens, which contains t, and d opening brackets
@@ -79,24 +79,6 @@ class Brackets:
         """Return the language that `config` describes; errors as for the constructor."""
         return cls(config.length)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Brackets:
-        """Return the language with its tensors on `device` and in `dtype`; None leaves one as it is.
-
-        Raises:
-            IsolossError: `dtype` is neither float64 nor float32, or there is no such device.
-        """
-        dtype = dtype or self.dtype
-        if dtype not in (torch.float64, torch.float32):
-            raise IsolossError(f"exact computations run in torch.float64 or torch.float32, not in {dtype}")
-        moved = copy.copy(self)
-        try:
-            moved.device = torch.device(device) if device is not None else self.device
-            torch.zeros(1, dtype=dtype, device=moved.device)
-        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-            raise IsolossError(f"cannot compute in {dtype} on device {device!r}: {error}") from error
-        moved.dtype = dtype
-        return moved
-
     def __repr__(self) -> str:
         return f"Brackets({self.length}, {self.dtype} on {self.device})"
 
@@ -131,10 +113,6 @@ class Brackets:
             tokens[first : first + size] = columns.T
         lengths = torch.full((n,), self.length, device=self.device)
         return Sentences(tokens.to(self.device), lengths)
-
-    def batch(self, step: int, n: int, *, seed: int) -> Sentences:
-        """Return the `n` sentences of training step `step`: a pure function of the arguments."""
-        return self.sample(n, generator=seeds.generator(seed, "sentences", step))
 
     def downstream(self, n: int, *, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (n, T) tokens and (n,) g*: the paper's downstream task.

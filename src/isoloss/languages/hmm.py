@@ -5,7 +5,6 @@ Shapes: n sentences, T positions, S states, V tokens.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterator
@@ -15,13 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from isoloss import files, seeds
+from isoloss import files
 from isoloss.config import HMMConfig, HMMFileConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.base import Sentences
 from isoloss.languages.forward_backward import Components, ForwardBackward, Index
 from isoloss.languages.hmm_tables import TABLES, Matrix, checked_tables, random_tables
+from isoloss.languages.synthetic import Synthetic
 
 if TYPE_CHECKING:
     from isoloss.languages.alias import AliasTables
@@ -31,7 +31,7 @@ _ABOUT = "hmm"  # the one key of a file's metadata: the order of several is not 
 _CHUNK_BYTES = 1 << 22  # of a chunk's (n, T, S + V) probabilities
 
 
-class HMM:
+class HMM(Synthetic):
     """A hidden Markov model as a language: immutable, with exact probabilities in nats.
 
     Every sentence that is drawn has `max_length` tokens. Exact computations also take shorter ones, which stand for the
@@ -211,26 +211,8 @@ class HMM:
             )
         return self._config
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> HMM:
-        """Return the language with its exact computations on `device` and in `dtype`; None leaves one as it is.
-
-        Raises:
-            IsolossError: `dtype` is neither float64 nor float32, or there is no such device.
-        """
-        dtype = dtype or self.dtype
-        if dtype not in (torch.float64, torch.float32):
-            raise IsolossError(f"exact computations run in torch.float64 or torch.float32, not in {dtype}")
-        try:
-            place = torch.device(device) if device is not None else self.device
-            torch.zeros(1, dtype=dtype, device=place)
-        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-            raise IsolossError(f"cannot compute in {dtype} on device {device!r}: {error}") from error
-        moved = copy.copy(self)
-        moved._place(place, dtype)
-        return moved
-
     def _place(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+        super()._place(device, dtype)
         self._engine = Components(self.initial, self.transition, self.emission, device, dtype)
 
     def __repr__(self) -> str:
@@ -273,10 +255,6 @@ class HMM:
             torch.full((n,), self.max_length, device=self.device),
             states.to(self.device) if latent else None,
         )
-
-    def batch(self, step: int, n: int, *, seed: int) -> Sentences:
-        """Return the `n` sentences of training step `step`: a pure function of the arguments."""
-        return self.sample(n, generator=seeds.generator(seed, "sentences", step))
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from isoloss import files, seeds
+from isoloss import files
 from isoloss.config import GrammarConfig, PCFGConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
@@ -21,13 +20,14 @@ from isoloss.languages.derivations import Sampler, longest_yields
 from isoloss.languages.grammar import Format, Grammar, parse_grammar
 from isoloss.languages.inside_outside import InsideOutside
 from isoloss.languages.random_grammar import random_grammar
+from isoloss.languages.synthetic import Synthetic
 
 MAX_LENGTH = 1024  # tokens; the exact algorithms take time cubic in the length
 SMALLEST_ACCEPTANCE = 1e-4  # of derivations that are short enough; below it, sampling by rejection takes too long
 _OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
 
 
-class PCFG:
+class PCFG(Synthetic):
     r"""A probabilistic context-free grammar as a language: immutable, with exact probabilities in nats.
 
     The language is the grammar's distribution over sentences given that they have at most `max_length` tokens. Exact
@@ -175,26 +175,8 @@ class PCFG:
         """Write the rules to `path`, as `to_text` gives them."""
         files.write_text(Path(path), self.to_text(format))
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PCFG:
-        """Return the language with its exact computations on `device` and in `dtype`; None leaves one as it is.
-
-        Raises:
-            IsolossError: `dtype` is neither float64 nor float32, or there is no such device.
-        """
-        dtype = dtype or self.dtype
-        if dtype not in (torch.float64, torch.float32):
-            raise IsolossError(f"exact computations run in torch.float64 or torch.float32, not in {dtype}")
-        try:
-            place = torch.device(device) if device is not None else self.device
-            torch.zeros(1, dtype=dtype, device=place)
-        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-            raise IsolossError(f"cannot compute in {dtype} on device {device!r}: {error}") from error
-        moved = copy.copy(self)
-        moved._place(place, dtype)
-        return moved
-
     def _place(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+        super()._place(device, dtype)
         self._engine = InsideOutside(self._rules, device, dtype)
         self._emission = torch.as_tensor(self._rules.emission[self._engine.emitting]).to(device, dtype)
         self.length_probs = self._length_probs.to(device, dtype)
@@ -237,10 +219,6 @@ class PCFG:
             raise IsolossError(f"sentences are drawn on the CPU, but the generator is on {generator.device}")
         derived = self._sampler(n, generator, trees=latent)
         return Sentences(*(None if part is None else part.to(self.device) for part in derived))  # type: ignore[arg-type]
-
-    def batch(self, step: int, n: int, *, seed: int) -> Sentences:
-        """Return the `n` sentences of training step `step`: a pure function of the arguments."""
-        return self.sample(n, generator=seeds.generator(seed, "sentences", step))
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 
