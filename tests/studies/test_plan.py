@@ -27,3 +27,8 @@ def test_the_longest_chain_comes_first():
     units = [unit("long", cost=5), unit("first", cost=2), unit("second", "first", cost=4), unit("third", "second")]
     check(units)
     assert urgency(units) == {"long": 5, "first": 7, "second": 5, "third": 1}
+
+
+def test_of_several_followers_the_longest_counts():
+    units = [unit("first", cost=1), unit("short", "first", cost=2), unit("long", "first", cost=9)]
+    assert urgency(units)["first"] == 10
