@@ -4,13 +4,14 @@ BIN := .venv/bin
 # one thread a process: the demo and the tests run as many processes as there are cores
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-all lint types docs clean
+.PHONY: help install demo test test-all lint types docs bench-languages clean
 
 help:
 	@echo "make demo      the same-loss study at laptop scale: about five minutes on two cores, ends with a report"
 	@echo "make test      the test suite"
 	@echo "make test-all  the test suite with the slow tests"
 	@echo "make lint types docs   style, type and documentation checks"
+	@echo "make bench-languages   exact inference and sampling against other libraries, in an environment of its own"
 
 install: .venv/.installed
 
@@ -40,5 +41,12 @@ types: install
 docs: install
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
+# the libraries that are compared stay out of .venv
+bench-languages: install
+	test -x .venv-benchmarks/bin/python || $(PYTHON) -m venv .venv-benchmarks
+	.venv-benchmarks/bin/python -m pip install --quiet --constraint constraints.txt torch
+	.venv-benchmarks/bin/python -m pip install --quiet --constraint constraints.txt --editable . --requirement benchmarks/requirements-languages.txt
+	.venv-benchmarks/bin/python benchmarks/languages.py
+
 clean:
-	rm -rf .venv docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-benchmarks docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis

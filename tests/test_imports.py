@@ -14,6 +14,7 @@ LAYERS = [
     ("errors", "seeds", "files"),
     ("config", "estimate"),
     ("runs",),
+    ("loading",),
     ("languages",),
     ("models",),
     ("pretraining",),

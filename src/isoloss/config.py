@@ -106,34 +106,67 @@ class HMMConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HMMFileConfig:
-    """A hidden Markov model in a file, as `HMM.to_file` writes it."""
+class FileConfig:
+    """A language in a file, as `isoloss.languages.save` or `HMM.to_file` writes it."""
 
-    kind: Literal["hmm-file"] = "hmm-file"
+    kind: Literal["file"] = "file"
     path: str
-    """A safetensors file with the tensors initial, transition and emission."""
+    """A safetensors file with the language's tables."""
     content: str = ""
     """SHA-256 of the file; filled in when a run is made and checked whenever it is opened."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """A causal language model that writes the sentences (see `isoloss.languages.teacher.Teacher`)."""
+
+    kind: Literal["teacher"] = "teacher"
+    checkpoint: str
+    """A Hugging Face folder or name."""
+    length: int = 24
+    """Tokens in a sentence."""
+    tokens: tuple[int, ...] = ()
+    """The checkpoint's ids of the language's tokens; none: the most frequent, filled in when a run is made."""
+    vocab_size: int = 2000
+    """The most tokens that are chosen; of no effect where `tokens` are given."""
+    corpus: tuple[str, ...] = ()
+    """Text files or folders in which tokens are counted; none: the checkpoint's own samples."""
+    samples: int = 4096
+    """Sequences of `length` tokens that are drawn to count tokens in."""
+    seed: int = 0
+    """Decides those sequences."""
+    start_id: int | None = None
+    """The checkpoint's id that sentences begin after; None: its bos, else its eos, filled in when a run is made."""
+    content: str = ""
+    """SHA-256 of weights and config.json; filled in when a run is made and checked whenever it is opened."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    """Real text: files, a tokenizer and the length that the tokens are packed to."""
+    """Real text: files or datasets, a tokenizer and the length that the tokens are packed to."""
 
     kind: Literal["corpus"] = "corpus"
     paths: tuple[str, ...]
-    """Text files (.txt), JSON lines (.jsonl, field `text`) or folders of them."""
+    """Text files (.txt), JSON lines (.jsonl), folders of them, or datasets: hf:NAME[:CONFIG][@REVISION]."""
     tokenizer: str
     """A Hugging Face folder or name, or a `vocab.txt` of WordPiece."""
     length: int = 128
     """Tokens in a packed sequence, the tokenizer's special tokens included."""
     held_out: float = 0.05
     """Share of the documents kept out of training, for the validation loss."""
+    column: str = "text"
+    """Field of JSON lines and column of datasets that holds the text."""
+    split: str | None = None
+    """Which split of a dataset is taken. None is `train`."""
+    max_documents: int | None = None
+    """How many documents are taken, from the first on; None: all."""
     content: str = ""
-    """SHA-256 over the files and the tokenizer; filled in when a run is made and checked whenever it is opened."""
+    """SHA-256 over the text and the tokenizer; filled in when a run is made and checked whenever it is opened."""
 
 
-LanguageConfig = PCFGConfig | GrammarConfig | BracketsConfig | DyckConfig | HMMConfig | HMMFileConfig | CorpusConfig
+LanguageConfig = (
+    PCFGConfig | GrammarConfig | BracketsConfig | DyckConfig | HMMConfig | FileConfig | CorpusConfig | TeacherConfig
+)
 
 # of the first few seeds, this one's symbols are the most evenly used: no downstream label is nearly always the same
 LAPTOP_PCFG = PCFGConfig(seed=4)
@@ -175,8 +208,10 @@ PRESETS: dict[str, tuple[LanguageConfig, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A transformer by its size name (`isoloss ls sizes`)."""
+    """A transformer by its architecture and size name (`isoloss ls models`, `isoloss ls sizes`)."""
 
+    architecture: Literal["bert", "opt"] = "bert"
+    """`bert` predicts hidden tokens from both sides, `opt` each token from those before it."""
     size: str = "d64"
     """Name of the shape, e.g. d16, d64, d768."""
     dropout: float = 0.1
@@ -185,12 +220,16 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """Which tokens are hidden from the model and predicted."""
+    """Which tokens are predicted, and from what."""
 
+    kind: Literal["masked", "causal"] = "masked"
+    """`masked`: tokens that are hidden, from all others; `causal`: every token, from those before it."""
     masking: Literal["one", "fraction"] = "one"
     """`one` token of each sentence, or each token with probability `fraction` (at least one a sentence)."""
     fraction: float = 0.15
     """Share of masked tokens where masking is `fraction`."""
+    corruption: Literal["mask", "bert"] = "mask"
+    """In training, a hidden token is always the mask, or as in BERT: 80 % mask, 10 % a random token, 10 % itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +284,6 @@ class EvalConfig:
     """Sentences for the pre-training loss; for a corpus, held-out sequences at most."""
     trace_sentences: int = 2048
     """Sentences for the trace."""
-    trace_group: int = 8
-    """Sentences whose gradients share one backward pass."""
     probe_train: int = 4096
     """Sentences that a linear probe is fitted on."""
     probe_test: int = 4096
@@ -271,7 +308,8 @@ def _structure_language(document: Any, _: Any) -> Any:
         "brackets": BracketsConfig,
         "dyck": DyckConfig,
         "hmm": HMMConfig,
-        "hmm-file": HMMFileConfig,
+        "file": FileConfig,
+        "teacher": TeacherConfig,
         "corpus": CorpusConfig,
     }
     kind = document.get("kind") if isinstance(document, Mapping) else None

@@ -30,11 +30,12 @@ class Estimate:
         method: Which estimator ran.
         seconds: Wall-clock time, or None where it was not taken.
         by_parameter: Share of `value` by parameter name, in `unit`, where the measure splits.
+        by_parameter_stderr: The standard error of each share, in `unit`.
         details: What else was decided: device, dtype, attention kernel, parameters counted, positions, seed.
 
     Example:
         >>> e = Estimate(value=34.08, stderr=0.52, samples=256, unit="nats per predicted token", num_inputs=2048,
-        ...              num_probes=1, method="fisher, grouped sketch")
+        ...              num_probes=1, method="fisher, labels integrated out")
         >>> print(e)
         34.08 ± 0.52 nats per predicted token
         >>> Estimate.from_dict(e.to_dict()) == e
@@ -50,6 +51,7 @@ class Estimate:
     method: str
     seconds: float | None = None
     by_parameter: Mapping[str, float] | None = None
+    by_parameter_stderr: Mapping[str, float] | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from isoloss.estimate import Estimate
-    from isoloss.languages.base import Language
+    from isoloss.languages.base import Language, Sentences
     from isoloss.languages.masking import Batch
     from isoloss.measures.loss import Truth
     from isoloss.transfer.tasks import TaskData
@@ -39,7 +39,7 @@ def settings_of(measure: str, settings: EvalConfig) -> dict[str, Any]:
     if measure == "loss":
         names = ("loss_sentences",)
     elif measure == "trace":
-        names = ("trace_sentences", "trace_group")
+        names = ("trace_sentences",)
     elif measure.startswith(("probe-", "lookup-")) and not measure.endswith("-"):
         names = ("probe_train", "probe_test", "probe_seeds", "probe_epochs")
     else:
@@ -70,7 +70,7 @@ class Evaluator:
 
     def __init__(self, run: Run, settings: EvalConfig, *, device: str = "cpu") -> None:
         from isoloss import languages
-        from isoloss.models.load import resolve_device
+        from isoloss.loading import resolve_device
 
         self.run, self.settings, self.config = run, settings, run.config
         self.device: torch.device = resolve_device(device)
@@ -127,8 +127,8 @@ class Evaluator:
         return fisher_trace(
             self._model(step),
             self._trace_batches,
-            group_size=self.settings.trace_group,
             seed=self.settings.seed,
+            causal=self._is_causal,
             progress=progress,
         )
 
@@ -151,16 +151,30 @@ class Evaluator:
 
     def _features(self, how: str, data: TaskData, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         from isoloss.languages import ExactLanguage
-        from isoloss.transfer.features import extract, lookup_features
+        from isoloss.transfer.features import lookup_features
 
         if how == "probe":
-            model = self._model(step)
-            return extract(model, data.train), extract(model, data.test)
+            return self._states(data.train, step), self._states(data.test, step)
         assert isinstance(self.language, ExactLanguage)  # no other language has tasks
         return lookup_features(self.language, data.train), lookup_features(self.language, data.test)
 
+    def _states(self, sentences: Sentences, step: int) -> torch.Tensor:
+        """Return (n, T d): the states of the sentences' tokens; a causal model reads the start of a sentence, too."""
+        from isoloss.languages.next_tokens import with_start
+        from isoloss.transfer.features import extract
+
+        if not self._is_causal:
+            return extract(self._model(step), sentences)
+        read = with_start(sentences, self.language)
+        states = extract(self._model(step), read).view(*read.tokens.shape, -1)
+        return states[:, read.tokens.shape[1] - sentences.tokens.shape[1] :].flatten(1)
+
+    @property
+    def _is_causal(self) -> bool:
+        return self.config.objective.kind == "causal"
+
     def _model(self, step: int) -> PreTrainedModel:
-        from isoloss.models.load import load
+        from isoloss.loading import load
 
         if self._loaded is None or self._loaded[0] != step:
             self._loaded = (step, load(self.run.checkpoint(step), device=self.device).model)

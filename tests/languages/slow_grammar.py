@@ -1,8 +1,11 @@
 """A grammar's probabilities the slow obvious way: recursion over its rules in plain Python, trees one by one."""
 
 import itertools
+import math
 import random
 from functools import lru_cache
+
+import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.grammar import parse_grammar
@@ -62,6 +65,42 @@ class SlowGrammar:
                     yield p * q, (node, *below)
             elif tuple(sentence) == (-1 - children[0],):
                 yield p, (node,)
+
+    def log_z(self, weights, spans):
+        """log of the sum over all parses of the product of their rules, the weights of their tokens and their nodes.
+
+        By CKY in log space, for automatic differentiation.
+
+        Args:
+            weights: (T, V) the log of each token's weight at each position, -inf where it is not there.
+            spans: (T, T + 1, symbols) the log of the weight of a node over start to stop - 1.
+        """
+        chart = {}
+        order = sorted(range(self.size), key=self._height)
+        for width in range(1, len(weights) + 1):
+            for start in range(len(weights) - width + 1):
+                stop = start + width
+                for symbol in order:
+                    terms = []
+                    for p, children in self.rules[symbol]:
+                        if len(children) == 2:
+                            for cut in range(start + 1, stop):
+                                pair = (start, cut, children[0]), (cut, stop, children[1])
+                                if all(part in chart for part in pair):
+                                    terms.append(math.log(p) + chart[pair[0]] + chart[pair[1]])
+                        elif children[0] >= 0:
+                            if (start, stop, children[0]) in chart:
+                                terms.append(math.log(p) + chart[start, stop, children[0]])
+                        elif width == 1 and weights[start, -1 - children[0]] > -math.inf:
+                            terms.append(math.log(p) + weights[start, -1 - children[0]])
+                    if terms:
+                        chart[start, stop, symbol] = torch.stack(terms).logsumexp(0) + spans[start, stop, symbol]
+        return chart[0, len(weights), 0]
+
+    def _height(self, symbol):
+        """The longest chain of unary rules below a symbol."""
+        below = [children[0] for _, children in self.rules[symbol] if len(children) == 1 and children[0] >= 0]
+        return 1 + max(map(self._height, below)) if below else 0
 
     def sentences(self, max_length):
         """All token strings, possible or not."""

@@ -1,4 +1,4 @@
-"""Alias tables against the probabilities they are made of; the random numbers against NumPy's Philox."""
+"""Alias tables against the probabilities they are made of; the random numbers against NumPy's and published ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def words(seed, sentence, block):
 
 
 @njit
-def cells(bits, threshold, kept, other, out):
+def cells(bits, tables, out):
     for index in range(len(bits)):
-        out[index] = alias.draw(bits[index], threshold, kept, other, 0)
+        out[index] = alias.draw(bits[index], tables, 0)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**63 + 5, 2**64 - 1])
@@ -30,6 +30,12 @@ def test_the_random_numbers_are_philox(seed, sentence, block):
     found = words(np.uint64(seed), np.uint64(sentence), np.uint64(block))
     counter = np.array([block - 1, sentence, 0, 0], dtype=np.uint64)  # NumPy counts up before it draws
     assert list(found) == np.random.Philox(key=np.array([seed, 0], np.uint64), counter=counter).random_raw(4).tolist()
+
+
+def test_the_published_numbers():
+    """The first known answer of Random123's kat_vectors for philox4x64-10: a key and a counter of zeros."""
+    known = (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B)
+    assert words(np.uint64(0), np.uint64(0), np.uint64(0)) == known
 
 
 def distributions():
@@ -51,7 +57,15 @@ def test_tables_are_the_probabilities(rows):
     found = tables.probabilities(rows.shape[1])
     np.testing.assert_allclose(found, rows, rtol=0, atol=1e-15)
     assert (found[rows == 0] == 0).all()  # what is impossible is never drawn
-    assert tables.threshold.shape[1] == (rows > 0).sum(axis=1).max()
+    assert np.diff(tables.offsets).tolist() == (rows > 0).sum(axis=1).tolist()  # memory is that of the outcomes
+
+
+def test_cells_in_any_order_and_rows_without_any():
+    rows, outcomes, weights = np.array([3, 0, 3, 0]), np.array([5, 1, 2, 0]), np.array([3.0, 0.5, 1.0, 0.5])
+    tables = alias.sparse_tables(rows, outcomes, weights, rows=5)
+    expected = np.zeros((5, 6))
+    expected[0, :2], expected[3, 2], expected[3, 5] = 0.5, 0.25, 0.75
+    assert np.array_equal(tables.probabilities(6), expected)
 
 
 def test_every_part_of_a_cell_gives_what_it_should():
@@ -60,11 +74,11 @@ def test_every_part_of_a_cell_gives_what_it_should():
     tables = alias.alias_tables(probabilities)
     grid = np.arange(3 * 2**14, dtype=np.uint64) * np.uint64(2**64 // (3 * 2**14))
     out = np.empty(len(grid), np.int64)
-    cells(grid, *tables, out)
+    cells(grid, tables, out)
     np.testing.assert_allclose(np.bincount(out, minlength=4) / len(grid), probabilities[0], atol=3 / len(grid))
     out = np.empty(2, np.int64)
     wide = alias.alias_tables(np.full((1, 999), 1 / 999))
-    cells(np.array([0, 2**64 - 1], np.uint64), *wide, out)
+    cells(np.array([0, 2**64 - 1], np.uint64), wide, out)
     assert out.tolist() == [0, 998]
 
 

@@ -3,12 +3,16 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import threading
 
+import datasets
 import numpy as np
 import pytest
 import torch
 
+from isoloss import config as configs
+from isoloss import languages
 from isoloss.config import CorpusConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import Language
@@ -326,6 +330,93 @@ def test_real_text(shared_data, tmp_path):
     piece = corpus.tokenizer.decode(sentence[1:-1]).replace(" ", "").replace("##", "")
     everything = (shared_data / "wikitext-2" / "valid.txt").read_text(encoding="utf-8")
     assert piece in "".join(everything.lower().split())
+
+
+def test_a_dataset_is_tokenised_as_the_same_lines_are(config, corpus, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    texts = [json.loads(line)["text"] for line in text.read_text().splitlines()]
+    datasets.Dataset.from_dict({"body": texts}).save_to_disk(tmp_path / "saved")
+    named = dataclasses.replace(config, paths=(f"hf:{tmp_path / 'saved'}",), column="body")
+    again = Corpus.from_config(named, cache=tmp_path / "cache")
+    assert again.held_out().tokens.equal(corpus.held_out().tokens)
+    assert again.batch(3, 5, seed=1).tokens.equal(corpus.batch(3, 5, seed=1).tokens)
+    assert again.config.paths == named.paths
+    resolved = resolve(named)
+    assert resolved == again.config
+    shutil.rmtree(tmp_path / "saved")
+    datasets.Dataset.from_dict({"body": [*texts[:-1], "av"]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(IsolossError, match=r"hf:.*saved\) or the tokenizer .* has changed since the run began"):
+        Corpus.from_config(resolved, cache=tmp_path / "cache")
+
+
+def test_a_number_of_documents_is_that_of_a_shorter_file(config, text, tmp_path):
+    few = Corpus.from_config(dataclasses.replace(config, max_documents=25), cache=tmp_path / "cache")
+    lines = text.read_text().splitlines(keepends=True)
+    whole = Corpus.from_config(config, cache=tmp_path / "cache")  # the same file, with other tokens in the same cache
+    assert whole.num_training > few.num_training
+    text.write_text("".join(lines[:25]))
+    short = Corpus.from_config(config, cache=tmp_path / "cache")
+    assert training(few) == training(short)
+    assert few.held_out().tokens.equal(short.held_out().tokens)
+    assert Corpus.from_config(
+        dataclasses.replace(config, max_documents=500), cache=tmp_path / "cache"
+    ).num_training == (short.num_training)
+    with pytest.raises(IsolossError, match="max_documents is 1; it must be at least 2"):
+        Corpus.from_config(dataclasses.replace(config, max_documents=1), cache=tmp_path / "cache")
+
+
+def test_progress_counts_documents_to_the_last(tmp_path, vocab, words):
+    documents = [" ".join(np.random.default_rng(i).choice(words, 9)) for i in range(350)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    config = CorpusConfig(paths=(str(tmp_path / "text.jsonl"),), tokenizer=str(vocab), length=8, held_out=0.2)
+    calls = []
+    Corpus.from_config(config, cache=tmp_path / "cache", progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(100, 350), (200, 350), (300, 350), (350, 350)]
+    Corpus.from_config(config, cache=tmp_path / "cache", progress=lambda *_: calls.append(_))
+    assert len(calls) == 4  # nothing was left to tokenise
+
+
+def test_tokens_are_written_whole_or_not_at_all(config, tmp_path):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    text = [{"text": f"av aw ax ay az {word}"} for word in ("bu", "bv", "bw", "bx") * 60]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
+    with pytest.raises(KeyboardInterrupt):
+        Corpus.from_config(config, cache=tmp_path / "cache", progress=stop)
+    assert not list((tmp_path / "cache").rglob("*.npy"))
+    assert Corpus.from_config(config, cache=tmp_path / "cache").num_training > 0
+
+
+def test_languages_are_named_with_their_text(config, text, vocab, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    datasets.Dataset.from_dict({"body": ["av aw", "ax ay"]}).save_to_disk(tmp_path / "saved")
+    name = f"hf:{tmp_path / 'saved'}"
+    found = languages.resolve(name, tokenizer=str(vocab), length=9, column="body", max_documents=2)
+    assert isinstance(found, CorpusConfig)
+    assert (found.paths, found.column, found.max_documents, found.length) == ((name,), "body", 2, 9)
+    toml = tmp_path / "corpus.toml"
+    toml.write_text(configs.to_toml(dataclasses.replace(config, content="")))
+    assert languages.resolve(str(toml)) == resolve(config)
+    with pytest.raises(IsolossError, match=r"saved is text and needs --tokenizer"):
+        languages.resolve(name)
+    with pytest.raises(IsolossError, match=r"complete as it is: leave out --length, --max-documents"):
+        languages.resolve("pcfg-laptop", length=3, max_documents=4)
+    (tmp_path / "g.txt").write_text("S a 1\n")
+    with pytest.raises(IsolossError, match=r"read as a grammar: leave out --column, or add --tokenizer"):
+        languages.resolve(str(tmp_path / "g.txt"), column="body")
+
+
+def test_real_web_text_as_a_dataset(shared_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    folder = shared_data / "openwebtext-1000"
+    config = CorpusConfig(
+        paths=(f"hf:{folder}",), tokenizer=str(shared_data / "bert-uncased-vocab" / "vocab.txt"), max_documents=60
+    )
+    corpus = Corpus.from_config(config, cache=tmp_path)
+    as_file = dataclasses.replace(config, paths=(str(folder / "openwebtext-1000.decoded.jsonl"),))
+    assert corpus.held_out().tokens.equal(Corpus.from_config(as_file, cache=tmp_path).held_out().tokens)
+    assert corpus.num_training > 100
 
 
 @pytest.mark.slow

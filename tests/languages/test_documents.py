@@ -2,6 +2,7 @@ import json
 import random
 import re
 
+import datasets
 import pytest
 
 from isoloss.errors import IsolossError
@@ -120,3 +121,51 @@ def test_paths_are_checked_before_anything_is_read(tmp_path):
         read_documents([tmp_path, tmp_path / "a.txt"])
     with pytest.raises(IsolossError, match="at least one file or folder"):
         read_documents([])
+
+
+def test_datasets_and_other_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = {"text": ["a", " ", "b"], "body": ["c", "d", None], "id": [1, 2, 3]}
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(tmp_path / "saved")
+    name = f"hf:{tmp_path / 'saved'}"
+    (tmp_path / "a.jsonl").write_text('{"body": "x", "text": "y"}\n')
+    (tmp_path / "a.txt").write_text("z")
+    paths = [tmp_path / "a.txt", name, tmp_path / "a.jsonl"]
+    assert list(read_documents(paths))[1:3] == [(f"{name}:0", "a"), (f"{name}:2", "b")]
+    assert texts(*paths) == ["z", "a", "b", "y"]
+    assert [text for _, text in read_documents(paths, max_documents=2)] == ["z", "a"]
+    assert [text for _, text in read_documents([paths[0], paths[2]], column="body")] == ["z", "x"]
+    with pytest.raises(IsolossError, match=r"saved, row 2: the column 'body' holds no text but None"):
+        list(read_documents([name], column="body"))
+    with pytest.raises(IsolossError, match=r"row 0: the column 'id' holds no text but 1"):
+        list(read_documents([name], column="id"))
+    with pytest.raises(IsolossError, match="no split 'test'; it has train"):
+        read_documents([name], split="test")
+    with pytest.raises(IsolossError, match=r"saved is named twice"):
+        read_documents([name, name])
+    with pytest.raises(IsolossError, match="the split 'train' is for datasets"):
+        read_documents([tmp_path / "a.txt"], split="train")
+    with pytest.raises(IsolossError, match="the column 'body' is for JSON lines and datasets"):
+        read_documents([tmp_path / "a.txt"], column="body")
+    with pytest.raises(IsolossError, match="the number of documents is 0; it must be at least 1"):
+        read_documents([tmp_path / "a.txt"], max_documents=0)
+
+
+def test_content_is_that_of_the_text_and_not_of_what_it_is_kept_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "folder").mkdir()
+
+    def content(rows, first=None, *, as_parquet=False, **options):
+        data = datasets.Dataset.from_dict({"text": rows, "other": ["o"] * len(rows)})
+        if as_parquet:
+            data.to_parquet(tmp_path / "folder" / "train.parquet")
+        else:
+            data.save_to_disk(tmp_path / "saved")
+        name = tmp_path / ("folder" if as_parquet else "saved")
+        (source,) = documents.open_sources([f"hf:{name}"], **options)
+        return source.content(first)
+
+    rows = ["ab", "c", "d"]
+    assert content(rows) == content(rows, as_parquet=True) == content(rows, 3) == content(["ab", "", "c", "d"])
+    others = [content(["a", "bc", "d"]), content(rows[::-1]), content(rows, 2), content(rows, column="other")]
+    assert len({content(rows), *others}) == 5

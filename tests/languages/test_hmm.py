@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from isoloss import config as configs
 from isoloss import languages
-from isoloss.config import HMMConfig, HMMFileConfig, LanguageConfig
+from isoloss.config import FileConfig, HMMConfig, LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.hmm import HMM
 from isoloss.seeds import generator
@@ -202,6 +202,16 @@ def test_what_float32_cannot_hold_is_computed_in_float64():
             np.testing.assert_allclose(found, posterior, rtol=tolerance, atol=1e-37)
 
 
+def test_a_posterior_that_float32_cannot_hold():
+    """Each state explains the token with probability 1e-43 or so; a third, which cannot be, would emit it."""
+    emission = [[1, 1e-43], [1, 3e-23], [0, 1]]
+    language = HMM([1, 1e-20, 0], [[1, 0, 0], [0, 1, 0], [0.5, 0.5, 0]], emission, 2)
+    tokens, lengths = torch.tensor([[0], [1]]), torch.tensor([1, 1])
+    for version in (language, language.to(dtype=torch.float32)):
+        found = version.posterior(tokens, lengths)[:, 0]
+        np.testing.assert_allclose(found, [[1, 1e-20, 0], [0.25, 0.75, 0]], rtol=2e-6)
+
+
 def test_rows_do_not_depend_on_their_neighbours():
     for language in (HMM.random(), HMM.random(leak=0.1).to(dtype=torch.float32)):
         tokens, lengths, _ = language.sample(3000, generator=generator(0, "rows"))
@@ -212,6 +222,33 @@ def test_rows_do_not_depend_on_their_neighbours():
             assert torch.allclose(together[row], alone[0], rtol=1e-6, atol=1e-6)
         entropy = language.conditional_entropy(tokens, lengths)
         assert torch.allclose(entropy, -(together * together.exp()).sum(2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["blocks", "leak", "scattered", "paper"])
+def test_positions_are_rows_of_the_conditionals(name, dtype):
+    language = (HMM.random() if name == "paper" else LANGUAGES[name]).to(dtype=dtype)
+    n = 3000  # more than a chunk of the paper's model
+    tokens, lengths, _ = language.sample(n, generator=generator(0, "some"))
+    lengths = (torch.rand(n, generator=generator(0, "lengths")) * language.max_length).long() + 1
+    draws = torch.rand(tokens.shape, generator=generator(0, "mask"))
+    rows, close = (
+        torch.arange(n),
+        {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12},
+    )
+    for mask in (None, draws < 0.3):
+        everywhere = language.log_conditionals(tokens, lengths, mask=mask)
+        entropy = language.conditional_entropy(tokens, lengths, mask=mask)
+        several = (torch.rand(n, 3, generator=generator(1, "positions")) * lengths[:, None]).long()
+        for positions, index in ((several, (rows[:, None], several)), (several[:, 1], (rows, several[:, 1]))):
+            found = language.log_conditionals(tokens, lengths, mask=mask, positions=positions)
+            assert found.shape == (*positions.shape, language.vocab_size)
+            torch.testing.assert_close(found, everywhere[index], **close)
+            found = language.conditional_entropy(tokens, lengths, mask=mask, positions=positions)
+            assert found.shape == positions.shape
+            torch.testing.assert_close(found, entropy[index], **close)
+    assert language.log_conditionals(tokens, lengths, positions=several[:, :0]).shape == (n, 0, language.vocab_size)
+    assert language.conditional_entropy(tokens, lengths, positions=several[:, :0]).shape == (n, 0)
 
 
 def test_closed_parts_are_found_and_used():
@@ -321,11 +358,11 @@ def test_config_rebuilds_the_language(tmp_path):
             assert np.array_equal(getattr(again, name), getattr(drawn, name))
         assert (again.max_length, again.vocabulary) == (3, drawn.vocabulary)
     assert isinstance(drawn.config, HMMConfig)
-    assert isinstance(read.config, HMMFileConfig)
+    assert isinstance(read.config, FileConfig)
     assert languages.resolve(str(tmp_path / "h.safetensors")) == read.config
-    (tmp_path / "h.toml").write_text(configs.to_toml(HMMFileConfig(path=str(tmp_path / "h.safetensors"))))
+    (tmp_path / "h.toml").write_text(configs.to_toml(FileConfig(path=str(tmp_path / "h.safetensors"))))
     assert languages.resolve(str(tmp_path / "h.toml")) == read.config  # the content is filled in
-    with pytest.raises(IsolossError, match="leave out --tokenizer and --length"):
+    with pytest.raises(IsolossError, match="leave out --length"):
         languages.resolve(str(tmp_path / "h.safetensors"), length=5)
     with pytest.raises(IsolossError, match="write it with to_file"):
         _ = scattered().config
@@ -351,7 +388,7 @@ def test_a_changed_file_is_noticed(tmp_path):
     HMM.random(states=2, blocks=1, vocab_size=2, length=3, seed=1).to_file(path)
     with pytest.raises(IsolossError, match="has changed since the run began"):
         languages.make(config)
-    assert languages.make(HMMFileConfig(path=str(path))).config.content
+    assert languages.make(FileConfig(path=str(path))).config.content
 
 
 def test_presets():
@@ -464,6 +501,23 @@ def test_wrong_masks():
     for method in ("log_prob", "log_conditionals", "posterior"):
         with pytest.raises(IsolossError, match="sentence 0 has probability 0"):
             getattr(language, method)(tokens, lengths, mask=hidden)
+
+
+def test_wrong_positions():
+    language = unreachable()
+    tokens, lengths = torch.tensor([[0, 1], [0, 2]]), torch.tensor([2, 1])
+    cases = [
+        ([0], r"positions must be \(2,\) or \(2, k\), not \(1,\)"),
+        ([0.0, 0.0], r"positions must be integers, not torch\.float32"),
+        ([0, 1], "sentence 1 has no position 1; its positions are from 0 to 0"),
+        ([[0, -1], [0, 0]], "sentence 0 has no position -1; its positions are from 0 to 1"),
+    ]
+    for method in (language.log_conditionals, language.conditional_entropy):
+        for positions, message in cases:
+            with pytest.raises(IsolossError, match=message):
+                method(tokens, lengths, positions=torch.tensor(positions))
+        with pytest.raises(IsolossError, match="sentence 0 has probability 0"):
+            method(torch.tensor([[2, 0]]), lengths[:1], positions=torch.tensor([0]))
 
 
 def test_wrong_places_and_draws():

@@ -6,7 +6,7 @@ import torch
 from isoloss.config import PRESETS, ObjectiveConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import Sentences, make
-from isoloss.languages.masking import IGNORED, mask
+from isoloss.languages.masking import IGNORED, corrupt, mask
 from isoloss.seeds import generator
 
 LANGUAGE = make(PRESETS["pcfg-varied"][0])
@@ -64,3 +64,58 @@ def test_an_impossible_fraction_is_refused(fraction):
     sentences = LANGUAGE.sample(3, generator=generator(1, "s"))
     with pytest.raises(IsolossError, match=str(fraction)):
         masked(ObjectiveConfig(masking="fraction", fraction=fraction), sentences)
+
+
+TRUE, OTHERS = 7, 90_000  # the true token everywhere, and predicted positions enough for small errors
+
+
+class Ordinary:
+    """Ten ids, of which 0, 3 and 9 are special, and two more of the model: 9 is the mask, 11 the padding."""
+
+    vocab_size, model_vocab_size, special_ids, mask_id, pad_id = 10, 12, (0, 3), 9, 11
+
+
+def corrupted(batch, corruption="bert", seed=0):
+    objective = ObjectiveConfig(masking="fraction", corruption=corruption)
+    return corrupt(batch, Ordinary(), objective, generator=generator(seed, "corruption"))
+
+
+def many():
+    sentences = Sentences(torch.full((OTHERS // 10, 20), TRUE), torch.full((OTHERS // 10,), 20))
+    objective = ObjectiveConfig(masking="fraction", fraction=0.5)
+    return mask(sentences, Ordinary(), objective, generator=generator(1, "m"))
+
+
+def test_bert_corruption_has_its_three_shares():
+    plain = many()
+    batch = corrupted(plain)
+    hidden = plain["labels"] != IGNORED
+    shown = batch["input_ids"][hidden]
+    n = len(shown)
+    counts = torch.bincount(shown, minlength=10)
+    share = 0.1 / 7  # of each of the seven ordinary tokens
+    expected = {9: 0.8, TRUE: 0.1 + share} | dict.fromkeys((1, 2, 4, 5, 6, 8), share)
+    for token, probability in expected.items():
+        assert abs(counts[token] - n * probability) < 4 * (n * probability * (1 - probability)) ** 0.5
+    assert counts[0] == counts[3] == 0  # never special, but for the mask
+    assert batch["input_ids"][~hidden].equal(plain["input_ids"][~hidden])
+    assert batch["labels"].equal(plain["labels"])
+    assert batch["attention_mask"].equal(plain["attention_mask"])
+
+
+def test_corruption_is_repeatable_and_leaves_its_argument_alone():
+    plain = many()
+    before = plain["input_ids"].clone()
+    once, again, other = corrupted(plain), corrupted(plain), corrupted(plain, seed=1)
+    assert once["input_ids"].equal(again["input_ids"])
+    assert not once["input_ids"].equal(other["input_ids"])
+    assert plain["input_ids"].equal(before)
+    assert corrupted(plain, "mask")["input_ids"].equal(before)
+    with pytest.raises(IsolossError, match="the corruption is 'swap'; it must be mask or bert"):
+        corrupted(plain, "swap")
+
+
+def test_masks_for_evaluation_do_not_depend_on_the_corruption():
+    sentences = LANGUAGE.sample(50, generator=generator(1, "s"))
+    batches = [masked(ObjectiveConfig(masking="fraction", corruption=name), sentences) for name in ("mask", "bert")]
+    assert batches[0]["input_ids"].equal(batches[1]["input_ids"])

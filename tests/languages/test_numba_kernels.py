@@ -17,6 +17,7 @@ from isoloss.languages import inside_outside
 from isoloss.languages.chart_plan import FoldedRules
 from isoloss.languages.grammar import parse_grammar
 from isoloss.languages.inside_outside import InsideOutside, choose_backend
+from isoloss.languages.pcfg import PCFG
 from isoloss.languages.random_grammar import random_grammar
 
 CPU = torch.device("cpu")
@@ -63,6 +64,25 @@ def test_the_two_back_ends_agree_on_levels(length):
     assert torch.allclose(found[possible], scores[possible], rtol=1e-12, atol=0)
 
 
+@given(seed=st.integers(0, 10_000), recursive=st.booleans(), length=st.integers(1, 7), n=st.integers(1, 300))
+@settings(max_examples=20, deadline=None)
+def test_the_two_back_ends_agree_on_spans(seed, recursive, length, n):
+    grammar = parse_grammar(random_rules(seed, symbols=5, recursive=recursive))
+    start = seed % length
+    stop = start + 1 + seed // 7 % (length - start)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 4e-6)):
+        engines = both(grammar, 7, dtype)
+        tokens = sentences(engines[0], len(grammar.vocabulary), length, n, seed)
+        (found, log_z), (expected, truth) = (engine.span_posterior(tokens, start, stop) for engine in engines)
+        assert found.dtype == dtype
+        assert torch.allclose(log_z, truth, rtol=tolerance, atol=tolerance)
+        possible = ~truth.isneginf()
+        assert torch.allclose(found[possible], expected[possible], rtol=tolerance, atol=1e-30)
+        (found, log_z), (expected, truth) = (engine.inside(tokens) for engine in engines)
+        assert torch.allclose(log_z, truth, rtol=1e-13, atol=1e-13)
+        assert torch.allclose(found[~truth.isneginf()], expected[~truth.isneginf()], rtol=1e-13, atol=1e-13)
+
+
 def test_every_plan_shape_of_sparse_lengths():
     """Starts in steps of two and more: sentences of odd length only, and of 1 + 3k tokens."""
     for text in (
@@ -77,6 +97,9 @@ def test_every_plan_shape_of_sparse_lengths():
             possible = ~truth.isneginf()
             assert torch.allclose(log_z, truth, rtol=1e-12, atol=1e-12)
             assert torch.allclose(found[possible], scores[possible], rtol=1e-12, atol=0)
+            for start, stop in ((0, length), (0, 1), (length // 2, length)):
+                found, scores = (engine.span_posterior(tokens, start, stop)[0] for engine in (numba, torch_))
+                assert torch.allclose(found[possible], scores[possible], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -94,20 +117,32 @@ def test_no_sentence_depends_on_its_neighbours(dtype):
     assert torch.equal(exact.leaf_outside(tokens[order])[0], scores[order])
 
 
-def test_no_result_depends_on_the_threads():
-    exact = both(random_grammar(LEVELLED), 8, torch.float32)[0]
-    tokens = sentences(exact, 20, 8, 3000, hidden=0.6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_result_depends_on_the_threads(dtype):
+    language = PCFG.from_config(LEVELLED).to(dtype=dtype)
+    tokens, lengths = language.sample(3000, generator=torch.Generator().manual_seed(0))[:2]
+    tokens, lengths = tokens[lengths >= 2], lengths[lengths >= 2]
+    mask = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    options = {"mask": mask, "positions": lengths - 1}
+    results = []
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        scores, log_z = exact.leaf_outside(tokens)
-        torch.set_num_threads(5)
-        again, again_z = exact.leaf_outside(tokens)
+        for count in (1, 5):
+            torch.set_num_threads(count)
+            results.append(
+                [
+                    language.log_prob(tokens, lengths, mask=mask),
+                    language.log_conditionals(tokens, lengths),
+                    language.log_conditionals(tokens, lengths, **options),
+                    language.conditional_entropy(tokens, lengths, **options),
+                    language.span_posterior(tokens, lengths),
+                    language.inside(tokens, lengths, stop=2),
+                ]
+            )
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(log_z, again_z)
-    possible = ~log_z.isneginf()
-    assert torch.equal(scores[possible], again[possible])
+    for alone, together in zip(*results, strict=True):
+        assert torch.allclose(alone, together, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=1e-13)
 
 
 def test_no_sentences():
@@ -135,7 +170,7 @@ language = PCFG.from_text("S -> 'a' [0.25] | 'b' [0.75]")
 found = language.log_conditionals(torch.tensor([[1]]), torch.tensor([1])).exp()
 assert torch.allclose(found, torch.tensor([0.25, 0.75]).double()), found
 from isoloss.languages import numba_kernels
-print(numba_kernels.compiled(numba_kernels.fill_inside).stats.cache_path)
+print(numba_kernels.fill_inside.stats.cache_path)
 """
 
 

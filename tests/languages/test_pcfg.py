@@ -350,10 +350,22 @@ def test_wrong_places_and_draws():
             language.to(device)
     with pytest.raises(IsolossError, match="cannot draw -1 sentences"):
         language.sample(-1)
-    rare = PCFG.from_text("S A S 0.99999\nS a 0.00001\nA a 1", max_length=4)
-    assert math.isclose(rare.length_probs[1], 0.25, rel_tol=1e-4)
-    with pytest.raises(IsolossError, match="of the grammar's derivations, 4e-05 have at most 4 tokens"):
-        rare.sample(1)
+    with pytest.raises(IsolossError, match=r"no sentence of 3 tokens can be drawn; the possible lengths are 4$"):
+        language.sample(1, length=3)
+
+
+def test_lengths():
+    language = PCFG.from_text("S A S 0.99999\nS a 0.00001\nA a 1", max_length=4)  # nearly all derivations are longer
+    assert math.isclose(language.length_probs[1], 0.25, rel_tol=1e-4)
+    lengths = some(language, 20_000).lengths
+    counts = lengths.bincount(minlength=5)[1:]
+    assert ((counts - 5000) ** 2 / 5000).sum() < 3 + 4 * math.sqrt(6)
+    tokens, lengths, nodes = language.sample(7, generator=generator(0, "x"), length=3, latent=True)
+    assert tokens.tolist() == [[0, 0, 0]] * 7
+    assert lengths.tolist() == [3] * 7
+    assert nodes[0].tolist() == [[0, 3, 0], [0, 1, 1], [1, 3, 0], [1, 2, 1], [2, 3, 0]]
+    few, many = (language.sample(n, generator=generator(0, "x")).tokens for n in (7, 900))
+    assert torch.equal(many[:7, : few.shape[1]], few)
 
 
 @pytest.mark.gpu

@@ -67,16 +67,18 @@ class Chain:
         rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
         return torch.tensor([math.log(self.given_length(x[:m])) for x, m in rows], dtype=torch.float64)
 
-    def log_conditionals(self, tokens, lengths):
+    def log_conditionals(self, tokens, lengths, *, mask=None, positions=None):
         out = torch.zeros(*tokens.shape, 3, dtype=torch.float64)
         tiny = torch.finfo(torch.float64).tiny
-        for i, (x, m) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
+        for i, m in enumerate(lengths.tolist()):
+            hidden = [False] * m if mask is None else mask[i, :m].tolist()
             for t in range(m):
-                out[i, t] = torch.tensor(self.conditional(tuple(x[:m]), t), dtype=torch.float64).clamp_min(tiny).log()
-        return out
+                p = given_visible(self.given_length, tokens[i, :m].tolist(), hidden, t)
+                out[i, t] = p.clamp_min(tiny).log()
+        return out if positions is None else out.gather(1, positions[..., None].expand(-1, -1, 3))
 
-    def conditional_entropy(self, tokens, lengths):
-        log_p = self.log_conditionals(tokens, lengths)
+    def conditional_entropy(self, tokens, lengths, *, mask=None, positions=None):
+        log_p = self.log_conditionals(tokens, lengths, mask=mask, positions=positions)
         return -(log_p.exp() * log_p).sum(dim=-1)
 
 
@@ -241,19 +243,35 @@ def test_mass_on_special_tokens_is_part_of_the_kl():
 def test_the_truth_is_a_function_of_its_arguments():
     first, again, other = make_truth(), make_truth(), make_truth(seed=1)
     assert all(torch.equal(first.batch[name], again.batch[name]) for name in first.batch)
-    assert torch.equal(first.log_conditionals, again.log_conditionals)
+    assert torch.equal(first.log_conditionals(), again.log_conditionals())
     assert not torch.equal(first.batch["labels"], other.batch["labels"])
     assert len(first) == 600
-    assert first.log_conditionals.dtype == torch.float64
+    assert first.log_conditionals().dtype == torch.float64
 
 
-def test_truth_and_values_do_not_depend_on_the_chunks(monkeypatch):
-    model, truth = bert(), make_truth()
-    values = loss.kl_values(model, truth)
-    monkeypatch.setattr(loss, "_CHUNK", 7)
+@pytest.mark.parametrize("batch_size", [64, 7, 1000])
+def test_truth_and_values_do_not_depend_on_the_parts(batch_size, monkeypatch):
+    model, kept = bert(), make_truth()
+    values = loss.kl_values(model, kept)
+    monkeypatch.setattr(loss, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(loss, "_PART_BYTES", 5 * 8 * 3)
+    monkeypatch.setattr(loss, "_PART", 150)
     monkeypatch.setattr(loss, "_ROWS", 5)
-    assert torch.equal(make_truth().log_conditionals, truth.log_conditionals)
-    torch.testing.assert_close(loss.kl_values(model, truth, batch_size=64), values, rtol=1e-12, atol=1e-14)
+    truth = make_truth()
+    assert truth.kept is None
+    torch.testing.assert_close(truth.entropy, kept.entropy, rtol=1e-14, atol=1e-15)
+    assert torch.equal(truth.log_conditionals(), kept.log_conditionals())
+    done = []
+    found = loss.kl_values(model, truth, batch_size=batch_size, progress=done.append)
+    torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-14)
+    assert done == sorted(done)
+    assert done[-1] == 600
+
+
+@pytest.mark.parametrize(("part_bytes", "held"), [(100 * 24, 96), (10, 32), (1000 * 24, 992)])
+def test_whole_batches_of_bounded_size_are_held(part_bytes, held, monkeypatch):
+    monkeypatch.setattr(loss, "_PART_BYTES", part_bytes)
+    assert make_truth().held_at_once(32) == held  # 24 bytes a sentence
 
 
 def test_float32_models_agree_to_their_precision():
@@ -269,18 +287,6 @@ def test_progress_counts_sentences():
 
 
 # --- several masked tokens -------------------------------------------------------------------------------------------
-
-
-class MaskedChain(Chain):
-    """The chain with conditionals given the visible tokens only, by enumeration."""
-
-    def log_conditionals(self, tokens, lengths, *, mask=None):
-        out = torch.zeros(*tokens.shape, 3, dtype=torch.float64)
-        for i, m in enumerate(lengths.tolist()):
-            hidden = [False] * m if mask is None else mask[i, :m].tolist()
-            for t in range(m):
-                out[i, t] = given_visible(self.given_length, tokens[i, :m].tolist(), hidden, t)
-        return out.clamp_min(torch.finfo(torch.float64).tiny).log()
 
 
 def given_visible(probability, sentence, hidden, t):
@@ -302,15 +308,20 @@ def parsed_probability(sentence):
         return 0.0
 
 
-MANY = {"all positions": (MaskedChain(), Chain().given_length), "chosen positions": (PARSED, parsed_probability)}
+MANY = {"chain": (Chain(), Chain().given_length), "grammar": (PARSED, parsed_probability)}
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed"])
 @pytest.mark.parametrize("name", MANY)
-def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, monkeypatch):
+def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, kept, monkeypatch):
     language, probability = MANY[name]
     model = bert()
-    monkeypatch.setattr(loss, "_CHUNK", 3)
+    if not kept:
+        monkeypatch.setattr(loss, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(loss, "_PART_BYTES", 700)
     truth = loss.truth(language, num_sentences=60, objective=FRACTION, seed=2)
+    assert (truth.kept is not None) == kept
+    log_conditionals = truth.log_conditionals()
     hidden = truth.batch["labels"] != -100
     assert torch.equal(truth.counts, hidden.sum(dim=1))
     assert truth.counts.max() >= 3
@@ -324,13 +335,15 @@ def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, monkeyp
         entropy = kl = 0.0
         for t in hidden[i].nonzero()[:, 0].tolist():
             p = given_visible(probability, tokens[i, :m].tolist(), hidden[i, :m].tolist(), t)
-            torch.testing.assert_close(truth.log_conditionals[done].exp(), p, rtol=1e-10, atol=1e-300)
+            torch.testing.assert_close(log_conditionals[done].exp(), p, rtol=1e-10, atol=1e-300)
             entropy -= float(torch.special.xlogy(p, p).sum())
             kl += float((torch.special.xlogy(p, p) - p * log_q[i, t, :3]).sum())
             done += 1
         assert float(truth.entropy[i]) == pytest.approx(entropy, rel=1e-10, abs=1e-13)
         assert float(values[i]) == pytest.approx(kl, rel=1e-9)
-    assert done == len(truth.log_conditionals)
+    assert done == len(log_conditionals)
+    ends = truth.counts.cumsum(dim=0).tolist()
+    assert torch.equal(truth.log_conditionals(7, 31), log_conditionals[ends[6] : ends[30]])
     found = loss.pretraining_loss(model, truth)
     for key, sums in (("entropy", truth.entropy), ("kl", values), ("loss", truth.entropy + values)):
         value = float(sums.sum() / truth.counts.sum())
@@ -347,7 +360,7 @@ def test_one_masked_token_is_predicted_as_among_all_positions():
     hidden = truth.batch["labels"] != -100
     tokens = torch.where(hidden, truth.batch["labels"], truth.batch["input_ids"])
     everywhere = PARSED.log_conditionals(tokens, truth.batch["attention_mask"].sum(dim=1))
-    torch.testing.assert_close(truth.log_conditionals, everywhere[hidden], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(truth.log_conditionals(), everywhere[hidden], rtol=1e-13, atol=1e-13)
 
 
 # --- differences -----------------------------------------------------------------------------------------------------
@@ -437,7 +450,6 @@ def test_held_out_loss_of_an_exact_language_agrees_with_its_exact_loss():
     ("language", "objective", "n", "sentence"),
     [
         (Corpus(), ONE, 100, "Corpus has no exact conditionals: measure its held-out loss instead"),
-        (Chain(), FRACTION, 100, 'Chain knows the exact loss for masking "one", not "fraction"'),
         (Chain(), ONE, 9, "num_sentences is 9; an error bar needs at least 10"),
     ],
 )

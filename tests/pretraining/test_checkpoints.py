@@ -9,8 +9,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, BertTokenizerFast
 from isoloss import files
 from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
+from isoloss.loading import load as load_model
 from isoloss.models.bert import build
-from isoloss.models.load import load as load_model
 from isoloss.pretraining.checkpoints import (
     TrainerState,
     latest,

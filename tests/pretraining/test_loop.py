@@ -13,8 +13,8 @@ from toy_language import PairLanguage
 from isoloss import files
 from isoloss.config import ModelConfig, ObjectiveConfig, OptimizerConfig, PCFGConfig, TrainConfig
 from isoloss.errors import IsolossError
+from isoloss.loading import load
 from isoloss.models.bert import build
-from isoloss.models.load import load
 from isoloss.pretraining import loop
 from isoloss.pretraining.loop import Interrupted, Progress, train
 from isoloss.runs import Run
@@ -142,6 +142,36 @@ def test_training_reaches_the_languages_entropy(tmp_path, is_ragged):
     assert losses[0] > entropy + 0.3
     # a token's loss has a standard deviation of 1.2, and the mean over 25,600 tokens one of 0.0076
     assert entropy - 0.04 < losses[-1] < entropy + 0.1
+
+
+def test_causal_training_reaches_the_entropy_of_the_next_token(tmp_path):
+    language = PairLanguage(noise=0.1, is_ragged=True)
+    config = small(
+        model=ModelConfig(architecture="opt", size="d32", dropout=0.0),
+        objective=ObjectiveConfig(kind="causal"),
+        optimizer=OptimizerConfig(learning_rate=0.005, warmup_steps=50, weight_decay=0.0),
+        steps=400,
+        batch_size=128,
+        log_every=100,
+    )
+    run = trained(tmp_path, config, language)
+    losses = [line["loss_nats"] for line in run.metrics()]
+    entropy = (math.log(8) + language.entropy_nats()) / 2  # of a pair's first token, and of its second given the first
+    assert losses[0] > entropy + 0.1
+    # the mean is over 38,400 tokens: a standard error of 0.006
+    assert entropy - 0.03 < losses[-1] < entropy + 0.05
+
+
+def test_a_causal_run_goes_on_bit_for_bit(tmp_path):
+    config = small(model=ModelConfig(architecture="opt", size="d16"), objective=ObjectiveConfig(kind="causal"))
+    whole = trained(tmp_path / "whole", config, PairLanguage(is_ragged=True))
+    stopped = Run(tmp_path / "stopped")
+    language = Signalling({3, 9}, is_ragged=True)
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train(stopped, config, language)
+    train(stopped, config, language)
+    assert content(stopped) == content(whole)
 
 
 def test_dropout_is_on_and_follows_the_seed(tmp_path):

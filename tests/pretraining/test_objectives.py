@@ -5,9 +5,11 @@ import torch
 from toy_language import PairLanguage
 
 from isoloss.config import ModelConfig, ObjectiveConfig, PCFGConfig, TrainConfig
+from isoloss.errors import IsolossError
 from isoloss.languages.masking import IGNORED
 from isoloss.models.bert import build
-from isoloss.pretraining.objectives import masked_loss, training_batch
+from isoloss.models.make import make_model
+from isoloss.pretraining.objectives import prediction_loss, training_batch, validate
 
 CPU = torch.device("cpu")
 
@@ -37,7 +39,9 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_hidden_tokens(masking, is_rag
         log_probs = model(input_ids=sentence[None]).logits[0].log_softmax(-1)
         terms += [-log_probs[t, sentences.tokens[i, t]] for t in hidden]
     assert len(terms) == 16 or masking == "fraction"
-    torch.testing.assert_close(masked_loss(model, batch), torch.stack(terms).mean(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        prediction_loss(model, batch, causal=False), torch.stack(terms).mean(), rtol=1e-12, atol=0
+    )
 
 
 def test_a_batch_is_a_function_of_seed_and_step():
@@ -65,3 +69,47 @@ def test_the_hidden_positions_change_with_seed_and_step_even_where_the_sentences
     assert torch.equal(hidden(1, 0), hidden(1, 0))
     assert not torch.equal(hidden(1, 0), hidden(2, 0))
     assert not torch.equal(hidden(1, 0), hidden(1, 1))
+
+
+def test_training_shows_the_corruption_and_predicts_the_same():
+    language = PairLanguage()
+    batches = [
+        training_batch(language, config(objective=ObjectiveConfig(corruption=name)), 1, CPU).inputs
+        for name in ("mask", "bert")
+    ]
+    assert batches[0]["labels"].equal(batches[1]["labels"])
+    shown = [batch["input_ids"][batch["labels"] != IGNORED] for batch in batches]
+    assert (shown[0] == language.mask_id).all()
+    assert 0 < (shown[1] == language.mask_id).sum() < len(shown[1])
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_the_causal_loss_is_the_mean_cross_entropy_of_every_token_given_those_before(is_ragged):
+    language = PairLanguage(is_ragged=is_ragged)
+    batch, num_tokens = training_batch(language, config(objective=ObjectiveConfig(kind="causal")), 1, CPU)
+    sentences = language.batch(1, 16, seed=0)
+    assert num_tokens == int(sentences.lengths.sum()) + 16  # the starts
+    assert ("attention_mask" in batch) == is_ragged
+
+    model = make_model(ModelConfig(architecture="opt", size="d16"), language, seed=0).double().eval()
+    terms = []
+    for tokens, length in zip(sentences.tokens.tolist(), sentences.lengths.tolist(), strict=True):
+        for t in range(length):
+            before = torch.tensor([[language.mask_id, *tokens[:t]]])
+            terms.append(-model(input_ids=before).logits[0, -1].log_softmax(-1)[tokens[t]])
+    loss = prediction_loss(model, batch, causal=True)
+    torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("objective", "architecture", "message"),
+    [
+        (ObjectiveConfig(kind="causal"), "bert", "objective is 'causal', and the architecture bert learns 'masked'"),
+        (ObjectiveConfig(), "opt", "objective is 'masked', and the architecture opt learns 'causal'"),
+        (ObjectiveConfig(kind="causal", masking="fraction"), "opt", "the causal objective hides no tokens"),
+        (ObjectiveConfig(), "gpt", "no architecture 'gpt'; the architectures are bert, opt"),
+    ],
+)
+def test_an_objective_that_is_not_the_architectures_is_refused(objective, architecture, message):
+    with pytest.raises(IsolossError, match=message):
+        validate(objective, ModelConfig(architecture=architecture))

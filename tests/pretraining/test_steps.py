@@ -10,7 +10,7 @@ from toy_language import PairLanguage
 from isoloss.config import ModelConfig, OptimizerConfig, PCFGConfig, TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.models.bert import build
-from isoloss.pretraining.objectives import masked_loss, training_batch
+from isoloss.pretraining.objectives import prediction_loss, training_batch
 from isoloss.pretraining.steps import GradientStep, learning_rate
 
 STEPS = 20
@@ -30,7 +30,7 @@ def run(model, rule, steps, *, start=1):
     outcomes = []
     for number, batch in enumerate(batches(start + steps - 1), 1):
         if number >= start:
-            outcomes.append(rule.step(number, batch, partial(masked_loss, model), with_norm=True))
+            outcomes.append(rule.step(number, batch, partial(prediction_loss, model, causal=False), with_norm=True))
     return outcomes
 
 
@@ -45,7 +45,7 @@ def reference(model, config):
     outcomes = []
     for t, batch in enumerate(batches(), 1):
         rate = config.learning_rate * min(1, t / config.warmup_steps) if config.warmup_steps else config.learning_rate
-        loss = masked_loss(model, batch)
+        loss = prediction_loss(model, batch, causal=False)
         names, parameters = zip(*model.named_parameters(), strict=True)
         gradients = torch.autograd.grad(loss, parameters)
         outcomes.append((loss.item(), rate, sum(float((g**2).sum()) for g in gradients) ** 0.5))
@@ -91,7 +91,9 @@ def test_the_steps_are_their_formulas(config):
 
 def test_the_norm_is_only_computed_when_asked_for():
     model = tiny()
-    outcome = GradientStep(model, OptimizerConfig()).step(1, batches(1)[0], partial(masked_loss, model))
+    outcome = GradientStep(model, OptimizerConfig()).step(
+        1, batches(1)[0], partial(prediction_loss, model, causal=False)
+    )
     assert outcome.grad_norm is None
 
 

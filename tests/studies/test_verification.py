@@ -21,9 +21,7 @@ CONFIG = TrainConfig(
     checkpoints=(10,),
     device="cpu",
 )
-SETTINGS = EvalConfig(
-    loss_sentences=32, trace_sentences=16, trace_group=4, probe_train=100, probe_test=100, probe_epochs=2
-)
+SETTINGS = EvalConfig(loss_sentences=32, trace_sentences=16, probe_train=100, probe_test=100, probe_epochs=2)
 MEASURES = ("loss", "trace", "probe-prefix-4")
 
 

@@ -47,7 +47,7 @@ def _findings() -> dict[str, dict[str, Any]]:
     import torch
 
     from isoloss.languages.inside_outside import described
-    from isoloss.models.load import resolve_device
+    from isoloss.loading import resolve_device
 
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     gpus = {f"cuda:{i}": f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(properties)}
@@ -66,7 +66,7 @@ def _findings() -> dict[str, dict[str, Any]]:
         },
         "engines": {
             "exact inference": f"{described(torch.device('cpu'))}; torch on other devices",
-            "flatness": "grouped sketch, one ordinary backward pass a group",
+            "flatness": "labels integrated out, one backward pass to activations a batch",
             "training attention": "eager",
         },
         "optional parts": {

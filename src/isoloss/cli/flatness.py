@@ -17,8 +17,8 @@ from isoloss.runs import Run
 
 if TYPE_CHECKING:
     from isoloss.estimate import Estimate
+    from isoloss.loading import Loaded
     from isoloss.measures.inputs import Inputs
-    from isoloss.models.load import Loaded
 
 EXAMPLES = [
     ("isoloss flatness CHECKPOINT --data text.txt", "a checkpoint with its tokenizer, on your text"),
@@ -51,12 +51,10 @@ class Args:
     """The fraction, where masking is fraction."""
     mask_id: int | None = None
     """For masked models and token ids: the mask's id; default: the tokenizer's."""
-    method: Literal["sketch", "paper"] = "sketch"
-    """One backward pass a group with labels integrated out, or the paper's: one for each of 50 sampled labels."""
+    method: Literal["ghost", "paper"] = "ghost"
+    """One backward pass a batch with labels integrated out, or the paper's: one for each of 50 sampled labels."""
     num_probes: int | None = None
     """Random signs (default 1) or sampled labels (default 50) for each input."""
-    group_size: int = 8
-    """Sequences that share a backward pass."""
     seed: int = 0
     """Decides masks and signs."""
     device: str = "auto"
@@ -89,8 +87,8 @@ def main(arguments: list[str]) -> int:
     common.use_threads(args.threads)
     import torch
 
+    from isoloss.loading import load
     from isoloss.measures.flatness import InterruptedEstimate, fisher_trace
-    from isoloss.models.load import load
 
     loaded = load(
         args.model,
@@ -109,7 +107,6 @@ def main(arguments: list[str]) -> int:
                 inputs.batches,
                 method=args.method,
                 num_probes=args.num_probes,
-                group_size=args.group_size,
                 seed=args.seed,
                 causal=loaded.kind == "causal",
                 progress=progress,
@@ -179,7 +176,9 @@ def _print(args: Args, trace: Estimate) -> None:
     common.say(f"trace of the Fisher: {trace}")
     relative = f", {100 * trace.stderr / trace.value:.1f} % of the value" if trace.value > 0 else ""
     low, high = (rounded(end, trace.stderr).split(" ±")[0] for end in trace.ci95)
-    common.say(f"  95 % interval {low} to {high}{relative} (standard error over {trace.samples:,} groups)")
+    common.say(
+        f"  95 % interval {low} to {high}{relative} (standard error over {trace.samples:,} {details['clusters']})"
+    )
     common.say(
         f"  {trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
         f"{details['num_parameters']:,} parameters, {details['predicts']}"

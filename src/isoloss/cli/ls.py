@@ -13,20 +13,23 @@ from isoloss.cli import common
 
 EXAMPLES = [
     ("isoloss ls", "everything that can be named on the command line"),
-    ("isoloss ls sizes", "model sizes and their numbers of parameters"),
+    ("isoloss ls sizes", "model sizes, their numbers of parameters and the memory that training them takes"),
     ("isoloss ls runs --folder runs", "the runs below a folder"),
 ]
 
 Row = dict[str, Any]
-What = Literal["all", "languages", "sizes", "tasks", "measures", "studies", "runs"]
+What = Literal["all", "languages", "models", "sizes", "tasks", "measures", "studies", "runs"]
+
+VOCABULARY, LENGTH = 30_522, 128  # that sizes are given for: BERT's vocabulary, and its usual sequences
+TRAINING_BYTES = 16  # a parameter's value, gradient and AdamW's two moments, in float32
 
 
 @dataclass(frozen=True)
 class Args:
-    """List what can be named: languages, model sizes, tasks, measures, studies, and the runs in a folder."""
+    """List what can be named: languages, models and their sizes, tasks, measures, studies, and the runs in a folder."""
 
     what: tyro.conf.Positional[What] = "all"
-    """all, languages, sizes, tasks, measures, studies or runs."""
+    """all, languages, models, sizes, tasks, measures, studies or runs."""
     folder: Path = Path("runs")
     """Where runs are looked for."""
     json: bool = False
@@ -38,6 +41,7 @@ def main(arguments: list[str]) -> int:
     args = common.parse(Args, "ls", arguments, examples=EXAMPLES)
     lists: dict[str, Callable[[], list[Row]]] = {
         "languages": _languages,
+        "models": _models,
         "sizes": _sizes,
         "tasks": _tasks,
         "measures": _measures,
@@ -60,27 +64,40 @@ def main(arguments: list[str]) -> int:
 def _languages() -> list[Row]:
     from isoloss.config import PRESETS
 
-    files = "a grammar (NLTK's PCFG text or rule lines), a hidden Markov model (.safetensors), or a config (.toml)"
+    files = "a grammar (NLTK's PCFG text or rule lines), a stored language (.safetensors), or a config (.toml)"
     texts = "text (.txt, .jsonl or a folder) together with --tokenizer"
     rows: list[Row] = [{"language": name, "what": text} for name, (_, text) in PRESETS.items()]
     return [*rows, {"language": "FILE", "what": files}, {"language": "TEXT", "what": texts}]
 
 
-def _sizes() -> list[Row]:
-    from isoloss.models.sizes import SIZES, num_parameters
+def _models() -> list[Row]:
+    from isoloss.models.sizes import ARCHITECTURES
 
     return [
-        {
-            "size": name,
-            "width": shape.d_model,
-            "layers": shape.num_layers,
-            "heads": shape.num_heads,
-            "feed-forward": shape.intermediate,
-            "parameters (200 tokens, length 32)": f"{num_parameters(shape, 202, 32):,}",
-            "parameters (30,522 tokens, length 128)": f"{num_parameters(shape, 30_522, 128):,}",
-        }
-        for name, shape in SIZES.items()
+        {"architecture": name, "objective": architecture.objective, "what": architecture.text}
+        for name, architecture in ARCHITECTURES.items()
     ]
+
+
+def _sizes() -> list[Row]:
+    from isoloss.models.sizes import ARCHITECTURES, SIZES, num_parameters
+
+    rows: list[Row] = []
+    for name, shape in SIZES.items():
+        counts = {a: num_parameters(shape, VOCABULARY, LENGTH, a) for a in ARCHITECTURES}
+        text = f"parameters ({VOCABULARY:,} tokens, length {LENGTH})"
+        rows.append(
+            {
+                "size": name,
+                "width": shape.d_model,
+                "layers": shape.num_layers,
+                "heads": shape.num_heads,
+                "feed-forward": shape.intermediate,
+                **{f"{a} {text}": f"{count:,}" for a, count in counts.items()},
+                "AdamW in float32": f"{TRAINING_BYTES * max(counts.values()) / 1e9:.2f} GB",
+            }
+        )
+    return rows
 
 
 def _tasks() -> list[Row]:
@@ -113,7 +130,7 @@ def _runs(folder: Path) -> list[Row]:
     return [
         {
             "run": str(run.path),
-            "size": run.config.model.size,
+            "model": f"{run.config.model.architecture} {run.config.model.size}",
             "language": run.config.language.kind,
             "steps": run.config.steps,
             "state": "complete" if run.complete else f"step {max(run.steps(), default=0)}",

@@ -1,8 +1,9 @@
-"""`isoloss sample`: sentences of a language and, where the truth is known, their exact probabilities."""
+"""`isoloss sample`: sentences of a language and, where the truth is known, their exact probabilities and entropies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
@@ -12,23 +13,31 @@ from isoloss.cli import common
 from isoloss.errors import IsolossError
 
 if TYPE_CHECKING:
-    from isoloss.estimate import Estimate
-    from isoloss.languages import ExactLanguage, Language, Sentences
+    from isoloss.languages import Entropy, ExactLanguage, Language, Sentences
 
 EXAMPLES = [
     ("isoloss sample pcfg-laptop", "five sentences of a random grammar, with the entropy of every token"),
     ("isoloss sample dyck-2 --tree", "with the derivation of each sentence, for a grammar"),
+    ("isoloss sample hmm-laptop --states", "with the hidden states, for a hidden Markov model"),
+    ("isoloss sample dyck-2 --save dyck.safetensors", "writes the language to a file, which every verb reads"),
     ("isoloss sample grammar.pcfg --n 1000 --json", "a thousand of your own grammar's, as JSON"),
     ("isoloss sample novels/ --tokenizer vocab.txt --length 32", "packed sequences of real text"),
 ]
+CONDITIONALS = 3  # hidden tokens that are shown unasked
+LIKELIEST = 5  # tokens shown of a conditional
+ENTROPY_SENTENCES = 2000
+IMPOSSIBLE = 1e-30  # probability; a language gives a token that cannot be the smallest normal number
+HIDDEN = "___"
 
 
 @dataclass(frozen=True)
 class Args:
-    """Draw sentences. For a grammar: log-probability, and the entropy of each token given all the others, in nats."""
+    """Draw sentences. Where the truth is known: their log-probability, the entropy of each token given all the others,
+    what a few hidden tokens can be, and the entropy of the language.
+    """
 
     language: tyro.conf.Positional[str]
-    """A preset (isoloss ls languages), a grammar file, a .toml file, or text together with --tokenizer."""
+    """A preset (isoloss ls languages), a file, the folder of a causal model, or, with --tokenizer, text or hf:NAME."""
     n: int = 5
     """Sentences to draw."""
     seed: int = 0
@@ -36,9 +45,25 @@ class Args:
     tokenizer: str | None = None
     """For text: a Hugging Face folder or name, or a vocab.txt."""
     length: int | None = None
-    """For text: tokens in a packed sequence. For a grammar file: the longest sentence."""
+    """For text: tokens in a packed sequence. For a grammar file: the longest sentence. For a causal model: tokens."""
+    column: str | None = None
+    """For JSON lines and datasets: the field or column with the text; default: text."""
+    split: str | None = None
+    """For datasets; default: train."""
+    max_documents: int | None = None
+    """For text: how many documents are taken; default: all."""
     tree: bool = False
     """For a grammar: also give the tree that each sentence was derived by, (SYMBOL child child) or (SYMBOL token)."""
+    states: bool = False
+    """For a hidden Markov model: also give the states that each sentence was drawn through."""
+    conditionals: int | None = None
+    """Tokens of the first sentence to hide one at a time and say what they can be; default: 3; for a causal model 1."""
+    entropy_sentences: int | None = None
+    """Sentences to estimate the entropy on (0: leave it out); default: 2000; for a causal model, which is slow, 0."""
+    save: Path | None = None
+    """Write the language to this file, NAME.safetensors; every verb takes it as a language."""
+    overwrite: bool = False
+    """Let --save replace a file of another content."""
     json: bool = False
     """Print one JSON document."""
 
@@ -46,53 +71,101 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     args = common.parse(Args, "sample", arguments, examples=EXAMPLES)
-    if args.n < 1:
-        raise IsolossError(f"--n is {args.n}; draw at least 1 sentence")
+    _check_numbers(args)
     from isoloss import languages, seeds
-    from isoloss.languages.pcfg import PCFG
 
-    config = languages.resolve(args.language, tokenizer=args.tokenizer, length=args.length)
+    config = languages.resolve(
+        args.language,
+        tokenizer=args.tokenizer,
+        length=args.length,
+        column=args.column,
+        split=args.split,
+        max_documents=args.max_documents,
+    )
     language = languages.make(config)
-    if args.tree and not isinstance(language, PCFG):
-        raise IsolossError(f"--tree is for a grammar: the sentences of {args.language} have no derivation")
-    sentences = language.sample(args.n, generator=seeds.generator(args.seed, "sample"), latent=args.tree)
+    _check_effects(args, language)
+    sentences = language.sample(args.n, generator=seeds.generator(args.seed, "sample"), latent=args.tree or args.states)
     rows = _rows(language, sentences)
-    if isinstance(language, PCFG) and args.tree:
-        for row, nodes in zip(rows, sentences.latent.tolist(), strict=True):
-            row["tree"] = _tree([node for node in nodes if node[0] >= 0], language.symbols, row["words"])
-    mean = _mean_entropy(rows) if isinstance(language, languages.ExactLanguage) else None
+    _add_latent(args, language, sentences, rows)
+    conditionals, entropy = list[dict[str, Any]](), None
+    if isinstance(language, languages.ExactLanguage):
+        conditionals, entropy = _truth(args, language, sentences, rows)
+    if args.save is not None:
+        languages.save(language, args.save, overwrite=args.overwrite)
     if args.json:
         common.emit_json(
             {
                 "language": configs.to_dict(config),
+                "description": _in_words(language),
                 "seed": args.seed,
-                "mean_conditional_entropy": mean.to_dict() if mean else None,
                 "sentences": rows,
+                "conditionals": conditionals,
+                "entropy": entropy.to_dict() if entropy else None,
+                "saved": str(args.save) if args.save else None,
             }
         )
         return 0
-    for row in rows:
-        common.say(" ".join(row["words"]))
-        if "tree" in row:
-            common.say(f"    {row['tree']}")
-        if "log_prob_nats" in row:
-            entropies = " ".join(f"{h:z.3f}" for h in row["conditional_entropy_nats"])
-            common.say(f"    log-probability {row['log_prob_nats']:.4f} nats; entropy of each token {entropies} nats")
-    if mean is not None:
-        common.say(f"\nmean entropy of a token given the others, over these sentences: {mean}")
+    common.say(f"{args.language}: {_in_words(language)}\n")
+    _say_sentences(rows)
+    _say_conditionals(conditionals, rows[0]["words"])
+    if entropy is not None:
+        _say_entropy(entropy)
+    if args.save is not None:
+        common.say(f"\nthe language is in {args.save}")
     return 0
 
 
-def _rows(language: Language, sentences: Sentences) -> list[dict[str, Any]]:
-    from isoloss.languages import ExactLanguage
+def _check_numbers(args: Args) -> None:
+    if args.n < 1:
+        raise IsolossError(f"--n is {args.n}; draw at least 1 sentence")
+    if args.conditionals is not None and args.conditionals < 0:
+        raise IsolossError(f"--conditionals is {args.conditionals}; it must be at least 0 (0: none)")
+    if args.entropy_sentences is not None and (args.entropy_sentences < 0 or args.entropy_sentences == 1):
+        raise IsolossError(
+            f"--entropy-sentences is {args.entropy_sentences}; an estimate with an error needs at least 2 (0: none)"
+        )
+    if args.overwrite and args.save is None:
+        raise IsolossError("--overwrite needs --save: nothing else is written")
 
+
+def _check_effects(args: Args, language: Language) -> None:
+    """Refuse options that this language has no use for."""
+    from isoloss.languages import ExactLanguage
+    from isoloss.languages.hmm import HMM
+    from isoloss.languages.pcfg import PCFG
+
+    if args.tree and not isinstance(language, PCFG):
+        raise IsolossError(f"--tree is for a grammar: the sentences of {args.language} have no derivation")
+    if args.states and not isinstance(language, HMM):
+        raise IsolossError(
+            f"--states is for a hidden Markov model: the sentences of {args.language} have no hidden states"
+        )
+    if not isinstance(language, ExactLanguage):
+        given = {"--conditionals": args.conditionals, "--entropy-sentences": args.entropy_sentences}
+        if chosen := [name for name, value in given.items() if value is not None]:
+            raise IsolossError(
+                f"the probabilities of {args.language} are not known, for it is text: leave out {', '.join(chosen)}"
+            )
+
+
+# --- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+def _rows(language: Language, sentences: Sentences) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for tokens, length in zip(sentences.tokens.tolist(), sentences.lengths.tolist(), strict=True):
         kept = tokens[:length]
         rows.append({"tokens": kept, "words": [language.vocabulary[token] for token in kept]})
-    if isinstance(language, ExactLanguage):
-        _add_truth(language, sentences, rows)
     return rows
+
+
+def _add_latent(args: Args, language: Any, sentences: Sentences, rows: list[dict[str, Any]]) -> None:
+    if args.tree:
+        for row, nodes in zip(rows, sentences.latent.tolist(), strict=True):
+            row["tree"] = _tree([node for node in nodes if node[0] >= 0], language.symbols, row["words"])
+    if args.states:
+        for row, states in zip(rows, sentences.latent.tolist(), strict=True):
+            row["states"] = [language.states[state] for state in states]
 
 
 def _tree(nodes: list[list[int]], symbols: tuple[str, ...], words: list[str]) -> str:
@@ -114,28 +187,133 @@ def _name(name: str) -> str:
     return repr(name) if any(c in "()'\"" or c.isspace() for c in name) else name
 
 
-def _add_truth(language: ExactLanguage, sentences: Sentences, rows: list[dict[str, Any]]) -> None:
-    log_probs = language.log_prob(sentences.tokens, sentences.lengths).tolist()
-    entropies = language.conditional_entropy(sentences.tokens, sentences.lengths).tolist()
-    for row, log_prob, entropy in zip(rows, log_probs, entropies, strict=True):
+def _truth(
+    args: Args, language: ExactLanguage, sentences: Sentences, rows: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], Entropy | None]:
+    """Add to the rows what is exactly known of them; return conditionals of the first, and the language's entropy."""
+    from isoloss import languages
+    from isoloss.languages.teacher import Teacher
+
+    is_teacher = isinstance(language, Teacher)  # a conditional takes it a forward pass for each token there is
+    for row, log_prob in zip(rows, language.log_prob(sentences.tokens, sentences.lengths).tolist(), strict=True):
         row["log_prob_nats"] = log_prob
-        row["conditional_entropy_nats"] = entropy[: len(row["tokens"])]
+    if not is_teacher:
+        entropies = language.conditional_entropy(sentences.tokens, sentences.lengths).tolist()
+        for row, own in zip(rows, entropies, strict=True):
+            row["conditional_entropy_nats"] = own[: len(row["tokens"])]
+    number = args.conditionals if args.conditionals is not None else 1 if is_teacher else CONDITIONALS
+    conditionals = _conditionals(language, sentences, number)
+    draws = args.entropy_sentences if args.entropy_sentences is not None else 0 if is_teacher else ENTROPY_SENTENCES
+    if draws == 0:
+        return conditionals, None
+    entropy = languages.entropy(language, num_sentences=draws, seed=args.seed)
+    if args.entropy_sentences and not entropy.masked_token.samples:
+        raise IsolossError(f"the entropy of {args.language} has a closed form: leave out --entropy-sentences")
+    return conditionals, entropy
 
 
-def _mean_entropy(rows: list[dict[str, Any]]) -> Estimate | None:
-    """The mean over sentences of a sentence's mean entropy: what one masked token a sentence costs at least."""
-    from statistics import fmean, stdev
+def _conditionals(language: ExactLanguage, sentences: Sentences, number: int) -> list[dict[str, Any]]:
+    """Return what tokens of the first sentence can be given all others, at positions spread evenly over it."""
+    import torch
 
-    from isoloss.estimate import Estimate
+    length = int(sentences.lengths[0])
+    wanted = min(number, length)
+    if wanted == 0:
+        return []
+    positions = [int((2 * index + 1) * length / (2 * wanted)) for index in range(wanted)]
+    chosen = torch.tensor([positions])
+    logs = language.log_conditionals(sentences.tokens[:1], sentences.lengths[:1], positions=chosen)
 
-    means = [fmean(row["conditional_entropy_nats"]) for row in rows]
-    if len(means) < 2:
-        return None
-    return Estimate(
-        value=fmean(means),
-        stderr=stdev(means) / len(means) ** 0.5,
-        samples=len(means),
-        unit="nats per masked token",
-        num_inputs=len(means),
-        method="exact conditionals, mean over sampled sentences",
-    )
+    def row(token: int, probs: list[float]) -> dict[str, Any]:
+        return {"token": token, "word": language.vocabulary[token], "probability": probs[token]}
+
+    found = []
+    for position, probs in zip(positions, logs[0].exp().tolist(), strict=True):
+        order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+        found.append(
+            {
+                "sentence": 0,
+                "position": position,
+                "hidden": row(int(sentences.tokens[0, position]), probs),
+                "likeliest": [row(token, probs) for token in order[:LIKELIEST] if probs[token] > IMPOSSIBLE],
+            }
+        )
+    return found
+
+
+# --- what is printed -------------------------------------------------------------------------------------------------
+
+
+def _in_words(language: Any) -> str:
+    """Return the kind of a language, its numbers of tokens, and its lengths."""
+    from isoloss.languages.corpus import Corpus
+    from isoloss.languages.dyck import Brackets
+    from isoloss.languages.hmm import HMM
+    from isoloss.languages.pcfg import PCFG
+    from isoloss.languages.teacher import Teacher
+
+    lengths = f"sentences of {language.max_length} tokens"
+    if isinstance(language, Corpus):
+        return (
+            f"text in {language.vocab_size:,} token ids; sequences of {language.max_length} tokens, "
+            f"{language.num_training:,} to train on and {language.num_held_out:,} held out"
+        )
+    if isinstance(language, PCFG):
+        possible = language.length_probs.nonzero().flatten().tolist()
+        if len(possible) > 1:
+            lengths = f"sentences of {possible[0]} to {possible[-1]} tokens"
+        return f"a grammar of {len(language.symbols)} symbols over {language.vocab_size:,} tokens; {lengths}"
+    if isinstance(language, HMM):
+        states = f"{len(language.states)} states"
+        return f"a hidden Markov model of {states} over {language.vocab_size:,} tokens; {lengths}"
+    if isinstance(language, Brackets):
+        return f"as many < as >, in any order; {lengths}"
+    if isinstance(language, Teacher):
+        return f"what a causal language model writes over {language.vocab_size:,} tokens; {lengths}"
+    return f"{language.vocab_size:,} tokens; {lengths}"
+
+
+def _say_sentences(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        common.say(" ".join(row["words"]))
+        if "tree" in row:
+            common.say(f"    {row['tree']}")
+        if "states" in row:
+            common.say(f"    states {' '.join(row['states'])}")
+        if "log_prob_nats" in row:
+            entropies = " ".join(f"{h:z.3f}" for h in row.get("conditional_entropy_nats", []))
+            after = f"; entropy of each token {entropies} nats" if entropies else ""
+            common.say(f"    log-probability {row['log_prob_nats']:.4f} nats{after}")
+
+
+def _say_conditionals(conditionals: list[dict[str, Any]], words: list[str]) -> None:
+    if conditionals:
+        common.say("\nthe first sentence with one token hidden: the likeliest tokens there, and the one that it was")
+    for found in conditionals:
+        shown = [HIDDEN if position == found["position"] else word for position, word in enumerate(words)]
+        likeliest = ", ".join(map(_with_probability, found["likeliest"]))
+        common.say(f"    {' '.join(shown)}\n        {likeliest}; it was {_with_probability(found['hidden'])}")
+
+
+def _with_probability(row: dict[str, Any]) -> str:
+    probability = row["probability"]
+    return f"{row['word']} {probability:.3f}" if probability >= 0.001 else f"{row['word']} {probability:.1e}"
+
+
+def _say_entropy(entropy: Entropy) -> None:
+    from isoloss.estimate import Estimate, rounded
+
+    def number(estimate: Estimate) -> str:
+        return rounded(estimate.value, estimate.stderr) if estimate.stderr else f"{estimate.value:.7g}"
+
+    def source(estimate: Estimate) -> str:
+        return f"mean over {estimate.samples:,} drawn sentences" if estimate.samples else estimate.method
+
+    sentence = entropy.sentence
+    common.say(f"\nentropy of a sentence: {number(sentence)} nats ({source(sentence)})")
+    if entropy.length.value:
+        parts = f"{number(entropy.length)} of its length + {number(entropy.given_length)} given its length"
+        common.say(f"    = {parts}")
+    masked = entropy.masked_token
+    common.say(f"entropy of a hidden token given all others: {number(masked)} nats ({source(masked)})")
+    common.say("    the loss of a perfect model where one token of each sentence is hidden")

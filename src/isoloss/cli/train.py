@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 from isoloss import config as configs
 from isoloss.cli import common
-from isoloss.config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.config import CorpusConfig, LanguageConfig, ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.errors import IsolossError
+from isoloss.models.sizes import find_architecture
 from isoloss.runs import Run
+
+if TYPE_CHECKING:
+    from isoloss.languages import Language
 
 EXAMPLES = [
     ("isoloss train runs/first --language pcfg-laptop --size d32 --steps 2000", "a small BERT on a random grammar"),
@@ -21,32 +25,48 @@ EXAMPLES = [
         "isoloss train runs/novels --language novels/ --tokenizer vocab.txt --masking fraction --steps 300",
         "on real text",
     ),
+    (
+        "isoloss train runs/teacher --language novels/ --tokenizer vocab.txt --architecture opt --steps 1000",
+        "a causal language model, which can write a language's sentences",
+    ),
     ("isoloss train runs/again --config run.toml", "from a file; --print-config writes one"),
 ]
 
 
 @dataclass(frozen=True)
 class Args:
-    """Pre-train a masked language model. The same command on the same directory resumes, bit for bit."""
+    """Pre-train a masked or causal language model. The same command on the same directory resumes, bit for bit."""
 
     run: tyro.conf.Positional[Path]
     """The run directory."""
     config: Path | None = None
     """A TOML file with the whole config, instead of the options below but for device and threads."""
     language: str | None = None
-    """A preset (isoloss ls languages), a grammar file, a .toml file, or text together with --tokenizer."""
+    """A preset (isoloss ls languages), a stored language, grammar or .toml file; with --tokenizer, text or hf:NAME."""
     tokenizer: str | None = None
     """For text: a Hugging Face folder or name, or a vocab.txt."""
     length: int | None = None
     """For text: tokens in a packed sequence. For a grammar file: the longest sentence."""
+    column: str | None = None
+    """For JSON lines and datasets: the field or column with the text; default: text."""
+    split: str | None = None
+    """For datasets; default: train."""
+    max_documents: int | None = None
+    """For text: how many documents are taken; default: all."""
+    architecture: Literal["bert", "opt"] = ModelConfig.architecture
+    """Architecture (isoloss ls models): bert predicts hidden tokens, opt each next token."""
     size: str = ModelConfig.size
     """Model size (isoloss ls sizes)."""
     dropout: float = ModelConfig.dropout
     """Dropout in training."""
+    objective: Literal["masked", "causal"] | None = None
+    """Predict hidden tokens, or each token from those before it; default: what the architecture learns."""
     masking: Literal["one", "fraction"] = ObjectiveConfig.masking
     """Hide one token of each sentence, or a fraction of all."""
     fraction: float = ObjectiveConfig.fraction
     """The fraction, where masking is fraction."""
+    corruption: Literal["mask", "bert"] = ObjectiveConfig.corruption
+    """What training shows for a hidden token: always the mask, or 80 % mask, 10 % random, 10 % itself (BERT)."""
     optimizer: Literal["adamw", "sgd"] = OptimizerConfig.name
     """Step rule."""
     learning_rate: float = OptimizerConfig.learning_rate
@@ -85,18 +105,18 @@ def main(arguments: list[str]) -> int:
         common.say(configs.to_toml(config).rstrip())
         return 0
 
-    from isoloss import languages
     from isoloss.pretraining import Interrupted, train
     from isoloss.pretraining import Progress as Step
 
     run = Run(args.run)
+    language = _language(config.language)
     with common.Progress(f"training {run.name}", config.steps, "steps") as progress:
 
         def report(step: Step) -> None:
             progress(step.step, f"loss {step.loss_nats:.4f} nats, {step.tokens_per_second:,.0f} tokens/s")
 
         try:
-            train(run, config, languages.make(config.language), progress=report)
+            train(run, config, language, progress=report)
         except Interrupted as stop:
             common.note(f"stopped at step {stop.step} of {config.steps}, saved. To go on:")
             common.note("  " + common.command("train", *arguments))
@@ -139,18 +159,39 @@ def _decided(args: Args, field: dataclasses.Field[Any]) -> bool:
     return field.name not in FREE and getattr(args, field.name) != field.default
 
 
+def _language(config: LanguageConfig) -> Language:
+    from isoloss import languages
+
+    if not isinstance(config, CorpusConfig):
+        return languages.make(config)
+    with common.Progress("tokenising", 100, "%") as percent:
+        return languages.make(config, progress=lambda done, total: percent(100 * done // total))
+
+
 def _from_options(args: Args) -> TrainConfig:
     from isoloss import languages
 
+    kind = args.objective or find_architecture(args.architecture).objective
+    masks = ("masking", "fraction", "corruption")
+    given = [f"--{name}" for name in masks if getattr(args, name) != getattr(Args, name)]
+    if kind == "causal" and given:
+        raise IsolossError(f"the causal objective hides no tokens: leave out {', '.join(given)}")
     if args.masking == "one" and args.fraction != Args.fraction:
         raise IsolossError("--fraction needs --masking fraction: without it, one token of each sentence is hidden")
     if args.optimizer != "sgd" and args.momentum != Args.momentum:
         raise IsolossError(f"--momentum needs --optimizer sgd: {args.optimizer} has none")
     warmup = min(1000, round(0.06 * args.steps)) if args.warmup_steps is None else args.warmup_steps
     return TrainConfig(
-        language=languages.resolve(str(args.language), tokenizer=args.tokenizer, length=args.length),
-        model=ModelConfig(size=args.size, dropout=args.dropout),
-        objective=ObjectiveConfig(masking=args.masking, fraction=args.fraction),
+        language=languages.resolve(
+            str(args.language),
+            tokenizer=args.tokenizer,
+            length=args.length,
+            column=args.column,
+            split=args.split,
+            max_documents=args.max_documents,
+        ),
+        model=ModelConfig(architecture=args.architecture, size=args.size, dropout=args.dropout),
+        objective=ObjectiveConfig(kind=kind, masking=args.masking, fraction=args.fraction, corruption=args.corruption),
         optimizer=OptimizerConfig(
             name=args.optimizer,
             learning_rate=args.learning_rate,

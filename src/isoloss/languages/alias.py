@@ -1,11 +1,12 @@
 """Drawing from many discrete distributions: alias tables, and random numbers that are a function of their coordinates.
 
 Every number is keyed by (seed, sentence, place in the sentence), so what is drawn depends on neither threads nor chunks
-nor batch size. The loops are compiled by numba, which loads with this module.
+nor batch size. The loops are compiled by numba, which loads with this module; `lockstep` makes the same draws in torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -20,42 +21,71 @@ from isoloss.errors import IsolossError
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int32]
+Long = npt.NDArray[np.int64]
 
 _CHUNK = 1 << 14  # sentences that a thread draws at a time
+_CELLS = 1 << 22  # numbers of a chunk's sentences, at most
 _TOLERANCE = 1e-9  # of a row's sum
 
 # the constants of Philox4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
 _M0, _M1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
 _W0, _W1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 _ROUNDS = 10
-_ZERO, _SHIFT = np.uint64(0), np.uint64(11)
+_ZERO, _SHIFT, _SPLIT_SHIFT = np.uint64(0), np.uint64(11), np.uint64(12)
 _UNIT = 2.0**-53
 
 
 class AliasTables(NamedTuple):
     """Discrete distributions, each drawn from in constant time (Walker 1977, Vose 1991); one row is one distribution.
 
-    A cell of row r is drawn uniformly; it gives `kept` with probability `threshold`, else `alias`. Only outcomes of
-    positive probability have cells, so that sparse distributions have short rows.
+    A cell of row r, of those from offsets[r] to offsets[r + 1] - 1, is drawn uniformly; it gives `kept` with
+    probability `threshold`, else `alias`. Only outcomes of positive probability have cells.
 
     Attributes:
-        threshold: (rows, width) float64 in [0, 1].
-        kept: (rows, width) int32, an outcome.
-        alias: (rows, width) int32, an outcome.
+        offsets: (rows + 1,) int64.
+        threshold: (cells,) float64 in [0, 1].
+        kept: (cells,) int32, an outcome.
+        alias: (cells,) int32, an outcome.
     """
 
+    offsets: Long
     threshold: Float
     kept: Int
     alias: Int
 
     def probabilities(self, outcomes: int) -> Float:
         """Return (rows, outcomes): the distributions that the tables draw from, cell by cell."""
-        rows, width = self.threshold.shape
-        found = np.zeros((rows, outcomes))
-        index = np.arange(rows)[:, None]
-        np.add.at(found, (index, self.kept), self.threshold / width)
-        np.add.at(found, (index, self.alias), (1 - self.threshold) / width)
+        widths = np.diff(self.offsets)
+        row = np.repeat(np.arange(len(widths)), widths)
+        found = np.zeros((len(widths), outcomes))
+        np.add.at(found, (row, self.kept), self.threshold / widths[row])
+        np.add.at(found, (row, self.alias), (1 - self.threshold) / widths[row])
         return found
+
+
+class Rewrites(NamedTuple):
+    """A grammar as the sampler takes it: what each symbol is rewritten to, freely or to a given number of tokens.
+
+    A row of `tables` is a symbol and a width, symbol * columns + width, and its outcomes are rules: pairs first, chains
+    of one symbol next, emissions last. Free symbols have one column, and the width 0. With more columns, `width` is
+    the number of tokens that the symbol must yield; a rule A -> B C of it is split into u and width - u tokens with
+    probability proportional to inside[B, u] inside[C, width - u]; and a last row draws the width of symbol 0.
+
+    Attributes:
+        tables: The distribution of each row over rules.
+        left: (rules,) int32, the first symbol, or the token.
+        right: (rules,) int32, the second symbol of a pair.
+        kinds: (2,) int64, the index of the first rule that is no pair, and of the first that is an emission.
+        inside: (symbols, columns) float64, Pr(symbol yields that many tokens).
+        scale: (pairs, columns) float64, 2^52 / sum over u of inside[B, u] inside[C, width - u].
+    """
+
+    tables: AliasTables
+    left: Int
+    right: Int
+    kinds: Long
+    inside: Float
+    scale: Float
 
 
 def alias_tables(probabilities: npt.ArrayLike) -> AliasTables:
@@ -76,14 +106,23 @@ def alias_tables(probabilities: npt.ArrayLike) -> AliasTables:
     if wrong.any():
         row = int(wrong.argmax())
         raise IsolossError(f"row {row} of the probabilities is no distribution: its sum is {rows[row].sum()}")
-    width = int((rows > 0).sum(axis=1).max())
-    # outcomes of positive probability first, in order
-    outcomes = np.argsort(rows <= 0, axis=1, kind="stable")[:, :width].astype(np.int32)
-    threshold = np.take_along_axis(rows, outcomes, axis=1)
-    threshold *= width / threshold.sum(axis=1, keepdims=True)
-    partner = np.zeros_like(outcomes)
-    _pair(threshold, partner)
-    return AliasTables(threshold, outcomes, np.take_along_axis(outcomes, partner, axis=1))
+    of_row, outcome = np.nonzero(rows)
+    return sparse_tables(of_row, outcome, rows[of_row, outcome], rows=len(rows))
+
+
+def sparse_tables(row: Long, outcome: Long, weight: Float, *, rows: int) -> AliasTables:
+    """Return the alias tables of `rows` rows, given as cells: (cells,) row, outcome and positive weight, in any order.
+
+    Rows need not add up to 1, and may be empty: those cannot be drawn from.
+    """
+    order = np.argsort(row, kind="stable")
+    row, kept, weight = row[order], outcome[order].astype(np.int32), weight[order]
+    widths = np.bincount(row, minlength=rows)
+    threshold = weight / np.bincount(row, weights=weight, minlength=rows)[row] * widths[row]
+    partner = np.zeros(len(kept), np.int64)
+    offsets = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
+    _pair(offsets, threshold, partner)
+    return AliasTables(offsets, threshold, kept, kept[partner])
 
 
 def draw_chains(
@@ -103,16 +142,78 @@ def draw_chains(
 
     def fill(first: int) -> None:
         rows = slice(first, first + _CHUNK)
-        _chains(np.uint64(seed), np.uint64(first), *initial, *transition, *emission, tokens[rows], states[rows])
+        _chains(np.uint64(seed), np.uint64(first), initial, transition, emission, tokens[rows], states[rows])
 
-    starts = range(0, n, _CHUNK)
+    _in_threads(fill, range(0, n, _CHUNK))
+    return torch.from_numpy(tokens), torch.from_numpy(states)
+
+
+def draw_derivations(
+    rewrites: Rewrites, *, n: int, seed: int, root: int, longest: int, most_nodes: int, pad: int, trees: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return (n, T) tokens, (n,) lengths and (n, M, 3) nodes of n derivations; those of sentence i depend on (seed, i).
+
+    Args:
+        rewrites: The grammar.
+        n: Number of sentences.
+        seed: From 0 to 2^64 - 1.
+        root: The row that each derivation starts from; the last row of tables with widths draws the width.
+        longest: The most tokens that a sentence can have.
+        most_nodes: The most nodes that a tree can have.
+        pad: The id behind the end of a sentence.
+        trees: Whether to return the nodes: start, stop and symbol in preorder, padded with -1; else None.
+    """
+    chunk = max(1, min(_CHUNK, _CELLS // (3 * most_nodes if trees else longest)))
+    starts = range(0, n, chunk)
+    lengths, sizes = np.zeros(n, np.int64), np.zeros(n if trees else 0, np.int64)
+    tokens: list[Int] = [np.empty((0, 1), np.int32)] * len(starts)
+    nodes = list(tokens)
+
+    def fill(first: int) -> None:
+        rows = slice(first, first + chunk)
+        count = len(lengths[rows])
+        own_tokens = np.empty((count * longest, 1), np.int32)
+        own_nodes = np.empty((count * most_nodes if trees else 0, 3), np.int32)
+        _derive(
+            np.uint64(seed),
+            np.uint64(first),
+            rewrites,
+            root,
+            longest,
+            own_tokens,
+            lengths[rows],
+            own_nodes,
+            sizes[rows],
+        )
+        tokens[first // chunk] = own_tokens[: lengths[rows].sum()].copy()
+        nodes[first // chunk] = own_nodes[: sizes[rows].sum()].copy()
+
+    _in_threads(fill, starts)
+
+    def padded(parts: list[Int], sizes: Long, width: int, padding: int) -> torch.Tensor:
+        out = np.empty((n, sizes.max(initial=0), width), np.int64)
+
+        def spread(first: int) -> None:
+            rows = slice(first, first + chunk)
+            _spread(parts[first // chunk], sizes[rows], padding, out[rows])
+
+        _in_threads(spread, starts)
+        return torch.from_numpy(out)
+
+    return (
+        padded(tokens, lengths, 1, pad)[:, :, 0],
+        torch.from_numpy(lengths),
+        padded(nodes, sizes, 3, -1) if trees else None,
+    )
+
+
+def _in_threads(fill: Callable[[int], None], starts: range) -> None:
     if len(starts) < 2 or torch.get_num_threads() < 2:
         for first in starts:
             fill(first)
     else:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(fill, starts))
-    return torch.from_numpy(tokens), torch.from_numpy(states)
 
 
 # --- compiled --------------------------------------------------------------------------------------------------------
@@ -143,26 +244,31 @@ def philox(seed: np.uint64, sentence: np.uint64, block: np.uint64) -> tuple[np.u
 
 
 @njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
-def draw(bits: np.uint64, threshold: Float, kept: Int, alias: Int, row: int) -> np.int32:
+def draw(bits: np.uint64, tables: AliasTables, row: int) -> np.int32:
     """Return an outcome of one row of alias tables: 53 of the bits choose the cell and, within it, the outcome."""
-    place = (bits >> _SHIFT) * _UNIT * threshold.shape[1]
+    begin = tables.offsets[row]
+    width = tables.offsets[row + 1] - begin
+    place = (bits >> _SHIFT) * _UNIT * width
     cell = int(place)
-    if cell == threshold.shape[1]:  # the product may round up
+    if cell == width:  # the product may round up
         cell -= 1
-    outcome: np.int32 = kept[row, cell] if place - cell < threshold[row, cell] else alias[row, cell]
+    keep = place - cell < tables.threshold[begin + cell]
+    outcome: np.int32 = tables.kept[begin + cell] if keep else tables.alias[begin + cell]
     return outcome
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _pair(threshold: Float, partner: Int) -> None:
+def _pair(offsets: Long, threshold: Float, partner: Long) -> None:
     """Turn each row of cell contents, of mean 1, into thresholds and partners, in place (Vose's algorithm)."""
-    rows, width = threshold.shape
-    small, large = np.empty(width, np.int32), np.empty(width, np.int32)
-    for row in range(rows):
+    widest = 0
+    for row in range(len(offsets) - 1):
+        widest = max(widest, offsets[row + 1] - offsets[row])
+    small, large = np.empty(widest, np.int64), np.empty(widest, np.int64)
+    for row in range(len(offsets) - 1):
         few = many = 0
-        for cell in range(width):
-            partner[row, cell] = cell
-            if threshold[row, cell] < 1:
+        for cell in range(offsets[row], offsets[row + 1]):
+            partner[cell] = cell
+            if threshold[cell] < 1:
                 small[few] = cell
                 few += 1
             else:
@@ -171,34 +277,28 @@ def _pair(threshold: Float, partner: Int) -> None:
         while few and many:
             few -= 1
             lower, upper = small[few], large[many - 1]
-            partner[row, lower] = upper
-            threshold[row, upper] -= 1 - threshold[row, lower]
-            if threshold[row, upper] < 1:
+            partner[lower] = upper
+            threshold[upper] -= 1 - threshold[lower]
+            if threshold[upper] < 1:
                 many -= 1
                 small[few] = upper
                 few += 1
         # what is left is full, up to rounding
         for index in range(few):
-            threshold[row, small[index]] = 1.0
+            threshold[small[index]] = 1.0
         for index in range(many):
-            threshold[row, large[index]] = 1.0
+            threshold[large[index]] = 1.0
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _chains(
     seed: np.uint64,
     first: np.uint64,
-    start_threshold: Float,
-    start_kept: Int,
-    start_alias: Int,
-    next_threshold: Float,
-    next_kept: Int,
-    next_alias: Int,
-    token_threshold: Float,
-    token_kept: Int,
-    token_alias: Int,
-    tokens: npt.NDArray[np.int64],
-    states: npt.NDArray[np.int64],
+    initial: AliasTables,
+    transition: AliasTables,
+    emission: AliasTables,
+    tokens: Long,
+    states: Long,
 ) -> None:
     """Fill rows of tokens and states; a block of four random numbers serves two positions."""
     n, length = tokens.shape
@@ -208,13 +308,107 @@ def _chains(
         for block in range((length + 1) // 2):
             a, b, c, d = philox(seed, sentence, np.uint64(block))
             t = 2 * block
-            if t == 0:
-                state = draw(a, start_threshold, start_kept, start_alias, 0)
-            else:
-                state = draw(a, next_threshold, next_kept, next_alias, state)
+            state = draw(a, initial, 0) if t == 0 else draw(a, transition, state)
             states[row, t] = state
-            tokens[row, t] = draw(b, token_threshold, token_kept, token_alias, state)
+            tokens[row, t] = draw(b, emission, state)
             if t + 1 < length:
-                state = draw(c, next_threshold, next_kept, next_alias, state)
+                state = draw(c, transition, state)
                 states[row, t + 1] = state
-                tokens[row, t + 1] = draw(d, token_threshold, token_kept, token_alias, state)
+                tokens[row, t + 1] = draw(d, emission, state)
+
+
+@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+def _split(bits: np.uint64, left: Float, right: Float, width: int, scale: float) -> int:
+    """Return u with probability left[u] right[width - u] scale / 2^52, to 2^-52.
+
+    The sum runs over integers, so that its order does not matter to the last digit.
+    """
+    target, total, chosen = np.int64(bits >> _SPLIT_SHIFT), np.int64(0), 0
+    for u in range(1, width):
+        part = np.int64(left[u] * right[width - u] * scale)
+        if part > 0:
+            total += part
+            chosen = u
+            if total > target:
+                break
+    return chosen
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _derive(
+    seed: np.uint64,
+    first: np.uint64,
+    rewrites: Rewrites,
+    root: int,
+    longest: int,
+    tokens: Int,
+    lengths: Long,
+    nodes: Int,
+    sizes: Long,
+) -> None:
+    """Fill tokens, lengths, nodes and their numbers, sentence after sentence without gaps.
+
+    The open symbols of a derivation are a stack. Each takes the next random number, or the next two where widths are
+    given: one for the rule, one for the split.
+    """
+    columns = rewrites.inside.shape[1]
+    numbers = 1 if columns == 1 else 2
+    symbols, widths = np.empty(longest + 1, np.int64), np.empty(longest + 1, np.int64)
+    words = np.empty(4, np.uint64)
+    token = node = 0
+    for row in range(len(lengths)):
+        start, own, used, height = token, node, 0, 1
+        symbols[0], widths[0] = root // columns, root % columns
+        while height:
+            if used & 3 == 0:
+                words[0], words[1], words[2], words[3] = philox(seed, first + np.uint64(row), np.uint64(used >> 2))
+            height -= 1
+            symbol, width = symbols[height], widths[height]
+            rule = draw(words[used & 3], rewrites.tables, symbol * columns + width)
+            if symbol == len(rewrites.inside):  # the row that draws a width
+                symbols[0], widths[0] = 0, rule
+                height = 1
+            else:
+                if len(nodes):
+                    nodes[node, 0], nodes[node, 1], nodes[node, 2] = token - start, height, symbol
+                    node += 1
+                left = rewrites.left[rule]
+                if rule >= rewrites.kinds[1]:
+                    tokens[token, 0] = left
+                    token += 1
+                else:
+                    if rule < rewrites.kinds[0]:
+                        right, u = rewrites.right[rule], 0
+                        if columns > 1:
+                            scale = rewrites.scale[rule, width]
+                            u = _split(words[used + 1 & 3], rewrites.inside[left], rewrites.inside[right], width, scale)
+                        symbols[height], widths[height] = right, width - u
+                        width = u
+                        height += 1
+                    symbols[height], widths[height] = left, width
+                    height += 1
+            used += numbers
+        lengths[row] = token - start
+        if len(nodes):
+            sizes[row] = node - own
+            _close(nodes[own:node], token - start, widths)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _close(nodes: Int, length: int, starts: Long) -> None:
+    """Replace each node's number of waiting symbols by its stop: where the first of these begins."""
+    for index in range(len(nodes) - 1, -1, -1):
+        waiting = nodes[index, 1]
+        starts[waiting] = nodes[index, 0]
+        nodes[index, 1] = starts[waiting - 1] if waiting else length
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _spread(flat: Int, sizes: Long, padding: int, out: Long) -> None:
+    """Fill (n, widest, d) from the rows of all sentences one after another."""
+    place = 0
+    for row in range(len(sizes)):
+        for index in range(out.shape[1]):
+            for part in range(out.shape[2]):
+                out[row, index, part] = flat[place + index, part] if index < sizes[row] else padding
+        place += sizes[row]

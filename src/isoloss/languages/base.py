@@ -58,20 +58,49 @@ class Language(Protocol):
 
 @runtime_checkable
 class ExactLanguage(Language, Protocol):
-    """A language whose probabilities are known. Everything is in nats, and given the sentence's length."""
+    """A language whose probabilities are known. Everything is in nats, and given the sentence's length.
+
+    What the methods share:
+
+    - `tokens` (n, T) ids and `lengths` (n,): a padded batch; what stands behind a sentence's end is not looked at.
+    - `mask` (n, T) bool, true where the token is unknown, whatever id stands there; None: nowhere. A probability is
+      then a sum over all tokens at the unknown positions, and a conditional is given the visible tokens alone.
+    - `positions` (n,) or (n, k) integers, positions of each sentence: only these are answered, in this order, and the
+      axis of T positions becomes that of `positions`; None: all T.
+    - A bad argument raises `IsolossError` that names the row: a shape or dtype, a visible token or a length out of
+      range, a position beyond its sentence, a sentence of probability 0, or a mask where the language has no exact
+      answer under one.
+    """
 
     def log_prob(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return (n,): the log-probability of each sentence."""
         ...
 
-    def log_conditionals(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n, T, vocab_size): log Pr(x_t = c | all other tokens, the length).
+    def log_conditionals(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (n, T, vocab_size): log Pr(x_t = c | all other visible tokens, the length).
 
         An impossible token has the log of the dtype's smallest normal number, so that nothing is -inf and p log p is 0;
         padded positions hold 0 throughout, which is no distribution: mask them by the lengths.
         """
         ...
 
-    def conditional_entropy(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n, T): the entropy of each full conditional; 0 at padded positions."""
+    def conditional_entropy(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (n, T): the entropy of each conditional of `log_conditionals`; 0 at padded positions.
+
+        The conditionals of all sentences are never held at once.
+        """
         ...

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,7 +19,7 @@ import torch
 from isoloss import files
 from isoloss.config import CorpusConfig
 from isoloss.errors import IsolossError
-from isoloss.languages import documents, tokenizers
+from isoloss.languages import documents, hub_datasets, tokenizers
 from isoloss.languages.base import Sentences
 from isoloss.seeds import generator
 
@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 
 _FORMAT = 1  # of the cached tokens: raise it whenever the same text would give other ones
 _PARTS = ("training", "held_out")
+_REPORT = 100  # documents between two calls of `progress`
+
+Progress = Callable[[int, int], None]  # called with the documents tokenised and all there are
 
 
 def resolve(config: CorpusConfig) -> CorpusConfig:
     """Return `config` with absolute paths and with `content` filled in, so that it means the same text anywhere.
 
     Raises:
-        IsolossError: A file or the tokenizer is not there, or a number is out of range.
+        IsolossError: A file, a dataset or the tokenizer is not there, or a number is out of range.
     """
     return _resolve(config)[0]
 
@@ -72,19 +75,24 @@ class Corpus:
         self._order: tuple[tuple[int, int], torch.Tensor] | None = None
 
     @classmethod
-    def from_config(cls, config: CorpusConfig, *, cache: Path | None = None) -> Corpus:
+    def from_config(
+        cls, config: CorpusConfig, *, cache: Path | None = None, progress: Progress | None = None
+    ) -> Corpus:
         """Return the corpus, tokenised now or, if that was done before, from the cache.
 
+        The tokens are written whole or not at all, a document at a time, and read by memory map.
+
         Args:
-            config: Which files, tokenizer, length and held-out share.
+            config: Which text, tokenizer, length and held-out share.
             cache: Folder that keeps the tokens; default: the environment's `ISOLOSS_CACHE`, else `~/.cache/isoloss`.
+            progress: Called with the number of documents tokenised and that of all, every 100 documents.
 
         Raises:
-            IsolossError: Missing or unreadable files; files or a tokenizer other than those that `config.content`
+            IsolossError: Missing or unreadable text; text or a tokenizer other than those that `config.content`
                 was taken from; a tokenizer without mask or padding token; less than one sequence to train on or to
                 hold out.
         """
-        resolved, tokenizer = _resolve(config)
+        resolved, tokenizer, sources = _resolve(config)
         if config.content not in ("", resolved.content):
             raise IsolossError(
                 f"the text ({', '.join(config.paths)}) or the tokenizer ({config.tokenizer}) has changed since the run "
@@ -92,7 +100,7 @@ class Corpus:
                 "or begin a new run"
             )
         root = cache or Path(os.environ.get("ISOLOSS_CACHE") or "~/.cache/isoloss").expanduser()
-        return cls(resolved, tokenizer, _cached(resolved, tokenizer, root / "corpora"))
+        return cls(resolved, tokenizer, _cached(resolved, tokenizer, sources, root / "corpora", progress))
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         """Return `n` training sequences drawn uniformly, with replacement.
@@ -176,31 +184,46 @@ def brackets(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
     return {"first": None, "last": None} if first is None or last is None else {"first": first, "last": last}
 
 
-def _resolve(config: CorpusConfig) -> tuple[CorpusConfig, PreTrainedTokenizerFast]:
+def _resolve(config: CorpusConfig) -> tuple[CorpusConfig, PreTrainedTokenizerFast, list[documents.Source]]:
     if config.length < 3:
         raise IsolossError(f"the length of packed sequences is {config.length}; it must be at least 3")
     if not 0 < config.held_out < 1:
         raise IsolossError(f"the held-out share is {config.held_out}; it must be above 0 and below 1")
+    if config.max_documents is not None and config.max_documents < 2:
+        raise IsolossError(f"max_documents is {config.max_documents}; it must be at least 2: one is held out")
     tokenizer = tokenizers.load_tokenizer(config.tokenizer, needs=("mask", "pad"))
     local = Path(config.tokenizer).expanduser()
     resolved = dataclasses.replace(
         config,
-        paths=tuple(str(Path(path).expanduser().resolve()) for path in config.paths),
+        paths=tuple(_absolute(path) for path in config.paths),
         tokenizer=str(local.resolve()) if local.exists() else config.tokenizer,
     )
-    return dataclasses.replace(resolved, content=_content(resolved.paths, tokenizer)), tokenizer
-
-
-def _content(paths: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> str:
+    sources = documents.open_sources(resolved.paths, column=config.column, split=config.split)
     content = hashlib.sha256(tokenizers.serialised(tokenizer))
-    for file in documents.find_files(paths):
-        content.update(f"{file.suffix.lower()} {files.sha256(file)}".encode())
-    return content.hexdigest()
+    for source in sources:
+        content.update(source.content(config.max_documents).encode())
+    return dataclasses.replace(resolved, content=content.hexdigest()), tokenizer, sources
 
 
-def _cached(config: CorpusConfig, tokenizer: PreTrainedTokenizerFast, root: Path) -> Path:
+def _absolute(path: str) -> str:
+    return str(hub_datasets.parse(path)) if hub_datasets.is_dataset(path) else str(Path(path).expanduser().resolve())
+
+
+def _cached(
+    config: CorpusConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    sources: list[documents.Source],
+    root: Path,
+    progress: Progress | None,
+) -> Path:
     """Return the folder of the tokens, written first if it is not there; two processes do not both write it."""
-    identity = {"format": _FORMAT, "content": config.content, "length": config.length, "held_out": config.held_out}
+    identity = {
+        "format": _FORMAT,
+        "content": config.content,
+        "max_documents": config.max_documents,
+        "length": config.length,
+        "held_out": config.held_out,
+    }
     folder = root / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     tokens = folder / "tokens"
     if not tokens.is_dir():
@@ -209,7 +232,7 @@ def _cached(config: CorpusConfig, tokenizer: PreTrainedTokenizerFast, root: Path
             if not tokens.is_dir():
                 try:
                     with files.new_directory(tokens) as unfinished:
-                        counts = _write(config, tokenizer, unfinished)
+                        counts = _write(config, tokenizer, sources, unfinished, progress)
                         meta = {**identity, "paths": config.paths, "counts": counts}
                         files.write_json(unfinished / "meta.json", meta)
                 except OSError as error:
@@ -220,8 +243,17 @@ def _cached(config: CorpusConfig, tokenizer: PreTrainedTokenizerFast, root: Path
     return tokens
 
 
-def _write(config: CorpusConfig, tokenizer: PreTrainedTokenizerFast, folder: Path) -> dict[str, Any]:
-    hashes = np.array([_hash(text) for _, text in documents.read_documents(config.paths)], dtype=np.uint64)
+def _write(
+    config: CorpusConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    sources: list[documents.Source],
+    folder: Path,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    def texts() -> Iterator[str]:
+        return (text for _, text in documents.read(sources, config.max_documents))
+
+    hashes = np.fromiter((_hash(text) for text in texts()), dtype=np.uint64)
     distinct = np.unique(hashes)
     if len(distinct) < 2:
         raise IsolossError(
@@ -234,8 +266,10 @@ def _write(config: CorpusConfig, tokenizer: PreTrainedTokenizerFast, folder: Pat
     counts: dict[str, Any] = {}
     for part in _PARTS:
         chosen = (hashes <= last_held_out) == (part == "held_out")
-        texts = (text for take, (_, text) in zip(chosen, documents.read_documents(config.paths), strict=True) if take)
-        rows = pack(tokenizers.encode(tokenizer, texts), config.length, **brackets(tokenizer))
+        taken = (text for take, text in zip(chosen, texts(), strict=True) if take)
+        before = sum(count["documents"] for count in counts.values())
+        ids = tokenizers.encode(tokenizer, _reported(taken, before, len(hashes), progress))
+        rows = pack(ids, config.length, **brackets(tokenizer))
         with (folder / f"{part}.npy").open("wb") as file:
             n = _stream(file, rows, config.length, np.dtype(dtype))
         if n == 0:
@@ -246,6 +280,13 @@ def _write(config: CorpusConfig, tokenizer: PreTrainedTokenizerFast, folder: Pat
             )
         counts[part] = {"documents": int(chosen.sum()), "sequences": n}
     return counts
+
+
+def _reported(texts: Iterable[str], before: int, total: int, progress: Progress | None) -> Iterator[str]:
+    for number, text in enumerate(texts, before + 1):
+        yield text
+        if progress is not None and (number % _REPORT == 0 or number == total):
+            progress(number, total)
 
 
 def _hash(text: str) -> int:

@@ -1,18 +1,27 @@
-"""Sampling derivations of a grammar, many at a time: all open symbols of all sentences are rewritten in one step."""
+"""Sampling derivations of a grammar: sentences of any length that it allows, or of exactly one."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from isoloss.errors import IsolossError
 from isoloss.languages.grammar import Grammar
 
-CHUNK = 16384  # derivations rewritten together; part of what a seed stands for
+if TYPE_CHECKING:
+    from isoloss.languages.alias import Rewrites
+
+_SMALLEST = 1e-280  # of a rule's splits: a smaller sum, by which one cannot divide, counts as 0
+_SMALLEST_ROOT = 1e-250  # of a sentence length: what counts as 0 is then far too small to matter
+_SPLIT_UNIT = 2.0**52  # what the integers that choose a split add up to
 
 _Ints = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float64]
 
 
 class Derived(NamedTuple):
@@ -29,134 +38,149 @@ class Derived(NamedTuple):
     nodes: torch.Tensor | None
 
 
-class _Rewritten(NamedTuple):
-    """One step of a derivation, kept for the trees: (F,) each, over the open row of nodes before the step."""
-
-    nodes: torch.Tensor
-    sentences: torch.Tensor
-    first: torch.Tensor  # index of the first child in the row after the step
-    last: torch.Tensor
-    kept: torch.Tensor | None  # indices of the row after the step that go on, where some sentences are given up
-
-
 class Sampler:
-    """Draws from a grammar's sentences of at most `max_length` tokens.
+    """Draws from a grammar's sentences of at most `max_length` tokens, exactly and without rejection.
 
-    A symbol's rule is drawn by an alias table (Walker 1977; Vose 1991). A derivation is given up, and another drawn, as
-    soon as its shortest sentence would be too long.
+    Where no derivation is longer, each symbol is rewritten by its rules' probabilities. Otherwise, and where one length
+    is asked for, symbols are refined to (symbol A, width w), with the inside probability of the length alone,
+    L[A, w] = Pr(A yields w tokens): a rule A -> B C has the weight p sum_u L[B, u] L[C, w - u], a rule A -> B the
+    weight p L[B, w], and a rule A -> c the weight p where w is 1. All are alias tables, made when first needed; they
+    hold a number for each rule and width, and serve every length. A length of probability under 1e-250 counts as none.
+
+    Sentence i is a function of the seed and of i, on every device.
 
     Args:
         grammar: The grammar.
         max_length: The longest sentence, in tokens.
-        acceptance: Pr(length <= max_length): how many derivations to try for the sentences that are missing.
     """
 
-    def __init__(self, grammar: Grammar, max_length: int, acceptance: float):
-        self._size, self._vocab_size = len(grammar.symbols), len(grammar.vocabulary)
-        self._max_length, self._acceptance = max_length, acceptance
+    def __init__(self, grammar: Grammar, max_length: int):
+        self._grammar, self._max_length = grammar, max_length
         self._bounded = bool(longest_yields(grammar, max_length + 1)[0] <= max_length)
-        shortest = np.concatenate([_shortest_yields(grammar), np.ones(self._vocab_size, dtype=np.int64)])
-        self._shortest = torch.from_numpy(shortest)
-        children, probs, counts = _outcomes(grammar)
-        self._offsets = torch.from_numpy(np.cumsum(counts) - counts)
-        self._counts = torch.from_numpy(counts)
-        tables = [_alias(own) for own in np.split(probs, np.cumsum(counts)[:-1])]
-        self._thresholds = torch.from_numpy(np.concatenate([threshold for threshold, _ in tables]))
-        self._aliases = torch.from_numpy(np.concatenate([alias for _, alias in tables]))
-        self._first, self._second = torch.from_numpy(children.T.copy())
+        self._chains = _chains(grammar)
+        self._moved: dict[tuple[torch.device, bool], Rewrites] = {}
 
-    def __call__(self, n: int, generator: torch.Generator, *, trees: bool = False) -> Derived:
-        """Return `n` independent sentences, with their trees where `trees` is set."""
-        chunks: list[Derived] = []
-        missing = n
-        while missing > 0:
-            attempts = missing if self._bounded else int(missing / self._acceptance * 1.05) + 16
-            chunk = self._derive(min(attempts, CHUNK), generator, trees)
-            chunks.append(Derived(*(None if part is None else part[:missing] for part in chunk)))  # type: ignore[arg-type]
-            missing -= len(chunks[-1].lengths)
-        return self._joined(chunks, trees)
+    def __call__(
+        self, n: int, seed: int, *, length: int | None = None, trees: bool = False, device: torch.device | None = None
+    ) -> Derived:
+        """Return `n` independent sentences, with their trees where `trees` is set.
 
-    def _joined(self, chunks: list[Derived], trees: bool) -> Derived:
-        lengths = torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk.lengths for chunk in chunks)])
-        tokens = torch.full((len(lengths), int(lengths.max()) if len(lengths) else 0), self._vocab_size)
-        kept = [chunk.nodes for chunk in chunks if chunk.nodes is not None]
-        nodes = torch.full((len(lengths), max((part.shape[1] for part in kept), default=0), 3), -1) if trees else None
-        row = 0
-        for chunk in chunks:
-            rows = slice(row, row + len(chunk.lengths))
-            width = min(chunk.tokens.shape[1], tokens.shape[1])
-            tokens[rows, :width] = chunk.tokens[:, :width]
-            if nodes is not None and chunk.nodes is not None:
-                nodes[rows, : chunk.nodes.shape[1]] = chunk.nodes
-            row = rows.stop
-        if nodes is not None and len(nodes):
-            nodes = nodes[:, : int((nodes[:, :, 0] >= 0).sum(dim=1).max())]
-        return Derived(tokens, lengths, nodes)
+        Args:
+            n: Number of sentences.
+            seed: From 0 to 2^63 - 1.
+            length: The number of tokens of every sentence; None: any that the grammar allows.
+            trees: Whether to return the trees.
+            device: Where to draw, which decides nothing else: by compiled loops on a CPU, by torch elsewhere.
 
-    def _derive(self, attempts: int, generator: torch.Generator, trees: bool) -> Derived:
-        """Return the sentences of those of `attempts` derivations that are short enough, in order."""
-        nodes = torch.zeros(attempts, dtype=torch.int64)  # ids from the number of symbols on are tokens
-        sentences = torch.arange(attempts)
-        history: list[_Rewritten] = []
-        while len(active := torch.nonzero(nodes < self._size).flatten()):
-            outcome = self._draw(nodes[active], generator)
-            first, second = nodes.clone(), torch.full_like(nodes, -1)
-            first[active], second[active] = self._first[outcome], self._second[outcome]
-            pairs = second >= 0
-            sizes = 1 + pairs.long()
-            begins = sizes.cumsum(0) - sizes
-            rewritten = torch.empty(int(sizes.sum()), dtype=torch.int64)
-            rewritten[begins] = first
-            rewritten[begins[pairs] + 1] = second[pairs]
-            carried = sentences.repeat_interleave(sizes)
-            kept = None if self._bounded else self._short_enough(rewritten, carried, attempts)
-            if trees:
-                history.append(_Rewritten(nodes, sentences, begins, begins + sizes - 1, kept))
-            nodes, sentences = (rewritten, carried) if kept is None else (rewritten[kept], carried[kept])
-        lengths = torch.bincount(sentences, minlength=attempts)
-        positions = torch.arange(len(nodes)) - (lengths.cumsum(0) - lengths)[sentences]
-        tokens = torch.full((attempts, int(lengths.max())), self._vocab_size)
-        tokens[sentences, positions] = nodes - self._size
-        accepted = lengths > 0
-        found = self._trees(history, positions, attempts)[accepted] if trees else None
-        return Derived(tokens[accepted], lengths[accepted], found)
+        Raises:
+            IsolossError: No sentence has `length` tokens.
+        """
+        from isoloss.languages import alias, lockstep
 
-    def _draw(self, symbols: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return an outcome of each symbol."""
-        counts = self._counts[symbols]
-        point = torch.rand(len(symbols), generator=generator, dtype=torch.float64) * counts
-        column = torch.minimum(point.long(), counts - 1)
-        slot = self._offsets[symbols] + column
-        return torch.where(point - column < self._thresholds[slot], slot, self._offsets[symbols] + self._aliases[slot])
+        refined = length is not None or not self._bounded
+        rewrites = self._refined if refined else self._free
+        if refined:
+            self._check(length)
+        longest = self._max_length if length is None else length
+        most_nodes = (2 * longest - 1) * (len(self._chains) + 1)
+        root = length if length is not None else len(rewrites.tables.offsets) - 2 if refined else 0
+        pad = len(self._grammar.vocabulary)
+        if device is None or device.type == "cpu":
+            return Derived(
+                *alias.draw_derivations(
+                    rewrites,
+                    n=n,
+                    seed=seed,
+                    root=root,
+                    longest=longest,
+                    most_nodes=most_nodes,
+                    pad=pad,
+                    trees=trees,
+                )
+            )
+        if (device, refined) not in self._moved:
+            self._moved[device, refined] = lockstep.moved(rewrites, device)
+        tables = self._moved[device, refined]
+        return Derived(*lockstep.derivations(tables, n=n, seed=seed, root=root, longest=longest, pad=pad, trees=trees))
 
-    def _short_enough(self, nodes: torch.Tensor, sentences: torch.Tensor, attempts: int) -> torch.Tensor | None:
-        shortest = torch.zeros(attempts, dtype=torch.int64).index_add_(0, sentences, self._shortest[nodes])
-        keep = (shortest <= self._max_length)[sentences]
-        return None if bool(keep.all()) else torch.nonzero(keep).flatten()
+    def _check(self, length: int | None) -> None:
+        """Complain of a length that no sentence has; of None, where none is probable enough to be computed with."""
+        inside = self._refined.inside[0]
+        possible = np.flatnonzero(inside >= _SMALLEST_ROOT).tolist()
+        if not possible:
+            raise IsolossError(
+                f"no sentence can be drawn: those of at most {self._max_length} tokens have a probability of only "
+                f"{inside.sum():.2g}; raise max_length or give shorter rules more weight"
+            )
+        if length is not None and length not in possible:
+            raise IsolossError(
+                f"no sentence of {length} tokens can be drawn; the possible lengths are {_listed(possible)}"
+            )
 
-    def _trees(self, history: list[_Rewritten], positions: torch.Tensor, attempts: int) -> torch.Tensor:
-        """Return (attempts, M, 3): the rewritten nodes, whose spans are found from the last step back to the first."""
-        start, stop = positions, positions + 1
-        rows = []  # (sentence, start, stop, depth, symbol)
-        for depth in range(len(history) - 1, -1, -1):
-            step = history[depth]
-            if step.kept is not None:
-                size = int(step.last[-1]) + 1 if len(step.last) else 0
-                start = torch.full((size,), -1).index_copy_(0, step.kept, start)
-                stop = torch.full((size,), -1).index_copy_(0, step.kept, stop)
-            start, stop = start[step.first], stop[step.last]
-            inner = (step.nodes < self._size) & (start >= 0)
-            level = torch.full((int(inner.sum()),), depth)
-            rows.append(torch.stack([step.sentences[inner], start[inner], stop[inner], level, step.nodes[inner]]))
-        sentence, begin, end, level, symbol = torch.cat(rows, dim=1)
-        base = self._max_length + 1
-        order = (((sentence * base + begin) * base + self._max_length - end) * len(history) + level).argsort()
-        counts = torch.bincount(sentence, minlength=attempts)
-        sentence = sentence[order]
-        index = torch.arange(len(sentence)) - (counts.cumsum(0) - counts)[sentence]
-        nodes = torch.full((attempts, int(counts.max()), 3), -1)
-        nodes[sentence, index] = torch.stack([begin, end, symbol], dim=1)[order]
-        return nodes
+    @functools.cached_property
+    def _free(self) -> Rewrites:
+        """The rules of each symbol."""
+        grammar = self._grammar
+        lhs = np.concatenate([grammar.binary[:, 0], grammar.unary[:, 0], grammar.emission[:, 0]])
+        probs = np.concatenate([grammar.binary_probs, grammar.unary_probs, grammar.emission_probs])
+        size = len(grammar.symbols)
+        no_widths = np.zeros((size, 1)), np.zeros((len(grammar.binary), 1))
+        return self._rewrites(lhs, np.arange(len(lhs)), probs, size, *no_widths)
+
+    @functools.cached_property
+    def _refined(self) -> Rewrites:
+        """The rules of each symbol and width, and the widths of the start symbol."""
+        grammar, size, columns = self._grammar, len(self._grammar.symbols), self._max_length + 1
+        inside, splits = self._inside()
+        weights = np.zeros((len(grammar.binary) + len(grammar.unary), columns))
+        weights[: len(grammar.binary)] = grammar.binary_probs[:, None] * splits
+        weights[len(grammar.binary) :] = grammar.unary_probs[:, None] * inside[grammar.unary[:, 1]]
+        rule, width = np.nonzero(weights)
+        lhs = np.concatenate([grammar.binary[:, 0], grammar.unary[:, 0]])
+        lengths = np.flatnonzero(inside[0] >= _SMALLEST_ROOT)
+        return self._rewrites(
+            np.concatenate(
+                [
+                    lhs[rule] * columns + width,
+                    grammar.emission[:, 0] * columns + 1,
+                    np.full(len(lengths), size * columns),
+                ]
+            ),
+            np.concatenate([rule, len(weights) + np.arange(len(grammar.emission)), lengths]),
+            np.concatenate([weights[rule, width], grammar.emission_probs, inside[0, lengths]]),
+            size * columns + 1,
+            inside,
+            np.divide(_SPLIT_UNIT, splits, out=np.zeros_like(splits), where=splits > 0),
+        )
+
+    def _inside(self) -> tuple[_Floats, _Floats]:
+        """Return (S, columns) Pr(symbol yields that many tokens), and (R, columns) the sum over splits of each pair."""
+        grammar, size, columns = self._grammar, len(self._grammar.symbols), self._max_length + 1
+        inside, splits = np.zeros((size, columns)), np.zeros((len(grammar.binary), columns))
+        inside[:, 1] = np.bincount(grammar.emission[:, 0], weights=grammar.emission_probs, minlength=size)
+        a, b, c = grammar.binary.T
+        for width in range(1, columns):
+            if width > 1:
+                total = np.einsum("ru,ru->r", inside[b, 1:width], inside[c, width - 1 : 0 : -1])
+                splits[:, width] = np.where(total < _SMALLEST, 0, total)
+                inside[:, width] = np.bincount(a, weights=grammar.binary_probs * splits[:, width], minlength=size)
+            for rules in self._chains:
+                upper, lower = grammar.unary[rules].T
+                probs = grammar.unary_probs[rules] * inside[lower, width]
+                inside[:, width] += np.bincount(upper, weights=probs, minlength=size)
+        return inside, splits
+
+    def _rewrites(
+        self, row: _Ints, rule: _Ints, weight: _Floats, rows: int, inside: _Floats, scale: _Floats
+    ) -> Rewrites:
+        from isoloss.languages.alias import Rewrites, sparse_tables
+
+        grammar = self._grammar
+        left = np.concatenate([grammar.binary[:, 1], grammar.unary[:, 1], grammar.emission[:, 1]])
+        kinds = np.cumsum([len(grammar.binary), len(grammar.unary)])
+        tables = sparse_tables(row, rule, weight, rows=rows)
+        right = grammar.binary[:, 2].astype(np.int32)
+        return Rewrites(tables, left.astype(np.int32), right, kinds, inside, scale)
 
 
 def longest_yields(grammar: Grammar, cap: int) -> _Ints:
@@ -172,45 +196,25 @@ def longest_yields(grammar: Grammar, cap: int) -> _Ints:
             return longest
 
 
-def _shortest_yields(grammar: Grammar) -> _Ints:
-    unknown = 1 << 40
-    shortest = np.full(len(grammar.symbols), unknown, dtype=np.int64)
-    shortest[grammar.emission[:, 0]] = 1
+def _chains(grammar: Grammar) -> list[_Ints]:
+    """Return the unary rules by the longest chain below them, shortest first: those of a symbol are together."""
+    depth = np.zeros(len(grammar.symbols), dtype=np.int64)
     while True:
-        before = shortest.copy()
-        pairs = shortest[grammar.binary[:, 1]] + shortest[grammar.binary[:, 2]]
-        np.minimum.at(shortest, grammar.binary[:, 0], pairs)
-        np.minimum.at(shortest, grammar.unary[:, 0], shortest[grammar.unary[:, 1]])
-        if np.array_equal(shortest, before):
-            return shortest
+        before = depth.copy()
+        np.maximum.at(depth, grammar.unary[:, 0], depth[grammar.unary[:, 1]] + 1)
+        if np.array_equal(depth, before):
+            return [np.flatnonzero(depth[grammar.unary[:, 0]] == level) for level in range(1, depth.max() + 1)]
 
 
-def _outcomes(grammar: Grammar) -> tuple[_Ints, npt.NDArray[np.float64], _Ints]:
-    """Return what symbols are rewritten to, symbol by symbol: (O, 2) children (-1: none), (O,) probs, (S,) counts."""
-    size = len(grammar.symbols)
-
-    def single(children: _Ints) -> _Ints:
-        return np.stack([children, np.full_like(children, -1)], axis=1)
-
-    children = np.concatenate(
-        [grammar.binary[:, 1:], single(grammar.unary[:, 1]), single(size + grammar.emission[:, 1])]
-    )
-    owners = np.concatenate([grammar.binary[:, 0], grammar.unary[:, 0], grammar.emission[:, 0]])
-    probs = np.concatenate([grammar.binary_probs, grammar.unary_probs, grammar.emission_probs])
-    order = np.argsort(owners, kind="stable")
-    return children[order], probs[order], np.bincount(owners, minlength=size).astype(np.int64)
-
-
-def _alias(probs: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], _Ints]:
-    """Return Vose's table: column i stands for outcome i below its threshold, and for its alias above it."""
-    scaled = probs * len(probs) / probs.sum()
-    thresholds, aliases = np.ones(len(probs)), np.arange(len(probs), dtype=np.int64)
-    small = [i for i in range(len(probs)) if scaled[i] < 1]
-    large = [i for i in range(len(probs)) if scaled[i] >= 1]
-    while small and large:
-        less, more = small.pop(), large[-1]
-        thresholds[less], aliases[less] = scaled[less], more
-        scaled[more] -= 1 - scaled[less]
-        if scaled[more] < 1:
-            small.append(large.pop())
-    return thresholds, aliases
+def _listed(numbers: list[int]) -> str:
+    """Return ascending numbers in words: the ends of an arithmetic progression, or else of each run."""
+    steps = {after - before for before, after in itertools.pairwise(numbers)}
+    if len(numbers) > 4 and len(steps) == 1 and steps != {1}:
+        return f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs)

@@ -129,12 +129,13 @@ class ForwardBackward:
 
     def posterior(self, ids: torch.Tensor) -> LeaveOneOut:
         """Return each position's state distribution given all tokens, its own included; as `leave_one_out`."""
-        if self.dtype != torch.float64:  # the product with the emissions may be small once more
-            wide = self._wide.posterior(ids.cpu())
-            return LeaveOneOut(wide.states.to(self.device, self.dtype), wide.possible.to(self.device))
         states, possible = self.leave_one_out(ids)
-        states *= self._scaled[self._local[ids]].transpose(0, 1)
-        states /= states.sum(dim=2, keepdim=True).clamp_(min=torch.finfo(self.dtype).tiny)
+        states *= self._scaled[self._local[ids].T]
+        scales = states.sum(dim=2)
+        states /= scales.clamp(min=torch.finfo(self.dtype).tiny)[:, :, None]
+        if self.dtype != torch.float64 and bool((low := scales.amin(dim=0) < _RELIABLE).any()):
+            again = self._wide.posterior(ids[low].cpu())
+            states[:, low], possible[low] = again.states.to(states), again.possible.to(self.device)
         return LeaveOneOut(states, possible)
 
 

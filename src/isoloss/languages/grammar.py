@@ -34,7 +34,7 @@ class Rule(NamedTuple):
     """One rule before the grammar is put together.
 
     Attributes:
-        line: Line of the text that it stands on.
+        line: Line of the text that it stands on; 0 for a rule that comes from no text.
         lhs: The symbol that is rewritten.
         rhs: One or two (name, whether it is a token).
         weight: Not negative; a symbol's weights are normalised.
@@ -166,7 +166,7 @@ def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
     for rule in everything:
         for name, is_token in rule.rhs:
             if not is_token and name not in by_symbol:
-                raise IsolossError(f"{source}, line {rule.line}: the symbol {name} has no rule")
+                raise IsolossError(f"{_place(source, rule)}: the symbol {name} has no rule")
     _check_cycles(everything, source)
     _check_productive(by_symbol, start, source)
     _check_reachable(by_symbol, start, source)
@@ -291,11 +291,16 @@ def _check_sums(rules: Sequence[Rule], source: str) -> None:
             )
 
 
+def _place(source: str, rule: Rule) -> str:
+    """Return where a rule stands, for an error."""
+    return f"{source}, line {rule.line}" if rule.line else source
+
+
 def _normalised(own: Sequence[Rule], source: str) -> list[Rule]:
     """Return one symbol's rules with probabilities for weights, without those of probability 0."""
     total = math.fsum(rule.weight for rule in own)
     if total == 0:
-        raise IsolossError(f"{source}, line {own[0].line}: all weights of the symbol {own[0].lhs} are 0")
+        raise IsolossError(f"{_place(source, own[0])}: all weights of the symbol {own[0].lhs} are 0")
     if abs(total - 1) > _SUM_TOLERANCE:
         own = [rule._replace(weight=rule.weight / total) for rule in own]
     return [rule._replace(weight=min(rule.weight, 1.0)) for rule in own if rule.weight > 0]
@@ -329,8 +334,8 @@ def _check_cycles(rules: Sequence[Rule], source: str) -> None:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         cycle = error.args[1][::-1]
-        line = next(rule.line for rule in rules if rule.lhs == cycle[0] and rule.rhs == ((cycle[1], False),))
-        raise IsolossError(f"{source}, line {line}: the unary rules run in a cycle: {' -> '.join(cycle)}") from None
+        first = next(rule for rule in rules if rule.lhs == cycle[0] and rule.rhs == ((cycle[1], False),))
+        raise IsolossError(f"{_place(source, first)}: the unary rules run in a cycle: {' -> '.join(cycle)}") from None
 
 
 def _check_productive(by_symbol: dict[str, list[Rule]], start: str, source: str) -> None:
@@ -349,7 +354,7 @@ def _check_productive(by_symbol: dict[str, list[Rule]], start: str, source: str)
         if lhs not in productive:
             role = "start symbol" if lhs == start else "symbol"
             raise IsolossError(
-                f"{source}, line {by_symbol[lhs][0].line}: the {role} {lhs} derives no sentence: its rules never end"
+                f"{_place(source, by_symbol[lhs][0])}: the {role} {lhs} derives no sentence: its rules never end"
             )
 
 
@@ -363,7 +368,7 @@ def _check_reachable(by_symbol: dict[str, list[Rule]], start: str, source: str) 
                     frontier.append(name)
     for lhs, own in by_symbol.items():
         if lhs not in reachable:
-            raise IsolossError(f"{source}, line {own[0].line}: the symbol {lhs} cannot be reached from {start}")
+            raise IsolossError(f"{_place(source, own[0])}: the symbol {lhs} cannot be reached from {start}")
 
 
 def _assemble(rules: Sequence[Rule], symbols: tuple[str, ...]) -> Grammar:

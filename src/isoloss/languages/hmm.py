@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from isoloss import files
-from isoloss.config import HMMConfig, HMMFileConfig
+from isoloss.config import FileConfig, HMMConfig
 from isoloss.errors import IsolossError
-from isoloss.languages import batches
+from isoloss.languages import batches, storage
 from isoloss.languages.base import Sentences
 from isoloss.languages.forward_backward import Components, ForwardBackward, Index
 from isoloss.languages.hmm_tables import TABLES, Matrix, checked_tables, random_tables
@@ -73,7 +73,7 @@ class HMM(Synthetic):
         length: int,
         *,
         vocabulary: tuple[str, ...] | None = None,
-        config: HMMConfig | HMMFileConfig | None = None,
+        config: HMMConfig | FileConfig | None = None,
         source: str = "the HMM",
     ) -> None:
         """Make the language of explicit matrices.
@@ -138,21 +138,8 @@ class HMM(Synthetic):
         )
 
     @classmethod
-    def from_config(cls, config: HMMConfig | HMMFileConfig) -> HMM:
-        """Return the language that `config` describes; errors as for `random` and `from_file`.
-
-        Raises:
-            IsolossError: Also where a file's content is another than `config.content` says.
-        """
-        if isinstance(config, HMMFileConfig):
-            language = cls.from_file(config.path)
-            found = language.config.content  # type: ignore[union-attr]
-            if config.content not in ("", found):
-                raise IsolossError(
-                    f"{config.path} has changed since the run began: its SHA-256 was {config.content[:16]} and is "
-                    f"{found[:16]}; bring the former file back, or begin a new run"
-                )
-            return language
+    def from_config(cls, config: HMMConfig) -> HMM:
+        """Return the language that `config` describes; errors as for `random`."""
         initial, transition, emission = random_tables(config)
         return cls(initial, transition, emission, config.length, config=config)
 
@@ -166,19 +153,9 @@ class HMM(Synthetic):
         Raises:
             IsolossError: There is no such file, or it holds no HMM; the message says what is wrong, and in which row.
         """
-        from safetensors import SafetensorError, safe_open
-
         path = Path(path).expanduser()
-        if not path.is_file():
-            raise IsolossError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
-        try:
-            with safe_open(path, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
-        except (OSError, SafetensorError, TypeError) as error:
-            raise IsolossError(f"{path} is not a readable safetensors file: {error}") from error
-        if set(tables) != set(TABLES):
-            raise IsolossError(f"{path} must hold the tensors {', '.join(TABLES)}, and holds {', '.join(tables)}")
+        metadata, tables = storage.read_tensors(path)
+        storage.check_names(tables, TABLES, path)
         try:
             about = json.loads(metadata[_ABOUT])
             length, vocabulary = int(about["length"]), tuple(map(str, about["vocabulary"]))
@@ -186,7 +163,7 @@ class HMM(Synthetic):
             raise IsolossError(
                 f"{path}: the metadata must have {_ABOUT!r}, a JSON object with length and vocabulary"
             ) from error
-        config = HMMFileConfig(path=str(path.resolve()), content=files.sha256(path))
+        config = storage.file_config(path)
         initial, transition, emission = (tables[name] for name in TABLES)
         return cls(initial, transition, emission, length, vocabulary=vocabulary, config=config, source=str(path))
 
@@ -199,7 +176,7 @@ class HMM(Synthetic):
         files.write_bytes(Path(path), save(tables, metadata={_ABOUT: about}))
 
     @property
-    def config(self) -> HMMConfig | HMMFileConfig:
+    def config(self) -> HMMConfig | FileConfig:
         """The config that rebuilds exactly this language.
 
         Raises:
@@ -227,7 +204,8 @@ class HMM(Synthetic):
         """Return `n` independent sentences of `max_length` tokens on the language's device.
 
         The generator gives one number, the seed; sentence i is a function of it and of i, so that the sentences of a
-        smaller n are the first of a larger one's, for every device and any number of threads.
+        smaller n are the first of a larger one's, for every device and any number of threads. They are drawn on
+        the CPU or, for a language on a CUDA device, there.
 
         Args:
             n: Number of sentences.
@@ -237,19 +215,16 @@ class HMM(Synthetic):
         Raises:
             IsolossError: `n` is negative, or the generator is not on the CPU.
         """
-        if n < 0:
-            raise IsolossError(f"cannot draw {n} sentences: it must be at least 0")
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
-        if generator.device.type != "cpu":
-            raise IsolossError(f"sentences are drawn on the CPU, but the generator is on {generator.device}")
-        from isoloss.languages import alias
+        from isoloss.languages import alias, lockstep
 
+        seed = self._seed(n, generator)
         if not self._alias:
             self._alias += map(alias.alias_tables, (self.initial[None], self.transition, self.emission))
-        seed = int(torch.randint(2**63 - 1, (1,), generator=generator))
-        tokens, states = alias.draw_chains(*self._alias, n=n, length=self.max_length, seed=seed)
+        if self.device.type == "cuda":
+            tables = [lockstep.moved_tables(table, self.device) for table in self._alias]
+            tokens, states = lockstep.chains(*tables, n=n, length=self.max_length, seed=seed)
+        else:
+            tokens, states = alias.draw_chains(*self._alias, n=n, length=self.max_length, seed=seed)
         return Sentences(
             tokens.to(self.device),
             torch.full((n,), self.max_length, device=self.device),
@@ -281,35 +256,56 @@ class HMM(Synthetic):
         return out
 
     def log_conditionals(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return (n, T, V): log Pr(x_t = c | all other tokens, the length), the full conditionals, in nats.
 
         `Pr(x_t = c | x_-t)` is proportional to `sum_z Pr(z_t = z | x_<t) Pr(x_>t | z_t = z) Pr(c | z)`: one forward and
         one backward pass give all positions and tokens (the paper's section 2.1 and appendix A.3). With a mask, the
         masked tokens are not among the others, at any position. An impossible token has the log of the dtype's smallest
-        normal number; padded positions hold 0. Arguments and errors as for `log_prob`.
+        normal number; padded positions hold 0.
+
+        Args:
+            tokens: As for `log_prob`.
+            lengths: As for `log_prob`.
+            mask: As for `log_prob`.
+            positions: (n,) or (n, k) positions of each sentence: the result is (n, V) or (n, k, V).
+
+        Raises:
+            IsolossError: As for `log_prob`, or a position is beyond its sentence.
         """
-        ids = self._checked(tokens, lengths, mask)
-        tiny = torch.finfo(self.dtype).tiny
-        out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device).fill_(math.log(tiny))
-        for rows, model, probs in self._conditionals(ids):
-            _put(out, rows, model.tokens, probs.clamp_(min=tiny).log_())
-        return _zero_padding(out, lengths)
+        ids, chosen = self._checked(tokens, lengths, mask), self._positions(positions, lengths)
+        shape = ids.shape if chosen is None else chosen.shape
+        impossible = math.log(torch.finfo(self.dtype).tiny)
+        out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
+        for rows, model, probs in self._conditionals(ids, chosen):
+            _put(out, rows, model.tokens, batches.clamped_log_(probs), others=impossible)
+        return _zero_padding(out, lengths) if positions is None else out.view(*positions.shape, self.vocab_size)
 
     def conditional_entropy(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return (n, T): the entropy of each full conditional in nats, 0 at padded positions.
 
-        The (n, T, V) conditionals exist a chunk at a time. Arguments and errors as for `log_conditionals`.
+        The (n, T, V) conditionals exist a chunk at a time. Arguments and errors as for `log_conditionals`; with
+        `positions` the result has their shape.
         """
-        ids = self._checked(tokens, lengths, mask)
-        out = torch.zeros(ids.shape, dtype=self.dtype, device=self.device)
-        for rows, _, probs in self._conditionals(ids):
+        ids, chosen = self._checked(tokens, lengths, mask), self._positions(positions, lengths)
+        out = torch.zeros(ids.shape if chosen is None else chosen.shape, dtype=self.dtype, device=self.device)
+        for rows, _, probs in self._conditionals(ids, chosen):
             logs = probs.clamp(min=torch.finfo(self.dtype).tiny).log_()
             out[rows] = logs.mul_(probs).sum(dim=2).neg_().clamp_(min=0).abs_()  # no -0.0
-        return _zero_padding(out, lengths)
+        return _zero_padding(out, lengths) if positions is None else out.view(positions.shape)
 
     def posterior(
         self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
@@ -324,17 +320,22 @@ class HMM(Synthetic):
         for rows, model in self._chunks(ids, spare=0):
             found = model.posterior(ids[rows])
             possible[rows] = found.possible
-            _put(out, rows, model.states, found.states.transpose(0, 1))
+            _put(out, rows, model.states, found.states.transpose(0, 1), others=0.0)
         _check_possible(possible)
         return _zero_padding(out, lengths)
 
-    def _conditionals(self, ids: torch.Tensor) -> Iterator[tuple[Index, ForwardBackward, torch.Tensor]]:
-        """Yield rows, their model and (rows, T, its tokens) conditionals; at the end, complain of impossible rows."""
+    def _conditionals(
+        self, ids: torch.Tensor, positions: torch.Tensor | None
+    ) -> Iterator[tuple[Index, ForwardBackward, torch.Tensor]]:
+        """Yield rows, their model, (rows, T or k, its tokens) conditionals; at the end, complain of impossible rows."""
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         for rows, model in self._chunks(ids, spare=1):
             found = model.leave_one_out(ids[rows])
             possible[rows] = found.possible
-            yield rows, model, (found.states @ model.emission).transpose(0, 1)
+            states = found.states
+            if positions is not None:
+                states = states[positions[rows].T, torch.arange(states.shape[1], device=self.device)]
+            yield rows, model, (states @ model.emission).transpose(0, 1)
         _check_possible(possible)
 
     def _chunks(self, ids: torch.Tensor, *, spare: int) -> Iterator[tuple[Index, ForwardBackward]]:
@@ -346,6 +347,9 @@ class HMM(Synthetic):
                 part = slice(first, min(first + size, total))
                 yield (part if chosen is None else chosen[part]), model
 
+    def _positions(self, positions: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor | None:
+        return batches.checked_positions(positions, lengths.to(self.device))
+
     def _checked(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return (n, T) ids with V where the token is unknown or absent."""
         tokens, lengths = batches.checked(
@@ -355,14 +359,13 @@ class HMM(Synthetic):
         return tokens.masked_fill(absent, self.vocab_size)
 
 
-def _put(out: torch.Tensor, rows: Index, columns: Index, values: torch.Tensor) -> None:
-    """Write (rows, T, columns) values into their places of an (n, T, all columns) tensor."""
-    if isinstance(columns, slice):
-        out[rows, :, columns] = values
-    else:
-        part = out[rows]
-        part[:, :, columns] = values
-        out[rows] = part
+def _put(out: torch.Tensor, rows: Index, columns: Index, values: torch.Tensor, *, others: float) -> None:
+    """Write (rows, T, columns) values, and one number in the other columns, into rows of (n, T, all columns)."""
+    if values.shape[2] < out.shape[2]:
+        whole = values.new_full((*values.shape[:2], out.shape[2]), others)
+        whole[:, :, columns] = values
+        values = whole
+    batches.put(out, rows, values)
 
 
 def _zero_padding(out: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ class InsideOutside:
     Attributes:
         emitting: (E,) ids of the symbols that yield single tokens.
         unknown: The id that stands for any token: the number of tokens.
-        backend: What computes the hot paths, `log_partition` and `leaf_outside`: "numba" or "torch".
+        backend: What computes: "numba" or "torch".
     """
 
     def __init__(self, rules: FoldedRules, device: torch.device, dtype: torch.dtype, backend: Backend | None = None):
@@ -113,7 +113,9 @@ class InsideOutside:
         return self._rows(self._planner.plan(length))
 
     def chunk_of_spans(self, length: int) -> int:
-        """Return the same for `inside` and `span_posterior`, which keep charts of every symbol for the whole chunk."""
+        """Return the same for `inside` and `span_posterior`, whose results hold every symbol."""
+        if self.backend == "numba":
+            return max(1, _BYTES["cpu"] // (self._dtype.itemsize * len(self._planner.group_of) * 128)) * 128
         return self._rows(self._planner.plan(length, every_root=True))
 
     def _rows(self, plan: Plan) -> int:
@@ -159,7 +161,7 @@ class InsideOutside:
         plan = self._planner.plan(tokens.shape[1], every_root=True)
 
         def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scaled = self._whole(plan, self._inside(plan, tokens, shift, dtype))
+            scaled = self._inside_whole(plan, tokens, shift, dtype)
             log_scale = self._log_scale(tokens, shift)[:, None]
             floor = torch.finfo(torch.float64).tiny
             impossible = math.log(floor) - log_scale.clamp(min=0)
@@ -173,13 +175,15 @@ class InsideOutside:
         plan, inner = self._planner.plan(tokens.shape[1]), self._planner.plan(width, every_root=True)
 
         def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            chart = self._inside(plan, tokens, shift, dtype)
-            outside = self._outside(plan, chart, narrowest=width)
+            if self.backend == "numba":
+                z, above = self._compiled().span(plan, tokens, torch.exp2(shift).to(dtype), start, width, outer=True)
+            else:
+                chart = self._inside(plan, tokens, shift, dtype)
+                outside = self._outside(plan, chart, narrowest=width)
+                z, above = self._root(plan, chart), self._by_symbol(plan, outside, width, range(start, start + 1))[:, 0]
             # a chart holds the topmost symbol of a chain of unary rules: the closure leads to those below it
-            above = self._by_symbol(plan, outside, width, range(start, start + 1))[:, 0]
             above = above @ self._tensor(self._rules.closure, dtype)
-            below = self._whole(inner, self._inside(inner, tokens[:, start:stop], shift, dtype))
-            z = self._root(plan, chart)
+            below = self._inside_whole(inner, tokens[:, start:stop], shift, dtype)
             return z, (above * below / z[:, None]).clamp(max=1)
 
         return self._robust(plan, tokens, run)
@@ -246,7 +250,9 @@ class InsideOutside:
         self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype = torch.float64
     ) -> torch.Tensor:
         """Return (n,): the scaled probability of each row."""
-        if self.backend == "numba" and not plan.every_root:
+        if plan.every_root:
+            return self._inside_whole(plan, tokens, shift, dtype).amax(dim=1)
+        if self.backend == "numba":
             return self._compiled().run(plan, tokens, torch.exp2(shift).to(dtype), leaves=False)[0]
         return self._root(plan, self._inside(plan, tokens, shift, dtype))
 
@@ -314,12 +320,16 @@ class InsideOutside:
     def _root(self, plan: Plan, chart: _Chart) -> torch.Tensor:
         """Return (n,): the start symbol's score over the whole length, or the largest where every symbol is a root."""
         if plan.every_root:
-            return self._whole(plan, chart).amax(dim=1)
+            return self._by_symbol(plan, chart, plan.length, range(1))[:, 0].amax(dim=1)
         root = chart.items.get((int(self._planner.group_of[0]), plan.length))
         return torch.zeros(chart.sentences, dtype=chart.dtype, device=self._device) if root is None else root[0, 0]
 
-    def _whole(self, plan: Plan, chart: _Chart) -> torch.Tensor:
-        return self._by_symbol(plan, chart, plan.length, range(1))[:, 0]
+    def _inside_whole(self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return (n, S): the scaled inside scores of all symbols over all tokens, of a plan with every root."""
+        if self.backend == "numba":
+            factor = torch.exp2(shift).to(dtype)
+            return self._compiled().span(plan, tokens, factor, 0, plan.length, outer=False)[1]
+        return self._by_symbol(plan, self._inside(plan, tokens, shift, dtype), plan.length, range(1))[:, 0]
 
     def _by_symbol(
         self,

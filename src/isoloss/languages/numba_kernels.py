@@ -6,9 +6,7 @@ runs over sentences, whose numbers no other sentence touches: results depend on 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isoloss.languages.chart_plan import FoldedRules, Plan, Planner
+from isoloss.languages.chart_plan import FoldedRules, Key, Plan, Planner
 
 LANES = 128  # sentences of a chart: long enough for vector loops, short enough for a second-level cache
 
@@ -30,9 +28,11 @@ class _FlatPlan:
     """A plan as arrays; rows of a chart are numbered by item, start and symbol, in this order."""
 
     rows: int
-    root: int  # the row of the start symbol over the whole length
+    items: dict[Key, int]  # the first row of each item
+    root: int | None  # the row of the start symbol over the whole length; None: every symbol is a root
     leaves: Integers  # (F, 4): first row, position, first column of the emissions, number of symbols
     parts: Integers  # (Q, 5): first row of the parent, first and last pair, first and last split; by ascending width
+    widths: Integers  # (Q,) of the parents
     splits: Integers  # (N, 2): first row of the left and of the right child
 
 
@@ -63,7 +63,7 @@ class Kernels:
         self._score_of = np.searchsorted(emitting, self._symbols)  # used for emitting symbols only
         self._emitting = len(emitting)
         self._pair_range, self._pairs, self._targets, self._weights = _flat_blocks(planner)
-        self._plans: dict[int, _FlatPlan | None] = {}
+        self._plans: dict[tuple[int, bool], _FlatPlan | None] = {}
         self._tables: dict[np.dtype[Any], _Tables] = {}
 
     def run(
@@ -78,48 +78,70 @@ class Kernels:
             leaves: Whether the outside pass is made; else the second result is (n, 0, E).
         """
         n, length = tokens.shape
-        dtype = factor.dtype
+        z = torch.zeros(n, dtype=factor.dtype)
+        scores = torch.zeros(n, length if leaves else 0, self._emitting, dtype=factor.dtype)
         flat = self._flat(plan)
-        z = torch.zeros(n, dtype=dtype)
-        scores = torch.zeros(n, length if leaves else 0, self._emitting, dtype=dtype)
-        if flat is None or n == 0:
-            return z, scores
-        numbers = (np.ascontiguousarray(tokens.numpy()), factor.numpy())
-        out = (z.numpy(), scores.numpy())
-        tables = self._in(numbers[1].dtype)
-        firsts = range(0, n, LANES)
-        workers = min(torch.get_num_threads(), len(firsts))
-        if workers == 1:
-            self._blocks(flat, tables, firsts, numbers, out)
-        else:
-            with ThreadPoolExecutor(workers) as pool:
-                shares = [firsts[index::workers] for index in range(workers)]
-                for done in [pool.submit(self._blocks, flat, tables, share, numbers, out) for share in shares]:
-                    done.result()
+        if flat is not None:
+            total = self._in(z.numpy().dtype).total
+            for first, inside, outside in self._charts(flat, tokens, factor, narrowest=1 if leaves else None):
+                z[first : first + LANES] = torch.from_numpy(inside[flat.root, : n - first])
+                if leaves:
+                    write_scores(scores.numpy(), outside, first, flat.leaves, total, self._score_of)
         return z, scores
 
-    def _blocks(
-        self,
-        flat: _FlatPlan,
-        tables: _Tables,
-        firsts: range,
-        numbers: tuple[Integers, Floats],
-        out: tuple[Floats, Floats],
-    ) -> None:
-        """Compute the sentences from each of `firsts` to the 127th after it."""
-        rules = (flat.parts, flat.splits, self._pairs, self._targets, tables.weights)
+    def span(
+        self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n,) scaled probabilities and (n, S) scores of the symbols over one span, 0 where a chart has none.
+
+        Args:
+            plan: Of the sentences' length. Where every symbol is a root, the probabilities are 0.
+            tokens: As for `run`.
+            factor: As for `run`.
+            start: First position of the span.
+            width: Its number of tokens.
+            outer: Whether the scores are the outside ones; else the inside ones.
+        """
+        z = torch.zeros(len(tokens), dtype=factor.dtype)
+        scores = np.zeros((len(tokens), len(self._planner.group_of)), dtype=z.numpy().dtype)
+        flat = self._flat(plan)
+        if flat is not None:
+            symbols, rows = self._rows(plan, flat, start, width)
+            for first, inside, outside in self._charts(flat, tokens, factor, narrowest=width if outer else None):
+                count = min(LANES, len(tokens) - first)
+                scores[first : first + count, symbols] = (outside if outer else inside)[rows, :count].T
+                if flat.root is not None:
+                    z[first : first + count] = torch.from_numpy(inside[flat.root, :count])
+        return z, torch.from_numpy(scores)
+
+    def _charts(
+        self, flat: _FlatPlan, tokens: torch.Tensor, factor: torch.Tensor, *, narrowest: int | None
+    ) -> Iterator[tuple[int, Floats, Floats]]:
+        """Yield the first of every 128 sentences, their inside chart, and their outside chart from `narrowest` on."""
+        numbers = (np.ascontiguousarray(tokens.numpy()), factor.numpy())
+        tables = self._in(numbers[1].dtype)
+        rules = (self._pairs, self._targets, tables.weights)
         inside = np.empty((flat.rows, LANES), dtype=tables.weights.dtype)
-        outside = np.empty_like(inside) if out[1].shape[1] else inside
-        for first in firsts:
-            compiled(fill_leaves)(inside, *numbers, first, tables.emission, flat.leaves)
-            compiled(fill_inside)(inside, *rules)
-            z = out[0][first : first + LANES]
-            z[:] = inside[flat.root, : len(z)]
-            if out[1].shape[1]:
+        outside = inside if narrowest is None else np.empty_like(inside)
+        for first in range(0, len(tokens), LANES):
+            fill_leaves(inside, *numbers, first, tables.emission, flat.leaves)
+            fill_inside(inside, flat.parts, flat.splits, *rules)
+            if narrowest is not None:
                 outside.fill(0)
                 outside[flat.root] = 1
-                compiled(fill_outside)(outside, inside, *rules)
-                compiled(write_scores)(out[1], outside, first, flat.leaves, tables.total, self._score_of)
+                wider = flat.parts[np.searchsorted(flat.widths, narrowest, side="right") :]
+                fill_outside(outside, inside, wider, flat.splits, *rules)
+            yield first, inside, outside
+
+    def _rows(self, plan: Plan, flat: _FlatPlan, start: int, width: int) -> tuple[Integers, Integers]:
+        """Return the symbols that a chart has over a span, and their rows."""
+        symbols, rows = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for (group, wide), first in flat.items.items():
+            starts, members = plan.starts[group, wide], self._planner.members[group]
+            if wide == width and start in starts:
+                symbols.append(members)
+                rows.append(first + starts.index(start) * len(members) + np.arange(len(members)))
+        return np.concatenate(symbols), np.concatenate(rows)
 
     def _in(self, dtype: np.dtype[Any]) -> _Tables:
         if dtype not in self._tables:
@@ -132,14 +154,17 @@ class Kernels:
 
     def _flat(self, plan: Plan) -> _FlatPlan | None:
         """Return the plan as arrays, or None where no sentence has its length."""
-        if plan.length not in self._plans:
+        key = (plan.length, plan.every_root)
+        if key not in self._plans:
             root = (int(self._planner.group_of[0]), plan.length)
-            self._plans[plan.length] = self._flatten(plan, root) if root in plan.starts else None
-        return self._plans[plan.length]
+            possible = plan.every_root or root in plan.starts
+            self._plans[key] = self._flatten(plan, None if plan.every_root else root) if possible else None
+        return self._plans[key]
 
-    def _flatten(self, plan: Plan, root: tuple[int, int]) -> _FlatPlan:
+    def _flatten(self, plan: Plan, root: Key | None) -> _FlatPlan:
         size = [len(members) for members in self._planner.members]
-        offset, rows = {}, 0
+        offset: dict[Key, int] = {}
+        rows = 0
         for key, starts in sorted(plan.starts.items(), key=lambda item: item[0][1]):  # leaves first
             offset[key] = rows
             rows += len(starts) * size[key[0]]
@@ -150,6 +175,7 @@ class Kernels:
             for index, position in enumerate(starts)
         ]
         parts: list[tuple[int, ...]] = []
+        widths: list[int] = []
         splits: list[tuple[int, int]] = []
         for step in plan.steps:
             for start in range(step.starts):
@@ -165,7 +191,16 @@ class Kernels:
                     parent = offset[step.key] + start * size[step.key[0]]
                     if len(splits) > before:
                         parts.append((parent, *self._pair_range[index], before, len(splits)))
-        return _FlatPlan(rows, offset[root], _table(leaves, 4), _table(parts, 5), _table(splits, 2))
+                        widths.append(step.key[1])
+        return _FlatPlan(
+            rows,
+            offset,
+            None if root is None else offset[root],
+            _table(leaves, 4),
+            _table(parts, 5),
+            np.array(widths, dtype=np.int64),
+            _table(splits, 2),
+        )
 
 
 def _flat_blocks(planner: Planner) -> tuple[list[tuple[int, int]], Integers, Integers, npt.NDArray[np.float64]]:
@@ -192,6 +227,20 @@ def _table(rows: list[Any], columns: int) -> Integers:
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 
+def _compiled(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Return a kernel that is compiled when first called, or read from the disk where an earlier process left it.
+
+    Products may be fused with the sums that take them, which rounds once instead of twice; nothing is reordered.
+    Calls from several threads run side by side; only one of them compiles.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
+    try:
+        return numba.njit(cache=True, **options)(kernel)  # type: ignore[no-any-return]
+    except RuntimeError:  # no folder can be written
+        return numba.njit(**options)(kernel)  # type: ignore[no-any-return]
+
+
+@_compiled
 def fill_leaves(
     inside: Floats, tokens: Integers, factor: Floats, first: int, emission: Floats, leaves: Integers
 ) -> None:
@@ -206,6 +255,7 @@ def fill_leaves(
                 inside[row + g, lane] = emission[token, column + g] * factor[sentence]
 
 
+@_compiled
 def fill_inside(
     inside: Floats, parts: Integers, splits: Integers, pairs: Integers, targets: Integers, weights: Floats
 ) -> None:
@@ -228,6 +278,7 @@ def fill_inside(
                     inside[row, lane] += weight * pair[lane]
 
 
+@_compiled
 def fill_outside(
     outside: Floats,
     inside: Floats,
@@ -258,6 +309,7 @@ def fill_outside(
                     outside[right, lane] += pair[lane] * inside[left, lane]
 
 
+@_compiled
 def write_scores(
     scores: Floats, outside: Floats, first: int, leaves: Integers, total: Floats, score_of: Integers
 ) -> None:
@@ -275,16 +327,3 @@ def write_scores(
             inverse = 1 / mass[position, lane]
             for g in range(leaves[f, 3]):
                 scores[first + lane, position, score_of[column + g]] = outside[row + g, lane] * inverse
-
-
-@functools.cache
-def compiled(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return a kernel compiled, from the disk where an earlier process left it and where that can be written.
-
-    Products may be fused with the sums that take them, which rounds once instead of twice; nothing is reordered.
-    """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
-    try:
-        return numba.njit(cache=True, **options)(kernel)  # type: ignore[no-any-return]
-    except RuntimeError:  # no folder can be written
-        return numba.njit(**options)(kernel)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from isoloss import files
-from isoloss.config import GrammarConfig, PCFGConfig
+from isoloss.config import DyckConfig, GrammarConfig, PCFGConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.base import Sentences
@@ -19,12 +19,13 @@ from isoloss.languages.chart_plan import FoldedRules
 from isoloss.languages.derivations import Sampler, longest_yields
 from isoloss.languages.grammar import Format, Grammar, parse_grammar
 from isoloss.languages.inside_outside import InsideOutside
+from isoloss.languages.parallel import spread
 from isoloss.languages.random_grammar import random_grammar
 from isoloss.languages.synthetic import Synthetic
 
 MAX_LENGTH = 1024  # tokens; the exact algorithms take time cubic in the length
-SMALLEST_ACCEPTANCE = 1e-4  # of derivations that are short enough; below it, sampling by rejection takes too long
 _OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
+_FEW = 128  # sentences that are not cut further: the compiled kernels take so many at once
 
 
 class PCFG(Synthetic):
@@ -46,7 +47,7 @@ class PCFG(Synthetic):
         mask_id: `vocab_size + 1`.
         special_ids: None: ().
         model_vocab_size: `vocab_size + 2`.
-        config: The `PCFGConfig` or `GrammarConfig` that rebuilds exactly this language.
+        config: The `PCFGConfig`, `DyckConfig` or `GrammarConfig` that rebuilds exactly this language.
         device: Where exact computations run.
         dtype: What they run in: float64 or float32.
 
@@ -59,7 +60,14 @@ class PCFG(Synthetic):
         tensor([0.2500, 0.7500], dtype=torch.float64)
     """
 
-    def __init__(self, grammar: Grammar, *, max_length: int, config: PCFGConfig | None = None, source: str = "grammar"):
+    def __init__(
+        self,
+        grammar: Grammar,
+        *,
+        max_length: int,
+        config: PCFGConfig | DyckConfig | None = None,
+        source: str = "grammar",
+    ) -> None:
         """Make the language of `grammar`, cut at `max_length` tokens.
 
         Args:
@@ -81,11 +89,13 @@ class PCFG(Synthetic):
                 f"{source}: the grammar has no sentence of at most {max_length} tokens; raise max_length"
             )
         self.max_length = int(possible[-1])
+        if self.max_length < max_length:  # the same order of sums whatever length was asked for
+            rules = FoldedRules(grammar, self.max_length)
         lengths = rules.length_probs[0, : self.max_length + 1]
         self._acceptance = math.fsum(lengths)
         self._length_probs = torch.from_numpy(lengths / self._acceptance)
         self._rules = rules
-        self._sampler = Sampler(grammar, self.max_length, self._acceptance)
+        self._sampler = Sampler(grammar, self.max_length)
         self.grammar, self.symbols, self.start = grammar, grammar.symbols, grammar.symbols[0]
         self.vocabulary: tuple[str, ...] = grammar.vocabulary
         self.vocab_size = len(grammar.vocabulary)
@@ -93,7 +103,8 @@ class PCFG(Synthetic):
         self.special_ids: tuple[int, ...] = ()
         self.model_vocab_size = self.vocab_size + 2
         text = "" if config else grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
-        self.config: PCFGConfig | GrammarConfig = config or GrammarConfig(rules=text, max_length=self.max_length)
+        rules_config = GrammarConfig(rules=text, max_length=self.max_length)
+        self.config: PCFGConfig | DyckConfig | GrammarConfig = config or rules_config
         self._place(torch.device("cpu"), torch.float64)
 
     @classmethod
@@ -189,35 +200,40 @@ class PCFG(Synthetic):
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
-    def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
+    def sample(
+        self,
+        n: int,
+        *,
+        generator: torch.Generator | None = None,
+        latent: bool = False,
+        length: int | None = None,
+    ) -> Sentences:
         """Return `n` independent sentences, padded to the longest of them, on the language's device.
 
-        The draws are made on the CPU, so that a seed gives the same sentences for every device. Derivations of more
-        than `max_length` tokens are rejected as soon as they cannot become shorter.
+        The generator gives one number, the seed; sentence i is a function of it and of i, so that the sentences of a
+        smaller n are the first of a larger one's, for every device and any number of threads. They are drawn on the CPU
+        or, for a language on a CUDA device, there. Nothing is rejected: where sentences are cut at `max_length`, or all
+        have one length, symbols are rewritten by their probabilities given the number of tokens that they must yield.
 
         Args:
             n: Number of sentences.
-            generator: CPU generator of the draws; None: a fresh one, seeded by the system.
+            generator: CPU generator of the seed; None: a fresh one, seeded by the system.
             latent: Whether to return the trees: (n, M, 3) int64 rows (start, stop, symbol id) of all nodes in preorder,
                 each over the tokens start to stop - 1, padded with -1.
+            length: The number of tokens of every sentence, drawn given it; None: any length of the language.
 
         Raises:
-            IsolossError: `n` is negative, the generator is not on the CPU, or fewer than 1 in 10,000 derivations are
-                short enough.
+            IsolossError: `n` is negative, the generator is not on the CPU, no sentence has `length` tokens, or all
+                sentences together have a probability under 1e-250 before the language is cut at `max_length`.
+
+        Example:
+            >>> language = PCFG.from_text("S -> S S [0.9] | 'a' [0.05] | 'b' [0.05]", max_length=8)
+            >>> language.sample(1000, length=5).tokens.shape
+            torch.Size([1000, 5])
         """
-        if n < 0:
-            raise IsolossError(f"cannot draw {n} sentences: it must be at least 0")
-        if self._acceptance < SMALLEST_ACCEPTANCE:
-            raise IsolossError(
-                f"of the grammar's derivations, {self._acceptance:.2g} have at most {self.max_length} tokens; "
-                f"sampling needs {SMALLEST_ACCEPTANCE:g}: raise max_length or give shorter rules more weight"
-            )
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
-        if generator.device.type != "cpu":
-            raise IsolossError(f"sentences are drawn on the CPU, but the generator is on {generator.device}")
-        derived = self._sampler(n, generator, trees=latent)
+        seed = self._seed(n, generator)
+        place = self.device if self.device.type == "cuda" else torch.device("cpu")
+        derived = self._sampler(n, seed, length=length, trees=latent, device=place)
         return Sentences(*(None if part is None else part.to(self.device) for part in derived))  # type: ignore[arg-type]
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
@@ -238,10 +254,13 @@ class PCFG(Synthetic):
         """
         tokens, lengths = self._checked(tokens, lengths, mask)
         out = torch.zeros(len(tokens), dtype=self.dtype, device=self.device)
-        for rows, length in self._buckets(lengths):
+
+        def compute(rows: Rows, length: int) -> None:
             log_z = self._engine.log_partition(tokens[rows, :length])
             self._check_possible(rows, log_z)
             out[rows] = (log_z - math.log(self._acceptance)).to(self.dtype)
+
+        spread(compute, self._buckets(lengths), self.device)
         return out
 
     def log_conditionals(
@@ -278,8 +297,11 @@ class PCFG(Synthetic):
         chosen = batches.checked_positions(positions, lengths)
         shape = tokens.shape if chosen is None else chosen.shape
         out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
-        for rows, part in self._conditionals(tokens, lengths, chosen):
+
+        def write(rows: Rows, part: torch.Tensor) -> None:
             batches.put(out, rows, batches.clamped_log_(part))
+
+        self._conditionals(tokens, lengths, chosen, write)
         return out if positions is None else out.view(*positions.shape, self.vocab_size)
 
     def conditional_entropy(
@@ -298,9 +320,12 @@ class PCFG(Synthetic):
         tokens, lengths = self._checked(tokens, lengths, mask)
         chosen = batches.checked_positions(positions, lengths)
         out = torch.zeros(tokens.shape if chosen is None else chosen.shape, dtype=self.dtype, device=self.device)
-        for rows, part in self._conditionals(tokens, lengths, chosen):
+
+        def write(rows: Rows, part: torch.Tensor) -> None:
             logs = batches.clamped_log_(part.clone())
             batches.put(out, rows, logs.mul_(part).sum(dim=-1).neg_().clamp_(min=0).abs_())  # no -0.0
+
+        self._conditionals(tokens, lengths, chosen, write)
         return out if positions is None else out.view(positions.shape)
 
     def inside(self, tokens: torch.Tensor, lengths: torch.Tensor, *, start: int = 0, stop: int) -> torch.Tensor:
@@ -322,8 +347,12 @@ class PCFG(Synthetic):
         tokens, lengths = self._checked(tokens, lengths)
         batches.check_span(lengths, start, stop)
         out = torch.zeros(len(tokens), len(self.symbols), dtype=self.dtype, device=self.device)
-        for rows, length in self._buckets(torch.full_like(lengths, stop - start), self._engine.chunk_of_spans):
+
+        def compute(rows: Rows, length: int) -> None:
             out[rows] = self._engine.inside(tokens[rows, start : start + length])[0].to(self.dtype)
+
+        same = torch.full_like(lengths, stop - start)
+        spread(compute, self._buckets(same, self._engine.chunk_of_spans), self.device)
         return out
 
     def span_posterior(
@@ -346,19 +375,26 @@ class PCFG(Synthetic):
         tokens, lengths = self._checked(tokens, lengths)
         batches.check_span(lengths, start, stop)
         out = torch.zeros(len(tokens), len(self.symbols), dtype=self.dtype, device=self.device)
-        for rows, length in self._buckets(lengths, self._engine.chunk_of_spans):
-            posterior, log_z = self._engine.span_posterior(
-                tokens[rows, :length], start, length if stop is None else stop
-            )
+
+        def compute(rows: Rows, length: int) -> None:
+            end = length if stop is None else stop
+            posterior, log_z = self._engine.span_posterior(tokens[rows, :length], start, end)
             self._check_possible(rows, log_z)
             out[rows] = posterior
+
+        spread(compute, self._buckets(lengths, self._engine.chunk_of_spans), self.device)
         return out
 
     def _conditionals(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
-    ) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """Yield rows and their (rows, length or k, V) conditionals."""
-        for rows, length in self._buckets(lengths):
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        positions: torch.Tensor | None,
+        write: Callable[[Rows, torch.Tensor], None],
+    ) -> None:
+        """Call `write` with rows and their (rows, length or k, V) conditionals, each row once, from several threads."""
+
+        def compute(rows: Rows, length: int) -> None:
             scores, log_z = self._engine.leaf_outside(tokens[rows, :length])
             self._check_possible(rows, log_z)
             if positions is not None:
@@ -368,15 +404,21 @@ class PCFG(Synthetic):
             for first in range(0, len(scores), size):
                 part = scores[first : first + size]
                 if isinstance(rows, slice):
-                    yield slice(rows.start + first, rows.start + first + len(part)), part @ self._emission
+                    write(slice(rows.start + first, rows.start + first + len(part)), part @ self._emission)
                 else:
-                    yield rows[first : first + size], part @ self._emission
+                    write(rows[first : first + size], part @ self._emission)
+
+        spread(compute, self._buckets(lengths), self.device)
 
     def _buckets(self, lengths: torch.Tensor, chunk: Callable[[int], int] | None = None) -> Iterator[tuple[Rows, int]]:
-        """Yield rows of one length and the length, at most `chunk(length)` at once; a slice where all rows have it."""
+        """Yield rows of one length and the length, at most `chunk(length)` at once; a slice where all rows have it.
+
+        On a CPU, rows of one length are enough pieces for all threads, unless they are few.
+        """
+        threads = torch.get_num_threads() if self.device.type == "cpu" else 1
         for length in np.unique(lengths.cpu().numpy()).tolist():
-            size = (chunk or self._engine.chunk)(length)
             rows = torch.nonzero(lengths == length).flatten()
+            size = min((chunk or self._engine.chunk)(length), max(_FEW, math.ceil(len(rows) / threads)))
             for first in range(0, len(rows), size):
                 if len(rows) == len(lengths):
                     yield slice(first, min(first + size, len(rows))), length

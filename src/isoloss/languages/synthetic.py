@@ -50,6 +50,21 @@ class Synthetic(abc.ABC):
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         """Return `n` independent sentences."""
 
+    def _seed(self, n: int, generator: torch.Generator | None) -> int:
+        """Return the seed of `n` sentences, one number of the generator.
+
+        Raises:
+            IsolossError: `n` is negative, or the generator is not on the CPU.
+        """
+        if n < 0:
+            raise IsolossError(f"cannot draw {n} sentences: it must be at least 0")
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()
+        if generator.device.type != "cpu":
+            raise IsolossError(f"a seed is drawn on the CPU, but the generator is on {generator.device}")
+        return int(torch.randint(2**63 - 1, (1,), generator=generator))
+
     def batch(self, step: int, n: int, *, seed: int) -> Sentences:
         """Return the `n` sentences of training step `step`: a pure function of the arguments."""
         return self.sample(n, generator=seeds.generator(seed, "sentences", step))

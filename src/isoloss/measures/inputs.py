@@ -5,8 +5,8 @@ Shapes: n sequences, T tokens in each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from isoloss.languages import documents, tokenizers
 from isoloss.languages.base import Sentences
 from isoloss.languages.corpus import Corpus, brackets, pack
 from isoloss.languages.masking import IGNORED, Batch, SpecialIds, mask
+from isoloss.languages.next_tokens import objective_batch
 from isoloss.seeds import generator
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 
 Kind = Literal["masked", "causal"]
 Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+FEWEST_DOCUMENTS = 20  # for an error that counts documents: with fewer the error itself is too uncertain
+
+_LOGITS_BYTES = 1 << 28  # of the logits of a batch's predicted positions, in float32
+_ACTIVATION_BYTES = 1 << 30  # of what a forward pass keeps for the backward pass, roughly
+_KEPT_VECTORS = 20  # of the model's width, that a transformer layer keeps for a token
 
 # these number positions from their padding id + 1 on, so that fewer are left than the config says
 _POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"} | {
@@ -42,7 +49,9 @@ class Inputs:
     """What a checkpoint is measured on.
 
     Attributes:
-        batches: Mappings of `input_ids`, `attention_mask` and `labels`, each (n, T) int64; one sequence a row.
+        batches: Mappings of `input_ids`, `attention_mask` and `labels`, each (n, T) int64; one sequence a row. Where
+            the inputs are text of at least 20 documents, also `documents` (n,): the document in which each sequence
+            begins, so that errors count documents as independent and not sequences.
         num_sequences: Rows of all batches.
         num_predicted: Positions that the model predicts: labels other than -100, for a causal model without those of
             the first column, which nothing comes before.
@@ -53,6 +62,35 @@ class Inputs:
     num_sequences: int
     num_predicted: int
     description: str
+
+    def cut(self, batch_size: int) -> Inputs:
+        """Return the same sequences in the same order, in batches of `batch_size`.
+
+        Raises:
+            IsolossError: `batch_size` is below 1.
+        """
+        if batch_size < 1:
+            raise IsolossError(f"the batch size is {batch_size}; it must be at least 1")
+        whole = {name: torch.cat([batch[name] for batch in self.batches]) for name in self.batches[0]}
+        return replace(self, batches=_cut(whole, batch_size))
+
+    def fitting_batch_size(self, config: Any, *, most: int = 256) -> int:
+        """Return how many sequences a forward and backward pass of a model takes in a bounded memory.
+
+        The logits of a batch's predicted positions have at most 256 MiB in float32, and what a transformer's layers
+        keep for the backward pass has about 1 GiB; at most `most` sequences, and at least one.
+
+        Args:
+            config: The model's transformers config.
+            most: The largest answer.
+        """
+        text = config.get_text_config()
+        length = self.batches[0]["labels"].shape[1]
+        logits = 4 * text.vocab_size * max(1.0, self.num_predicted / self.num_sequences)
+        width, layers = getattr(text, "hidden_size", 0), getattr(text, "num_hidden_layers", 0)
+        kept = 4 * _KEPT_VECTORS * width * layers * length
+        by_kept = most if kept == 0 else _ACTIVATION_BYTES // kept
+        return max(1, min(most, int(_LOGITS_BYTES / logits), by_kept))
 
 
 def read_inputs(
@@ -77,7 +115,8 @@ def read_inputs(
       For a masked model each row is [CLS], length - 2 tokens, [SEP], where the tokenizer has these two; for a causal
       model each document has the special tokens that the tokenizer itself adds, such as a first bos.
 
-    What is left at the end, less than one row, is dropped. If there are more rows than asked for, the rows taken are
+    What is left at the end, less than one row, is dropped. Rows of text know the document they begin in; where these
+    are at least 20, the batches have them, see `Inputs`. If there are more rows than asked for, the rows taken are
     drawn uniformly without replacement.
 
     For a masked model, tokens are hidden and predicted as `isoloss.languages.masking.mask` does, but never the special
@@ -112,9 +151,9 @@ def read_inputs(
     found = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
     if is_text:
         assert found is not None
-        rows = _from_text(data, found, kind, length)
+        rows, origins = _from_text(data, found, kind, length)
     else:
-        rows = _from_array(data, length)
+        rows, origins = _from_array(data, length), None
     text_config = config.get_text_config()
     _check_rows(rows, data, text_config, checkpoint)
 
@@ -122,7 +161,8 @@ def read_inputs(
     description = _description(data, len(rows), rows.shape[1], wanted)
     if wanted < len(rows):
         chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
-        rows = rows[np.sort(chosen.numpy())]
+        places = np.sort(chosen.numpy())
+        rows, origins = rows[places], None if origins is None else origins[places]
     pads = (None if found is None else found.pad_token_id, text_config.pad_token_id, 0)
     sentences = _sentences(rows, data, next(int(i) for i in pads if i is not None), least=2 if kind == "causal" else 1)
     if kind == "causal":
@@ -130,13 +170,33 @@ def read_inputs(
     else:
         special = _special_ids(found, mask_id, text_config.vocab_size, checkpoint)
         whole = mask(sentences, special, masking or ObjectiveConfig(), generator=generator(seed, "masks"))
-    starts = range(0, len(rows), batch_size)
-    batches = [{name: tensor[start : start + batch_size] for name, tensor in whole.items()} for start in starts]
-    return _inputs(batches, kind, description)
+    if origins is not None:
+        number = len(np.unique(origins))
+        description += f", from {number:,} document{'s' if number > 1 else ''}"
+        if number >= FEWEST_DOCUMENTS:
+            whole["documents"] = torch.from_numpy(origins)
+        else:
+            description += ", too few for an error that counts documents: it counts sequences"
+    return _inputs(_cut(whole, batch_size), kind, description)
+
+
+def check_model(inputs: Inputs, config: Any, checkpoint: str) -> None:
+    """Check that a model takes inputs that were read for another one.
+
+    Args:
+        inputs: The inputs.
+        config: The model's transformers config.
+        checkpoint: What it is called in the error.
+
+    Raises:
+        IsolossError: The sequences are too long for it, or hold an id that it does not know.
+    """
+    for batch in inputs.batches:
+        _check_rows(batch["input_ids"].numpy(), "the data", config.get_text_config(), checkpoint)
 
 
 def language_inputs(config: TrainConfig, *, num_inputs: int, seed: int, batch_size: int = 256) -> Inputs:
-    """Return inputs from a run's own language, masked as in its training: held-out ones if it is a corpus, else fresh.
+    """Return inputs from a run's own language under its objective: held-out ones if it is a corpus, else fresh.
 
     Args:
         config: The run's config.
@@ -164,8 +224,13 @@ def language_inputs(config: TrainConfig, *, num_inputs: int, seed: int, batch_si
     for start in range(0, len(sentences.tokens), batch_size):
         rows = slice(start, start + batch_size)
         part = Sentences(sentences.tokens[rows], sentences.lengths[rows])
-        batches.append(mask(part, language, config.objective, generator=masks))
-    return _inputs(batches, "masked", source)
+        batches.append(objective_batch(part, language, config.objective, generator=masks))
+    return _inputs(batches, config.objective.kind, source)
+
+
+def _cut(whole: Batch, batch_size: int) -> list[Batch]:
+    starts = range(0, len(whole["labels"]), batch_size)
+    return [{name: tensor[start : start + batch_size] for name, tensor in whole.items()} for start in starts]
 
 
 def _inputs(batches: list[Batch], kind: Kind, description: str) -> Inputs:
@@ -238,19 +303,29 @@ def _from_array(data: Path, length: int) -> Ids:
     return ids
 
 
-def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int) -> Ids:
+def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int) -> tuple[Ids, Ids]:
+    """Return the rows, and the document in which each begins."""
     texts: Iterable[str] = (text for _, text in documents.read_documents([data]))
     around = brackets(tokenizer) if kind == "masked" else {}
-    if length <= len([i for i in around.values() if i is not None]):
+    body = length - len([i for i in around.values() if i is not None])
+    if body < 1:
         raise IsolossError(f"the length is {length}; with [CLS] and [SEP] it must be at least 3")
-    ids = tokenizers.encode(tokenizer, texts, add_special_tokens=kind == "causal")
-    packed = list(pack(ids, length, **around))
+    sizes: list[int] = []
+
+    def counted() -> Iterator[np.ndarray]:
+        for ids in tokenizers.encode(tokenizer, texts, add_special_tokens=kind == "causal"):
+            sizes.append(len(ids))
+            yield ids
+
+    packed = list(pack(counted(), length, **around))
     if not packed:
         raise IsolossError(f"the text in {data} is shorter than one sequence of {length} tokens")
-    return np.concatenate(packed)
+    rows = np.concatenate(packed)
+    firsts = body * np.arange(len(rows))
+    return rows, np.searchsorted(np.cumsum(sizes), firsts, side="right").astype(np.int64)
 
 
-def _check_rows(rows: Ids, data: Path, config: Any, checkpoint: str) -> None:
+def _check_rows(rows: Ids, data: Path | str, config: Any, checkpoint: str) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and config.model_type in _POSITIONS_AFTER_PADDING:
         positions -= config.pad_token_id + 1

@@ -5,16 +5,14 @@ Shapes: n sentences, T positions, V tokens of the language, M ids of the model (
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import BertForMaskedLM
 
 from isoloss import seeds
 from isoloss.config import ObjectiveConfig
@@ -22,14 +20,18 @@ from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.languages.base import ExactLanguage, Language, Sentences
 from isoloss.languages.masking import IGNORED, Batch, mask
+from isoloss.languages.next_tokens import objective_batch
+from isoloss.languages.parallel import spread
 from isoloss.measures import statistics
 from isoloss.measures.checks import device_of, refuse_dropout
-from isoloss.models.bert import masked_logits
+from isoloss.models.make import predicted_logits
 
 UNIT = "nats per predicted token"
 _IMPOSSIBLE = math.log(torch.finfo(torch.float32).tiny)  # that of float64 is further down still
 _SUBSETS = 5  # of the paper's deviation, appendix A.5
-_CHUNK = 1024  # sentences whose conditionals at all positions are held at a time; at masked ones, eight times as many
+_KEPT_BYTES = 1 << 29  # of a truth's conditionals: more are computed anew for each model
+_PART_BYTES = 1 << 26  # of conditionals that are held at a time where they are not kept
+_PART = 1 << 17  # sentences handed to a language at a time, at most
 _ROWS = 512  # predicted tokens whose log-probabilities over the vocabulary are held in float64 at a time
 
 
@@ -44,31 +46,53 @@ class Truth:
     checkpoint, and the values of two checkpoints on it are paired.
 
     Attributes:
-        batch: The masked sentences: `input_ids`, `attention_mask`, `labels`, each (n, T).
-        log_conditionals: (m, V) float64 at the m masked positions, sentence by sentence: log Pr(x_t = c | all other
-            visible tokens, the length), nats.
-        entropy: (n,) float64, their entropies in nats, summed over the masked positions of each sentence.
+        language: Where the sentences are from.
+        batch: The masked sentences: `input_ids`, `attention_mask`, `labels`, each (n, T), on the CPU.
+        entropy: (n,) float64, the entropies of the conditionals in nats, summed over the masked positions of each
+            sentence.
         counts: (n,) masked positions of each sentence, at least 1.
         objective: How they were drawn.
         seed: What the sentences and masks were drawn with.
+        kept: All that `log_conditionals` returns, where it has at most 512 MiB; else None.
     """
 
+    language: ExactLanguage
     batch: Batch
-    log_conditionals: torch.Tensor
     entropy: torch.Tensor
     counts: torch.Tensor
     objective: ObjectiveConfig
     seed: int
+    kept: torch.Tensor | None
 
     def __len__(self) -> int:
         return len(self.entropy)
+
+    def log_conditionals(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Return (m, V) float64: log Pr(x_t = c | all other visible tokens, the length), in nats.
+
+        At the m masked positions of the sentences `first` to `last` - 1, sentence by sentence. What is not kept is
+        computed.
+        """
+        part = slice(first, last)
+        if self.kept is not None:
+            before = int(self.counts[:first].sum())
+            return self.kept[before : before + int(self.counts[part].sum())]
+        batch = {name: value[part] for name, value in self.batch.items()}
+        out = torch.empty(int(self.counts[part].sum()), self.language.vocab_size, dtype=torch.float64)
+        return _fill(out, self.language.log_conditionals, batch, self.objective)
+
+    def held_at_once(self, batch_size: int) -> int:
+        """Return how many sentences' conditionals take a bounded memory: some batches of `batch_size`, at least one."""
+        batch_bytes = 8 * self.language.vocab_size * int(self.counts.sum()) * batch_size / len(self)
+        return batch_size * max(1, int(_PART_BYTES / batch_bytes))
 
 
 def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> Truth:
     """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
 
-    It holds 8 (m V + 3 n T) bytes for m masked tokens. Each conditional is given the visible tokens, as the model's
-    prediction is: with several tokens of a sentence masked it is a sum over all tokens at the other masked positions.
+    Each conditional is given the visible tokens, as the model's prediction is: with several tokens of a sentence masked
+    it is a sum over all tokens at the other masked positions. Where the conditionals take more than 512 MiB, their
+    entropies are computed here, and they themselves a part at a time whenever a model is measured.
 
     Args:
         language: An exact language.
@@ -82,50 +106,67 @@ def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig,
     """
     if not isinstance(language, ExactLanguage):
         raise IsolossError(f"{type(language).__name__} has no exact conditionals: measure its held-out loss instead")
-    if objective.masking != "one" and "mask" not in _options(language):
+    if objective.kind == "causal":
         raise IsolossError(
-            f'{type(language).__name__} knows the exact loss for masking "one", not "{objective.masking}"'
+            f"{type(language).__name__} gives exact conditionals of hidden tokens, not of next ones: the exact loss is "
+            "that of the masked objective, and a causal model's trace can be measured"
         )
     if num_sentences < 2 * _SUBSETS:
         raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * _SUBSETS}")
-    sentences = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))
+    tokens, lengths = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))[:2]
+    sentences = Sentences(tokens.cpu(), lengths.cpu())
     batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+    del tokens, sentences  # the batch has them
     chosen = batch["labels"] != IGNORED
     counts = chosen.sum(dim=1)
-    firsts = counts.cumsum(dim=0) - counts
-    log_p = torch.empty(int(counts.sum()), language.vocab_size, dtype=torch.float64)
-    entropy = torch.empty(len(log_p), dtype=torch.float64)
-    size = _CHUNK * (8 if "positions" in _options(language) else 1)
-    for count in sorted(set(counts.tolist())):
-        for rows in (counts == count).nonzero()[:, 0].split(size):
-            part = Sentences(sentences.tokens[rows], sentences.lengths[rows])
-            values = _conditionals(language, part, chosen[rows], several=objective.masking != "one").double()
-            places = (firsts[rows, None] + torch.arange(count)).flatten()
-            log_p[places], entropy[places] = values, (_probabilities(values) * -values).sum(dim=1)
+    total = int(counts.sum())
+    kept, entropy = None, torch.empty(total, dtype=torch.float64)
+    if 8 * total * language.vocab_size <= _KEPT_BYTES:
+        kept = torch.empty(total, language.vocab_size, dtype=torch.float64)
+        _fill(kept, language.log_conditionals, batch, objective)
+        log_p = kept
+
+        def compute(first: int) -> None:
+            rows = log_p[first : first + _ROWS]
+            entropy[first : first + _ROWS] = (_probabilities(rows) * -rows).sum(dim=1)
+
+        spread(compute, ((first,) for first in range(0, total, _ROWS)), kept.device)
+    else:
+        _fill(entropy, language.conditional_entropy, batch, objective)
     return Truth(
+        language=language,
         batch=batch,
-        log_conditionals=log_p,
         entropy=_by_sentence(entropy, chosen),
         counts=counts,
         objective=objective,
         seed=seed,
+        kept=kept,
     )
 
 
-def _options(language: ExactLanguage) -> set[str]:
-    """Return the names of what `log_conditionals` of a language takes."""
-    return set(inspect.signature(language.log_conditionals).parameters)
-
-
-def _conditionals(
-    language: ExactLanguage, sentences: Sentences, chosen: torch.Tensor, *, several: bool
+def _fill(
+    out: torch.Tensor, compute: Callable[..., torch.Tensor], batch: Batch, objective: ObjectiveConfig
 ) -> torch.Tensor:
-    """Return (m, V): the log-conditionals at the chosen positions, as many in each sentence, sentence by sentence."""
-    options: dict[str, torch.Tensor] = {"mask": chosen} if several else {}
-    if "positions" not in _options(language):
-        return language.log_conditionals(sentences.tokens, sentences.lengths, **options)[chosen]
-    options["positions"] = chosen.nonzero()[:, 1].view(len(chosen), -1)
-    return language.log_conditionals(sentences.tokens, sentences.lengths, **options).flatten(0, 1)
+    """Set `out`, (m,) or (m, V), to what `compute` says of the m masked positions, and return it.
+
+    Sentences with as many masked positions go together.
+    """
+    chosen = batch["labels"] != IGNORED
+    counts = chosen.sum(dim=1)
+    firsts = counts.cumsum(dim=0) - counts
+    lengths = batch["attention_mask"].sum(dim=1)
+    row_bytes = out.element_size() * math.prod(out.shape[1:])
+    for count in sorted(set(counts.tolist())):
+        size = min(_PART, max(1, _PART_BYTES // (count * row_bytes)))
+        for rows in (counts == count).nonzero()[:, 0].split(size):
+            hidden = chosen[rows]
+            tokens = torch.where(hidden, batch["labels"][rows], batch["input_ids"][rows])
+            positions = hidden.nonzero()[:, 1].view(-1, count)
+            unknown = None if objective.masking == "one" else hidden
+            values = compute(tokens, lengths[rows], mask=unknown, positions=positions)
+            places = firsts[rows, None] + torch.arange(count)
+            out.numpy()[places.flatten().numpy()] = values.flatten(0, 1).cpu().numpy()
+    return out
 
 
 def _by_sentence(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -156,18 +197,24 @@ def kl_values(
     Raises:
         IsolossError: Dropout is on, the model knows fewer ids than the language, or its logits are not finite.
     """
-    values = torch.empty(len(truth.log_conditionals), dtype=torch.float64)
     ends = truth.counts.cumsum(dim=0)
-    done = 0
+    values = torch.empty(int(ends[-1]), dtype=torch.float64)
+    done, upto = 0, 0
+    held = values[:0]  # conditionals of the masked positions up to `upto`
+    at_once = truth.held_at_once(max(1, batch_size))
     for log_q in _predictions(model, truth.batch, batch_size=batch_size):
-        log_p = truth.log_conditionals[done : done + len(log_q)]
+        if done == upto:
+            first = int(torch.searchsorted(ends, done, right=True))
+            held = truth.log_conditionals(first, first + at_once)
+            upto += len(held)
+        log_p = held[len(held) - (upto - done) :][: len(log_q)]
         if log_q.shape[1] < log_p.shape[1]:
             raise IsolossError(f"the model knows {log_q.shape[1]} ids and the language has {log_p.shape[1]} tokens")
         difference = log_p - log_q[:, : log_p.shape[1]].cpu()
         values[done : done + len(log_q)] = (_probabilities(log_p) * difference).sum(dim=1)
         done += len(log_q)
         if progress is not None:
-            progress(int((ends <= done).sum()))
+            progress(int(torch.searchsorted(ends, done, right=True)))
     return _by_sentence(values, truth.batch["labels"] != IGNORED)
 
 
@@ -192,9 +239,7 @@ def pretraining_loss(
     """
     started = time.perf_counter()
     kl = kl_values(model, truth, batch_size=batch_size, progress=progress)
-    details = {**_details(model), "masking": truth.objective.masking, "seed": truth.seed}
-    if truth.objective.masking == "fraction":
-        details["fraction"] = truth.objective.fraction
+    details = {**_details(model), **_predicted(truth.objective), "seed": truth.seed}
     named = {"entropy": truth.entropy, "kl": kl, "loss": truth.entropy + kl}
     seconds = time.perf_counter() - started
     return {
@@ -254,13 +299,13 @@ def held_out_values(
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (n,) float64 nats of each held-out sequence, summed over its masked tokens, and (n,) their number.
+    """Return (n,) float64 nats of each held-out sequence, summed over its predicted tokens, and (n,) their number.
 
     Args:
-        model: A masked language model, a module whose output has `logits` (n, T, M).
+        model: A language model, a module whose output has `logits` (n, T, M).
         language: Where the held-out sequences come from.
         num_sequences: How many at most.
-        objective: Which tokens are masked.
+        objective: Which tokens are predicted, and from what.
         seed: Decides the masks; models measured with the same seed are paired.
         batch_size: Sequences in a forward pass.
         progress: Called with the number of sequences done after each.
@@ -269,15 +314,16 @@ def held_out_values(
         IsolossError: Dropout is on, the model does not know a label, or its logits are not finite.
     """
     sentences = language.held_out(num_sequences)
-    batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+    batch = objective_batch(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
     chosen = batch["labels"] != IGNORED
     counts = chosen.sum(dim=1)
     row_of = chosen.nonzero()[:, 0]
     labels = batch["labels"][chosen]
+    causal = objective.kind == "causal"
     nats = torch.zeros(len(counts), dtype=torch.float64)
     ends = counts.cumsum(dim=0)
     done = 0
-    for log_q in _predictions(model, batch, batch_size=batch_size):
+    for log_q in _predictions(model, batch, batch_size=batch_size, causal=causal):
         part = slice(done, done + len(log_q))
         if int(labels[part].max()) >= log_q.shape[1]:
             raise IsolossError(f"token {int(labels[part].max())} is not among the {log_q.shape[1]} ids of the model")
@@ -328,9 +374,7 @@ def held_out_loss(
     )
     if len(nats) < 2 * _SUBSETS:
         raise IsolossError(f"there are {len(nats)} held-out sequences; an error bar needs at least {2 * _SUBSETS}")
-    details = {**_details(model), "masking": objective.masking, "seed": seed}
-    if objective.masking == "fraction":
-        details["fraction"] = objective.fraction
+    details = {**_details(model), **_predicted(objective), "seed": seed}
     seconds = time.perf_counter() - started
     return {"loss": _estimate(nats, counts, method="held-out text", details=details, seconds=seconds)}
 
@@ -338,25 +382,20 @@ def held_out_loss(
 # --- both: the forward passes and the result -------------------------------------------------------------------------
 
 
-def _predictions(model: nn.Module, batch: Batch, *, batch_size: int) -> Iterator[torch.Tensor]:
-    """Yield (rows, M) float64 log-probabilities at the masked positions, in order, a bounded number at a time."""
+def _predictions(model: nn.Module, batch: Batch, *, batch_size: int, causal: bool = False) -> Iterator[torch.Tensor]:
+    """Yield (rows, M) float64 log-probabilities of the predicted tokens, in order, a bounded number at a time."""
     if batch_size < 1:
         raise IsolossError(f"batch_size is {batch_size}; it must be at least 1")
     refuse_dropout(model)
     device = device_of(model)
     wide = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
     for start in range(0, len(batch["labels"]), batch_size):
-        part = {name: value[start : start + batch_size] for name, value in batch.items()}
-        chosen = (part["labels"] != IGNORED).to(device)
-        input_ids, attention_mask = part["input_ids"].to(device), part["attention_mask"].to(device)
+        part = {name: value[start : start + batch_size].to(device) for name, value in batch.items()}
         with torch.no_grad():
-            if isinstance(model, BertForMaskedLM):
-                logits = masked_logits(model, input_ids, attention_mask, chosen)
-            else:
-                logits = cast("Any", model)(input_ids=input_ids, attention_mask=attention_mask).logits[chosen]
+            logits = predicted_logits(model, part, causal=causal)
         if not bool(logits.isfinite().all()):
             raise IsolossError(
-                f"the model's logits are NaN or infinite in sentences {start} to {start + len(chosen) - 1}"
+                f"the model's logits are NaN or infinite in sentences {start} to {start + len(part['labels']) - 1}"
             )
         for first in range(0, len(logits), _ROWS):
             yield logits[first : first + _ROWS].to(wide).double().log_softmax(dim=1)
@@ -377,6 +416,14 @@ def _estimate(
         seconds=seconds,
         details={"subset_std": subset_std, "subset_size": subset_size, **details},
     )
+
+
+def _predicted(objective: ObjectiveConfig) -> dict[str, Any]:
+    """Return which tokens are predicted, as details of an estimate."""
+    if objective.kind == "causal":
+        return {"predicts": "next token"}
+    fraction = {"fraction": objective.fraction} if objective.masking == "fraction" else {}
+    return {"masking": objective.masking, **fraction}
 
 
 def _details(model: nn.Module) -> dict[str, Any]:

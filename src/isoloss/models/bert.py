@@ -11,9 +11,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.config import ModelConfig
-from isoloss.errors import IsolossError
-from isoloss.models.sizes import TOKEN_TYPES, shape
-from isoloss.seeds import derive
+from isoloss.models.initial import checked_shape, seeded_weights
+from isoloss.models.sizes import TOKEN_TYPES
 
 
 def build(config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int, seed: int) -> BertForMaskedLM:
@@ -41,11 +40,7 @@ def build(config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int,
         >>> model.num_parameters()
         4354
     """
-    sizes = shape(config.size)
-    if not 0 <= config.dropout < 1:
-        raise IsolossError(f"the dropout is {config.dropout}; it must be at least 0 and below 1")
-    if not 0 <= pad_id < vocab_size:
-        raise IsolossError(f"the padding's id is {pad_id}; it must be one of the model's ids, 0 to {vocab_size - 1}")
+    sizes = checked_shape(config, vocab_size=vocab_size, pad_id=pad_id)
     bert_config = BertConfig(
         vocab_size=vocab_size,
         hidden_size=sizes.d_model,
@@ -61,9 +56,7 @@ def build(config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int,
         pad_token_id=pad_id,
         attn_implementation="eager",
     )
-    with torch.random.fork_rng(devices=[]):
-        # the CPU's generator alone: torch.manual_seed would also reseed the GPUs, which fork_rng does not restore here
-        torch.default_generator.manual_seed(derive(seed, "weights"))
+    with seeded_weights(seed):
         return BertForMaskedLM(bert_config).train()
 
 
@@ -71,6 +64,24 @@ def masked_logits(
     model: BertForMaskedLM, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, positions: torch.Tensor
 ) -> torch.Tensor:
     """Return the logits at the predicted positions only: `model(...).logits[positions]` at a fraction of the work.
+
+    Args:
+        model: As for `states`.
+        input_ids: As for `states`.
+        attention_mask: As for `states`.
+        positions: (n, T) bool, true where logits are wanted.
+
+    Returns:
+        (k, V), in the order of `positions.nonzero()`.
+    """
+    logits: torch.Tensor = model.cls.predictions.decoder(states(model, input_ids, attention_mask, positions))
+    return logits
+
+
+def states(
+    model: BertForMaskedLM, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, positions: torch.Tensor
+) -> torch.Tensor:
+    """Return what the decoder turns into logits, at the predicted positions only.
 
     What a position's logits need of the other positions ends with the last layer's attention, so the last feed-forward
     block and the head run on the k predicted positions alone.
@@ -82,7 +93,7 @@ def masked_logits(
         positions: (n, T) bool, true where logits are wanted.
 
     Returns:
-        (k, V), in the order of `positions.nonzero()`.
+        (k, d), in the order of `positions.nonzero()`.
     """
 
     def select(_module: Any, _inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -93,5 +104,5 @@ def masked_logits(
         hidden = model.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     finally:
         hook.remove()
-    logits: torch.Tensor = model.cls(hidden)
-    return logits
+    transformed: torch.Tensor = model.cls.predictions.transform(hidden)
+    return transformed

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.models.load import quiet
+from isoloss.loading import quiet
 from isoloss.runs import Run
 
 WEIGHTS = "model.safetensors"

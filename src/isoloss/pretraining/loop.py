@@ -25,12 +25,12 @@ from isoloss import files
 from isoloss.config import TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.base import Language
-from isoloss.models import bert
-from isoloss.models.load import resolve_device
+from isoloss.loading import resolve_device
+from isoloss.models.make import make_model
 from isoloss.models.sizes import shape
-from isoloss.pretraining import checkpoints, steps
+from isoloss.pretraining import checkpoints, objectives, steps
 from isoloss.pretraining.checkpoints import TrainerState
-from isoloss.pretraining.objectives import masked_loss, training_batch
+from isoloss.pretraining.objectives import prediction_loss, training_batch
 from isoloss.runs import Run
 from isoloss.seeds import derive
 
@@ -87,10 +87,7 @@ def validate(config: TrainConfig) -> None:
     shape(config.model.size)
     if not 0 <= config.model.dropout < 1:
         raise IsolossError(f"the dropout is {config.model.dropout}; it must be at least 0 and below 1")
-    if config.objective.masking not in ("one", "fraction"):
-        raise IsolossError(f"the masking is {config.objective.masking!r}; it must be one or fraction")
-    if not 0 < config.objective.fraction <= 1:
-        raise IsolossError(f"the masked fraction is {config.objective.fraction}; it must be above 0 and at most 1")
+    objectives.validate(config.objective, config.model)
     steps.validate(config.optimizer)
 
 
@@ -158,13 +155,8 @@ class _Training:
         self.run, self.config, self.language, self.device = run, config, language, device
         self.kept = {*config.checkpoints, config.steps}
         self.fingerprint = configs.fingerprint(config)
-        self.model: Any = bert.build(
-            config.model,
-            vocab_size=language.model_vocab_size,
-            max_length=language.max_length,
-            pad_id=language.pad_id,
-            seed=config.seed,
-        )
+        self.model: Any = make_model(config.model, language, seed=config.seed)
+        self.loss = partial(prediction_loss, self.model, causal=config.objective.kind == "causal")
         self.loss_sum, self.loss_count = 0.0, 0
         self.initial_sha256: str | None = None
         self.step, tensors = self._weights()
@@ -227,7 +219,7 @@ class _Training:
         batch, num_tokens = training_batch(self.language, self.config, number, self.device)
         is_logged = number % self.config.log_every == 0 or number == self.config.steps
         torch.manual_seed(derive(self.config.seed, "dropout", number))
-        outcome = self.rule.step(number, batch, partial(masked_loss, self.model), with_norm=is_logged)
+        outcome = self.rule.step(number, batch, self.loss, with_norm=is_logged)
         if not math.isfinite(outcome.loss_nats):
             newest = checkpoints.latest(self.run)
             raise IsolossError(

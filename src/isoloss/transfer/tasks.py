@@ -99,7 +99,7 @@ def make_task(language: PCFG | HMM, name: str, *, num_train: int, num_test: int,
         >>> language = PCFG.random(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=9)
         >>> task = make_task(language, "prefix-2", num_train=100, num_test=50, seed=0)
         >>> task.classes, tuple(task.train.tokens.shape), task.train_labels[:5].tolist()
-        (('L1.0', 'L1.1', 'L1.2'), (100, 4), [1, 1, 1, 0, 0])
+        (('L1.0', 'L1.1', 'L1.2'), (100, 4), [1, 0, 0, 0, 1])
     """
     for split, number in (("train", num_train), ("test", num_test)):
         if number < 1:

@@ -1,5 +1,6 @@
-"""How flat a minimum is: traces of the second-derivative matrices of a language model's loss."""
+"""Flatness of a model at its weights: how fast the loss rises around them."""
 
-from isoloss.measures.flatness.trace import InterruptedEstimate, fisher_trace
+from isoloss.measures.flatness.fisher import empirical_fisher_trace, fisher_trace
+from isoloss.measures.flatness.measurement import InterruptedEstimate
 
-__all__ = ["InterruptedEstimate", "fisher_trace"]
+__all__ = ["InterruptedEstimate", "empirical_fisher_trace", "fisher_trace"]

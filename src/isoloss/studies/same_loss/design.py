@@ -87,9 +87,7 @@ SCALES = {
         sgd_watched=(100,),
         sgd_batch_size=16,
         tasks=("root", "prefix-2"),
-        evaluation=EvalConfig(
-            loss_sentences=256, trace_sentences=64, trace_group=4, probe_train=256, probe_test=256, probe_epochs=10
-        ),
+        evaluation=EvalConfig(loss_sentences=256, trace_sentences=64, probe_train=256, probe_test=256, probe_epochs=10),
     ),
 }
 

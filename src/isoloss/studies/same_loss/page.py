@@ -131,8 +131,8 @@ def _settings(results: Results, scale_name: str) -> dict[str, str]:
         "SGD": f"{scale.sgd_steps:,} steps of {scale.sgd_batch_size} sentences; learning rate "
         f"{scale.sgd.learning_rate:g} after {scale.sgd.warmup_steps:,} steps of warm-up, no momentum, no weight decay",
         "Loss": f"{scale.evaluation.loss_sentences:,} sentences, the same for every checkpoint",
-        "Trace": f"{trace.method}, {scale.evaluation.trace_sentences:,} sentences in groups of "
-        f"{scale.evaluation.trace_group}; {trace.details['dtype']}, attention {trace.details['attention']}",
+        "Trace": f"{trace.method}, {scale.evaluation.trace_sentences:,} sentences; "
+        f"{trace.details['dtype']}, attention {trace.details['attention']}",
         "Probes": f"{scale.evaluation.probe_train:,} training and {scale.evaluation.probe_test:,} test sentences, "
         f"{scale.evaluation.probe_seeds} seeds, {scale.evaluation.probe_epochs} epochs, features centred and scaled",
         "Same loss": f"two models whose KL differs by less than {SAME_LOSS_NATS} nats with 95 % confidence",

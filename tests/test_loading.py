@@ -24,8 +24,8 @@ from transformers import (
 
 from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
+from isoloss.loading import load, quiet, resolve_device
 from isoloss.models.bert import build
-from isoloss.models.load import load, quiet, resolve_device
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
 INPUT = torch.tensor([[1, 2, 3, 4]])
@@ -152,7 +152,7 @@ def test_the_hubs_models_are_taken_from_its_cache_and_never_as_a_pickle(bert_fol
     (pickled / "model.safetensors").unlink()
     code = """
 from isoloss.errors import IsolossError
-from isoloss.models.load import load
+from isoloss.loading import load
 print(load("owner/good").kind)
 try:
     load("owner/pickled")

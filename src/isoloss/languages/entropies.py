@@ -1,0 +1,193 @@
+"""How uncertain a language is: the entropy of its sentences and of one hidden token, exact where a closed form exists.
+
+All entropies are in nats. Elsewhere they are means over drawn sentences of exact probabilities, with a standard error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from isoloss import seeds
+from isoloss.config import DyckConfig
+from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate
+from isoloss.languages.base import ExactLanguage, Language
+from isoloss.languages.grammar import Grammar
+
+EXACT = "exact"
+_CHUNK = 4096  # sentences drawn together; part of what a seed stands for
+_ROUNDING = 1e-13  # a spread this much smaller than the value is that of rounding
+_SENTENCE, _TOKEN = "nats per sentence", "nats per masked token"  # units
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entropy:
+    """The entropies of a language. An exact one has a standard error of 0 and the method `exact`.
+
+    Attributes:
+        sentence: H(x) = -E log Pr(x) of a sentence x with its length, which is `length` + `given_length`.
+        length: `H(|x|)`, the entropy of the number of tokens; 0 where all sentences have the same. Always exact.
+        given_length: `H(x | |x|)`, the entropy of the tokens once their number is known.
+        masked_token: The entropy of a token given all others and the length, averaged over the positions of a sentence
+            and then over sentences: what a perfect model loses where one token of each sentence is hidden.
+    """
+
+    sentence: Estimate
+    length: Estimate
+    given_length: Estimate
+    masked_token: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimates by name, as JSON types."""
+        return dataclasses.asdict(self)
+
+
+def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> Entropy:
+    r"""Return the entropies of a language whose probabilities are known.
+
+    `Brackets` has log C(T, T/2) a sentence and 0 a hidden token. A Dyck language has one derivation a sentence, so that
+    the entropy of its sentences is that of its derivations (`derivation_sums`), and a hidden bracket has the entropy of
+    the tokens that it may be written as, whose mean over the kinds is exact because all kinds are equally likely. In
+    general a grammar is ambiguous, the entropy of its derivations is more than that of its sentences, and both
+    entropies are Monte-Carlo estimates; so are those of a hidden Markov model and of a teacher.
+
+    Args:
+        language: An exact language.
+        num_sentences: Sentences that a Monte-Carlo estimate is the mean over, at least 2.
+        seed: Decides them.
+
+    Raises:
+        IsolossError: The language's probabilities are not known, or `num_sentences` is below 2.
+
+    Example:
+        >>> from isoloss.languages.dyck import Brackets
+        >>> found = entropy(Brackets(4))  # one of 6 sentences
+        >>> print(found.sentence, found.sentence.method, found.masked_token.value)
+        1.791759469 nats per sentence exact 0.0
+    """
+    if not isinstance(language, ExactLanguage):
+        raise IsolossError(f"the probabilities of {language!r} are not known, and so neither is its entropy")
+    if num_sentences < 2:
+        raise IsolossError(f"num_sentences is {num_sentences}; an estimate with an error needs at least 2")
+    from isoloss.languages.pcfg import PCFG
+
+    if isinstance(language, PCFG):
+        language = language.to(dtype=torch.float64)
+        probs = language.length_probs
+    else:  # all sentences have the same length
+        probs = torch.zeros(language.max_length + 1, dtype=torch.float64)
+        probs[-1] = 1
+    length = _exact(-float(torch.special.xlogy(probs, probs).sum()), _SENTENCE)
+    closed = _closed_forms(language)
+    if closed is not None:
+        given_length, masked_token = _exact(closed[0], _SENTENCE), _exact(closed[1], _TOKEN)
+    else:
+        given_length, masked_token = _monte_carlo(language, probs.log().to("cpu"), num_sentences, seed)
+    sentence = dataclasses.replace(given_length, value=length.value + given_length.value)
+    return Entropy(sentence=sentence, length=length, given_length=given_length, masked_token=masked_token)
+
+
+def derivation_sums(grammar: Grammar, max_length: int) -> tuple[Floats, Floats]:
+    r"""Return P and S, each (max_length + 1,): over the derivations d of each length, sum p(d) and -sum p(d) log p(d).
+
+    By length, with r the probability of a rule and the sums over A's rules and the splits u + v = w,
+
+        P(A, w) = sum r P(B, u) P(C, v)
+        S(A, w) = sum r (S(B, u) P(C, v) + P(B, u) S(C, v)) - r log r P(B, u) P(C, v)
+
+    and likewise for tokens; rules A -> B make both a linear system over the symbols of one length, which (I - U)^-1
+    solves, U the matrix of their probabilities. Given w, a derivation of the start symbol has the entropy
+    S(w) / P(w) + log P(w). It is the entropy of the sentences where each has one derivation, and else more.
+
+    Example:
+        >>> from isoloss.languages.grammar import parse_grammar
+        >>> derivation_sums(parse_grammar("S A A 1\nA a 0.5\nA b 0.5"), 2)[1] / math.log(2)
+        array([0., 0., 2.])
+    """
+    size = len(grammar.symbols)
+    unary = np.zeros((size, size))
+    unary[tuple(grammar.unary.T)] = grammar.unary_probs
+    closure = np.linalg.inv(np.eye(size) - unary)
+    unary_surprise = _surprise(unary)
+    owner, token_probs = grammar.emission[:, 0], grammar.emission_probs
+    a, b, c = grammar.binary.T
+    r, surprise = grammar.binary_probs, _surprise(grammar.binary_probs)
+    p, s = np.zeros((size, max_length + 1)), np.zeros((size, max_length + 1))
+    for width in range(1, max_length + 1):
+        left, right = slice(1, width), slice(width - 1, 0, -1)
+        pairs = np.einsum("ru,ru->r", p[b, left], p[c, right])
+        inner = np.einsum("ru,ru->r", s[b, left], p[c, right]) + np.einsum("ru,ru->r", p[b, left], s[c, right])
+        own = np.bincount(a, weights=r * pairs, minlength=size)
+        own_sums = np.bincount(a, weights=r * inner + surprise * pairs, minlength=size)
+        if width == 1:
+            own += np.bincount(owner, weights=token_probs, minlength=size)
+            own_sums += np.bincount(owner, weights=_surprise(token_probs), minlength=size)
+        p[:, width] = closure @ own
+        s[:, width] = closure @ (own_sums + unary_surprise @ p[:, width])
+    return p[0], s[0]
+
+
+def _surprise(probs: Floats) -> Floats:
+    """Return -p log p, 0 at 0."""
+    return -probs * np.log(np.where(probs > 0, probs, 1))
+
+
+def _closed_forms(language: ExactLanguage) -> tuple[float, float] | None:
+    """Return H(x | length) and that of a hidden token where both have a closed form."""
+    from isoloss.languages.dyck import Brackets
+    from isoloss.languages.pcfg import PCFG
+
+    if isinstance(language, Brackets):
+        return math.log(math.comb(language.length, language.length // 2)), 0.0
+    if not isinstance(language, PCFG) or not isinstance(language.config, DyckConfig):
+        return None
+    grammar = language.grammar
+    p, s = derivation_sums(grammar, language.max_length)
+    possible = p > 0
+    shares = p[possible] / p.sum()
+    given_length = math.fsum(shares * (s[possible] / p[possible] + np.log(p[possible])))
+    # the symbols that emit tokens are those of the brackets: one to open and one to close each kind
+    brackets = len(np.unique(grammar.emission[:, 0]))
+    return given_length, math.fsum(_surprise(grammar.emission_probs)) / brackets
+
+
+def _monte_carlo(
+    language: ExactLanguage, log_length_probs: torch.Tensor, num_sentences: int, seed: int
+) -> tuple[Estimate, Estimate]:
+    """Return estimates of H(x | length) and of the entropy of a hidden token."""
+    generator = seeds.generator(seed, "entropy")
+    given_length, masked = [], []
+    for first in range(0, num_sentences, _CHUNK):
+        tokens, lengths, _ = language.sample(min(_CHUNK, num_sentences - first), generator=generator)
+        counts = lengths.to("cpu")
+        log_probs = language.log_prob(tokens, lengths).to("cpu", torch.float64)
+        given_length.append(log_length_probs[counts] - log_probs)
+        entropies = language.conditional_entropy(tokens, lengths).to("cpu", torch.float64)
+        masked.append(entropies.sum(dim=1) / counts)
+    return _mean(torch.cat(given_length), _SENTENCE), _mean(torch.cat(masked), _TOKEN)
+
+
+def _mean(values: torch.Tensor, unit: str) -> Estimate:
+    n, mean = len(values), float(values.mean())
+    stderr = float(values.std()) / math.sqrt(n)
+    return Estimate(
+        value=mean,
+        stderr=stderr if stderr > _ROUNDING * abs(mean) else 0.0,
+        samples=n,
+        unit=unit,
+        num_inputs=n,
+        method="Monte Carlo: mean over drawn sentences",
+    )
+
+
+def _exact(value: float, unit: str) -> Estimate:
+    return Estimate(value=max(value, 0.0) + 0.0, stderr=0.0, samples=0, unit=unit, num_inputs=0, method=EXACT)

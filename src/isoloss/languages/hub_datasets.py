@@ -1,0 +1,183 @@
+"""Named datasets: `hf:NAME` is a folder or a name on the Hugging Face hub, read with the library `datasets`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from isoloss.errors import IsolossError
+
+PREFIX = "hf:"
+FORM = "hf:NAME[:CONFIG][@REVISION], e.g. hf:Skylion007/openwebtext, or hf:FOLDER"
+
+_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(:(?P<config>[^:@\s]+))?(@(?P<revision>[\w./-]+))?", re.ASCII
+)
+_ROWS = 1000  # that are in memory at a time
+
+
+class DatasetName(NamedTuple):
+    """The parts of `hf:NAME[:CONFIG][@REVISION]`.
+
+    Attributes:
+        name: Name on the hub, or the absolute path of a folder.
+        config: Which of its configurations; None: its only one.
+        revision: Branch, tag or commit on the hub; None: the newest.
+    """
+
+    name: str
+    config: str | None = None
+    revision: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a folder on this machine."""
+        return self.name.startswith("/")
+
+    def __str__(self) -> str:
+        config = f":{self.config}" if self.config else ""
+        return f"{PREFIX}{self.name}{config}" + (f"@{self.revision}" if self.revision else "")
+
+
+def is_dataset(spec: str | Path) -> bool:
+    """Return whether `spec` has the form of a dataset's name rather than of a path."""
+    return str(spec).startswith(PREFIX)
+
+
+def parse(spec: str) -> DatasetName:
+    """Return the parts of `spec`; a folder that exists comes before a name on the hub.
+
+    Raises:
+        IsolossError: It is neither such a folder nor of the form of a name.
+
+    Example:
+        >>> parse("hf:nyu-mll/glue:rte@main")
+        DatasetName(name='nyu-mll/glue', config='rte', revision='main')
+    """
+    text = spec.removeprefix(PREFIX)
+    folder = Path(text).expanduser()
+    if text and folder.is_dir():
+        return DatasetName(str(folder.resolve()))
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise IsolossError(f"there is no dataset {spec}: no such folder, and a name has the form {FORM}")
+    return DatasetName(match["name"], match["config"], match["revision"])
+
+
+def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
+    """Return one split of a dataset with the given columns only, as a `datasets.Dataset` mapped from disk.
+
+    A folder is what `save_to_disk` wrote, or holds Parquet, Arrow, JSON lines, CSV or text files as `load_dataset`
+    takes them. From the hub, the data is downloaded once, into the cache of `datasets` (`HF_HOME`), and found there
+    without a network afterwards. No code that comes with a dataset is run.
+
+    Args:
+        spec: As for `parse`.
+        split: E.g. `train`, `validation`, `train[:10%]`.
+        columns: Columns that it must have.
+
+    Raises:
+        IsolossError: There is no such dataset, config, split or column, or the hub cannot be reached.
+    """
+    import datasets
+
+    name = parse(spec)
+    with _quiet():
+        try:
+            if name.is_local and _is_saved(Path(name.name)):
+                found = _from_saved(datasets.load_from_disk(name.name), name, split)
+            elif name.is_local or _hub_answers(name):
+                found = datasets.load_dataset(name.name, name.config, split=split, revision=name.revision)
+            else:
+                found = _from_cache(name, split)
+        except IsolossError:
+            raise
+        except Exception as error:  # datasets raises nearly anything on what it cannot read
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise IsolossError(f"cannot load the split {split!r} of {name}: {reason[:400]}") from error
+    missing = [column for column in columns if column not in found.column_names]
+    if missing:
+        raise IsolossError(f"{name} has no column {missing[0]!r}; it has {', '.join(found.column_names)}")
+    return found.select_columns(list(columns))
+
+
+def read_rows(dataset: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows as tuples in the order of the columns, some at a time in memory."""
+    for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
+        yield from zip(*(column.to_pylist() for column in table.columns), strict=True)
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _from_saved(found: Any, name: DatasetName, split: str) -> Any:
+    if isinstance(found, dict):
+        if split not in found:
+            raise IsolossError(f"{name} has no split {split!r}; it has {', '.join(found)}")
+        return found[split]
+    own = None if found.split is None else str(found.split)
+    if own not in (None, split):
+        raise IsolossError(f"{name} has no split {split!r}; it has {own}")
+    return found
+
+
+def _hub_answers(name: DatasetName) -> bool:
+    """Ask once, as datasets would repeat the question for half a minute; a name that is not there is an error."""
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        huggingface_hub.dataset_info(name.name, revision=name.revision, timeout=20)
+    except RevisionNotFoundError as error:
+        raise IsolossError(f"the dataset {name.name} on the hub has no revision {name.revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise IsolossError(f"there is no dataset {name.name}, neither a folder nor on the hub: {FORM}") from error
+    except Exception:  # whatever the network or its library can raise
+        return False
+    return True
+
+
+def _from_cache(name: DatasetName, split: str) -> Any:
+    """Return what was downloaded before; the cache does not say of which revision, so none may be asked for."""
+    from datasets.packaged_modules.cache.cache import Cache
+
+    if name.revision is not None:
+        raise IsolossError(f"the Hugging Face hub does not answer, so the revision of {name} cannot be checked")
+    try:
+        builder = Cache(
+            dataset_name=name.name.split("/")[-1],
+            repo_id=name.name,
+            config_name=name.config,
+            version="auto",
+            hash="auto",
+        )
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise IsolossError(
+            f"there is no dataset {name} on this machine, and the Hugging Face hub does not answer ({reason})"
+        ) from error
+    return builder.as_dataset(split=split)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library's hints to itself, and its bars to a terminal."""
+    import datasets
+
+    logger = logging.getLogger("datasets")
+    level, bars = logger.level, datasets.are_progress_bars_disabled()
+    logger.setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if not bars:
+            datasets.enable_progress_bars()

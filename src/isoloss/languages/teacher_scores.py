@@ -1,0 +1,223 @@
+"""A causal language model cut down to some of its tokens: drawing, and scoring with shared beginnings read once.
+
+Shapes: n sentences or rows, T tokens, K tokens that the language has, L tokens at the end of a sentence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from isoloss.errors import IsolossError
+
+_POSITIONS = 4096  # tokens in one pass through the model, those whose keys and values are kept included
+_LOGITS = 1 << 25  # numbers that the model's output of one pass may have
+
+
+class Prefix(NamedTuple):
+    """Sentences of one length that the model has read.
+
+    Attributes:
+        tokens: (n, T) int64 ids of the language.
+        logs: (n, T, K): log Pr(x_t = c | x_<t).
+        states: Keys and values of each layer, (n, heads, T, size); None where the model's cache cannot be shared.
+    """
+
+    tokens: torch.Tensor
+    logs: torch.Tensor
+    states: list[tuple[torch.Tensor, torch.Tensor]] | None
+
+
+class Scorer:
+    """A causal model whose next token is one of K: its softmax over all tokens, renormalised over these.
+
+    The output layer is cut to the K rows where the logits stay the same by that, and keys and values of a shared
+    beginning are kept where the model keeps nothing else and gives the same logits with them; both are tried when the
+    scorer is made.
+
+    Attributes:
+        model: The transformers model, in evaluation mode; the scorer changes it.
+        start_id: The model's id that every sentence begins after.
+        ids: (K,) int64, the model's id of each token.
+        cut: Whether the output layer has been cut.
+        cached: Whether keys and values are kept.
+    """
+
+    def __init__(self, model: Any, start_id: int, ids: torch.Tensor) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.start_id = start_id
+        self.ids = ids.to(model.device)
+        self.cut = False
+        self.cached = self._keeps_states()
+        self._cut_output()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the model computes in."""
+        found: torch.dtype = self.model.dtype
+        return found
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the model."""
+        self.model = self.model.to(device=device, dtype=dtype)
+        self.ids = self.ids.to(device)
+
+    # --- drawing -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def draw(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """Return (n, T) int64 sentences on the CPU, by inverting each distribution function at (n, T) uniforms."""
+        n, length = uniforms.shape
+        tokens = torch.empty(n, length, dtype=torch.int64)
+        inputs, cache = self._inputs(tokens[:, :0]), None
+        for position in range(length):
+            logs, cache = self._read(inputs, cache)
+            cumulative = logs[:, -1].cpu().double().exp().cumsum(dim=1)
+            check_possible(cumulative[:, -1].log())
+            places = (uniforms[:, position, None] * cumulative[:, -1:]).contiguous()
+            chosen = torch.searchsorted(cumulative, places, right=True).clamp_(max=len(self.ids) - 1)
+            tokens[:, position] = chosen[:, 0]
+            latest = self.ids[chosen.to(self.ids.device)]
+            inputs = latest if self.cached else torch.cat([inputs, latest], dim=1)
+        return tokens
+
+    # --- scoring -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def read(self, tokens: torch.Tensor) -> Prefix:
+        """Return the model's view of (n, T) sentences."""
+        logs, cache = self._read(self._inputs(tokens[:, :-1]), None)
+        states = None if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
+        return Prefix(tokens, logs, states)
+
+    @torch.inference_mode()
+    def ending(self, prefix: Prefix, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return (r,): log Pr(end | beginning), for sentences of the prefix whose last L tokens are replaced.
+
+        Args:
+            prefix: The sentences; of what they have in place of the ends nothing is used.
+            rows: (r,), which sentence each row begins as.
+            ends: (r, L) tokens.
+        """
+        start = prefix.tokens.shape[1] - ends.shape[1]
+        total = prefix.logs[rows, start].gather(1, ends[:, :1])[:, 0]
+        if ends.shape[1] == 1:
+            return total
+        if prefix.states is None:
+            inputs = self._inputs(torch.cat([prefix.tokens[rows, :start], ends[:, :-1]], dim=1))
+            logs = self._read(inputs, None)[0][:, start + 1 :]
+        else:
+            cache = _cache([(k[rows, :, : start + 1], v[rows, :, : start + 1]) for k, v in prefix.states])
+            logs, _ = self._read(self.ids[ends[:, :-1]], cache)
+        return total + logs.gather(2, ends[:, 1:, None])[..., 0].sum(dim=1)
+
+    def completions(self, prefix: Prefix, rows: torch.Tensor, hidden: tuple[int, ...]) -> torch.Tensor:
+        """Return (r, K, ..., K): log Pr(tokens from the first hidden one on | those before), for all hidden tokens.
+
+        Args:
+            prefix: The sentences.
+            rows: (r,), which of them.
+            hidden: Positions, ascending; one dimension of the result each.
+        """
+        size, start = len(self.ids), hidden[0]
+        count = size ** len(hidden)
+        total = torch.empty(len(rows) * count, dtype=prefix.logs.dtype, device=prefix.logs.device)
+        for part in self.parts(len(total), prefix.tokens.shape[1]):
+            index = torch.arange(part.start, part.stop, device=rows.device)
+            sentences, code = rows[index // count], index % count
+            ends = prefix.tokens[sentences, start:]
+            for position in reversed(hidden):
+                ends[:, position - start] = code % size
+                code //= size
+            total[part] = self.ending(prefix, sentences, ends)
+        return total.view(len(rows), *[size] * len(hidden))
+
+    def parts(self, n: int, length: int) -> Iterator[slice]:
+        """Yield slices of n rows, each a part for one pass with sentences of `length` tokens."""
+        width = len(self.ids) if self.cut else self.model.get_input_embeddings().weight.shape[0]
+        step = max(1, min(_POSITIONS, _LOGITS // width) // length)
+        for first in range(0, n, step):
+            yield slice(first, min(first + step, n))
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+
+    def _inputs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the model's ids of tokens, behind the start."""
+        start = torch.full((len(tokens), 1), self.start_id, device=self.ids.device)
+        return torch.cat([start, self.ids[tokens.to(self.ids.device)]], dim=1)
+
+    def _read(self, inputs: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        """Return (n, L, K) log-probabilities after each of the (n, L) inputs, and the cache with these in it."""
+        out = self.model(input_ids=inputs, past_key_values=cache, use_cache=self.cached)
+        logits = out.logits if self.cut else out.logits[..., self.ids]
+        return logits.log_softmax(dim=-1), out.past_key_values if self.cached else None
+
+    @torch.inference_mode()
+    def _keeps_states(self) -> bool:
+        """Return whether the model's cache is keys and values only, and gives the logits of one pass over all."""
+        inputs = self._trial()
+        whole = self.model(input_ids=inputs, use_cache=True)
+        cache: Any = getattr(whole, "past_key_values", None)
+        if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
+            return False
+        kept = _cache([(layer.keys[:, :, :1], layer.values[:, :, :1]) for layer in cache.layers])
+        ends = self.model(input_ids=inputs[:, 1:], past_key_values=kept, use_cache=True)
+        return bool(torch.allclose(ends.logits, whole.logits[:, 1:], rtol=1e-3, atol=1e-3))
+
+    @torch.inference_mode()
+    def _cut_output(self) -> None:
+        head = self.model.get_output_embeddings()
+        if type(head) is not torch.nn.Linear or head.out_features == len(self.ids):
+            return
+        inputs = self._trial()
+        expected = self.model(input_ids=inputs).logits[..., self.ids]
+        small = torch.nn.Linear(head.in_features, len(self.ids), bias=head.bias is not None)
+        small = small.to(head.weight).requires_grad_(False)
+        small.weight.copy_(head.weight[self.ids])
+        if head.bias is not None:
+            small.bias.copy_(head.bias[self.ids])
+        self.model.set_output_embeddings(small)
+        found = self.model(input_ids=inputs).logits
+        self.cut = found.shape == expected.shape and bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-3))
+        if not self.cut:
+            self.model.set_output_embeddings(head)
+
+    def _trial(self) -> torch.Tensor:
+        return torch.cat([torch.tensor([self.start_id], device=self.ids.device), self.ids[:3]])[None]
+
+
+def _cache(states: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
+    """Return a cache that holds keys and values, without copying them."""
+    cache = DynamicCache()
+    cache.layers = []
+    for keys, values in states:
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
+
+
+def by_set(places: torch.Tensor) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Return the sets of true columns that occur in (r, T) bool, each with its rows."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for row, flags in enumerate(places.tolist()):
+        found.setdefault(tuple(column for column, flag in enumerate(flags) if flag), []).append(row)
+    return list(found.items())
+
+
+def check_possible(totals: torch.Tensor) -> None:
+    """Check log-probabilities.
+
+    Raises:
+        IsolossError: One is not a number, or minus infinity.
+    """
+    if bool(totals.isnan().any()):
+        raise IsolossError("the teacher's logits are not finite: its weights are damaged, or too large for the dtype")
+    if bool((totals == -math.inf).any()):
+        raise IsolossError("a sentence has probability 0: the teacher cannot produce it")

@@ -1,0 +1,195 @@
+"""Squared norms of each sequence's gradient of one parameter, from factors of the gradient, without forming it.
+
+Shapes: B sequences, S tokens in each, m rows of gathered positions in all, (a, b) the parameter's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# elements of a temporary buffer; a single sequence that needs more gets more
+_LIMIT = 1 << 21
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which sequence each gathered row belongs to.
+
+    Attributes:
+        rows: (m,) the sequence of each row, ascending.
+        counts: Rows of each of the B sequences.
+        firsts: First row of each of the B sequences.
+    """
+
+    rows: torch.Tensor
+    counts: list[int]
+    firsts: list[int]
+
+    @staticmethod
+    def of(predicted: torch.Tensor) -> Places:
+        """Return the places of the rows that a mask (B, T) gathers."""
+        counts = predicted.sum(dim=1)
+        return Places(predicted.nonzero()[:, 0], counts.tolist(), (counts.cumsum(0) - counts).tolist())
+
+    def padded(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return (stop - start, S, n): the rows (m, n) of some sequences, padded with zeros; a view if none are."""
+        counts = self.counts[start:stop]
+        first, longest = self.firsts[start], max(counts)
+        part = values[first : first + sum(counts)]
+        if min(counts) == longest:
+            return part.reshape(stop - start, longest, part.shape[1])
+        sequence = self.rows[first : first + len(part)]
+        offsets = torch.tensor(self.firsts[start:stop], device=values.device)
+        column = torch.arange(first, first + len(part), device=values.device) - offsets[sequence - start]
+        result = part.new_zeros(stop - start, longest, part.shape[1])
+        result[sequence - start, column] = part
+        return result
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A gradient (a, b) that is a sum of outer products over the tokens of a sequence.
+
+    Attributes:
+        left: (B, S, a) or, with `places`, (m, a). An int64 (B, S) stands for one-hot vectors: rows of the parameter.
+        right: (B, S, b) or, with `places`, (m, b).
+        places: The sequences of gathered rows.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    places: Places | None = None
+
+    @property
+    def is_index(self) -> bool:
+        """Whether the left factor is one-hot."""
+        return not self.left.is_floating_point()
+
+    def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the left (c, S, a) or (c, S), and the right (c, S, b), of sequences start to stop, wide enough."""
+        if self.places is None:
+            return _wide(self.left[start:stop]), _wide(self.right[start:stop])
+        return (
+            _wide(self.places.padded(self.left, start, stop)),
+            _wide(self.places.padded(self.right, start, stop)),
+        )
+
+    def size(self) -> int:
+        """Return the elements of a sequence's temporaries: its Gram matrix, or what is padded."""
+        tokens = self.left.shape[1] if self.places is None else max(self.places.counts)
+        if self.places is None or min(self.places.counts) == tokens:
+            return tokens * tokens
+        return max(tokens * tokens, tokens * (self.left.shape[-1] + self.right.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gradient of n numbers, formed for each sequence: of a bias or a scale.
+
+    Attributes:
+        values: (B, n) or, with `places`, (m, n), to be summed over the rows of a sequence.
+        places: The sequences of gathered rows.
+    """
+
+    values: torch.Tensor
+    places: Places | None = None
+
+
+Factor = Outer | Dense
+
+
+def squared_norms(factors: Sequence[Factor], num_sequences: int) -> torch.Tensor:
+    """Return (B,) float64: for each sequence the squared norm of the sum of the factors of one parameter.
+
+    Several factors are several uses of the parameter in one forward pass: their gradients add before they are squared.
+
+    Example:
+        >>> left, right = torch.ones(1, 3, 2), torch.ones(1, 3, 5)  # sums to a gradient (2, 5) full of threes
+        >>> squared_norms([Outer(left, right)], 1)
+        tensor([90.], dtype=torch.float64)
+    """
+    dense = [factor for factor in factors if isinstance(factor, Dense)]
+    outer = [factor for factor in factors if isinstance(factor, Outer)]
+    if dense and outer:
+        raise TypeError("a parameter is used as a matrix and by element")
+    if len(dense) == 1 and dense[0].places is not None:
+        return _ragged_norms(dense[0].values, dense[0].places, num_sequences)
+    if dense:
+        total = torch.stack([_summed(factor, num_sequences) for factor in dense]).sum(dim=0)
+        return total.square().sum(dim=1, dtype=torch.float64)
+    return _outer_norms(outer, num_sequences)
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """Return float64 and integers as they are, the rest in float32."""
+    return values.float() if values.is_floating_point() and values.dtype != torch.float64 else values
+
+
+def _summed(factor: Dense, num_sequences: int) -> torch.Tensor:
+    values = _wide(factor.values)
+    if factor.places is None:
+        return values
+    return values.new_zeros(num_sequences, values.shape[1]).index_add_(0, factor.places.rows, values)
+
+
+def _ragged_norms(values: torch.Tensor, places: Places, num_sequences: int) -> torch.Tensor:
+    norms = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
+    for start, stop in _chunks(num_sequences, max(places.counts) * values.shape[1]):
+        if max(places.counts[start:stop]):
+            total = _wide(places.padded(values, start, stop)).sum(dim=1)
+            norms[start:stop] = total.square().sum(dim=1, dtype=torch.float64)
+    return norms
+
+
+def _chunks(num_sequences: int, size: int) -> list[tuple[int, int]]:
+    """Cut the sequences so that a chunk's buffer, `size` elements a sequence, stays small."""
+    step = max(1, _LIMIT // max(size, 1))
+    return [(start, min(start + step, num_sequences)) for start in range(0, num_sequences, step)]
+
+
+def _outer_norms(factors: Sequence[Outer], num_sequences: int) -> torch.Tensor:
+    norms = torch.zeros(num_sequences, dtype=torch.float64, device=factors[0].right.device)
+    dense = [factor for factor in factors if not factor.is_index]
+    tokens = sum(f.left.shape[1] if f.places is None else max(f.places.counts) for f in dense)
+    a, b = (dense[0].left.shape[-1], dense[0].right.shape[-1]) if dense else (0, 0)
+    direct = bool(dense) and a * b < tokens * (a + b)
+    size = max(sum(f.size() for f in factors), a * b if direct else tokens * tokens)
+    for start, stop in _chunks(num_sequences, size):
+        parts = [
+            (f.is_index, *f.part(start, stop)) for f in factors if f.places is None or max(f.places.counts[start:stop])
+        ]
+        matrices = _joined([(left, right) for is_index, left, right in parts if not is_index])
+        lookups = _joined([(left, right) for is_index, left, right in parts if is_index])
+        total = torch.zeros(stop - start, dtype=torch.float64, device=norms.device)
+        if matrices is not None:
+            total += _direct(*matrices) if direct else _inner(_gram(matrices[0]), _gram(matrices[1]))
+        if lookups is not None:
+            same = lookups[0][:, :, None] == lookups[0][:, None, :]
+            total += _inner(_gram(lookups[1]), same)
+        if matrices is not None and lookups is not None:
+            index = lookups[0][:, None, :].expand(-1, matrices[0].shape[1], -1)
+            total += 2 * _inner(matrices[0].gather(2, index), matrices[1] @ lookups[1].mT)
+        norms[start:stop] = total.clamp_min_(0.0)  # rounding may leave less than nothing of a gradient that is zero
+    return norms
+
+
+def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Put several uses end to end along the tokens."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return torch.cat([left for left, _ in parts], dim=1), torch.cat([right for _, right in parts], dim=1)
+
+
+def _gram(values: torch.Tensor) -> torch.Tensor:
+    return values @ values.mT
+
+
+def _inner(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return (first * second).sum(dim=(1, 2), dtype=torch.float64)
+
+
+def _direct(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return (left.mT @ right).square_().sum(dim=(1, 2), dtype=torch.float64)

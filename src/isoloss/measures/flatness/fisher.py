@@ -1,0 +1,283 @@
+"""Trace of the Fisher matrix of a language model's loss with an error bar: the paper's flatness (section 4, B.1).
+
+Shapes: B sequences of a batch, T positions, m predicted positions, V vocabulary, K trainable parameter tensors.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate
+from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
+from isoloss.measures.flatness import literal, probes
+from isoloss.measures.flatness.ghost import Predictor
+from isoloss.measures.flatness.measurement import Measurement, Norms, Stopping
+from isoloss.measures.flatness.predictions import Batch, Predictions
+
+_PAPER_LABELS = 50  # appendix B.1
+
+
+def fisher_trace(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    method: Literal["ghost", "paper"] = "ghost",
+    num_probes: int | None = None,
+    seed: int = 0,
+    num_sequences: int | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
+    causal: bool | None = None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    resume: Path | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Estimate:
+    """Estimate the trace of the Fisher matrix of the mean loss per predicted token.
+
+    The value is `E_x E_{y~f(x)} ||grad_theta log f(x)_y||^2` (paper, section 4), the mean over predicted positions x
+    with the label y drawn from the model's own prediction f(x). It is the trace of the Gauss-Newton matrix of the
+    cross-entropy at any parameters, and the trace of its Hessian where the prediction is the true conditional. The sum
+    runs over all trainable parameters, tied ones once.
+
+    With `method="ghost"` the labels are integrated out. With p = f(x), `S = diag(sqrt p) - p sqrt(p)^T` and v of V
+    random signs, the
+    cotangent u = S v has `E[u u^T] = diag(p) - p p^T`, so that `E||J^T u||^2 = Tr(J^T (diag(p) - p p^T) J)` is the sum
+    over labels exactly. One backward pass, to activations only, serves a batch: the squared norm of each sequence's
+    gradient follows from the inputs and output cotangents of the layers (`isoloss.measures.flatness.ghost`), and no
+    gradient is formed. Several predicted positions of a sequence have independent v, so that their cross terms vanish
+    on average. Two control variates with known means take most of the probes' noise away
+    (`isoloss.measures.flatness.probes.Controls`), with cross-fitted coefficients
+    (`isoloss.measures.flatness.tally.Tally`). Only first derivatives are taken, so every attention kernel does.
+
+    The error is that of a ratio over independent clusters, so it covers the data and the probes together. A cluster is
+    a sequence, or, where a batch has `documents`, the consecutive sequences of one document.
+
+    The signs of a sequence depend on `seed` and on its place in the stream of sequences alone, not on how the stream is
+    cut into batches.
+
+    Args:
+        model: A Hugging Face language model, or a module whose output has `logits` (B, T, V). It is left as found.
+        batches: Mappings of `labels` (B, T), -100 where nothing is predicted, and the model's inputs, B rows each;
+            optionally `documents` (B,), the id of the document that each sequence is from. The values of the other
+            labels are not used. A causal model's labels are unshifted: label t + 1 is predicted at position t.
+        method: `"ghost"`, or `"paper"`: the estimator of appendix B.1 to the letter, which samples labels at each
+            predicted position and averages the squared norms of their gradients, one backward pass a label.
+        num_probes: Sign vectors a position, sharing one forward pass (default 1), or labels a position for `"paper"`
+            (default 50).
+        seed: Decides the signs or labels.
+        num_sequences: Stop after as many; None: at the end of the batches.
+        rtol: Stop as soon as the standard error is at most this share of the value. Looked at after 64, 128, 256, ...
+            clusters only, so that a lucky moment does not end it.
+        seconds: Stop at the first batch that ends later than this after the start, once there are 64 clusters.
+        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
+        parameters: The parameters to sum over, by name; None: all trainable ones.
+        resume: A file to go on from, and to write what has been summed to every half minute. It is removed at the end.
+        progress: Called with the number of sequences done after each batch.
+
+    Returns:
+        The estimate in nats per predicted token, `by_parameter` adding up to `value`, with `samples` the number of
+        clusters and `num_inputs` the number of predicted positions.
+
+    Raises:
+        IsolossError: Dropout is on, no parameter is trainable, there are no batches, a batch predicts nothing or does
+            not fit the model, a logit or gradient is not finite, there are fewer than two clusters, or `resume` is of
+            another measurement.
+        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
+
+    Example:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> _ = torch.manual_seed(0)
+        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                     intermediate_size=16, max_position_embeddings=8)
+        >>> model = BertForMaskedLM(config).eval()
+        >>> input_ids = torch.randint(0, 8, (64, 4))
+        >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
+        >>> trace = fisher_trace(model, [{"input_ids": input_ids, "labels": labels}])
+        >>> trace.num_inputs, trace.samples, trace.value > 0, trace.stderr < 0.1 * trace.value
+        (64, 64, True, True)
+    """
+    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    if method not in _METHODS:
+        raise IsolossError(f"method is {method!r}; it is one of {', '.join(_METHODS)}")
+    source = _METHODS[method](model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
+    return Measurement(model, source).run(batches, stopping, resume=resume, progress=progress)
+
+
+def empirical_fisher_trace(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    seed: int = 0,
+    num_sequences: int | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
+    causal: bool | None = None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    resume: Path | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Estimate:
+    """Estimate the trace of the empirical Fisher: the mean of `||grad_theta log f(x)_y||^2` at the given labels y.
+
+    It is another quantity than the Fisher's trace, where labels are drawn from the model (Kunstner et al. 2019,
+    "Limitations of the empirical Fisher approximation"): the two agree on average where the model's predictions are
+    the true conditionals.
+
+    Where a sequence has one predicted position the value is exact for these inputs. Where it has several, each one's
+    gradient gets a random sign, so that cross terms vanish on average.
+
+    Arguments, result and errors are those of `fisher_trace`; the labels' values count.
+    """
+    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    source = Observed(model, seed=seed, causal=causal, parameters=parameters)
+    return Measurement(model, source).run(batches, stopping, resume=resume, progress=progress)
+
+
+class _Ghost(abc.ABC):
+    """Squared norms from one backward pass to activations, for cotangents that a subclass puts on the logits."""
+
+    method: str
+    num_controls = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_probes: int | None = None,
+        seed: int,
+        causal: bool | None,
+        parameters: Mapping[str, nn.Parameter] | None,
+    ) -> None:
+        self.num_probes = _at_least_one(1 if num_probes is None else num_probes)
+        self.seed, self.causal = seed, is_causal(model) if causal is None else causal
+        self._predictor = Predictor(model, causal=self.causal, parameters=parameters)
+        self.names = self._predictor.names
+
+    def __enter__(self) -> Self:
+        self._predictor.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._predictor.__exit__(*error)
+
+    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
+        """Measure a batch; the mean over probes."""
+        with torch.enable_grad():
+            predictions = self._predictor.forward(batch)
+        positions = torch.bincount(predictions.rows, minlength=predictions.num_sequences)
+        square_norms = torch.zeros(len(positions), len(self.names), dtype=torch.float64)
+        controls = torch.zeros(len(positions), self.num_controls, dtype=torch.float64)
+        for probe in range(self.num_probes):
+            norms, centred = self._probe(predictions, positions, first, probe)
+            square_norms += norms / self.num_probes
+            if centred is not None:
+                controls += centred.cpu() / self.num_probes
+        return Norms(square_norms, positions.cpu(), controls)
+
+    def details(self) -> dict[str, Any]:
+        """Return where positions were gathered, and which parameters took another path."""
+        return {
+            "positions_gathered": self._predictor.gathered,
+            "parameters_without_gradient": list(self._predictor.unreached),
+            "parameters_by_autograd": list(self._predictor.slow_parameters),
+        }
+
+    @abc.abstractmethod
+    def _probe(
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (B, K) squared norms of one probe and, where there are any, (B, C) controls."""
+
+
+class Integrated(_Ghost):
+    """Labels integrated out: cotangents S v, with control variates."""
+
+    method = "fisher, labels integrated out"
+    num_controls = probes.Controls.NUMBER
+
+    def _probe(
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cotangent, controls = probes.root_probabilities(predictions.logits), None
+        if predictions.hidden is not None and predictions.decoder is not None:
+            controls = probes.Controls(
+                cotangent, predictions.hidden, predictions.decoder, predictions.rows, len(positions)
+            )
+        places = range(first, first + len(positions))
+        probes.integrated_(cotangent, positions, places, seed=self.seed, probe=probe)
+        norms = self._predictor.squared_norms(predictions, cotangent.to(predictions.logits.dtype))
+        if controls is None or norms.hidden_cotangent is None:
+            return norms.by_parameter, None
+        return norms.by_parameter, controls.centred(cotangent, norms.hidden_cotangent)
+
+
+class Observed(_Ghost):
+    """The given labels: cotangents p - onehot(y), each with a random sign."""
+
+    method = "empirical fisher, given labels"
+
+    def _probe(
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cotangent = probes.root_probabilities(predictions.logits)
+        places = range(first, first + len(positions))
+        probes.observed_(cotangent, predictions.targets, positions, places, seed=self.seed)
+        return self._predictor.squared_norms(predictions, cotangent.to(predictions.logits.dtype)).by_parameter, None
+
+
+class SampledLabels:
+    """The paper's estimator, to the letter."""
+
+    method = "fisher, sampled labels"
+    num_controls = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_probes: int | None,
+        seed: int,
+        causal: bool | None,
+        parameters: Mapping[str, nn.Parameter] | None,
+    ) -> None:
+        refuse_dropout(model)
+        self.num_probes = _at_least_one(_PAPER_LABELS if num_probes is None else num_probes)
+        self.seed, self.causal = seed, is_causal(model) if causal is None else causal
+        self._model = model
+        self._parameters = measured_parameters(model) if parameters is None else dict(parameters)
+        self.names = list(self._parameters)
+        self._reached: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the model, which was not touched."""
+
+    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
+        """Measure a batch, a sequence at a time."""
+        read = Batch.read(batch, causal=self.causal, device=device_of(self._model))
+        norms, reached = literal.sampled_label_norms(
+            self._model, read, self._parameters, first=first, num_labels=self.num_probes, seed=self.seed
+        )
+        self._reached |= reached
+        return Norms(norms, read.predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
+
+    def details(self) -> dict[str, Any]:
+        """Return which parameters had no gradient."""
+        return {"parameters_without_gradient": [name for name in self.names if name not in self._reached]}
+
+
+_METHODS: dict[str, type[Integrated | SampledLabels]] = {"ghost": Integrated, "paper": SampledLabels}
+
+
+def _at_least_one(num_probes: int) -> int:
+    if num_probes < 1:
+        raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
+    return num_probes

@@ -1,0 +1,315 @@
+"""Squared gradient norms of each sequence by parameter, from one backward pass to activations ("ghost norms").
+
+For y = W x the gradient of one sequence is sum_t g_t x_t^T with g the cotangent of y, so its squared norm is
+sum_{s,t} (x_s . x_t) (g_s . g_t): the inputs and the cotangents suffice (Goodfellow, 2015; Li et al., 2022). Each use
+of a parameter gives such factors, and the uses' gradients add before they are squared.
+
+Shapes: B sequences, m predicted positions, d the width of the model, V vocabulary, P parameters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.measures.checks import device_of, refuse_dropout
+from isoloss.measures.flatness import factors
+from isoloss.measures.flatness.capture import Capture, Use
+from isoloss.measures.flatness.predictions import Batch, Gathering, Predictions, predict
+
+_GATHERINGS: tuple[Gathering, ...] = ("before the head", "before the decoder")
+_CHECKED = 2  # sequences: the fewest that can be mixed up
+
+
+@dataclass(frozen=True)
+class SquaredNorms:
+    """What one backward pass gave.
+
+    Attributes:
+        by_parameter: (B, P) float64 on the CPU: squared gradient norms of each sequence.
+        hidden_cotangent: (m, d) the cotangent times the decoder's weight; None where there is no decoder.
+    """
+
+    by_parameter: torch.Tensor
+    hidden_cotangent: torch.Tensor | None
+
+
+class Predictor:
+    """Predictions of a language model and the squared gradient norms of each sequence.
+
+    For a cotangent u (m, V) and each sequence b, it is the squared norm of the gradient of
+    sum_{r in b} <u_r, logits_r>, parameter by parameter, tied ones once. No gradient of a parameter is formed: each
+    torch function that takes parameters has a rule (see `isoloss.measures.flatness.rules`). A parameter with a use that
+    no rule knows takes a slow path, one backward pass a sequence. The first sequences are checked against plain
+    automatic differentiation, and a parameter that disagrees takes the slow path too; so do parameters that a later
+    batch reaches first.
+
+    It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the model is as found.
+
+    Args:
+        model: A language model, a module whose output has `logits` (B, T, V).
+        causal: Whether position t predicts label t + 1.
+        parameters: What to measure by name; None: all trainable parameters as `named_parameters` names them.
+
+    Attributes:
+        names: The P parameters' names.
+        gathered: Where the predicted positions are picked from all: the head sees only these unless "after the head".
+
+    Raises:
+        IsolossError: Dropout is on, or there is no parameter to measure.
+
+    Example:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                     intermediate_size=16, max_position_embeddings=8)
+        >>> model = BertForMaskedLM(config).eval()
+        >>> batch = {"input_ids": torch.arange(8).view(2, 4), "labels": torch.tensor([[3, -100, -100, -100]] * 2)}
+        >>> with Predictor(model, causal=False) as predictor:
+        ...     predictions = predictor.forward(batch)
+        ...     norms = predictor.squared_norms(predictions, torch.ones(2, 8))
+        >>> norms.by_parameter.shape == (2, len(predictor.names)), predictor.slow_parameters, predictor.gathered
+        (True, (), 'before the head')
+    """
+
+    def __init__(self, model: nn.Module, *, causal: bool, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
+        refuse_dropout(model)
+        if parameters is None:
+            parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        if not parameters:
+            raise IsolossError(
+                f"{type(model).__name__} has no trainable parameter: set requires_grad on what should count"
+            )
+        self.names = list(parameters)
+        self.gathered: Gathering = "after the head"
+        self._model, self._causal, self._parameters = model, causal, dict(parameters)
+        self._slow: set[str] = set()
+        self._reached: set[str] = set()
+        self._checked: set[tuple[str, bool]] = set()  # names, and whether several sequences were told apart
+        self._calibrated = False
+        self._decoder_weight: torch.Tensor | None = None
+        self._flags: list[tuple[nn.Parameter, bool]] = []
+
+    def __enter__(self) -> Self:
+        self._flags = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
+        self._switch_on(())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for parameter, flag in self._flags:
+            parameter.requires_grad_(flag)
+        self._flags = []
+
+    @property
+    def slow_parameters(self) -> tuple[str, ...]:
+        """The parameters that take one backward pass a sequence."""
+        return tuple(name for name in self.names if name in self._slow)
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """The parameters that no predicted logit depended on so far."""
+        return tuple(name for name in self.names if name not in self._reached)
+
+    def forward(self, batch: Mapping[str, Any]) -> Predictions:
+        """Return the predictions for a batch: `labels` (B, T), -100 where nothing is predicted, and the model's inputs.
+
+        Raises:
+            IsolossError: The batch or what the model gives for it does not fit, or predicts nothing, or is not finite;
+                or no parameter reaches the logits.
+        """
+        read = Batch.read(batch, causal=self._causal, device=device_of(self._model))
+        if not self._calibrated:
+            self._calibrate(read.head(_CHECKED))
+        predictions = self._run(read)
+        several = predictions.num_sequences > 1
+        if {(name, several) for name in _used(predictions.capture)} - self._checked:
+            del predictions  # its graph
+            self._check(read)
+            predictions = self._run(read)
+        return predictions
+
+    def squared_norms(self, predictions: Predictions, cotangent: torch.Tensor) -> SquaredNorms:
+        """Return the squared norms for a cotangent (m, V) on the logits; may be called again on the same predictions.
+
+        Norms that are NaN or infinite are returned as they are.
+        """
+        cotangent = cotangent.to(predictions.logits)
+        norms, hidden = self._ruled_norms(predictions, cotangent)
+        if self._slow:
+            sequences = sorted(set(predictions.rows.tolist()))
+            exact = self._exact_norms(predictions, cotangent, self.slow_parameters, sequences)
+            columns = [self.names.index(name) for name in self.slow_parameters]
+            norms[torch.tensor(sequences)[:, None], torch.tensor(columns)] = exact
+        if predictions.decoder is not None and hidden is None:
+            hidden = cotangent @ predictions.decoder.weight.to(cotangent)
+        return SquaredNorms(norms, hidden)
+
+    # --- forward ---
+
+    def _run(self, batch: Batch) -> Predictions:
+        """Run the model, again where it turns out that a parameter has no rule and must require a gradient."""
+        while True:
+            predictions = self._attempt(batch, self.gathered)
+            assert predictions is not None
+            unknown = predictions.capture.without_rule - self._slow
+            if not unknown:
+                break
+            self._slow |= unknown
+            for name in unknown:
+                self._parameters[name].requires_grad_()
+        if not predictions.logits.requires_grad:
+            raise IsolossError(f"no trainable parameter of {type(self._model).__name__} reaches its logits")
+        return predictions
+
+    def _attempt(self, batch: Batch, gathering: Gathering) -> Predictions | None:
+        weight = self._decoder_weight if gathering == "before the decoder" else None
+        watched = {name: value for name, value in self._parameters.items() if name not in self._slow}
+        capture = Capture(watched, batch.predicted, gather_before=weight)
+        return predict(self._model, batch, capture, gathering)
+
+    def _switch_on(self, names: Iterable[str]) -> None:
+        """Let only these parameters require a gradient."""
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(False)
+        for name in names:
+            self._parameters[name].requires_grad_()
+
+    def _calibrate(self, batch: Batch) -> None:
+        """Find the earliest place to gather the positions that leaves the logits as they are, and check the rules."""
+        plain = self._attempt(batch, "after the head")
+        assert plain is not None
+        if plain.decoder is not None:
+            self._decoder_weight = plain.capture.last_weight
+        for gathering in _GATHERINGS:
+            try:
+                early = self._attempt(batch, gathering)
+            except Exception:  # noqa: S112  a head that needs all positions may fail in any way
+                continue
+            if early is not None and _agree(early.logits, plain.logits):
+                self.gathered = gathering
+                break
+        self._check(batch)
+        self._calibrated = True
+
+    def _check(self, batch: Batch) -> None:
+        """Move parameters to the slow path whose norms by rule are not those of automatic differentiation."""
+        self._switch_on(self.names)
+        try:
+            self._compare(self._run(batch))
+        finally:
+            self._switch_on(self._slow)
+
+    def _compare(self, predictions: Predictions) -> None:
+        logits, capture = predictions.logits, predictions.capture
+        cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
+        ruled, _ = self._ruled_norms(predictions, cotangent)
+        sequences = sorted(set(predictions.rows.tolist()))[:_CHECKED]
+        exact = self._exact_norms(predictions, cotangent, self.names, sequences)
+        precision = torch.finfo(logits.dtype).eps
+        total = exact.sum(dim=1, keepdim=True)
+        far = (ruled[sequences] - exact).abs() > max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
+        self._slow |= {name for name, is_far in zip(self.names, far.any(dim=0).tolist(), strict=True) if is_far}
+        self._checked |= {(name, predictions.num_sequences > 1) for name in _used(capture)}
+
+    # --- backward ---
+
+    def _ruled_norms(
+        self, predictions: Predictions, cotangent: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (B, P) norms by the rules, zero for slow parameters, and the cotangent (m, d) of the hidden states."""
+        capture, states = predictions.capture, predictions.hidden_states
+        found = _Found(capture, self.names, predictions.num_sequences, cotangent.device)
+        hooks = [use.node.register_prehook(partial(found.receive, use)) for use in capture.uses]
+        if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
+            edge = get_gradient_edge(states)
+            hooks.append(edge.node.register_prehook(partial(found.receive_hidden, edge.output_nr)))
+        ends = [*capture.roots, *(value for value in self._parameters.values() if predictions.needs(value))]
+        try:
+            torch.autograd.grad(predictions.logits, ends, cotangent, retain_graph=True, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found.finish()
+        self._reached |= found.reached
+        return found.norms.cpu(), found.hidden
+
+    def _exact_norms(
+        self, predictions: Predictions, cotangent: torch.Tensor, names: Iterable[str], sequences: list[int]
+    ) -> torch.Tensor:
+        """Return (len(sequences), len(names)) norms, by one backward pass to the parameters a sequence."""
+        wanted = [self._parameters[name] for name in names]
+        norms = torch.zeros(len(sequences), len(wanted), dtype=torch.float64)
+        for place, sequence in enumerate(sequences):
+            chosen = (predictions.rows == sequence).nonzero()[:, 0]
+            part = slice(int(chosen[0]), int(chosen[-1]) + 1)
+            gradients = torch.autograd.grad(
+                predictions.logits[part], wanted, cotangent[part], retain_graph=True, allow_unused=True
+            )
+            for column, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
+                if gradient is not None:
+                    self._reached.add(name)
+                    dense = gradient.to_dense() if gradient.is_sparse else gradient
+                    norms[place, column] = dense.double().square().sum()
+        return norms
+
+
+class _Found:
+    """Collects the factors of a backward pass; a parameter's norm is taken as soon as all its uses are there."""
+
+    def __init__(self, capture: Capture, names: list[str], num_sequences: int, device: torch.device) -> None:
+        self.norms = torch.zeros(num_sequences, len(names), dtype=torch.float64, device=device)
+        self.hidden: torch.Tensor | None = None
+        self.reached: set[str] = set()
+        self._columns = {name: column for column, name in enumerate(names)}
+        self._missing = Counter(name for use in capture.uses for name in use.contributions)
+        self._waiting: dict[str, list[factors.Factor]] = {}
+
+    @torch.no_grad()
+    def receive(self, use: Use, cotangents: tuple[torch.Tensor | None, ...]) -> None:
+        """Take the cotangent of a use."""
+        cotangent = cotangents[use.number]
+        for name, contribution in use.contributions.items():
+            self._missing[name] -= 1
+            if cotangent is not None:
+                self._waiting.setdefault(name, []).append(contribution(cotangent.reshape(use.shape)))
+            if self._missing[name] == 0:
+                self._take(name)
+
+    def receive_hidden(self, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
+        """Take the cotangent of the decoder's input."""
+        cotangent = cotangents[number]
+        if cotangent is not None:
+            self.hidden = cotangent.reshape(-1, cotangent.shape[-1])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take the norms of parameters with uses that the logits do not depend on."""
+        for name in list(self._waiting):
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        parts = self._waiting.pop(name, None)
+        if parts:
+            self.reached.add(name)
+            self.norms[:, self._columns[name]] = factors.squared_norms(parts, len(self.norms))
+
+
+def _used(capture: Capture) -> set[str]:
+    return {name for use in capture.uses for name in use.contributions}
+
+
+def _agree(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two results are the same but for rounding."""
+    tolerance = min(1e3 * torch.finfo(first.dtype).eps, 0.05)
+    return bool((first - second).abs().max() <= tolerance * second.abs().max())

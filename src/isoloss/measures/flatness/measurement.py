@@ -1,0 +1,257 @@
+"""A measurement over a stream of batches: when it stops, how it goes on after an interruption, and its result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate
+from isoloss.measures.checks import device_of
+from isoloss.measures.flatness.record import Place, Record
+from isoloss.measures.flatness.tally import Shares, Tally
+
+UNIT = "nats per predicted token"
+_FIRST_LOOK = 64  # clusters, before any rule may end a measurement early
+
+
+class Norms(NamedTuple):
+    """What a source gives for a batch of B sequences.
+
+    Attributes:
+        square_norms: (B, K) squared gradient norms by sequence and parameter, on the CPU.
+        positions: (B,) predicted positions.
+        controls: (B, C) control variates, each with expectation 0.
+    """
+
+    square_norms: torch.Tensor
+    positions: torch.Tensor
+    controls: torch.Tensor
+
+
+class Source(Protocol):
+    """Where squared norms come from; a context manager, inside which the model may be changed.
+
+    Attributes:
+        method: What the result calls it.
+        names: The K parameters.
+        num_controls: C.
+        num_probes: Random vectors or labels a position.
+        seed: What they are drawn with.
+        causal: Whether position t predicts label t + 1.
+    """
+
+    method: str
+    names: list[str]
+    num_controls: int
+    num_probes: int
+    seed: int
+    causal: bool
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
+        """Measure a batch without its documents; `first` is the place of its first sequence in the stream."""
+        ...
+
+    def details(self) -> dict[str, Any]:
+        """Return what the result's details say of how it was done."""
+        ...
+
+
+class InterruptedEstimate(KeyboardInterrupt):
+    """Ctrl-C during a measurement that already has an error bar.
+
+    Attributes:
+        partial: The estimate from what was measured so far.
+    """
+
+    def __init__(self, partial: Estimate) -> None:
+        super().__init__(f"interrupted at {partial}")
+        self.partial = partial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopping:
+    """When to stop before the batches end (see `isoloss.measures.flatness.fisher_trace`); None: never.
+
+    Raises:
+        IsolossError: A limit is out of its range.
+    """
+
+    num_sequences: int | None = None
+    rtol: float | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_sequences is not None and self.num_sequences < 2:
+            raise IsolossError(f"num_sequences is {self.num_sequences}; an error bar needs at least 2")
+        if self.rtol is not None and not 0 < self.rtol < 1:
+            raise IsolossError(f"rtol is {self.rtol}; it is a share of the value, between 0 and 1")
+        if self.seconds is not None and not self.seconds > 0:
+            raise IsolossError(f"seconds is {self.seconds}; it must be more than 0")
+
+
+class Measurement:
+    """Squared gradient norms of a model, by sequence, over a stream of batches; it runs once.
+
+    Args:
+        model: What is measured.
+        source: Where its squared norms come from.
+    """
+
+    def __init__(self, model: nn.Module, source: Source) -> None:
+        self._model, self._source = model, source
+        self._tally = Tally(len(source.names), source.num_controls)
+        self._place = Place()
+
+    def shares(self) -> Shares:
+        """Return what the result is made of, and the influence of each cluster, which errors of differences rest on."""
+        return self._tally.shares()
+
+    def run(
+        self,
+        batches: Iterable[Mapping[str, Any]],
+        stopping: Stopping,
+        *,
+        resume: Path | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Estimate:
+        """Measure until the batches end or `stopping` says so; arguments, result and errors as for `fisher_trace`."""
+        if isinstance(batches, Mapping):
+            raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
+        source = self._source
+        identity = {"method": source.method, "probes": source.num_probes, "seed": source.seed, "causal": source.causal}
+        with source:
+            record = None if resume is None else Record(resume, self._model, source.names, identity)
+            try:
+                reason = self._consume(batches, stopping, record, progress)
+            except KeyboardInterrupt as interruption:
+                if len(self._tally) < 2:
+                    raise
+                raise InterruptedEstimate(self._estimate("interrupted")) from interruption
+            if not self._place.batches:
+                raise IsolossError("there are no batches, so there is nothing to measure")
+            result = self._estimate(reason)
+            if record is not None:
+                record.remove()
+            return result
+
+    def _consume(
+        self,
+        batches: Iterable[Mapping[str, Any]],
+        stopping: Stopping,
+        record: Record | None,
+        progress: Callable[[int], None] | None,
+    ) -> str:
+        """Measure batch after batch, and return why it ended."""
+        stream: Iterator[Mapping[str, Any]] = iter(batches)
+        if record is not None:
+            if (done := record.read()) is not None:
+                self._place, self._tally = done
+            stream = record.after(stream, self._place)
+        before, begun, look = self._place.seconds, time.perf_counter(), _next_look(len(self._tally))
+        while self._place.sequences != stopping.num_sequences and (batch := next(stream, None)) is not None:
+            if stopping.num_sequences is not None:
+                batch = first_rows(batch, stopping.num_sequences - self._place.sequences)
+            self._add(batch)
+            self._place = replace(self._place, seconds=before + time.perf_counter() - begun)
+            if progress is not None:
+                progress(self._place.sequences)
+            clusters = len(self._tally)
+            if stopping.rtol is not None and clusters >= look:
+                look = _next_look(clusters)
+                shares = self.shares()
+                if shares.stderr <= stopping.rtol * shares.value:
+                    return "rtol"
+            if stopping.seconds is not None and clusters >= _FIRST_LOOK and self._place.seconds >= stopping.seconds:
+                return "seconds"
+            if record is not None:
+                record.write_sometimes(self._place, self._tally)
+        return "end of the batches" if self._place.sequences != stopping.num_sequences else "num_sequences"
+
+    def _add(self, batch: Mapping[str, Any]) -> None:
+        place = self._place
+        if not isinstance(batch, Mapping):
+            raise IsolossError(
+                f"batch {place.batches} is a {type(batch).__name__}, not a mapping of input_ids, labels, ..."
+            )
+        documents = batch.get("documents")
+        if place.batches and place.by_document != (documents is not None):
+            raise IsolossError(f"batch {place.batches}: all batches have `documents`, or none has")
+        try:
+            norms = self._source.measure(
+                {name: value for name, value in batch.items() if name != "documents"}, place.sequences
+            )
+        except IsolossError as error:
+            raise IsolossError(f"batch {place.batches}: {error}") from error
+        if not bool(norms.square_norms.isfinite().all()):
+            row, column = (~norms.square_norms.isfinite()).nonzero()[0].tolist()
+            raise IsolossError(
+                f"batch {place.batches}: the gradient of {self._source.names[column]} is not finite "
+                f"(sequence {row} of the batch); use a wider dtype"
+            )
+        self._tally.add(norms.square_norms, norms.positions, norms.controls, documents)
+        self._place = Place(
+            batches=place.batches + 1,
+            sequences=place.sequences + len(norms.positions),
+            positions=place.positions + int(norms.positions.sum()),
+            by_document=documents is not None,
+            seconds=place.seconds,
+        )
+
+    def _estimate(self, reason: str) -> Estimate:
+        shares, source = self.shares(), self._source
+        parameters = dict(self._model.named_parameters())
+        counted = [parameters[name] for name in source.names]
+        return Estimate(
+            value=shares.value,
+            stderr=shares.stderr,
+            samples=len(self._tally),
+            unit=UNIT,
+            num_inputs=self._place.positions,
+            num_probes=source.num_probes,
+            method=source.method,
+            seconds=self._place.seconds,
+            by_parameter=dict(zip(source.names, shares.by_parameter.tolist(), strict=True)),
+            by_parameter_stderr=dict(zip(source.names, shares.by_parameter_stderr.tolist(), strict=True)),
+            details={
+                **described(self._model, counted, causal=source.causal),
+                "sequences": self._place.sequences,
+                "clusters": "documents" if self._place.by_document else "sequences",
+                "seed": source.seed,
+                "ended": reason,
+                **source.details(),
+            },
+        )
+
+
+def described(model: nn.Module, counted: Sequence[nn.Parameter], *, causal: bool) -> dict[str, Any]:
+    """Return what the details of every measure say of the model."""
+    return {
+        "device": str(device_of(model)),
+        "dtype": str(counted[0].dtype).removeprefix("torch."),
+        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+        "num_parameters": sum(parameter.numel() for parameter in counted),
+        "predicts": "next token" if causal else "masked tokens",
+    }
+
+
+def _next_look(clusters: int) -> int:
+    look = _FIRST_LOOK
+    while look <= clusters:
+        look *= 2
+    return look
+
+
+def first_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return at most the first `rows` sequences of a batch."""
+    return {name: value[:rows] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

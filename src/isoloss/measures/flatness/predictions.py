@@ -1,0 +1,194 @@
+"""One forward pass of a language model that computes its logits at the predicted positions only.
+
+Shapes: B sequences, T positions, m predicted positions in all, d the width of the model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.languages.masking import IGNORED
+from isoloss.measures.flatness.capture import Capture, Decoder
+
+Gathering = Literal["before the head", "before the decoder", "after the head"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A checked batch on the model's device.
+
+    Attributes:
+        inputs: The model's arguments without the labels.
+        predicted: (B, T) bool, the positions whose logits are scored.
+        targets: (m,) the labels there, sequence by sequence.
+    """
+
+    inputs: dict[str, Any]
+    predicted: torch.Tensor
+    targets: torch.Tensor
+
+    @staticmethod
+    def read(batch: Mapping[str, Any], *, causal: bool, device: torch.device) -> Batch:
+        """Check a batch and mark what it predicts; a causal model predicts label t + 1 at position t.
+
+        Raises:
+            IsolossError: There are no labels (B, T), an input does not fit them, or nothing is predicted.
+        """
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
+            raise IsolossError("there are no `labels` of shape (sequences, positions)")
+        inputs: dict[str, Any] = {}
+        for name, value in batch.items():
+            if name == "labels":
+                continue
+            if isinstance(value, torch.Tensor):
+                expected = labels.shape if name == "input_ids" else labels.shape[:1]
+                if value.shape[: len(expected)] != expected:
+                    raise IsolossError(
+                        f"labels of shape {tuple(labels.shape)} do not fit {name} of shape {tuple(value.shape)}"
+                    )
+                value = value.to(device)
+            inputs[name] = value
+        labels = labels.to(device)
+        if causal:
+            labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)], dim=1)
+        predicted = labels != IGNORED
+        if not bool(predicted.any()):
+            raise IsolossError("nothing is predicted: every label that the model could be scored on is -100")
+        return Batch(inputs, predicted, labels[predicted])
+
+    def head(self, count: int) -> Batch:
+        """Return the first `count` sequences that predict something, or as many as there are."""
+        chosen = self.predicted.any(dim=1).nonzero()[:count, 0]
+        inputs = {
+            name: value[chosen] if isinstance(value, torch.Tensor) else value for name, value in self.inputs.items()
+        }
+        targets = torch.full(self.predicted.shape, IGNORED, device=self.predicted.device)
+        targets[self.predicted] = self.targets
+        predicted = self.predicted[chosen]
+        return Batch(inputs, predicted, targets[chosen][predicted])
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model predicts for a batch, with the graph of the forward pass: drop it before the next one.
+
+    Attributes:
+        logits: (m, V) with their graph, in the model's dtype.
+        rows: (m,) the sequence of each predicted position, ascending.
+        targets: (m,) the labels there.
+        num_sequences: B, those that predict nothing included.
+        hidden: (m, d) detached, the decoder's input; None where the logits are no linear map's output.
+        decoder: The linear map; None together with `hidden`.
+        capture: What the forward pass did with the parameters.
+        hidden_states: `hidden` with its graph as the decoder got it, (1, m, d); None where it got all positions.
+        needed: The ids of the parameters that required a gradient.
+    """
+
+    logits: torch.Tensor
+    rows: torch.Tensor
+    targets: torch.Tensor
+    num_sequences: int
+    hidden: torch.Tensor | None
+    decoder: Decoder | None
+    capture: Capture
+    hidden_states: torch.Tensor | None
+    needed: frozenset[int]
+
+    def needs(self, parameter: nn.Parameter) -> bool:
+        """Whether the graph leads to the parameter itself."""
+        return id(parameter) in self.needed
+
+
+def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gathering) -> Predictions | None:
+    """Run the model once under a capture.
+
+    Returns:
+        The predictions; None if the model has no place to gather the positions as asked.
+
+    Raises:
+        IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite.
+    """
+    inputs = dict(batch.inputs)
+    if "use_cache" not in inputs and "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"] = False  # a cache copies keys and values
+    hooks = []
+    base = getattr(model, "base_model", None)
+    if gathering == "before the head" and isinstance(base, nn.Module) and base is not model:
+        hooks.append(base.register_forward_hook(lambda _module, _args, output: _gathered(capture, output)))
+    try:
+        with torch.enable_grad(), capture:
+            output = model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    logits = getattr(output, "logits", None)
+    if gathering != "after the head" and not capture.gathered:
+        return None
+    shape = (1, len(batch.targets)) if capture.gathered else tuple(batch.predicted.shape)
+    _check_logits(model, logits, shape, batch)
+    assert logits is not None
+    found = capture.decoder(logits)
+    if capture.gathered:
+        selected = logits.view(logits.shape[1:]) if logits.is_contiguous() else logits[0]
+    else:
+        selected = logits[batch.predicted]
+    rows = batch.predicted.nonzero()[:, 0]
+    _check_finite(selected, rows)
+    states = hidden = decoder = None
+    if found is not None:
+        states, decoder = found
+        hidden = states.reshape(-1, states.shape[-1]) if capture.gathered else states[batch.predicted]
+    return Predictions(
+        logits=selected,
+        rows=rows,
+        targets=batch.targets,
+        num_sequences=len(batch.predicted),
+        hidden=None if hidden is None else hidden.detach(),
+        decoder=decoder,
+        capture=capture,
+        hidden_states=states if capture.gathered else None,
+        needed=frozenset(id(parameter) for parameter in model.parameters() if parameter.requires_grad),
+    )
+
+
+def _gathered(capture: Capture, output: Any) -> Any:
+    """Replace the last hidden states in a model's output by those at the predicted positions."""
+    states = getattr(output, "last_hidden_state", None)
+    if not isinstance(states, torch.Tensor) or states.ndim != 3 or capture.gathered:
+        return output
+    if states.shape[:2] == (capture.layout.num_sequences, capture.layout.length):
+        output["last_hidden_state"] = capture.gather(states)
+    return output
+
+
+def _check_logits(model: nn.Module, logits: Any, shape: tuple[int, ...], batch: Batch) -> None:
+    name = type(model).__name__
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+        raise IsolossError(
+            f"{name} gives no logits of shape (sequences, positions, vocabulary): is it a language model?"
+        )
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", logits.shape[-1])
+    if logits.shape[-1] != vocabulary:
+        raise IsolossError(
+            f"{name} gives {logits.shape[-1]} logits a position for a vocabulary of {vocabulary}: has it an LM head?"
+        )
+    if tuple(logits.shape[:2]) != shape:
+        raise IsolossError(f"labels of shape {tuple(batch.predicted.shape)} do not fit logits of {tuple(logits.shape)}")
+
+
+def _check_finite(logits: torch.Tensor, rows: torch.Tensor) -> None:
+    """Refuse NaN and infinite logits; by sums, which need no copy of the logits."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    finite = logits.detach().sum(dim=1, dtype=wide).isfinite()
+    if not bool(finite.all()):
+        raise IsolossError(f"the model's logits are NaN or infinite (sequence {int(rows[~finite][0])} of the batch)")

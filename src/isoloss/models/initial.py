@@ -1,0 +1,36 @@
+"""What every architecture's construction shares: checks of its settings, and initial weights that follow the seed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from isoloss.config import ModelConfig
+from isoloss.errors import IsolossError
+from isoloss.models.sizes import Shape, shape
+from isoloss.seeds import derive
+
+
+def checked_shape(config: ModelConfig, *, vocab_size: int, pad_id: int) -> Shape:
+    """Return the shape that `config` names.
+
+    Raises:
+        IsolossError: An unknown size, a dropout outside [0, 1), or a `pad_id` outside the vocabulary.
+    """
+    sizes = shape(config.size)
+    if not 0 <= config.dropout < 1:
+        raise IsolossError(f"the dropout is {config.dropout}; it must be at least 0 and below 1")
+    if not 0 <= pad_id < vocab_size:
+        raise IsolossError(f"the padding's id is {pad_id}; it must be one of the model's ids, 0 to {vocab_size - 1}")
+    return sizes
+
+
+@contextlib.contextmanager
+def seeded_weights(seed: int) -> Iterator[None]:
+    """Let torch draw on the CPU from the seed's stream `"weights"`, and leave the caller's random state alone."""
+    with torch.random.fork_rng(devices=[]):
+        # the CPU's generator alone: torch.manual_seed would also reseed the GPUs, which fork_rng does not restore here
+        torch.default_generator.manual_seed(derive(seed, "weights"))
+        yield

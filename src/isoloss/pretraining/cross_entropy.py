@@ -1,0 +1,79 @@
+"""Cross-entropy of a linear output layer, chunk by chunk: the logits of a large vocabulary never exist all at once.
+
+Shapes: k predicted tokens, d the width, V token ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from isoloss.errors import IsolossError
+
+# Logits held at a time. In float32 they take 16 MiB, below the 32 MiB from which glibc gives every buffer back to the
+# system when it is freed: fetching it again, page by page, at every step takes longer than filling it.
+_CHUNK = 1 << 22
+
+
+def linear_cross_entropy(
+    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+) -> torch.Tensor:
+    """Return the mean of `-log softmax(states @ weight.T + bias)[label]` over the rows, in nats: a scalar.
+
+    Value and gradient are those of `torch.nn.functional.cross_entropy` on the logits. The gradient is computed with the
+    value, so that no logits are kept: with p the softmax of a row and e the unit vector of its label, that of the row's
+    logits is (p - e) / k.
+
+    Args:
+        states: (k, d), at least one row.
+        weight: (V, d) of the output layer.
+        bias: (V,) or None.
+        labels: (k,) int64, ids from 0 to V - 1.
+
+    Raises:
+        IsolossError: A gradient that can itself be differentiated is asked for.
+
+    Example:
+        >>> round(float(linear_cross_entropy(torch.zeros(3, 2), torch.ones(5, 2), None, torch.tensor([0, 1, 4]))), 4)
+        1.6094
+    """
+    loss: torch.Tensor = _LinearCrossEntropy.apply(states, weight, bias, labels)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+    ) -> torch.Tensor:
+        k, num_ids = len(states), len(weight)
+        size = max(1, min(k, _CHUNK // num_ids))
+        buffer = states.new_empty(size, num_ids)
+        losses = states.new_empty(k)
+        d_states, d_weight = torch.empty_like(states), torch.zeros_like(weight)
+        d_bias = None if bias is None else torch.zeros_like(bias)
+        for start in range(0, k, size):
+            rows = slice(start, min(start + size, k))
+            logits = torch.mm(states[rows], weight.T, out=buffer[: rows.stop - start])
+            if bias is not None:
+                logits += bias
+            label = labels[rows, None]
+            logits -= logits.amax(dim=1, keepdim=True)
+            at_label = logits.gather(1, label)
+            total = logits.exp_().sum(dim=1, keepdim=True)
+            losses[rows] = (total.log() - at_label)[:, 0]
+            d_logits = logits.div_(total * k).scatter_add_(1, label, torch.full_like(at_label, -1 / k))
+            torch.mm(d_logits, weight, out=d_states[rows])
+            d_weight.addmm_(d_logits.T, states[rows])
+            if d_bias is not None:
+                d_bias += d_logits.sum(dim=0)
+        ctx.save_for_backward(d_states, d_weight, d_bias)
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: the saved gradients would count as constants
+            raise IsolossError("the loss of training has no second derivative: take that of the model's logits")
+        d_states, d_weight, d_bias = ctx.saved_tensors
+        return d_loss * d_states, d_loss * d_weight, None if d_bias is None else d_loss * d_bias, None

@@ -1,0 +1,139 @@
+"""A causal run from the command line: trained on text, measured against transformers' own loss, and made to write."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from isoloss.cli.main import main
+from isoloss.languages import make
+from isoloss.languages.masking import IGNORED
+from isoloss.measures.flatness import fisher_trace
+from isoloss.runs import Run
+
+SMALL = ("--architecture", "opt", "--size", "d16", "--steps", "20", "--batch-size", "8", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, words):
+    """A causal model of random words, 8 ids a sequence: [CLS], six words, [SEP]."""
+    folder = tmp_path_factory.mktemp("causal")
+    draw = np.random.default_rng(0)
+    texts = [" ".join(draw.choice(words, size)) for size in draw.integers(20, 61, 40)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
+    path = folder / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISOLOSS_CACHE", str(folder / "cache"))
+        text = ("--language", str(folder / "text.jsonl"), "--tokenizer", str(folder / "vocab.txt"), "--length", "8")
+        assert main(["train", str(path), *text, *SMALL]) == 0
+        yield path
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A causal model of a grammar."""
+    path = tmp_path_factory.mktemp("causal") / "drawn"
+    assert main(["train", str(path), "--language", "pcfg-varied", *SMALL]) == 0
+    return path
+
+
+def as_json(capsys, *words):
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *words):
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def held_out(run):
+    """The held-out sequences and their labels: everything but [CLS] and [SEP]."""
+    tokens = make(Run(run).config.language).held_out().tokens
+    return tokens, tokens.masked_fill((tokens == 2) | (tokens == 3), IGNORED)
+
+
+def test_the_loss_is_transformers_own_and_the_trace_that_of_its_labels(capsys, run):
+    document = as_json(capsys, "eval", run, "--trace-sentences", "64")
+    loss, trace = (e["estimates"][e["measure"]] for e in document["evaluations"])
+    model = AutoModelForCausalLM.from_pretrained(Run(run).checkpoint(20)).eval()
+    tokens, labels = held_out(run)
+    with torch.no_grad():
+        losses = torch.stack(
+            [model(input_ids=t[None], labels=y[None]).loss for t, y in zip(tokens, labels, strict=True)]
+        )
+    assert loss["num_inputs"] == 6 * len(tokens)
+    assert loss["samples"] == len(tokens)
+    assert loss["value"] == pytest.approx(float(losses.double().mean()), rel=1e-6)
+    assert loss["stderr"] == pytest.approx(float(losses.double().std()) / len(losses) ** 0.5, rel=1e-5)
+    assert loss["details"]["predicts"] == trace["details"]["predicts"] == "next token"
+    expected = fisher_trace(model, [{"input_ids": tokens, "labels": labels}], causal=True)
+    assert trace["value"] == pytest.approx(expected.value, rel=1e-4)
+
+
+def test_flatness_measures_a_causal_checkpoint_on_its_own_text(capsys, run):
+    document = as_json(capsys, "flatness", Run(run).checkpoint(20), "--num-inputs", "16")
+    assert document["architecture"] == "OPTForCausalLM"
+    assert document["fisher_trace"]["num_inputs"] == 6 * min(16, len(held_out(run)[0]))
+    assert document["fisher_trace"]["value"] > 0
+
+
+def test_the_checkpoint_starts_from_cls_and_writes(run):
+    model = AutoModelForCausalLM.from_pretrained(Run(run).checkpoint(20))
+    assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (2, 3, 0)
+    torch.manual_seed(0)
+    written = model.generate(max_length=8, do_sample=True, num_return_sequences=3)
+    assert written.shape[0] == 3
+    assert (written[:, 0] == 2).all()
+
+
+def test_probes_read_a_causal_model_and_the_exact_loss_is_refused(capsys, drawn):
+    words = ("--probe-train", "200", "--probe-test", "100", "--probe-epochs", "3", "--trace-sentences", "16")
+    document = as_json(capsys, "eval", drawn, "--measures", "trace", "probe-root", *words)
+    trace, probe = document["evaluations"]
+    assert trace["estimates"]["trace"]["details"]["predicts"] == "next token"
+    assert 0 < probe["estimates"]["accuracy"]["value"] <= 1
+    message = refusal(capsys, "eval", drawn, "--measures", "loss")
+    assert "gives exact conditionals of hidden tokens, not of next ones" in message
+
+
+def test_a_causal_models_token_states_are_those_after_the_start(drawn):
+    from isoloss.config import EvalConfig
+    from isoloss.evaluation import Evaluator
+
+    evaluator = Evaluator(Run(drawn), EvalConfig())
+    sentences = evaluator.language.sample(5)
+    model = AutoModelForCausalLM.from_pretrained(Run(drawn).checkpoint(20)).eval()
+    states = evaluator._states(sentences, 20).view(*sentences.tokens.shape, 16)
+    for got, tokens, length in zip(states, sentences.tokens, sentences.lengths.tolist(), strict=True):
+        ids = torch.tensor([[33, *tokens[:length].tolist()]])
+        with torch.no_grad():
+            expected = model.model(input_ids=ids).last_hidden_state[0, 1:]
+        torch.testing.assert_close(got[:length], expected, rtol=1e-4, atol=1e-5)
+        assert not got[length:].any()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--architecture", "opt", "--masking", "fraction"), "hides no tokens: leave out --masking"),
+        (("--architecture", "opt", "--objective", "masked"), "the architecture opt learns 'causal'"),
+        (("--objective", "causal"), "the architecture bert learns 'masked'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(capsys, tmp_path, words, message):
+    assert message in refusal(capsys, "train", tmp_path / "run", "--language", "pcfg-laptop", *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ls_lists_the_architectures(capsys):
+    listed = as_json(capsys, "ls", "models")["models"]
+    assert [(row["architecture"], row["objective"]) for row in listed] == [("bert", "masked"), ("opt", "causal")]
+    sizes = {row["size"]: row for row in as_json(capsys, "ls", "sizes")["sizes"]}
+    # d16 for 30,522 ids and 128 positions: 16 (30,522 + 130) + 3,280 in the layer + 32
+    assert sizes["d16"]["opt parameters (30,522 tokens, length 128)"] == "493,744"

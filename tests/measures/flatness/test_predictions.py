@@ -1,0 +1,141 @@
+"""Predicted positions gathered before the head, the decoder's input, the size of buffers, and what is refused."""
+
+import pytest
+import torch
+from plain_gradients import ARCHITECTURES, VOCAB, assert_norms, batch_of, build, measure
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+
+from isoloss.errors import IsolossError
+from isoloss.measures.flatness import factors
+from isoloss.measures.flatness.ghost import Predictor
+
+
+class Mixing(nn.Module):
+    """A head that needs all positions, before or after its decoder, over a `base_model`."""
+
+    class Base(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(VOCAB, 8)
+
+        def forward(self, input_ids):
+            return BaseModelOutput(last_hidden_state=self.embed(input_ids).tanh())
+
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+        self.base_model = self.Base()
+        self.decoder = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.base_model(input_ids).last_hidden_state
+        if not self.after:
+            return CausalLMOutput(logits=self.decoder(x - x.mean(dim=1, keepdim=True)))
+        logits = self.decoder(x)
+        return CausalLMOutput(logits=logits * logits.mean(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize(("after", "gathered"), [(False, "before the decoder"), (True, "after the head")])
+def test_positions_are_gathered_where_that_leaves_the_logits_as_they_are(after, gathered):
+    torch.manual_seed(4)
+    norms, expected, predictor, predictions = measure(Mixing(after).double(), batch_of(), causal=False)
+    assert predictor.gathered == gathered
+    assert (predictions.decoder is None) == after
+    assert predictor.slow_parameters == ()
+    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "opt", "llama"])
+def test_decoder_hidden_states_and_their_cotangent(name):
+    causal = ARCHITECTURES[name][3]
+    model = build(name, dtype=torch.float32)
+    batch = batch_of()
+    with Predictor(model, causal=causal) as predictor:
+        predictions = predictor.forward(batch)
+        cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0))
+        norms = predictor.squared_norms(predictions, cotangent)
+    bias = 0.0 if predictions.decoder.bias is None else predictions.decoder.bias
+    torch.testing.assert_close(predictions.hidden @ predictions.decoder.weight.T + bias, predictions.logits.detach())
+    torch.testing.assert_close(norms.hidden_cotangent, cotangent @ predictions.decoder.weight)
+    shift = int(causal)
+    chosen = batch["labels"][:, shift:] != -100
+    assert predictions.rows.tolist() == chosen.nonzero()[:, 0].tolist()
+    assert predictions.targets.tolist() == batch["labels"][:, shift:][chosen].tolist()
+    assert predictions.num_sequences == 5
+
+
+class Allocations(TorchDispatchMode):
+    """Counts results with as many elements as the logits that share no memory with what was there before."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor) and value.numel() >= self.elements:
+                self.count += value.untyped_storage().data_ptr() not in before
+        return result
+
+
+@pytest.mark.parametrize(("name", "every"), [("bert", False), ("bert", True), ("gpt2", True), ("gpt2", False)])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_no_buffer_is_as_large_as_the_logits(name, every, tied, monkeypatch):
+    monkeypatch.setattr(
+        factors, "_LIMIT", 1 << 16
+    )  # far less than the logits, as for a vocabulary and batch of real size
+    causal, vocab = ARCHITECTURES[name][3], 20_000
+    model = build(name, vocab=vocab, tied=tied, dtype=torch.float32)
+    batch = batch_of(sequences=8, length=12, vocab=vocab, every=every)
+    with Predictor(model, causal=causal) as predictor:
+        predictor.forward(batch)  # the check of the rules
+        with Allocations(len(predictor.forward(batch).rows) * vocab * 3 // 4) as forward:
+            predictions = predictor.forward(batch)
+        cotangent = torch.ones_like(predictions.logits)
+        with Allocations(predictions.logits.numel() * 3 // 4) as backward:
+            predictor.squared_norms(predictions, cotangent)
+    assert forward.count == 1
+    assert backward.count == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (lambda: build("bert").train(), batch_of, "dropout 0.1"),
+        (lambda: build("bert").requires_grad_(False), batch_of, "no trainable parameter"),
+        (lambda: build("bert").bert, batch_of, "gives no logits"),
+        (lambda: build("bert"), lambda: {"input_ids": torch.ones(2, 3, dtype=torch.long)}, "there are no `labels`"),
+        (lambda: build("bert"), lambda: batch_of() | {"labels": torch.full((5, 7), -100)}, "nothing is predicted"),
+        (lambda: build("bert"), lambda: batch_of() | {"labels": torch.zeros(5, 6).long()}, "do not fit input_ids"),
+    ],
+)
+def test_bad_input_is_one_clear_error(model, batch, message):
+    made = model()
+    with pytest.raises(IsolossError, match=message), Predictor(made, causal=False) as predictor:
+        predictor.forward(batch())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(value):
+    model = build("bert")
+    with torch.no_grad():
+        model.cls.predictions.decoder.bias[3] = value
+    with pytest.raises(IsolossError, match="NaN or infinite"), Predictor(model, causal=False) as predictor:
+        predictor.forward(batch_of())
+
+
+def test_a_model_whose_parameters_do_not_reach_the_logits():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, input_ids, attention_mask=None):
+            return CausalLMOutput(logits=torch.zeros(*input_ids.shape, VOCAB))
+
+    with pytest.raises(IsolossError, match="reaches its logits"), Predictor(Constant(), causal=False) as predictor:
+        predictor.forward(batch_of())

@@ -1,0 +1,70 @@
+"""A model for a language by its architecture, and its predictions against those of the whole forward pass."""
+
+import types
+
+import pytest
+import torch
+from transformers import BertForMaskedLM, OPTForCausalLM
+
+from isoloss.config import PRESETS, ModelConfig, ObjectiveConfig
+from isoloss.errors import IsolossError
+from isoloss.languages import make
+from isoloss.languages.next_tokens import objective_batch
+from isoloss.models.make import make_model, predicted_logits, predicted_states
+from isoloss.seeds import generator
+
+LANGUAGE = make(PRESETS["pcfg-varied"][0])  # up to 8 of 32 tokens
+KINDS = {"bert": "masked", "opt": "causal"}
+
+
+def batch_of(architecture):
+    sentences = LANGUAGE.sample(20, generator=generator(0, "sentences"))
+    objective = ObjectiveConfig(kind=KINDS[architecture])
+    return objective_batch(sentences, LANGUAGE, objective, generator=generator(0, "masks"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "positions"), [("bert", BertForMaskedLM, 8), ("opt", OPTForCausalLM, 9)]
+)
+def test_a_model_knows_its_languages_ids_and_lengths(architecture, kind, positions):
+    model = make_model(ModelConfig(architecture=architecture, size="d16"), LANGUAGE, seed=0)
+    assert type(model) is kind
+    config = model.config
+    assert (config.vocab_size, config.pad_token_id, config.max_position_embeddings) == (34, 32, positions)
+    assert config.bos_token_id == (33 if architecture == "opt" else None)
+
+
+def test_an_unknown_architecture_names_the_choices():
+    with pytest.raises(IsolossError, match=r"no architecture 'gpt'; the architectures are bert, opt"):
+        make_model(ModelConfig(architecture="gpt"), LANGUAGE, seed=0)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_predictions_are_those_of_the_whole_model(architecture, is_padded):
+    model = make_model(ModelConfig(architecture=architecture, size="d128"), LANGUAGE, seed=0).double().eval()
+    batch = batch_of(architecture)
+    if not is_padded:
+        whole = batch["attention_mask"].all(dim=1)
+        batch = {name: value[whole] for name, value in batch.items() if name != "attention_mask"}
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
+    causal = KINDS[architecture] == "causal"
+    expected = []
+    for i, row in enumerate(batch["labels"].tolist()):
+        expected += [logits[i, t - 1 if causal else t] for t, label in enumerate(row) if label >= 0]
+    got = predicted_logits(model, batch, causal=causal)
+    torch.testing.assert_close(got, torch.stack(expected), rtol=1e-12, atol=1e-12)
+    output = model.get_output_embeddings()
+    states = predicted_states(model, batch, causal=causal)
+    torch.testing.assert_close(torch.nn.functional.linear(states, output.weight, output.bias), got, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_any_module_with_logits_will_do(causal):
+    class Position(torch.nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return types.SimpleNamespace(logits=torch.arange(input_ids.shape[1])[None, :, None].expand(2, -1, 3))
+
+    labels = torch.tensor([[-100, 1, -100, 2], [-100, -100, 0, -100]])
+    got = predicted_logits(Position(), {"input_ids": labels, "labels": labels}, causal=causal)
+    assert got[:, 0].tolist() == ([0, 2, 1] if causal else [1, 3, 2])
