@@ -16,7 +16,7 @@ from isoloss.config import CorpusConfig, ObjectiveConfig, PCFGConfig, TrainConfi
 from isoloss.errors import IsolossError
 from isoloss.languages import make, resolve
 from isoloss.languages.tokenizers import load_tokenizer
-from isoloss.measures.inputs import language_inputs, read_inputs
+from isoloss.measures.inputs import check_model, language_inputs, read_inputs
 
 BERT = BertConfig(vocab_size=66, max_position_embeddings=32)
 GPT = GPT2Config(vocab_size=66, n_positions=32, bos_token_id=0, eos_token_id=0)
@@ -330,3 +330,73 @@ def test_a_trained_llama_predicts_its_pieces(shared_data, tmp_path):
     assert 0 < loss < 1.5  # of its own likeliest continuation; a uniform guess has 6.2
     with pytest.raises(IsolossError, match="hf has no tokenizer: give --tokenizer FOLDER"):
         read(shared_data / "wikitext-2", config=LlamaConfig(), kind="causal", checkpoint=str(folder))
+
+
+# --- documents and batches
+
+
+def test_rows_of_text_know_the_document_they_begin_in(text, vocab):
+    tokenizer = load_tokenizer(str(vocab))
+    lines = text.read_text().splitlines()
+    of_token = [d for d, line in enumerate(lines) for _ in tokenizer(json.loads(line)["text"]).input_ids[1:-1]]
+    expected = [of_token[i] for i in range(0, len(of_token) - 7, 8)]
+    inputs = read(text, tokenizer=str(vocab), length=10, masking=HALF, batch_size=7)
+    assert whole(inputs)["documents"].tolist() == expected
+    assert inputs.description.endswith(f"in {text}, from {len(set(expected))} documents")
+    drawn = read(text, tokenizer=str(vocab), length=10, masking=HALF, num_inputs=60, seed=1)
+    assert set(whole(drawn)["documents"].tolist()) <= set(expected)
+    shown = whole(drawn)
+    tokens = torch.where(shown["labels"] == -100, shown["input_ids"], shown["labels"]).tolist()
+    everything = whole(inputs)
+    every_row = torch.where(everything["labels"] == -100, everything["input_ids"], everything["labels"]).tolist()
+    assert [expected[every_row.index(row)] for row in tokens] == shown["documents"].tolist()
+
+
+def test_few_documents_are_no_clusters_and_that_is_said(text, bos, save):
+    few = read(text, tokenizer=bos, config=GPT, kind="causal", length=8, num_inputs=19)
+    assert "documents" not in few.batches[0]
+    assert few.description.endswith("too few for an error that counts documents: it counts sequences")
+    ids = read(save(np.full((30, 4), 9)), config=GPT, kind="causal")
+    assert "documents" not in ids.batches[0]
+
+
+def test_cutting_changes_only_the_batches(text, vocab):
+    inputs = read(text, tokenizer=str(vocab), length=10, masking=HALF, batch_size=7)
+    cut = inputs.cut(4)
+    assert [len(batch["labels"]) for batch in cut.batches[:-1]] == [4] * (len(cut.batches) - 1)
+    for name, value in whole(inputs).items():
+        assert whole(cut)[name].equal(value)
+    with pytest.raises(IsolossError, match="batch size is 0"):
+        inputs.cut(0)
+
+
+def test_shuffling_keeps_documents_together_and_their_rows_in_order(text, vocab):
+    inputs = read(text, tokenizer=str(vocab), length=5, masking=HALF, batch_size=7)
+    before, after = whole(inputs), whole(inputs.shuffled(1))
+    order = after["documents"].unique_consecutive().tolist()
+    assert sorted(order) == before["documents"].unique().tolist()
+    assert order != sorted(order)
+    for name, value in before.items():
+        expected = torch.cat([value[before["documents"] == document] for document in order])
+        assert after[name].equal(expected)
+    assert not whole(inputs.shuffled(2))["documents"].equal(after["documents"])
+
+
+def test_batches_fit_the_logits_and_the_activations(save):
+    ids = np.random.default_rng(0).integers(0, 60, (20, 11))  # 10 predicted tokens a row
+    inputs = read(save(ids), config=GPT2Config(vocab_size=66, n_positions=32), kind="causal")
+    wide = GPT2Config(vocab_size=2**20, n_embd=8, n_layer=1, n_head=1)
+    assert inputs.fitting_batch_size(wide) == 2**28 // (4 * 2**20 * 10)  # 256 MiB of float32
+    deep = GPT2Config(vocab_size=66, n_embd=2**10, n_layer=64, n_head=1)
+    assert inputs.fitting_batch_size(deep) == 2**30 // (4 * 20 * 2**10 * 64 * 11)
+    assert inputs.fitting_batch_size(GPT2Config(vocab_size=66, n_embd=8, n_layer=1, n_head=1)) == 256
+    assert inputs.fitting_batch_size(GPT2Config(vocab_size=2**28, n_embd=8, n_layer=1, n_head=1)) == 1
+
+
+def test_inputs_are_checked_for_other_models(save):
+    inputs = read(save(np.full((3, 8), 50)), config=GPT, kind="causal")
+    check_model(inputs, GPT, "same")
+    with pytest.raises(IsolossError, match="the data has the token id 50, and small knows 40 ids"):
+        check_model(inputs, GPT2Config(vocab_size=40, bos_token_id=0, eos_token_id=0), "small")
+    with pytest.raises(IsolossError, match="8 tokens and short takes 4 at most"):
+        check_model(inputs, GPT2Config(vocab_size=66, n_positions=4, bos_token_id=0, eos_token_id=0), "short")

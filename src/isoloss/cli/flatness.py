@@ -1,29 +1,34 @@
-"""`isoloss flatness`: the flatness of any Hugging Face masked or causal language model, with its error."""
+"""`isoloss flatness`: the flatness of Hugging Face masked or causal language models, with its error."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from isoloss.cli import common
+from isoloss.cli import common, comparison
 from isoloss.cli.transfer import checkpoint_of
-from isoloss.config import ObjectiveConfig
+from isoloss.config import ObjectiveConfig, TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.estimate import rounded
 from isoloss.runs import Run
 
 if TYPE_CHECKING:
     from isoloss.estimate import Estimate
-    from isoloss.loading import Loaded
+    from isoloss.loading import Kind, Loaded
+    from isoloss.measures.flatness.compare import Comparison, InterruptedComparison, Outline
     from isoloss.measures.inputs import Inputs
 
 EXAMPLES = [
     ("isoloss flatness CHECKPOINT --data text.txt", "a checkpoint with its tokenizer, on your text"),
     ("isoloss flatness CHECKPOINT --data tokens.npy", "on token ids: an array of sequences"),
+    ("isoloss flatness A B C --data text.txt", "which of several is the flattest, on the same inputs"),
+    ("isoloss flatness A B --data text.txt --figure ab.svg", "with a figure: trace against loss"),
     ("isoloss flatness runs/first/checkpoints/step-1000", "a checkpoint of a run, on the run's own language"),
+    ("isoloss flatness CHECKPOINT --data text.txt --num-inputs 100000 --rtol 0.01", "until the error is 1 %"),
 ]
 
 
@@ -31,18 +36,29 @@ EXAMPLES = [
 class Args:
     """Trace of the Fisher of the loss per predicted token: the paper's flatness. Smaller is flatter.
 
-    It equals the trace of the Hessian where the model's conditionals are the true ones. Compare models of one
-    architecture, on the same data, at about the same loss.
+    It equals the trace of the Hessian where the model's conditionals are the true ones. Several models are measured one
+    after another on the same inputs with the same random signs, and compared. Compare models of one architecture, at
+    about the same loss.
     """
 
-    model: tyro.conf.Positional[str]
-    """A checkpoint folder or a name on the Hugging Face hub."""
+    models: tyro.conf.Positional[tuple[str, ...]]
+    """One or more checkpoint folders or names on the Hugging Face hub."""
     data: Path | None = None
     """Text (.txt, .jsonl or a folder), or token ids (.npy); for a checkpoint of a run: default, the run's language."""
     tokenizer: str | None = None
-    """For text: a Hugging Face folder or name, or a vocab.txt; default: the checkpoint's own."""
+    """For text: a Hugging Face folder or name, or a vocab.txt; default: the first checkpoint's own."""
     num_inputs: int = 512
     """Sequences to measure on, at most."""
+    rtol: float | None = None
+    """Stop when the standard error is at most this share of the value; looked at after 64, 128, 256, ... sequences or
+    documents. Of several models the first decides."""
+    seconds: float | None = None
+    """Stop after this time, if 64 sequences or documents are done. Of several models the first decides."""
+    resume: Path | None = None
+    """For one model: a file to go on from, written every half minute and removed at the end."""
+    batch_size: int | None = None
+    """Sequences in a pass; default: as many, up to 256, as keep the logits of the predicted tokens below 256 MiB and
+    the layers' activations around 1 GiB. It does not change the inputs or signs, only time and memory."""
     length: int = 128
     """Tokens in a sequence, for text and flat arrays."""
     masking: Literal["one", "fraction"] = "fraction"
@@ -54,9 +70,9 @@ class Args:
     method: Literal["ghost", "paper"] = "ghost"
     """One backward pass a batch with labels integrated out, or the paper's: one for each of 50 sampled labels."""
     num_probes: int | None = None
-    """Random signs (default 1) or sampled labels (default 50) for each input."""
+    """Random signs (default 1) or sampled labels (default 50) for each predicted token."""
     seed: int = 0
-    """Decides masks and signs."""
+    """Decides inputs, masks and signs."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     threads: int = 0
@@ -68,37 +84,81 @@ class Args:
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
     by_parameter: bool = False
-    """Print the share of each parameter."""
+    """For one model: print the share of each parameter."""
+    figure: Path | None = None
+    """For several models: draw trace against loss to this .png, .svg or .pdf file."""
     json: bool = False
     """Print one JSON document."""
+
+
+FOR_MASKED = ("masking", "fraction", "mask_id")  # options that say which tokens are hidden
+FOR_DATA = ("tokenizer", "length", *FOR_MASKED)  # options that say how --data is read
+FOR_ONE = ("resume", "method", "by_parameter")  # options that have no meaning for several models
+FIGURES = (".png", ".svg", ".pdf")
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     args = common.parse(Args, "flatness", arguments, examples=EXAMPLES)
+    _check(args)
+    common.use_threads(args.threads)
+    from isoloss.measures.flatness.measurement import Stopping
+
+    Stopping(rtol=args.rtol, seconds=args.seconds)  # refuses a value out of range before a model is loaded
+    return _one(args, args.models[0]) if len(args.models) == 1 else _several(args)
+
+
+def _check(args: Args) -> None:
+    """Refuse what needs no model to be seen as wrong."""
+    if not args.models:
+        raise IsolossError("no checkpoint is named: give a folder, or a name on the Hugging Face hub")
     if args.num_inputs < 2:
         raise IsolossError(f"--num-inputs is {args.num_inputs}; an error bar needs at least 2")
-    if (run := Run(Path(args.model))).exists:
-        steps = run.steps()
-        raise IsolossError(
-            f"{args.model} is a run, and flatness is a checkpoint's: "
-            + (f"name {run.checkpoint(steps[-1])}" if steps else "it has none yet")
-        )
-    common.use_threads(args.threads)
+    if args.batch_size is not None and args.batch_size < 1:
+        raise IsolossError(f"--batch-size is {args.batch_size}; it must be at least 1")
+    for name in args.models:
+        if (run := Run(Path(name))).exists:
+            steps = run.steps()
+            raise IsolossError(
+                f"{name} is a run, and flatness is a checkpoint's: "
+                + (f"name {run.checkpoint(steps[-1])}" if steps else "it has none yet")
+            )
+    if len(args.models) == 1:
+        if args.figure is not None:
+            raise IsolossError("--figure shows several models beside each other: name another one, or leave it out")
+        return
+    if twice := next((name for i, name in enumerate(args.models) if name in args.models[:i]), None):
+        raise IsolossError(f"{twice} is named twice; a model is compared with others")
+    if unused := _given(args, FOR_ONE):
+        raise IsolossError(f"{', '.join(unused)}: only for one model, and {len(args.models)} are named")
+    if args.figure is not None and args.figure.suffix.lower() not in FIGURES:
+        raise IsolossError(f"--figure is {args.figure}; its name must end in {', '.join(FIGURES)}")
+
+
+def _load(args: Args, name: str) -> Loaded:
     import torch
 
     from isoloss.loading import load
-    from isoloss.measures.flatness import InterruptedEstimate, fisher_trace
 
-    loaded = load(
-        args.model,
+    return load(
+        name,
         device=args.device,
         dtype=getattr(torch, args.dtype),
         attention=args.attention,
         trust_remote_code=args.trust_remote_code,
     )
-    inputs = _inputs(args, loaded)
-    common.note(f"{args.model}: {loaded.architecture}, {loaded.kind}; {inputs.description}")
+
+
+# --- one model -------------------------------------------------------------------------------------------------------
+
+
+def _one(args: Args, name: str) -> int:
+    loaded = _load(args, name)
+    inputs = _inputs(args, name, loaded.kind, loaded.model.config)
+    from isoloss.measures.flatness import InterruptedEstimate, fisher_trace
+
+    inputs = inputs.cut(args.batch_size or inputs.fitting_batch_size(loaded.model.config))
+    common.note(f"{name}: {loaded.architecture}, {loaded.kind}; {inputs.description}")
     interrupted = False
     with common.Progress("flatness", inputs.num_sequences, "sequences") as progress:
         try:
@@ -108,17 +168,20 @@ def main(arguments: list[str]) -> int:
                 method=args.method,
                 num_probes=args.num_probes,
                 seed=args.seed,
+                rtol=args.rtol,
+                seconds=args.seconds,
                 causal=loaded.kind == "causal",
+                resume=args.resume,
                 progress=progress,
             )
         except InterruptedEstimate as stop:
             trace, interrupted = stop.partial, True
     if interrupted:
-        common.note("interrupted; the estimate so far:")
+        common.note(f"interrupted; the estimate from the first {trace.details['sequences']:,} sequences:")
     if args.json:
         common.emit_json(
             {
-                "model": args.model,
+                "model": name,
                 "architecture": loaded.architecture,
                 "data": inputs.description,
                 "interrupted": interrupted,
@@ -130,34 +193,202 @@ def main(arguments: list[str]) -> int:
     return 130 if interrupted else 0
 
 
-FOR_MASKED = ("masking", "fraction", "mask_id")  # options that say which tokens are hidden
-FOR_DATA = ("tokenizer", "length", *FOR_MASKED)  # options that say how --data is read
+def _print(args: Args, trace: Estimate) -> None:
+    details = trace.details
+    common.say(f"trace of the Fisher: {trace}")
+    relative = f"; the error is {100 * trace.stderr / trace.value:.1f} % of the value" if trace.value > 0 else ""
+    common.say(f"  95 % interval {comparison.interval(trace)}{relative}, over {trace.samples:,} {details['clusters']}")
+    common.say(
+        f"  {trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
+        f"{details['num_parameters']:,} parameters, {details['predicts']}"
+    )
+    drawn = "labels" if args.method == "paper" else "sign vectors"
+    common.say(
+        f"  {trace.method}, {trace.num_probes} {drawn if trace.num_probes > 1 else drawn[:-1]} per token; "
+        f"{details['device']}, {details['dtype']}, attention {details['attention']}; {trace.seconds:.1f} s"
+    )
+    if details.get("parameters_by_autograd"):
+        common.say(
+            f"  by automatic differentiation, a sequence at a time: {', '.join(details['parameters_by_autograd'])}"
+        )
+    if details["parameters_without_gradient"]:
+        common.say(f"  parameters without gradient: {', '.join(details['parameters_without_gradient'])}")
+    if args.rtol is not None and trace.stderr > args.rtol * trace.value:
+        common.say(f"  the error is above --rtol {args.rtol:g}: give more --num-inputs")
+    if args.by_parameter and trace.by_parameter:
+        errors = trace.by_parameter_stderr or {}
+        rows = sorted(trace.by_parameter.items(), key=lambda item: -item[1])
+        cells = [
+            (parameter, rounded(share, errors[parameter]), f"{100 * share / trace.value:.2f} %")
+            for parameter, share in rows
+        ]
+        common.print_table("\nby parameter", ("parameter", "nats per predicted token", "share"), cells)
 
 
-def _inputs(args: Args, loaded: Loaded) -> Inputs:
+# --- several models --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """What is known of a model before it is measured."""
+
+    name: str
+    kind: Kind
+    architecture: str
+    outline: Outline
+    config: Any
+
+
+def _several(args: Args) -> int:
+    from isoloss.measures.flatness.compare import InterruptedComparison, compare
+
+    candidates = [_candidate(args, name) for name in args.models]
+    inputs = _common_inputs(args, candidates)
+    for candidate in candidates:
+        common.note(f"{candidate.name}: {candidate.architecture}, {candidate.kind}")
+    common.note(inputs.description)
+    places = {name: place for place, name in enumerate(args.models)}
+    total = inputs.num_sequences * len(places)
+    stop: InterruptedComparison | None = None
+    found: Comparison | None = None
+    with common.Progress("flatness", total, "sequences") as progress:
+        try:
+            found = compare(
+                {name: partial(_model, args, name) for name in args.models},
+                inputs.batches,
+                seed=args.seed,
+                num_probes=args.num_probes,
+                rtol=args.rtol,
+                seconds=args.seconds,
+                causal=candidates[0].kind == "causal",
+                progress=lambda name, done: progress(places[name] * inputs.num_sequences + done, name),
+            )
+        except InterruptedComparison as interruption:
+            stop, found = interruption, interruption.complete
+    if args.figure is not None and found is not None:
+        _draw(args.figure, found)
+    if args.json:
+        common.emit_json(
+            {
+                "data": inputs.description,
+                "interrupted": stop is not None,
+                **({} if found is None else {**found.to_dict(), "ranking": list(found.ranking)}),
+                **({} if stop is None else {"partial": _partial(stop)}),
+            }
+        )
+        return 0 if stop is None else 130
+    if found is not None:
+        comparison.print_tables(found)
+    if stop is not None:
+        common.note(f"interrupted while {stop.name} was measured")
+        if stop.partial is not None:
+            common.say(f"trace of the Fisher of {stop.name} so far: {stop.partial}")
+    return 0 if stop is None else 130
+
+
+def _candidate(args: Args, name: str) -> _Candidate:
+    """Load a model to see what it is, and drop it."""
+    from isoloss.measures.flatness.compare import Outline
+
+    loaded = _load(args, name)
+    outline = Outline.of(name, loaded.model, loaded.kind == "causal")
+    return _Candidate(name, loaded.kind, loaded.architecture, outline, loaded.model.config)
+
+
+def _model(args: Args, name: str) -> Any:
+    return _load(args, name).model
+
+
+def _partial(stop: InterruptedComparison) -> dict[str, Any]:
+    return {"model": stop.name, "fisher_trace": None if stop.partial is None else stop.partial.to_dict()}
+
+
+def _common_inputs(args: Args, candidates: list[_Candidate]) -> Inputs:
+    """Return inputs that all models take in the same meaning.
+
+    Raises:
+        IsolossError: There are none.
+    """
+    from isoloss.measures.inputs import check_model
+
+    first = candidates[0]
+    for other in candidates[1:]:
+        first.outline.check(other.outline)
+    if args.data is None:
+        _check_languages([candidate.name for candidate in candidates])
+    else:
+        _check_tokenizers([candidate.name for candidate in candidates])
+    inputs = _inputs(args, first.name, first.kind, first.config)
+    for other in candidates[1:]:
+        check_model(inputs, other.config, other.name)
+    fitting = min(inputs.fitting_batch_size(candidate.config) for candidate in candidates)
+    return inputs.cut(args.batch_size or fitting)
+
+
+def _check_languages(names: list[str]) -> None:
+    """Refuse checkpoints that are not all of runs on one language with one objective."""
+    known: tuple[str, TrainConfig] | None = None
+    for name in names:
+        config = _run_config(name)
+        if known is not None and (known[1].language, known[1].objective) != (config.language, config.objective):
+            raise IsolossError(
+                f"{known[0]} and {name} are of runs with different languages or objectives: add --data to compare them"
+            )
+        known = known or (name, config)
+
+
+def _check_tokenizers(names: list[str]) -> None:
+    """Refuse checkpoints that bring tokenizers in which an id is not the same token."""
+    from isoloss.languages.tokenizers import load_tokenizer
+
+    known: tuple[str, dict[str, int]] | None = None
+    for name in names:
+        try:
+            vocabulary = load_tokenizer(name).get_vocab()
+        except IsolossError:
+            continue  # it has none of its own: token ids, or a tokenizer that is given, say what it reads
+        if known is not None and known[1] != vocabulary:
+            raise IsolossError(
+                f"{known[0]} and {name} have different tokenizers, so their losses per token are not of the same thing"
+            )
+        known = known or (name, vocabulary)
+
+
+def _draw(file: Path, found: Comparison) -> None:
+    from isoloss.report.flatness import save, trace_against_loss
+
+    save(trace_against_loss(found, comparison.short_names([model.name for model in found.models])), file)
+    common.note(f"figure: {file}")
+
+
+# --- both ------------------------------------------------------------------------------------------------------------
+
+
+def _inputs(args: Args, name: str, kind: Kind, config: Any) -> Inputs:
+    """Return the inputs, in random order where the measurement may stop before their end."""
+    found = _in_order(args, name, kind, config)
+    return found if args.rtol is None and args.seconds is None else found.shuffled(args.seed)
+
+
+def _in_order(args: Args, name: str, kind: Kind, config: Any) -> Inputs:
     from isoloss.measures import inputs
 
-    found = checkpoint_of(Path(args.model))
     if args.data is None:
-        if found is None:
-            raise IsolossError(
-                f"{args.model} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
-                "text or a .npy file of token ids"
-            )
+        config_of_run = _run_config(name)
         if unused := _given(args, FOR_DATA):
             raise IsolossError(
-                f"{args.model} is measured on its run's language, masked as in its training: leave out "
+                f"{name} is measured on its run's language, masked as in its training: leave out "
                 f"{', '.join(unused)}, or add --data"
             )
-        return inputs.language_inputs(found[0].config, num_inputs=args.num_inputs, seed=args.seed)
-    if loaded.kind == "causal" and (unused := _given(args, FOR_MASKED)):
-        raise IsolossError(f"{args.model} predicts next tokens and has none hidden: leave out {', '.join(unused)}")
+        return inputs.language_inputs(config_of_run, num_inputs=args.num_inputs, seed=args.seed)
+    if kind == "causal" and (unused := _given(args, FOR_MASKED)):
+        raise IsolossError(f"{name} predicts next tokens and has none hidden: leave out {', '.join(unused)}")
     return inputs.read_inputs(
         args.data,
-        checkpoint=args.model,
+        checkpoint=name,
         tokenizer=args.tokenizer,
-        config=loaded.model.config,
-        kind=loaded.kind,
+        config=config,
+        kind=kind,
         length=args.length,
         num_inputs=args.num_inputs,
         masking=ObjectiveConfig(masking=args.masking, fraction=args.fraction),
@@ -166,30 +397,16 @@ def _inputs(args: Args, loaded: Loaded) -> Inputs:
     )
 
 
+def _run_config(name: str) -> TrainConfig:
+    found = checkpoint_of(Path(name))
+    if found is None:
+        raise IsolossError(
+            f"{name} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
+            "text or a .npy file of token ids"
+        )
+    return found[0].config
+
+
 def _given(args: Args, names: tuple[str, ...]) -> list[str]:
     """Return those of the options that have another value than their default."""
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != getattr(Args, name)]
-
-
-def _print(args: Args, trace: Estimate) -> None:
-    details = trace.details
-    common.say(f"trace of the Fisher: {trace}")
-    relative = f", {100 * trace.stderr / trace.value:.1f} % of the value" if trace.value > 0 else ""
-    low, high = (rounded(end, trace.stderr).split(" ±")[0] for end in trace.ci95)
-    common.say(
-        f"  95 % interval {low} to {high}{relative} (standard error over {trace.samples:,} {details['clusters']})"
-    )
-    common.say(
-        f"  {trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
-        f"{details['num_parameters']:,} parameters, {details['predicts']}"
-    )
-    common.say(
-        f"  {trace.method}, {trace.num_probes} per token; {details['device']}, {details['dtype']}, "
-        f"attention {details['attention']}; {trace.seconds:.1f} s"
-    )
-    if details["parameters_without_gradient"]:
-        common.say(f"  parameters without gradient: {', '.join(details['parameters_without_gradient'])}")
-    if args.by_parameter and trace.by_parameter:
-        rows = sorted(trace.by_parameter.items(), key=lambda item: -item[1])
-        cells = [(name, f"{share:.6g}", f"{100 * share / trace.value:.2f} %") for name, share in rows]
-        common.print_table("\nby parameter", ("parameter", "nats per predicted token", "share"), cells)

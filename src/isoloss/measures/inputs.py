@@ -63,6 +63,22 @@ class Inputs:
     num_predicted: int
     description: str
 
+    def shuffled(self, seed: int) -> Inputs:
+        """Return the same sequences in random order, those of a document together.
+
+        A measurement that ends before its inputs do is of a random part of them only in such an order.
+
+        Args:
+            seed: Decides the order.
+        """
+        whole = {name: torch.cat([batch[name] for batch in self.batches]) for name in self.batches[0]}
+        ids = whole.get("documents", torch.arange(self.num_sequences))
+        groups = torch.unique_consecutive(ids, return_inverse=True)[1]
+        places = torch.randperm(int(groups[-1]) + 1, generator=generator(seed, "order"))
+        rows = places[groups].argsort(stable=True)
+        shuffled = {name: value[rows] for name, value in whole.items()}
+        return replace(self, batches=_cut(shuffled, len(self.batches[0]["labels"])))
+
     def cut(self, batch_size: int) -> Inputs:
         """Return the same sequences in the same order, in batches of `batch_size`.
 

@@ -3,7 +3,11 @@
 import itertools
 import json
 import math
+import os
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -361,6 +365,7 @@ def test_the_estimate_says_what_was_done_and_survives_json():
         "predicts": "masked tokens",
         "sequences": 8,
         "clusters": "sequences",
+        "processes": 1,
         "seed": 5,
         "ended": "end of the batches",
         "positions_gathered": "before the head",
@@ -507,6 +512,54 @@ def test_cross_terms_of_the_empirical_fisher_vanish_over_all_signs(monkeypatch):
         loss = nn.functional.cross_entropy(logits, batch["labels"][i, t])
         norms.append(sum(float(g.square().sum()) for g in torch.autograd.grad(loss, list(model.parameters()))))
     assert math.fsum(values) / 8 == pytest.approx(sum(norms) / 6, rel=1e-10)
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+WORKER = """
+import json, sys
+import torch, torch.distributed as dist
+from test_fisher import bert, rows
+from isoloss.measures.flatness import fisher_trace
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+rank = dist.get_rank()
+batch = {name: value[40 * rank : 40 * rank + 40] for name, value in rows(80, 4, 7).items()}
+print(json.dumps(fisher_trace(bert(7), [batch], seed=3, distributed=True).to_dict()))
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_have_the_estimate_over_all_sequences(tmp_path, monkeypatch):
+    meeting, here = tmp_path / "meeting", Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": str(here), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, meeting, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    outputs = [worker.communicate(timeout=300) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    first, second = (Estimate.from_dict(json.loads(out)) for out, _ in outputs)
+    assert (first.value, first.stderr, first.by_parameter) == (second.value, second.stderr, second.by_parameter)
+    assert (first.samples, first.num_inputs, first.details["processes"]) == (80, 80, 2)
+    # the same in one process, whose second half has the places of a second process's sequences
+    draw = probes.random_signs
+
+    def signs(shape, device, seed, purpose, sequence, probe):
+        return draw(shape, device, seed, purpose, sequence if sequence < 40 else (1 << 40) + sequence - 40, probe)
+
+    monkeypatch.setattr(probes, "random_signs", signs)
+    alone = fisher_trace(bert(7), cut(rows(80, 4, 7), [40, 40]), seed=3)
+    assert first.value == pytest.approx(alone.value, rel=1e-12)
+    assert first.stderr == pytest.approx(alone.stderr, rel=1e-12)
+
+
+def test_distributed_without_processes_is_refused():
+    refuses("torch.distributed has no process group", bert(), [rows(4, 4, 3)], distributed=True)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,23 @@
 """Flatness of a model at its weights: how fast the loss rises around them."""
 
 from isoloss.measures.flatness.fisher import empirical_fisher_trace, fisher_trace
+from isoloss.measures.flatness.hessian import hessian_trace
 from isoloss.measures.flatness.measurement import InterruptedEstimate
+from isoloss.measures.flatness.norms import fisher_rao_norm, squared_parameter_norm, weighted_fisher_trace
+from isoloss.measures.flatness.sharpness import noise_sharpness, sam_sharpness
+from isoloss.measures.flatness.spectrum import SpectralDensity, largest_eigenvalues, spectral_density
 
-__all__ = ["InterruptedEstimate", "empirical_fisher_trace", "fisher_trace"]
+__all__ = [
+    "InterruptedEstimate",
+    "SpectralDensity",
+    "empirical_fisher_trace",
+    "fisher_rao_norm",
+    "fisher_trace",
+    "hessian_trace",
+    "largest_eigenvalues",
+    "noise_sharpness",
+    "sam_sharpness",
+    "spectral_density",
+    "squared_parameter_norm",
+    "weighted_fisher_trace",
+]

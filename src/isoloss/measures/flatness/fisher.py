@@ -37,6 +37,7 @@ def fisher_trace(
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
     resume: Path | None = None,
+    distributed: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Estimate:
     """Estimate the trace of the Fisher matrix of the mean loss per predicted token.
@@ -79,6 +80,8 @@ def fisher_trace(
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters to sum over, by name; None: all trainable ones.
         resume: A file to go on from, and to write what has been summed to every half minute. It is removed at the end.
+        distributed: Whether each process of the torch.distributed group measures batches of its own; every one gets the
+            estimate over all of them. A process's signs are other ones than another's.
         progress: Called with the number of sequences done after each batch.
 
     Returns:
@@ -87,8 +90,8 @@ def fisher_trace(
 
     Raises:
         IsolossError: Dropout is on, no parameter is trainable, there are no batches, a batch predicts nothing or does
-            not fit the model, a logit or gradient is not finite, there are fewer than two clusters, or `resume` is of
-            another measurement.
+            not fit the model, a logit or gradient is not finite, there are fewer than two clusters, `resume` is of
+            another measurement, or it is to be distributed without a process group or with `rtol` or `seconds`.
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
@@ -107,7 +110,7 @@ def fisher_trace(
     if method not in _METHODS:
         raise IsolossError(f"method is {method!r}; it is one of {', '.join(_METHODS)}")
     source = _METHODS[method](model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
-    return Measurement(model, source).run(batches, stopping, resume=resume, progress=progress)
+    return Measurement(model, source, distributed=distributed).run(batches, stopping, resume=resume, progress=progress)
 
 
 def empirical_fisher_trace(
@@ -121,6 +124,7 @@ def empirical_fisher_trace(
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
     resume: Path | None = None,
+    distributed: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Estimate:
     """Estimate the trace of the empirical Fisher: the mean of `||grad_theta log f(x)_y||^2` at the given labels y.
@@ -136,7 +140,7 @@ def empirical_fisher_trace(
     """
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     source = Observed(model, seed=seed, causal=causal, parameters=parameters)
-    return Measurement(model, source).run(batches, stopping, resume=resume, progress=progress)
+    return Measurement(model, source, distributed=distributed).run(batches, stopping, resume=resume, progress=progress)
 
 
 class _Ghost(abc.ABC):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from isoloss.errors import IsolossError
@@ -18,6 +19,7 @@ from isoloss.measures.flatness.record import Place, Record
 from isoloss.measures.flatness.tally import Shares, Tally
 
 UNIT = "nats per predicted token"
+_OF_A_PROCESS = 1 << 40  # sequences; a process's own have places in the stream that no other process's have
 _FIRST_LOOK = 64  # clusters, before any rule may end a measurement early
 
 
@@ -106,10 +108,18 @@ class Measurement:
     Args:
         model: What is measured.
         source: Where its squared norms come from.
+        distributed: Whether every process of the torch.distributed group measures batches of its own, and all get the
+            result of all.
+
+    Raises:
+        IsolossError: It is to be distributed, and torch.distributed has no process group.
     """
 
-    def __init__(self, model: nn.Module, source: Source) -> None:
-        self._model, self._source = model, source
+    def __init__(self, model: nn.Module, source: Source, *, distributed: bool = False) -> None:
+        if distributed and not (dist.is_available() and dist.is_initialized()):
+            raise IsolossError("distributed is set, but torch.distributed has no process group: start it with torchrun")
+        self._model, self._source, self._distributed = model, source, distributed
+        self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
         self._tally = Tally(len(source.names), source.num_controls)
         self._place = Place()
 
@@ -128,8 +138,14 @@ class Measurement:
         """Measure until the batches end or `stopping` says so; arguments, result and errors as for `fisher_trace`."""
         if isinstance(batches, Mapping):
             raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
+        if self._distributed and (stopping.rtol is not None or stopping.seconds is not None):
+            raise IsolossError(
+                "rtol and seconds do not end all processes alike: leave them out where it is distributed"
+            )
         source = self._source
         identity = {"method": source.method, "probes": source.num_probes, "seed": source.seed, "causal": source.causal}
+        if self._distributed:
+            identity["first sequence"] = self._first
         with source:
             record = None if resume is None else Record(resume, self._model, source.names, identity)
             try:
@@ -140,6 +156,8 @@ class Measurement:
                 raise InterruptedEstimate(self._estimate("interrupted")) from interruption
             if not self._place.batches:
                 raise IsolossError("there are no batches, so there is nothing to measure")
+            if self._distributed:
+                self._gather()
             result = self._estimate(reason)
             if record is not None:
                 record.remove()
@@ -189,7 +207,7 @@ class Measurement:
             raise IsolossError(f"batch {place.batches}: all batches have `documents`, or none has")
         try:
             norms = self._source.measure(
-                {name: value for name, value in batch.items() if name != "documents"}, place.sequences
+                {name: value for name, value in batch.items() if name != "documents"}, self._first + place.sequences
             )
         except IsolossError as error:
             raise IsolossError(f"batch {place.batches}: {error}") from error
@@ -206,6 +224,20 @@ class Measurement:
             positions=place.positions + int(norms.positions.sum()),
             by_document=documents is not None,
             seconds=place.seconds,
+        )
+
+    def _gather(self) -> None:
+        """Put together what the processes summed."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (self._place, self._tally))
+        places, tallies = [place for place, _ in found], [tally for _, tally in found]
+        self._tally = Tally.merged(tallies)
+        self._place = replace(
+            self._place,
+            batches=sum(place.batches for place in places),
+            sequences=sum(place.sequences for place in places),
+            positions=sum(place.positions for place in places),
+            seconds=max(place.seconds for place in places),
         )
 
     def _estimate(self, reason: str) -> Estimate:
@@ -227,6 +259,7 @@ class Measurement:
                 **described(self._model, counted, causal=source.causal),
                 "sequences": self._place.sequences,
                 "clusters": "documents" if self._place.by_document else "sequences",
+                "processes": dist.get_world_size() if self._distributed else 1,
                 "seed": source.seed,
                 "ended": reason,
                 **source.details(),

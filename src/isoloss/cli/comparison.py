@@ -1,0 +1,103 @@
+"""Several models' flatness as people read it: tables and a verdict."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isoloss.cli import common
+from isoloss.estimate import rounded
+
+if TYPE_CHECKING:
+    from isoloss.estimate import Estimate
+    from isoloss.measures.flatness.compare import Comparison, Pair
+
+_SURE = 0.975  # the probability from which the verdict names a model
+
+
+def print_tables(found: Comparison) -> None:
+    """Print the models, their differences where there are several, what they rest on, and a verdict."""
+    short = short_names([model.name for model in found.models])
+    rows = [
+        (
+            short[model.name],
+            f"{model.trace.details['num_parameters']:,}",
+            rounded(model.loss.value, model.loss.stderr),
+            rounded(model.trace.value, model.trace.stderr),
+            _probability(model.flattest),
+        )
+        for model in found.models
+    ]
+    trace = found.models[0].trace
+    common.print_table(
+        "loss and trace of the Fisher, nats per predicted token",
+        ("model", "parameters", "loss", "trace", "probability of being the flattest"),
+        rows,
+    )
+    if found.pairs:
+        differences = [
+            (
+                f"{short[pair.first]} less {short[pair.second]}",
+                rounded(pair.loss.value, pair.loss.stderr),
+                rounded(pair.trace.value, pair.trace.stderr),
+                interval(pair.trace),
+                f"{pair.ratio:.3f}",
+                "{:.3f} to {:.3f}".format(*pair.ratio_ci95),
+            )
+            for pair in found.pairs
+        ]
+        common.print_table(
+            "\ndifferences, paired by input",
+            ("", "loss", "trace", "95 % interval", "ratio of traces", "95 % interval"),
+            differences,
+        )
+    common.say(
+        f"\n{trace.num_inputs:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard error "
+        f"over {trace.samples:,} {trace.details['clusters']}"
+    )
+    if found.pairs:
+        common.say(_verdict(found, short))
+
+
+def _verdict(found: Comparison, short: dict[str, str]) -> str:
+    """Say in one sentence which model is the flattest, and in another what the losses do to this."""
+    best, second = found.ranking[:2]
+    pair = found.pair(best, second)
+    chance = next(model.flattest for model in found.models if model.name == best)
+    if chance >= _SURE:
+        sentences = [
+            f"{short[best]} is the flattest, with probability {_probability(chance)}: the next, {short[second]}, has "
+            f"{_ratio_of(pair, second)} times its trace."
+        ]
+    else:
+        sentences = [
+            f"Which one is the flattest is open: {short[best]} has the smallest trace with probability "
+            f"{_probability(chance)}, and more inputs would tell."
+        ]
+    low, high = pair.loss.ci95
+    if low > 0 or high < 0:
+        sentences.append("The two also differ in loss, so they are not compared at the same loss.")
+    return " ".join(sentences)
+
+
+def _probability(share: float) -> str:
+    if 0.001 <= share <= 0.999:
+        return f"{share:.3f}"
+    return "above 0.999" if share > 0.5 else "below 0.001"
+
+
+def _ratio_of(pair: Pair, name: str) -> str:
+    return f"{pair.ratio if pair.first == name else 1 / pair.ratio:.3g}"
+
+
+def short_names(names: list[str]) -> dict[str, str]:
+    """Return each name without the folders that all have in common."""
+    shared = len(Path(os.path.commonpath(names)).parts) if len({Path(name).is_absolute() for name in names}) == 1 else 0
+    return {name: str(Path(*Path(name).parts[shared:])) if len(Path(name).parts) > shared else name for name in names}
+
+
+def interval(estimate: Estimate) -> str:
+    """Return the two ends of the 95 % interval, with as many digits as the error has."""
+    low, high = (rounded(end, estimate.stderr).split(" ±")[0] for end in estimate.ci95)
+    return f"{low} to {high}"

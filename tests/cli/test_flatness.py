@@ -1,0 +1,308 @@
+"""`isoloss flatness` as a user meets it: several models, stopping, resuming, interruptions, and what it refuses."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from isoloss.cli import comparison
+from isoloss.cli.main import main
+from isoloss.measures.flatness import InterruptedEstimate, fisher, fisher_trace
+from isoloss.measures.flatness.compare import compare
+
+VOCAB = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Causal checkpoints a, b (near to a) and c (wider), a masked one, and token ids."""
+    path = tmp_path_factory.mktemp("checkpoints")
+    for name, size in (("a", 16), ("c", 32)):
+        llama(size).save_pretrained(path / name)
+    near = llama(16)
+    with torch.no_grad():
+        for parameter in near.parameters():
+            parameter += 0.002
+    near.save_pretrained(path / "b")
+    torch.manual_seed(1)
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    BertForMaskedLM(config).save_pretrained(path / "bert")
+    np.save(path / "ids.npy", np.random.default_rng(0).integers(0, VOCAB, (200, 8)))
+    return path
+
+
+def llama(size, vocab=VOCAB):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": size, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab, max_position_embeddings=16, **sizes)).eval()
+
+
+def call(capsys, *words, status=0):
+    """What a call prints on stdout and stderr."""
+    capsys.readouterr()
+    assert main(["flatness", *map(str, words)]) == status
+    return capsys.readouterr()
+
+
+def refusal(capsys, *words):
+    out, err = call(capsys, *words, status=2)
+    assert out == ""
+    *notes, sentence = err.splitlines()
+    assert sentence.startswith("isoloss flatness: ")
+    assert not any(note.startswith(("isoloss", "Traceback")) for note in notes)
+    return sentence
+
+
+# --- one model -------------------------------------------------------------------------------------------------------
+
+
+def test_the_output_says_what_was_measured(capsys, folder):
+    out, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--by-parameter", "--batch-size", "30")
+    assert "LlamaForCausalLM, causal; all 200 sequences of 8 tokens" in err
+    lines = out.splitlines()
+    assert lines[0].startswith("trace of the Fisher: ")
+    assert lines[1].endswith("over 200 sequences")
+    assert "1,400 predicted tokens in 200 sequences" in lines[2]
+    assert "fisher, labels integrated out, 1 sign vector per token; cpu, float32, attention sdpa" in lines[3]
+    assert "model.embed_tokens.weight" in out
+
+
+def test_a_tolerance_stops_early_or_says_that_it_was_not_reached(capsys, folder):
+    words = (folder / "a", "--data", folder / "ids.npy", "--batch-size", "16")
+    stopped = json.loads(call(capsys, *words, "--rtol", "0.5", "--json").out)["fisher_trace"]
+    assert stopped["details"]["ended"] == "rtol"
+    assert stopped["details"]["sequences"] == 64
+    assert "above --rtol 1e-06: give more --num-inputs" in call(capsys, *words, "--rtol", "1e-6").out
+    timed = json.loads(call(capsys, *words, "--seconds", "1e-9", "--json").out)["fisher_trace"]
+    assert (timed["details"]["ended"], timed["samples"]) == ("seconds", 64)
+
+
+def test_inputs_come_in_random_order_where_it_may_stop_early(capsys, folder, tmp_path):
+    ids = np.load(folder / "ids.npy")
+    np.save(tmp_path / "ids.npy", np.concatenate([np.zeros_like(ids), ids]))  # the first half is all one token
+    words = (folder / "a", "--data", tmp_path / "ids.npy", "--batch-size", "64", "--json")
+    whole = json.loads(call(capsys, *words).out)["fisher_trace"]
+    part = json.loads(call(capsys, *words, "--seconds", "1e-9").out)["fisher_trace"]
+    assert part["details"]["sequences"] == 64
+    assert abs(part["value"] - whole["value"]) < 3 * part["stderr"]
+    order = json.loads(call(capsys, folder / "a", "--data", tmp_path / "ids.npy", "--num-inputs", "400", "--json").out)
+    assert order["fisher_trace"]["value"] == whole["value"]
+
+
+def test_it_resumes_from_its_file(capsys, folder, tmp_path, monkeypatch):
+    from isoloss.measures.flatness import record
+
+    monkeypatch.setattr(record, "_EVERY_SECONDS", 0.0)
+    words = (folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--json", "--resume", tmp_path / "half")
+    whole = json.loads(call(capsys, *words[:-2]).out)["fisher_trace"]
+    calls = []
+    measure = fisher.Integrated.measure
+
+    def stop(self, batch, first):
+        calls.append(first)
+        if first == 100:
+            raise KeyboardInterrupt
+        return measure(self, batch, first)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fisher.Integrated, "measure", stop)
+        partial = json.loads(call(capsys, *words, status=130).out)
+    assert partial["interrupted"]
+    assert partial["fisher_trace"]["samples"] == 100
+    assert (tmp_path / "half").exists()
+    resumed = json.loads(call(capsys, *words).out)["fisher_trace"]
+    assert (resumed["value"], resumed["stderr"]) == (whole["value"], whole["stderr"])
+    assert not (tmp_path / "half").exists()
+
+
+def test_an_interruption_prints_the_estimate_so_far(capsys, folder, monkeypatch):
+    def stopped(model, batches, **_):
+        raise InterruptedEstimate(fisher_trace(model, batches[:1], causal=True))
+
+    import isoloss.measures.flatness as package
+
+    monkeypatch.setattr(package, "fisher_trace", stopped)
+    out, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", status=130)
+    assert "interrupted; the estimate from the first 50 sequences:" in err
+    assert "over 50 sequences" in out
+
+
+@pytest.mark.slow
+def test_a_trained_llama_agrees_with_plain_gradients_of_every_label(capsys, tmp_path, shared_data):
+    checkpoint = shared_data / "stories260K" / "hf"
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 512, (4, 4)))
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    parameters = list(model.parameters())
+    exact = []
+    for row in ids:
+        for log_p in model(row[None]).logits[0, :-1].log_softmax(dim=-1):
+            norms = [
+                sum(float((g * g).sum()) for g in torch.autograd.grad(value, parameters, retain_graph=True))
+                for value in log_p
+            ]
+            exact.append(float((log_p.detach().double().exp() * torch.tensor(norms, dtype=torch.float64)).sum()))
+    words = (checkpoint, "--data", tmp_path / "ids.npy", "--num-probes", "100", "--json")
+    values = [json.loads(call(capsys, *words, "--seed", seed).out)["fisher_trace"]["value"] for seed in range(8)]
+    # the inputs are fixed, so the seeds differ by their signs alone; 5.4 is the 99.9 % point of Student's t with 7
+    assert abs(np.mean(values) - np.mean(exact)) < 5.4 * np.std(values, ddof=1) / 8**0.5
+    assert np.std(values, ddof=1) < 0.1 * np.mean(exact)
+
+
+# --- several models --------------------------------------------------------------------------------------------------
+
+
+def test_several_models_are_compared_on_the_same_inputs(capsys, folder):
+    names = [str(folder / name) for name in "abc"]
+    document = json.loads(call(capsys, *names, "--data", folder / "ids.npy", "--json").out)
+    ids = torch.from_numpy(np.load(folder / "ids.npy"))
+    expected = compare({names[0]: llama(16), names[2]: llama(32)}, [{"input_ids": ids, "labels": ids}], causal=True)
+    for found, wanted in zip((document["models"][0], document["models"][2]), expected.models, strict=True):
+        assert found["trace"]["value"] == pytest.approx(wanted.trace.value, rel=1e-5)
+        assert found["loss"]["value"] == pytest.approx(wanted.loss.value, rel=1e-6)
+    assert [(pair["first"], pair["second"]) for pair in document["pairs"]] == [
+        (names[0], names[1]),
+        (names[0], names[2]),
+        (names[1], names[2]),
+    ]
+    assert sorted(document["ranking"]) == names
+    assert not document["interrupted"]
+
+
+def test_the_tables_use_short_names_and_end_with_a_verdict(capsys, folder, tmp_path):
+    figure = tmp_path / "figure.svg"
+    out, err = call(capsys, folder / "a", folder / "c", "--data", folder / "ids.npy", "--figure", figure)
+    lines = out.splitlines()
+    assert lines[1].split()[:2] == ["model", "parameters"]
+    assert [line.split()[0] for line in lines[2:4]] == ["a", "c"]
+    assert "a less c" in out
+    assert "1,400 predicted tokens in 200 sequences; ± is the standard error over 200 sequences" in out
+    assert lines[-1].startswith("a is the flattest, with probability above 0.999: the next, c, has ")
+    assert "differ in loss" not in lines[-1]  # two untrained models of the same words
+    assert figure.read_bytes().startswith(b"<?xml")
+    assert str(figure) in err
+
+
+def test_a_difference_in_loss_is_said(capsys, folder, tmp_path):
+    worse = llama(16)
+    with torch.no_grad():
+        worse.lm_head.weight *= 30
+    worse.save_pretrained(tmp_path / "worse")
+    out, _ = call(capsys, folder / "a", tmp_path / "worse", "--data", folder / "ids.npy")
+    assert "The two also differ in loss, so they are not compared at the same loss." in out
+
+
+def test_models_that_cannot_be_told_apart_are_said_so(capsys, folder, tmp_path):
+    llama(16).save_pretrained(tmp_path / "same")
+    out, _ = call(capsys, folder / "a", tmp_path / "same", "--data", folder / "ids.npy")
+    assert "Which one is the flattest is open" in out
+    assert "probability 0.500" in out
+    assert "differ in loss" not in out
+
+
+def test_an_interrupted_comparison_prints_what_is_done(capsys, folder, monkeypatch):
+    measure = fisher.Integrated.measure
+    widths = []
+
+    def stop(self, batch, first):
+        widths.append(len(self.names))
+        if len(widths) == 12:  # four batches a model: the last one of the third
+            raise KeyboardInterrupt
+        return measure(self, batch, first)
+
+    monkeypatch.setattr(fisher.Integrated, "measure", stop)
+    words = [folder / name for name in "abc"]
+    out, err = call(capsys, *words, "--data", folder / "ids.npy", "--batch-size", "50", status=130)
+    assert "a less b" in out
+    assert f"trace of the Fisher of {folder / 'c'} so far: " in out
+    assert f"interrupted while {folder / 'c'} was measured" in err
+    widths.clear()
+    words = [*words, "--data", folder / "ids.npy", "--batch-size", "50", "--json"]
+    document = json.loads(call(capsys, *words, status=130).out)
+    assert document["interrupted"]
+    assert len(document["models"]) == 2
+    assert document["partial"]["fisher_trace"]["samples"] == 150
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_models_without_a_common_meaning_are_refused(capsys, folder, tmp_path):
+    data = ("--data", folder / "ids.npy")
+    assert "hidden ones" in refusal(capsys, folder / "a", folder / "bert", *data)
+    llama(16, vocab=21).save_pretrained(tmp_path / "more")
+    assert "a vocabulary of 20 tokens" in refusal(capsys, folder / "a", tmp_path / "more", *data)
+    assert "named twice" in refusal(capsys, folder / "a", folder / "a", *data)
+    for name, order in (("first", 1), ("other", -1)):
+        llama(16).save_pretrained(tmp_path / name)
+        words = {word: i for i, word in enumerate([f"w{i}" for i in range(VOCAB)][::order])}
+        backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(tmp_path / name)
+    assert "different tokenizers" in refusal(capsys, tmp_path / "first", tmp_path / "other", *data)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % VOCAB}" for i in range(400)))
+    out, _ = call(capsys, tmp_path / "first", folder / "a", "--data", text, "--length", "8")
+    assert "first" in out
+
+
+def test_checkpoints_of_runs_are_compared_on_the_language_they_share(capsys, tmp_path):
+    for name, masking in (("x", "one"), ("y", "fraction")):
+        words = ["train", str(tmp_path / name), "--language", "pcfg-laptop", "--size", "d16", "--masking", masking]
+        assert main([*words, "--steps", "4", "--checkpoints", "2", "--batch-size", "4", "--threads", "1"]) == 0
+    x, y = (tmp_path / name / "checkpoints" for name in "xy")
+    document = json.loads(call(capsys, x / "step-2", x / "step-4", "--num-inputs", "32", "--json").out)
+    alone = json.loads(call(capsys, x / "step-4", "--num-inputs", "32", "--json").out)["fisher_trace"]
+    assert document["models"][1]["trace"]["value"] == alone["value"]
+    assert "different languages or objectives" in refusal(capsys, x / "step-2", y / "step-2")
+    shutil.copytree(x / "step-2", tmp_path / "alone")
+    assert "is not a checkpoint of a run" in refusal(capsys, x / "step-2", tmp_path / "alone")
+
+
+def test_options_without_a_meaning_are_refused(capsys, folder, tmp_path):
+    one, data = (folder / "a",), ("--data", folder / "ids.npy")
+    several = (folder / "a", folder / "b")
+    assert "--figure shows several models" in refusal(capsys, *one, *data, "--figure", "x.png")
+    assert "must end in .png, .svg, .pdf" in refusal(capsys, *several, *data, "--figure", "x.gif")
+    assert "--resume, --by-parameter: only for one model" in refusal(
+        capsys, *several, *data, "--resume", tmp_path / "x", "--by-parameter"
+    )
+    assert "--batch-size is 0" in refusal(capsys, *one, *data, "--batch-size", "0")
+    assert "rtol is 2" in refusal(capsys, *one, *data, "--rtol", "2")
+    assert "no checkpoint is named" in refusal(capsys, *data)
+
+
+def test_bad_models_get_one_sentence(capsys, folder, tmp_path):
+    data = ("--data", folder / "ids.npy")
+    broken = llama(16)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    broken.save_pretrained(tmp_path / "nan")
+    assert "NaN or infinite" in refusal(capsys, tmp_path / "nan", *data)
+    config = BertConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    assert "language-modelling head" in refusal(capsys, tmp_path / "classifier", *data)
+
+
+def test_short_names_leave_out_what_all_share():
+    assert comparison.short_names(["runs/x/step-1", "runs/x/step-2"]) == {
+        "runs/x/step-1": "step-1",
+        "runs/x/step-2": "step-2",
+    }
+    assert comparison.short_names(["a/b", "c"]) == {"a/b": "a/b", "c": "c"}
+    assert comparison.short_names(["/x/run", "/x/run/deeper"]) == {"/x/run": "/x/run", "/x/run/deeper": "deeper"}
+    assert comparison.short_names(["/x/a", "b"]) == {"/x/a": "/x/a", "b": "b"}
