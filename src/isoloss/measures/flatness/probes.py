@@ -73,10 +73,10 @@ def random_signs(
 class Controls:
     """Control variates of one batch: what the cotangents give less what they give on average, by sequence.
 
-    Both are squared norms of a part of the gradient that has a closed form. With g_r = W^T u_r the cotangent of the
-    decoder's input h_r at position r, and h~ = (h, 1):
+    Both are squared norms of a part of each position's gradient that has a closed form. With g_r = W^T u_r the
+    cotangent of the decoder's input h_r at position r, and h~ = (h, 1):
 
-    - `|sum_r u_r h~_r^T|^2`, the decoder's own gradient, with the mean `sum_r |h~_r|^2 (1 - sum_c p_c^2)`;
+    - `sum_r |u_r h~_r^T|^2`, the decoder's own gradients, with the mean `sum_r |h~_r|^2 (1 - sum_c p_c^2)`;
     - `sum_r |g_r|^2`, what reaches the layers below, with the mean `sum_r (sum_c p_c |w_c|^2 - |sum_c p_c w_c|^2)`.
 
     Args:
@@ -92,8 +92,8 @@ class Controls:
     def __init__(
         self, root_p: torch.Tensor, hidden: torch.Tensor, decoder: Decoder, rows: torch.Tensor, num_sequences: int
     ) -> None:
-        self._hidden = torch.nn.functional.pad(hidden.to(root_p.dtype), (0, 1), value=1.0)
-        self._rows, self._counts = rows, torch.bincount(rows, minlength=num_sequences)
+        self._rows, self._num_sequences = rows, num_sequences
+        self._squares = 1 + hidden.to(root_p.dtype).square().sum(dim=1)
         weight = decoder.weight.to(root_p.dtype)
         squares = weight.square().sum(dim=1)
         below, above = [], []
@@ -101,26 +101,17 @@ class Controls:
             p = part.square()
             above.append(1 - p.square().sum(dim=1))
             below.append(p @ squares - (p @ weight).square().sum(dim=1))
-        own = self._hidden.square().sum(dim=1) * torch.cat(above)
+        own = self._squares * torch.cat(above)
         self._means = torch.stack([self._by_sequence(own), self._by_sequence(torch.cat(below))], dim=1)
 
     def centred(self, cotangent: torch.Tensor, hidden_cotangent: torch.Tensor) -> torch.Tensor:
         """Return (B, 2) float64: the control variates of cotangents (m, V) and W^T u (m, d), less their means."""
-        counts = self._counts.tolist()
-        if max(counts) == 1:
-            own = self._by_sequence(cotangent.square().sum(dim=1) * self._hidden.square().sum(dim=1))
-        else:
-            own = torch.stack(
-                [
-                    ((u @ u.T) * (h @ h.T)).double().sum()
-                    for u, h in zip(torch.split(cotangent, counts), torch.split(self._hidden, counts), strict=True)
-                ]
-            )
+        own = self._by_sequence(cotangent.square().sum(dim=1) * self._squares)
         below = self._by_sequence(hidden_cotangent.to(cotangent.dtype).square().sum(dim=1))
         return torch.stack([own, below], dim=1) - self._means
 
     def _by_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        sums = torch.zeros(len(self._counts), dtype=torch.float64, device=values.device)
+        sums = torch.zeros(self._num_sequences, dtype=torch.float64, device=values.device)
         return sums.index_add_(0, self._rows.to(values.device), values.double())
 
 
