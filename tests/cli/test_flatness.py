@@ -21,6 +21,7 @@ from isoloss.cli import comparison
 from isoloss.cli.main import main
 from isoloss.measures.flatness import InterruptedEstimate, fisher, fisher_trace
 from isoloss.measures.flatness.compare import compare
+from isoloss.measures.flatness.tally import Shares
 
 VOCAB = 20
 
@@ -306,3 +307,11 @@ def test_short_names_leave_out_what_all_share():
     assert comparison.short_names(["a/b", "c"]) == {"a/b": "a/b", "c": "c"}
     assert comparison.short_names(["/x/run", "/x/run/deeper"]) == {"/x/run": "/x/run", "/x/run/deeper": "deeper"}
     assert comparison.short_names(["/x/a", "b"]) == {"/x/a": "/x/a", "b": "b"}
+
+
+def test_a_sequence_that_decides_the_error_is_told(capsys, folder, monkeypatch):
+    words = (folder / "a", "--data", folder / "ids.npy", "--num-inputs", 64)
+    assert "squared error" not in call(capsys, *words).out
+    monkeypatch.setattr(Shares, "leading", 0.92)
+    assert "one of the sequences makes up 92 % of the squared error" in call(capsys, *words).out
+    assert "squared error" not in call(capsys, *words[:-1], 31).out  # of so few, one may

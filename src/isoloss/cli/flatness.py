@@ -193,11 +193,20 @@ def _one(args: Args, name: str) -> int:
     return 130 if interrupted else 0
 
 
+_FEW = 32  # clusters, of which one may well make up much of the error
+_LEADING = 0.25  # of the squared error: more than one cluster should make up
+
+
 def _print(args: Args, trace: Estimate) -> None:
     details = trace.details
     common.say(f"trace of the Fisher: {trace}")
     relative = f"; the error is {100 * trace.stderr / trace.value:.1f} % of the value" if trace.value > 0 else ""
     common.say(f"  95 % interval {comparison.interval(trace)}{relative}, over {trace.samples:,} {details['clusters']}")
+    if trace.samples >= _FEW and details["leading_cluster"] > _LEADING:
+        common.say(
+            f"  one of the {details['clusters']} makes up {100 * details['leading_cluster']:.0f} % of the squared error: its "
+            "kind is too rare here for the error to be right; measure more"
+        )
     common.say(
         f"  {trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
         f"{details['num_parameters']:,} parameters, {details['predicts']}"

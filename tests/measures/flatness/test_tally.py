@@ -128,6 +128,15 @@ def test_influence_gives_the_error_of_a_difference():
     assert float(first.influence.std() / math.sqrt(101)) == pytest.approx(first.stderr, rel=1e-12)
 
 
+def test_a_cluster_that_decides_the_error_is_seen():
+    _, m, d = random_rows(101)
+    a = m[:, None] * (1 + torch.linspace(-1, 1, 101, dtype=torch.float64)[:, None] ** 3)
+    assert filled(a, m, d).shares().leading < 0.2
+    a[17] *= 1000
+    assert filled(a, m, d).shares().leading > 0.9
+    assert filled(torch.ones(10, 1), torch.ones(10), d[:10]).shares().leading == 0.0
+
+
 def test_goes_on_from_its_state():
     a, m, d = random_rows(101)
     documents = torch.arange(101) // 2

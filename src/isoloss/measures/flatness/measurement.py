@@ -258,6 +258,7 @@ class Measurement:
             details={
                 **described(self._model, counted, causal=source.causal),
                 "sequences": self._place.sequences,
+                "leading_cluster": shares.leading,
                 "clusters": "documents" if self._place.by_document else "sequences",
                 "processes": dist.get_world_size() if self._distributed else 1,
                 "seed": source.seed,

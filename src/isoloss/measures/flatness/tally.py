@@ -37,6 +37,15 @@ class Shares:
     by_parameter_stderr: torch.Tensor
     influence: torch.Tensor
 
+    @property
+    def leading(self) -> float:
+        """The largest cluster's part of the squared error, from 0 to 1.
+
+        Near 1 a single cluster decides the error, and clusters like it are too rare in these data for it to be right.
+        """
+        squares = self.influence.square()
+        return float(squares.max() / squares.sum()) if bool(squares.any()) else 0.0
+
 
 class Tally:
     r"""A running record of squared gradient norms by cluster: consecutive sequences of one document, or one sequence.
