@@ -203,9 +203,10 @@ def _print(args: Args, trace: Estimate) -> None:
     relative = f"; the error is {100 * trace.stderr / trace.value:.1f} % of the value" if trace.value > 0 else ""
     common.say(f"  95 % interval {comparison.interval(trace)}{relative}, over {trace.samples:,} {details['clusters']}")
     if trace.samples >= _FEW and details["leading_cluster"] > _LEADING:
+        part = f"{100 * details['leading_cluster']:.0f} %"
         common.say(
-            f"  one of the {details['clusters']} makes up {100 * details['leading_cluster']:.0f} % of the squared error: its "
-            "kind is too rare here for the error to be right; measure more"
+            f"  one of the {details['clusters']} makes up {part} of the squared error: "
+            "its kind is too rare here for the error to be right; measure more"
         )
     common.say(
         f"  {trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
