@@ -31,6 +31,8 @@ class Estimate:
         seconds: Wall-clock time, or None where it was not taken.
         by_parameter: Share of `value` by parameter name, in `unit`, where the measure splits.
         by_parameter_stderr: The standard error of each share, in `unit`.
+        by_layer: Share of `value` by layer, in `unit`: sums of `by_parameter`.
+        by_layer_stderr: Their standard errors, in `unit`.
         details: What else was decided: device, dtype, attention kernel, parameters counted, positions, seed.
 
     Example:
@@ -52,6 +54,8 @@ class Estimate:
     seconds: float | None = None
     by_parameter: Mapping[str, float] | None = None
     by_parameter_stderr: Mapping[str, float] | None = None
+    by_layer: Mapping[str, float] | None = None
+    by_layer_stderr: Mapping[str, float] | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -315,3 +315,11 @@ def test_a_sequence_that_decides_the_error_is_told(capsys, folder, monkeypatch):
     monkeypatch.setattr(Shares, "leading", 0.92)
     assert "one of the sequences makes up 92 % of the squared error" in call(capsys, *words).out
     assert "squared error" not in call(capsys, *words[:-1], 31).out  # of so few, one may
+
+
+def test_shares_by_layer_add_up(capsys, folder):
+    words = (folder / "a", "--data", folder / "ids.npy", "--num-inputs", 64)
+    document = json.loads(call(capsys, *words, "--json").out)["fisher_trace"]
+    assert sum(document["by_layer"].values()) == pytest.approx(document["value"], rel=1e-12)
+    table = call(capsys, *words, "--by-layer").out
+    assert all(layer in table for layer in ("by layer", "model.layers.0", "model.embed_tokens", "model.norm"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,8 @@ class Args:
     """Attention kernel."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
+    by_layer: bool = False
+    """Print the share of each layer."""
     by_parameter: bool = False
     """For one model: print the share of each parameter."""
     figure: Path | None = None
@@ -93,7 +96,7 @@ class Args:
 
 FOR_MASKED = ("masking", "fraction", "mask_id")  # options that say which tokens are hidden
 FOR_DATA = ("tokenizer", "length", *FOR_MASKED)  # options that say how --data is read
-FOR_ONE = ("resume", "method", "by_parameter")  # options that have no meaning for several models
+FOR_ONE = ("resume", "method", "by_layer", "by_parameter")  # options that have no meaning for several models
 FIGURES = (".png", ".svg", ".pdf")
 
 
@@ -225,14 +228,16 @@ def _print(args: Args, trace: Estimate) -> None:
         common.say(f"  parameters without gradient: {', '.join(details['parameters_without_gradient'])}")
     if args.rtol is not None and trace.stderr > args.rtol * trace.value:
         common.say(f"  the error is above --rtol {args.rtol:g}: give more --num-inputs")
-    if args.by_parameter and trace.by_parameter:
-        errors = trace.by_parameter_stderr or {}
-        rows = sorted(trace.by_parameter.items(), key=lambda item: -item[1])
-        cells = [
-            (parameter, rounded(share, errors[parameter]), f"{100 * share / trace.value:.2f} %")
-            for parameter, share in rows
-        ]
-        common.print_table("\nby parameter", ("parameter", "nats per predicted token", "share"), cells)
+    if args.by_layer:
+        _print_shares("layer", trace, trace.by_layer or {}, trace.by_layer_stderr or {})
+    if args.by_parameter:
+        _print_shares("parameter", trace, trace.by_parameter or {}, trace.by_parameter_stderr or {})
+
+
+def _print_shares(part: str, trace: Estimate, shares: Mapping[str, float], errors: Mapping[str, float]) -> None:
+    rows = sorted(shares.items(), key=lambda item: -item[1])
+    cells = [(name, rounded(share, errors[name]), f"{100 * share / trace.value:.2f} %") for name, share in rows]
+    common.print_table(f"\nby {part}", (part, "nats per predicted token", "share"), cells)
 
 
 # --- several models --------------------------------------------------------------------------------------------------

@@ -115,3 +115,26 @@ def test_a_gradient_that_cancels_has_no_negative_norm():
 def test_a_parameter_is_a_matrix_or_a_vector():
     with pytest.raises(TypeError, match="by element"):
         squared_norms([Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 4)), Dense(torch.ones(1, 12))], 1)
+
+
+def test_separate_positions_leave_out_products_of_two_and_nothing_else():
+    draws = torch.Generator().manual_seed(0)
+    places = Places.of(torch.tensor([[True, True, False], [False, False, False], [True, True, True]]))
+    left, right = (torch.randn(5, n, generator=draws, dtype=torch.float64) for n in (7, 4))
+    index = torch.randint(7, (3, 6), generator=draws)
+    looked_up = torch.randn(3, 6, 4, generator=draws, dtype=torch.float64)
+    gathered, lookup = Outer(left, right, places), Outer(index, looked_up)
+    products = torch.zeros(3, dtype=torch.float64)
+    for r in range(5):
+        for s in range(5):
+            if r != s and places.rows[r] == places.rows[s]:
+                products[places.rows[r]] += (left[r] @ left[s]) * (right[r] @ right[s])
+    for uses in ([gathered], [gathered, lookup], [lookup, gathered]):
+        found = squared_norms(uses, 3, separate=True)
+        torch.testing.assert_close(found, squared_norms(uses, 3) - products, rtol=1e-10, atol=1e-10)
+    rows = Dense(left, places)
+    expected = torch.stack([left[:2].square().sum(), torch.zeros((), dtype=torch.float64), left[2:].square().sum()])
+    torch.testing.assert_close(squared_norms([rows], 3, separate=True), expected)
+    # two uses at one position share its cotangent, so their products stay
+    assert torch.equal(squared_norms([gathered, gathered], 3, separate=True), squared_norms([gathered, gathered], 3))
+    assert torch.equal(squared_norms([lookup], 3, separate=True), squared_norms([lookup], 3))

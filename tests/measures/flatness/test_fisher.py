@@ -215,6 +215,8 @@ def test_the_estimate_agrees_with_enumeration_on_the_same_inputs(name, method, o
         assert abs(e.value - mean) < 4 * e.stderr
         assert sum(e.by_parameter.values()) == pytest.approx(e.value, rel=1e-12)
         assert list(e.by_parameter_stderr) == list(e.by_parameter)
+        assert sum(e.by_layer.values()) == pytest.approx(e.value, rel=1e-12)
+        assert list(e.by_layer_stderr) == list(e.by_layer)
         assert all(0 <= error <= 2 * e.stderr for error in e.by_parameter_stderr.values())
         assert list(e.by_parameter) == [n for n, _ in model.named_parameters()]
         assert e.num_inputs == len(truth) == 64

@@ -137,6 +137,24 @@ def test_a_cluster_that_decides_the_error_is_seen():
     assert filled(torch.ones(10, 1), torch.ones(10), d[:10]).shares().leading == 0.0
 
 
+def test_groups_are_sums_of_parameters_with_errors_of_their_own():
+    a, m, d = random_rows(101, parameters=4)
+    grouped, summed = Tally(4, 2, [1, 0, 1, 0]), Tally(2, 2)
+    for part in (slice(0, 40), slice(40, 101)):
+        grouped.add(a[part], m[part], d[part])
+        summed.add(torch.stack([a[part, 1] + a[part, 3], a[part, 0] + a[part, 2]], dim=1), m[part], d[part])
+    found, expected = grouped.shares(), summed.shares()
+    np.testing.assert_allclose(found.by_group, expected.by_parameter, rtol=1e-10)
+    np.testing.assert_allclose(found.by_group_stderr, expected.by_parameter_stderr, rtol=1e-9)
+    assert found.value == pytest.approx(expected.value, rel=1e-12)
+    again = Tally.from_state({name: value.clone() for name, value in grouped.state().items()}).shares()
+    assert torch.equal(again.by_group_stderr, found.by_group_stderr)
+    halves = [Tally(4, 2, [1, 0, 1, 0]) for _ in range(2)]
+    for half, part in zip(halves, (slice(0, 48), slice(48, 101)), strict=True):
+        half.add(a[part], m[part], d[part])
+    np.testing.assert_allclose(Tally.merged(halves).shares().by_group, found.by_group, rtol=1e-10)
+
+
 def test_goes_on_from_its_state():
     a, m, d = random_rows(101)
     documents = torch.arange(101) // 2

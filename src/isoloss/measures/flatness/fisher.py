@@ -215,7 +215,7 @@ class Integrated(_Ghost):
             )
         places = range(first, first + len(positions))
         probes.integrated_(cotangent, positions, places, seed=self.seed, probe=probe)
-        norms = self._predictor.squared_norms(predictions, cotangent.to(predictions.logits.dtype))
+        norms = self._predictor.squared_norms(predictions, cotangent.to(predictions.logits.dtype), separate=True)
         if controls is None or norms.hidden_cotangent is None:
             return norms.by_parameter, None
         return norms.by_parameter, controls.centred(cotangent, norms.hidden_cotangent)
@@ -232,7 +232,9 @@ class Observed(_Ghost):
         cotangent = probes.root_probabilities(predictions.logits)
         places = range(first, first + len(positions))
         probes.observed_(cotangent, predictions.targets, positions, places, seed=self.seed)
-        return self._predictor.squared_norms(predictions, cotangent.to(predictions.logits.dtype)).by_parameter, None
+        return self._predictor.squared_norms(
+            predictions, cotangent.to(predictions.logits.dtype), separate=True
+        ).by_parameter, None
 
 
 class SampledLabels:

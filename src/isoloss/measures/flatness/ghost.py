@@ -139,13 +139,22 @@ class Predictor:
             predictions = self._run(read)
         return predictions
 
-    def squared_norms(self, predictions: Predictions, cotangent: torch.Tensor) -> SquaredNorms:
+    def squared_norms(
+        self, predictions: Predictions, cotangent: torch.Tensor, *, separate: bool = False
+    ) -> SquaredNorms:
         """Return the squared norms for a cotangent (m, V) on the logits; may be called again on the same predictions.
 
         Norms that are NaN or infinite are returned as they are.
+
+        Args:
+            predictions: What `forward` returned.
+            cotangent: (m, V).
+            separate: Where the head's parameters have a gradient for each predicted position, square these one by one
+                (`isoloss.measures.flatness.factors.squared_norms`): the same on average for cotangents that are
+                independent with mean 0, with less noise.
         """
         cotangent = cotangent.to(predictions.logits)
-        norms, hidden = self._ruled_norms(predictions, cotangent)
+        norms, hidden = self._ruled_norms(predictions, cotangent, separate=separate)
         if self._slow:
             sequences = sorted(set(predictions.rows.tolist()))
             exact = self._exact_norms(predictions, cotangent, self.slow_parameters, sequences)
@@ -225,11 +234,11 @@ class Predictor:
     # --- backward ---
 
     def _ruled_norms(
-        self, predictions: Predictions, cotangent: torch.Tensor
+        self, predictions: Predictions, cotangent: torch.Tensor, *, separate: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (B, P) norms by the rules, zero for slow parameters, and the cotangent (m, d) of the hidden states."""
         capture, states = predictions.capture, predictions.hidden_states
-        found = _Found(capture, self.names, predictions.num_sequences, cotangent.device)
+        found = _Found(capture, self.names, predictions.num_sequences, cotangent.device, separate=separate)
         hooks = [use.node.register_prehook(partial(found.receive, use)) for use in capture.uses]
         if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
             edge = get_gradient_edge(states)
@@ -267,7 +276,10 @@ class Predictor:
 class _Found:
     """Collects the factors of a backward pass; a parameter's norm is taken as soon as all its uses are there."""
 
-    def __init__(self, capture: Capture, names: list[str], num_sequences: int, device: torch.device) -> None:
+    def __init__(
+        self, capture: Capture, names: list[str], num_sequences: int, device: torch.device, *, separate: bool
+    ) -> None:
+        self._separate = separate
         self.norms = torch.zeros(num_sequences, len(names), dtype=torch.float64, device=device)
         self.hidden: torch.Tensor | None = None
         self.reached: set[str] = set()
@@ -302,7 +314,7 @@ class _Found:
         parts = self._waiting.pop(name, None)
         if parts:
             self.reached.add(name)
-            self.norms[:, self._columns[name]] = factors.squared_norms(parts, len(self.norms))
+            self.norms[:, self._columns[name]] = factors.squared_norms(parts, len(self.norms), separate=self._separate)
 
 
 def _used(capture: Capture) -> set[str]:

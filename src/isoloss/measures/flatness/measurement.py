@@ -120,7 +120,9 @@ class Measurement:
             raise IsolossError("distributed is set, but torch.distributed has no process group: start it with torchrun")
         self._model, self._source, self._distributed = model, source, distributed
         self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
-        self._tally = Tally(len(source.names), source.num_controls)
+        self._layers = list(dict.fromkeys(layer_of(name) for name in source.names))
+        groups = [self._layers.index(layer_of(name)) for name in source.names]
+        self._tally = Tally(len(source.names), source.num_controls, groups)
         self._place = Place()
 
     def shares(self) -> Shares:
@@ -255,6 +257,8 @@ class Measurement:
             seconds=self._place.seconds,
             by_parameter=dict(zip(source.names, shares.by_parameter.tolist(), strict=True)),
             by_parameter_stderr=dict(zip(source.names, shares.by_parameter_stderr.tolist(), strict=True)),
+            by_layer=dict(zip(self._layers, shares.by_group.tolist(), strict=True)),
+            by_layer_stderr=dict(zip(self._layers, shares.by_group_stderr.tolist(), strict=True)),
             details={
                 **described(self._model, counted, causal=source.causal),
                 "sequences": self._place.sequences,
@@ -266,6 +270,18 @@ class Measurement:
                 **source.details(),
             },
         )
+
+
+def layer_of(name: str) -> str:
+    """Return the layer that a parameter belongs to: its name up to the first number, else up to two parts of it.
+
+    Example:
+        >>> [layer_of(name) for name in ("bert.encoder.layer.3.output.dense.bias", "bert.embeddings.LayerNorm.bias")]
+        ['bert.encoder.layer.3', 'bert.embeddings']
+    """
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1] if numbers else parts[: min(2, max(1, len(parts) - 1))])
 
 
 def described(model: nn.Module, counted: Sequence[nn.Parameter], *, causal: bool) -> dict[str, Any]:

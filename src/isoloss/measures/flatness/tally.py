@@ -6,6 +6,7 @@ Shapes: n sequences of a batch, K parameter tensors, C control variates, F folds
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ class Shares:
         stderr: Its standard error over clusters.
         by_parameter: (K,) float64.
         by_parameter_stderr: (K,) float64.
+        by_group: (G,) float64, the sums of `by_parameter` over the groups of parameters.
+        by_group_stderr: (G,) float64.
         influence: (N,) float64 with mean 0: what each cluster adds to the error; `value`'s standard error is their
             standard deviation over the root of N, and that of the difference of two values on the same clusters is
             the same of the differences of their influences.
@@ -36,6 +39,8 @@ class Shares:
     by_parameter: torch.Tensor
     by_parameter_stderr: torch.Tensor
     influence: torch.Tensor
+    by_group: torch.Tensor
+    by_group_stderr: torch.Tensor
 
     @property
     def leading(self) -> float:
@@ -63,6 +68,7 @@ class Tally:
     Args:
         num_parameters: K.
         num_controls: C, which may be 0.
+        groups: The group of each parameter, from 0 to G - 1; None: there are no groups.
 
     Example:
         >>> tally = Tally(num_parameters=2, num_controls=0)
@@ -72,10 +78,13 @@ class Tally:
         (2.0, [1.6666666666666667, 0.3333333333333333], 0.5774)
     """
 
-    def __init__(self, num_parameters: int, num_controls: int) -> None:
+    def __init__(self, num_parameters: int, num_controls: int, groups: Sequence[int] | None = None) -> None:
         self._rows = [torch.zeros(0, 3 + num_controls, dtype=torch.float64)]  # fold, a, m, d of closed clusters
         # by fold and parameter: the sums of a, a^2, a m, a d
         self._moments = torch.zeros(FOLDS, 3 + num_controls, num_parameters, dtype=torch.float64)
+        self._groups = torch.tensor(groups or [], dtype=torch.int64)
+        size = int(self._groups.max()) + 1 if groups else 0
+        self._group_moments = torch.zeros(FOLDS, 3 + num_controls, size, dtype=torch.float64)
         self._open = torch.zeros(num_parameters + 1 + num_controls, dtype=torch.float64)  # a by parameter, m, d
         self._document: int | None = None  # of the open cluster; None: there is none
 
@@ -120,22 +129,30 @@ class Tally:
         folds = torch.arange(first, first + len(rows)) % FOLDS
         a, rest = rows[:, :parameters], rows[:, parameters:]
         self._rows.append(torch.cat([folds[:, None].double(), a.sum(dim=1, keepdim=True), rest], dim=1))
-        self._moments[:, 0].index_add_(0, folds, a)
-        self._moments[:, 1].index_add_(0, folds, a.square())
-        for place in range(rest.shape[1]):
-            self._moments[:, 2 + place].index_add_(0, folds, a * rest[:, place, None])
+        _add_moments(self._moments, folds, a, rest)
+        if len(self._groups):
+            by_group = torch.zeros(len(a), self._group_moments.shape[2], dtype=torch.float64)
+            _add_moments(self._group_moments, folds, by_group.index_add_(1, self._groups, a), rest)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything as tensors, from which `from_state` goes on."""
         self._rows = [torch.cat(self._rows)]
         document = torch.tensor([self._document is not None, self._document or 0])
-        return {"rows": self._rows[0], "moments": self._moments, "open": self._open, "document": document}
+        return {
+            "rows": self._rows[0],
+            "moments": self._moments,
+            "groups": self._groups,
+            "group_moments": self._group_moments,
+            "open": self._open,
+            "document": document,
+        }
 
     @classmethod
     def from_state(cls, state: dict[str, torch.Tensor]) -> Tally:
         """Return the tally that `state` described."""
-        tally = cls(state["moments"].shape[2], state["rows"].shape[1] - 3)
+        tally = cls(state["moments"].shape[2], state["rows"].shape[1] - 3, state["groups"].tolist())
         tally._rows, tally._moments, tally._open = [state["rows"]], state["moments"].clone(), state["open"].clone()
+        tally._group_moments = state["group_moments"].clone()
         is_open, document = state["document"].tolist()
         tally._document = document if is_open else None
         return tally
@@ -149,6 +166,7 @@ class Tally:
         joined = cls.from_state(states[0])
         joined._rows = [state["rows"] for state in states]
         joined._moments = torch.stack([state["moments"] for state in states]).sum(dim=0)
+        joined._group_moments = torch.stack([state["group_moments"] for state in states]).sum(dim=0)
         return joined
 
     def shares(self) -> Shares:
@@ -163,21 +181,36 @@ class Tally:
         if n < 2:
             raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {n}")
         folds, m, d = rows[:, 0].long(), rows[:, 2], rows[:, 3:]
-        sums = _Sums.of(folds, m, d, self._moments)
-        beta = _coefficients(sums) if n >= _FEWEST else torch.zeros(FOLDS, d.shape[1], self._moments.shape[2]).double()
-        total = float(m.sum())
-        ratios = (sums.a - (beta * sums.d[:, :, None]).sum(dim=1)).sum(dim=0) / total
+        total, correction = float(m.sum()), n / (n - 1)
+
+        def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            """Return the coefficients (F, C, K), the ratios (K,) and their errors."""
+            sums = _Sums.of(folds, m, d, moments)
+            beta = _coefficients(sums) if n >= _FEWEST else torch.zeros_like(sums.ad)
+            ratios = (sums.a - (beta * sums.d[:, :, None]).sum(dim=1)).sum(dim=0) / total
+            return beta, ratios, (correction * sums.square_residuals(beta, ratios)).sqrt() / total
+
+        beta, ratios, errors = split(self._moments)
+        _, by_group, by_group_stderr = split(self._group_moments)
         value = math.fsum(ratios.tolist())
         residuals = rows[:, 1] - (beta.sum(dim=2)[folds] * d).sum(dim=1) - value * m
-        squares = sums.square_residuals(beta, ratios)
-        correction = n / (n - 1)
         return Shares(
             value=value,
             stderr=math.sqrt(correction * float(residuals.square().sum())) / total,
             by_parameter=ratios,
-            by_parameter_stderr=(correction * squares).sqrt() / total,
+            by_parameter_stderr=errors,
             influence=residuals * (n / total),
+            by_group=by_group,
+            by_group_stderr=by_group_stderr,
         )
+
+
+def _add_moments(moments: torch.Tensor, folds: torch.Tensor, a: torch.Tensor, rest: torch.Tensor) -> None:
+    """Add clusters' a (n, K) and m, d (n, 1 + C) to the sums of a, a^2, a m and a d by fold, in place."""
+    moments[:, 0].index_add_(0, folds, a)
+    moments[:, 1].index_add_(0, folds, a.square())
+    for place in range(rest.shape[1]):
+        moments[:, 2 + place].index_add_(0, folds, a * rest[:, place, None])
 
 
 @dataclass(frozen=True)
