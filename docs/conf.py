@@ -58,7 +58,7 @@ def write_api_reference() -> None:
         directive = "```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n   :ignore-module-all:\n```"
         parts += [f"## {name}\n\n{directive.format(name=name)}" for name in names]
         (GENERATED / f"api-{group}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    order = ["languages", "models", "pretraining", "measures", "transfer", "report", "studies", "ground"]
+    order = ["languages", "models", "pretraining", "measures", "transfer", "theory", "report", "studies", "ground"]
     assert sorted(order) == sorted(groups), f"packages without a place in the reference: {set(groups) ^ set(order)}"
     toctree = "\n".join(f"api-{group}" for group in order)
     (GENERATED / "api.md").write_text(

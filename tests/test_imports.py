@@ -12,15 +12,17 @@ SOURCE = Path(__file__).parent.parent / "src" / "isoloss"
 # from the ground up; a module may import its own layer and those before it
 LAYERS = [
     ("errors", "seeds", "files"),
-    ("config", "estimate"),
+    ("algorithms", "config", "estimate"),
     ("runs",),
+    ("lstm",),
     ("loading",),
     ("languages",),
     ("models",),
     ("pretraining",),
     ("measures",),
     ("transfer",),
-    ("evaluation",),
+    ("evaluation", "pretrain"),
+    ("theory",),
     ("report",),
     ("studies",),
     ("cli",),
@@ -75,7 +77,9 @@ def test_what_must_be_instant_loads_no_torch_and_takes_under_half_a_second(code)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("verb", ["ls", "sample", "train", "eval", "flatness", "transfer", "show", "study", "doctor"])
+@pytest.mark.parametrize(
+    "verb", ["ls", "sample", "train", "eval", "flatness", "transfer", "show", "study", "theory", "doctor"]
+)
 def test_help_of_a_verb_loads_no_torch(verb):
     probe = (
         "import sys\nfrom isoloss.cli.main import main\n"

@@ -13,6 +13,13 @@ from typing import Any, Literal, TypeVar
 
 import cattrs
 
+from isoloss.algorithms import AdversarialConfig as AdversarialConfig
+from isoloss.algorithms import FisherPenaltyConfig as FisherPenaltyConfig
+from isoloss.algorithms import GradientConfig as GradientConfig
+from isoloss.algorithms import ObjectiveConfig as ObjectiveConfig
+from isoloss.algorithms import OptimizerConfig as OptimizerConfig
+from isoloss.algorithms import RuleConfig as RuleConfig
+from isoloss.algorithms import SAMConfig as SAMConfig
 from isoloss.errors import IsolossError
 
 T = TypeVar("T")
@@ -208,42 +215,14 @@ PRESETS: dict[str, tuple[LanguageConfig, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A transformer by its architecture and size name (`isoloss ls models`, `isoloss ls sizes`)."""
+    """A model by its architecture and size name (`isoloss ls models`, `isoloss ls sizes`)."""
 
-    architecture: Literal["bert", "opt"] = "bert"
-    """`bert` predicts hidden tokens from both sides, `opt` each token from those before it."""
+    architecture: Literal["bert", "bert-pre-ln", "lstm", "opt"] = "bert"
+    """`opt` predicts each token from those before it, the others hidden tokens from both sides."""
     size: str = "d64"
-    """Name of the shape, e.g. d16, d64, d768."""
+    """Name of the shape: d16, d64, d768 of a transformer, h16, h128 of an LSTM."""
     dropout: float = 0.1
-    """Dropout of hidden states and attention weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
-    """Which tokens are predicted, and from what."""
-
-    kind: Literal["masked", "causal"] = "masked"
-    """`masked`: tokens that are hidden, from all others; `causal`: every token, from those before it."""
-    masking: Literal["one", "fraction"] = "one"
-    """`one` token of each sentence, or each token with probability `fraction` (at least one a sentence)."""
-    fraction: float = 0.15
-    """Share of masked tokens where masking is `fraction`."""
-    corruption: Literal["mask", "bert"] = "mask"
-    """In training, a hidden token is always the mask, or as in BERT: 80 % mask, 10 % a random token, 10 % itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """A step rule and its schedule: linear warm-up from 0, then constant."""
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = 1e-3
-    warmup_steps: int = 1000
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.98)
-    """AdamW's decay rates."""
-    momentum: float = 0.0
-    """SGD's momentum."""
+    """Dropout of hidden states and attention weights; between the layers of an LSTM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,8 +231,9 @@ class TrainConfig:
 
     language: LanguageConfig
     model: ModelConfig = ModelConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    objective: ObjectiveConfig = field(default=ObjectiveConfig())
+    optimizer: OptimizerConfig = field(default=OptimizerConfig())
+    rule: RuleConfig = field(default=GradientConfig())
     steps: int = 1000
     batch_size: int = 128
     """Sentences in a step."""
@@ -265,6 +245,12 @@ class TrainConfig:
     """Decides the initial weights, the data, the masks and the dropout."""
     log_every: int = 50
     """Steps between two lines of metrics.jsonl."""
+    measure_every: int = 0
+    """Steps between two measurements of loss and trace in metrics.jsonl, a multiple of `log_every`; 0: none."""
+    measure_sentences: int = 1024
+    """Sentences that these are measured on, the same each time."""
+    micro_batch: int = _incidental(0)
+    """Sentences whose gradient is computed at once, to save memory; 0: the whole batch."""
     device: str = _incidental("auto")
     """Device to train on: auto, cpu, cuda, cuda:1, mps."""
     threads: int = _incidental(0)
@@ -318,6 +304,19 @@ def _structure_language(document: Any, _: Any) -> Any:
     return _converter.structure(document, kinds[kind])
 
 
+def _structure_rule(document: Any, _: Any) -> Any:
+    kinds = {
+        "gradient": GradientConfig,
+        "sam": SAMConfig,
+        "adversarial": AdversarialConfig,
+        "fisher-penalty": FisherPenaltyConfig,
+    }
+    kind = document.get("kind") if isinstance(document, Mapping) else None
+    if kind not in kinds:
+        raise IsolossError(f"a step rule's kind is one of {', '.join(kinds)}, not {kind!r}")
+    return _converter.structure(document, kinds[kind])
+
+
 def _structure_strict(value: Any, target: Any) -> Any:
     """Refuse a value of another type instead of converting it: steps = "100" is a mistake, not a number."""
     if target is float and type(value) is int:
@@ -330,6 +329,7 @@ def _structure_strict(value: Any, target: Any) -> Any:
 for _primitive in (bool, int, float, str):
     _converter.register_structure_hook(_primitive, _structure_strict)
 _converter.register_structure_hook(LanguageConfig, _structure_language)
+_converter.register_structure_hook(RuleConfig, _structure_rule)
 
 
 def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
@@ -377,14 +377,17 @@ def to_toml(config: Any) -> str:
 
 def fingerprint(config: Any) -> str:
     """Return 16 hexadecimal digits over the fields that decide a result; incidental ones (device, threads) are out."""
-    document = json.dumps(_identity(config), sort_keys=True)
+    document = json.dumps(identity(config), sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 
 
 def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
-    """Return `field: ours != theirs` for each identity field in which two configs differ."""
+    """Return `field: ours != theirs` for each field that decides a result and in which two configs differ.
+
+    Either may be what `identity` returned.
+    """
     lines = []
-    left, right = _identity(ours), _identity(theirs)
+    left, right = identity(ours), identity(theirs)
 
     def compare(a: Any, b: Any, path: str) -> None:
         if isinstance(a, dict) and isinstance(b, dict):
@@ -397,13 +400,14 @@ def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
     return lines
 
 
-def _identity(config: Any) -> Any:
+def identity(config: Any) -> Any:
+    """Return the fields of a config that decide a result, as JSON types; what is no dataclass is returned as it is."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {
-            f.name: _identity(getattr(config, f.name))
+            f.name: identity(getattr(config, f.name))
             for f in dataclasses.fields(config)
             if not f.metadata.get("incidental")
         }
     if isinstance(config, tuple):
-        return [_identity(item) for item in config]
+        return [identity(item) for item in config]
     return config

@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
+import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import files
 from isoloss.errors import IsolossError
 

@@ -186,8 +186,12 @@ class Run:
 
     def log(self, event: str, **values: Any) -> None:
         """Append a line to log.jsonl: for what depends on the clock, and so must stay out of the results."""
-        with (self.path / "log.jsonl").open("a") as file:
-            file.write(json.dumps({"event": event, **values}) + "\n")
+        path = self.path / "log.jsonl"
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps({"event": event, **values}) + "\n")
+        except OSError as error:
+            raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def find_runs(folder: Path) -> list[Run]:

@@ -132,8 +132,20 @@ def test_what_does_not_go_together_is_refused(capsys, tmp_path, words, message):
 
 
 def test_ls_lists_the_architectures(capsys):
-    listed = as_json(capsys, "ls", "models")["models"]
-    assert [(row["architecture"], row["objective"]) for row in listed] == [("bert", "masked"), ("opt", "causal")]
+    listed = {row["architecture"]: row for row in as_json(capsys, "ls", "models")["models"]}
+    objectives = {"bert": "masked", "bert-pre-ln": "masked", "lstm": "masked", "opt": "causal"}
+    assert {name: row["objective"] for name, row in listed.items()} == objectives
+    # d1920 for 30,522 ids and 128 positions: 1920 (30,522 + 130) + 20 * 44,256,000 + 2 * 1920; 16 bytes each
+    assert listed["opt"]["sizes"] == "d16 to d1920"
+    assert listed["opt"]["parameters"] == "493,744 to 944,090,880"
+    assert listed["opt"]["AdamW in float32"] == "0.01 GB to 15.11 GB"
     sizes = {row["size"]: row for row in as_json(capsys, "ls", "sizes")["sizes"]}
-    # d16 for 30,522 ids and 128 positions: 16 (30,522 + 130) + 3,280 in the layer + 32
-    assert sizes["d16"]["opt parameters (30,522 tokens, length 128)"] == "493,744"
+    # d16: 16 (30,522 + 130) + 3,280 in the layer + 32; h16: 33 * 30,522 + 24 * 256 + 16 * 16
+    assert (sizes["d16"]["opt parameters"], sizes["d16"]["lstm parameters"]) == ("493,744", None)
+    assert (sizes["h16"]["lstm parameters"], sizes["h16"]["bert parameters"]) == ("1,013,626", None)
+    assert (sizes["h16"]["heads"], sizes["h16"]["AdamW in float32"]) == (None, "0.02 GB")
+    capsys.readouterr()
+    assert main(["ls", "sizes"]) == 0
+    table = capsys.readouterr().out
+    assert "parameters for 30,522 tokens and a length of 128" in table
+    assert "None" not in table

@@ -4,17 +4,23 @@ import types
 
 import pytest
 import torch
-from transformers import BertForMaskedLM, OPTForCausalLM
+from transformers import BertForMaskedLM, OPTForCausalLM, RobertaPreLayerNormForMaskedLM
 
 from isoloss.config import PRESETS, ModelConfig, ObjectiveConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import make
 from isoloss.languages.next_tokens import objective_batch
+from isoloss.lstm import LSTMForMaskedLM
 from isoloss.models.make import make_model, predicted_logits, predicted_states
 from isoloss.seeds import generator
 
 LANGUAGE = make(PRESETS["pcfg-varied"][0])  # up to 8 of 32 tokens
-KINDS = {"bert": "masked", "opt": "causal"}
+KINDS = {"bert": "masked", "bert-pre-ln": "masked", "lstm": "masked", "opt": "causal"}
+
+
+def settings(architecture, *, large=False):
+    size = "h64" if large else "h16"
+    return ModelConfig(architecture=architecture, size=size if architecture == "lstm" else "d128" if large else "d16")
 
 
 def batch_of(architecture):
@@ -24,25 +30,36 @@ def batch_of(architecture):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind", "positions"), [("bert", BertForMaskedLM, 8), ("opt", OPTForCausalLM, 9)]
+    ("architecture", "kind", "positions"),
+    [
+        ("bert", BertForMaskedLM, 8),
+        ("bert-pre-ln", RobertaPreLayerNormForMaskedLM, 41),  # the first belongs to the id 33
+        ("lstm", LSTMForMaskedLM, None),
+        ("opt", OPTForCausalLM, 9),
+    ],
 )
 def test_a_model_knows_its_languages_ids_and_lengths(architecture, kind, positions):
-    model = make_model(ModelConfig(architecture=architecture, size="d16"), LANGUAGE, seed=0)
+    model = make_model(settings(architecture), LANGUAGE, seed=0)
     assert type(model) is kind
     config = model.config
-    assert (config.vocab_size, config.pad_token_id, config.max_position_embeddings) == (34, 32, positions)
-    assert config.bos_token_id == (33 if architecture == "opt" else None)
+    assert (config.vocab_size, config.pad_token_id) == (34, 32)
+    assert getattr(config, "max_position_embeddings", None) == positions
+    assert getattr(config, "bos_token_id", None) == (33 if architecture == "opt" else None)
 
 
-def test_an_unknown_architecture_names_the_choices():
-    with pytest.raises(IsolossError, match=r"no architecture 'gpt'; the architectures are bert, opt"):
+def test_an_unknown_architecture_or_size_names_the_choices():
+    with pytest.raises(IsolossError, match="lstm has no model size 'd16'"):
+        make_model(ModelConfig(architecture="lstm", size="d16"), LANGUAGE, seed=0)
+    with pytest.raises(
+        IsolossError, match=r"no architecture 'gpt'; the architectures are bert, bert-pre-ln, lstm, opt"
+    ):
         make_model(ModelConfig(architecture="gpt"), LANGUAGE, seed=0)
 
 
 @pytest.mark.parametrize("architecture", KINDS)
 @pytest.mark.parametrize("is_padded", [True, False])
 def test_predictions_are_those_of_the_whole_model(architecture, is_padded):
-    model = make_model(ModelConfig(architecture=architecture, size="d128"), LANGUAGE, seed=0).double().eval()
+    model = make_model(settings(architecture, large=True), LANGUAGE, seed=0).double().eval()
     batch = batch_of(architecture)
     if not is_padded:
         whole = batch["attention_mask"].all(dim=1)

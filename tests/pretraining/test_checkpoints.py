@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertTokenizerFast
 
+from isoloss import config as configs
 from isoloss import files
-from isoloss.config import ModelConfig
+from isoloss.config import ModelConfig, OptimizerConfig, PCFGConfig, TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.loading import load as load_model
 from isoloss.models.bert import build
@@ -23,7 +24,8 @@ from isoloss.pretraining.checkpoints import (
 from isoloss.runs import Run
 
 INPUT = torch.tensor([[1, 2, 9, 4]])
-STATE = TrainerState(step=7, fingerprint="f" * 16, loss_sum_nats=0.1 + 0.2, loss_count=3, initial_sha256="a")
+CONFIG = TrainConfig(language=PCFGConfig(), batch_size=8)
+STATE = TrainerState(step=7, config=configs.identity(CONFIG), loss_sum_nats=0.1 + 0.2, loss_count=3, initial_sha256="a")
 
 
 def model(seed=0, size="d16"):
@@ -39,7 +41,7 @@ def folder(tmp_path):
 
 def test_what_is_saved_is_loaded_to_the_last_bit(folder):
     other = model(seed=1)
-    state, tensors = load(folder, other, fingerprint=STATE.fingerprint)
+    state, tensors = load(folder, other, config=CONFIG)
     assert state == STATE
     assert torch.equal(tensors["exp_avg/x"], torch.arange(3.0))
     assert torch.equal(tensors["step/x"], torch.tensor(7.0))
@@ -107,25 +109,31 @@ def test_damaged_tensors_are_refused(folder, name, damage):
     else:
         path.unlink()
     with pytest.raises(IsolossError, match=rf"{name} is damaged: delete its folder to go on from an earlier"):
-        load(folder, model(), fingerprint=STATE.fingerprint)
+        load(folder, model(), config=CONFIG)
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"step": 7}'])
 def test_a_damaged_record_is_refused(folder, content):
     (folder / "trainer.json").write_text(content)
     with pytest.raises(IsolossError, match=r"trainer\.json is damaged"):
-        load(folder, model(), fingerprint=STATE.fingerprint)
+        load(folder, model(), config=CONFIG)
 
 
 def test_an_unreadable_record_is_refused(folder):
     (folder / "trainer.json").write_text("{")
     with pytest.raises(IsolossError, match=r"trainer\.json is not a readable JSON file"):
-        load(folder, model(), fingerprint=STATE.fingerprint)
+        load(folder, model(), config=CONFIG)
 
 
 def test_a_checkpoint_of_another_config_is_refused(folder):
-    with pytest.raises(IsolossError, match=r"of another config \(fingerprint f{16}, this run's is 0{16}\)"):
-        load(folder, model(), fingerprint="0" * 16)
+    other = TrainConfig(language=PCFGConfig(), batch_size=9, optimizer=OptimizerConfig(name="sgd"), threads=3)
+    refused = model(seed=1)
+    before = [p.clone() for p in refused.parameters()]
+    with pytest.raises(
+        IsolossError, match=r"of another config \(optimizer\.name: 'sgd' != 'adamw'; batch_size: 9 != 8\)"
+    ):
+        load(folder, refused, config=other)
+    assert all(torch.equal(p, b) for p, b in zip(refused.parameters(), before, strict=True))
 
 
 def test_weights_of_another_shape_are_refused(folder):

@@ -38,6 +38,23 @@ def test_value_and_gradients_are_torchs(monkeypatch, chunk, has_bias, dtype, tol
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("chunk", [1, 11 * 4, 1 << 22])
+@pytest.mark.parametrize("num_classes", [11, 8])  # as many as there are ids, and fewer
+@pytest.mark.parametrize("total", [1.0, 0.7])
+def test_probabilities_as_labels(monkeypatch, chunk, num_classes, total):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    *inputs, _ = drawn()
+    states, weight, bias = inputs
+    q = total * torch.rand(23, num_classes, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).softmax(1)
+    expected = -(q * (states @ weight.T + bias).log_softmax(1)[:, :num_classes]).sum(1).mean()
+    got = linear_cross_entropy(states, weight, bias, q)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+    for ours, theirs in zip(
+        torch.autograd.grad(3 * got, inputs), torch.autograd.grad(3 * expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_large_logits_neither_overflow_nor_lose_the_label():
     states, weight, bias, labels = drawn(dtype=torch.float32, scale=100.0)  # logits of about 20,000
     got = linear_cross_entropy(states, weight, bias, labels)

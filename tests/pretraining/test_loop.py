@@ -1,58 +1,26 @@
 """The loop: what a run directory holds at the end, resuming bit for bit, and every refusal."""
 
+import contextlib
 import json
 import math
 import os
+import resource
 import signal
 import threading
 
 import pytest
 import torch
+from running import Signalling, content, small
 from toy_language import PairLanguage
 
 from isoloss import files
-from isoloss.config import ModelConfig, ObjectiveConfig, OptimizerConfig, PCFGConfig, TrainConfig
+from isoloss.config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.errors import IsolossError
 from isoloss.loading import load
 from isoloss.models.bert import build
 from isoloss.pretraining import loop
 from isoloss.pretraining.loop import Interrupted, Progress, train
 from isoloss.runs import Run
-
-
-def small(**changes):
-    arguments = {
-        "language": PCFGConfig(),
-        "model": ModelConfig(size="d16"),
-        "optimizer": OptimizerConfig(learning_rate=0.01, warmup_steps=3),
-        "steps": 10,
-        "batch_size": 8,
-        "log_every": 4,
-        "threads": 1,
-        "device": "cpu",
-        **changes,
-    }
-    return TrainConfig(**arguments)
-
-
-class Signalling(PairLanguage):
-    """Sends this process a signal while the batches of some steps are made, each once."""
-
-    def __init__(self, at, number=signal.SIGINT, **arguments):
-        super().__init__(**arguments)
-        self.at, self.number = set(at), number
-
-    def batch(self, step, n, *, seed):
-        if step in self.at:
-            self.at.remove(step)
-            os.kill(os.getpid(), self.number)
-        return super().batch(step, n, seed=seed)
-
-
-def content(run):
-    """Every file that has to be the same, by name."""
-    found = {str(p.relative_to(run.path)): p.read_bytes() for p in sorted(run.path.rglob("*")) if p.is_file()}
-    return {name: data for name, data in found.items() if name not in ("log.jsonl", ".lock", "run.json")}
 
 
 def trained(path, config=None, language=None):
@@ -126,11 +94,14 @@ def test_step_0_is_the_initial_model(tmp_path):
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("is_ragged", [False, True])
-def test_training_reaches_the_languages_entropy(tmp_path, is_ragged):
+@pytest.mark.parametrize(
+    ("architecture", "size", "is_ragged"),
+    [("bert", "d32", False), ("bert", "d32", True), ("bert-pre-ln", "d32", True), ("lstm", "h16", True)],
+)
+def test_training_reaches_the_languages_entropy(tmp_path, architecture, size, is_ragged):
     language = PairLanguage(noise=0.1, is_ragged=is_ragged)
     config = small(
-        model=ModelConfig(size="d32", dropout=0.0),
+        model=ModelConfig(architecture=architecture, size=size, dropout=0.0),
         optimizer=OptimizerConfig(learning_rate=0.005, warmup_steps=50, weight_decay=0.0),
         steps=600,
         batch_size=128,
@@ -162,8 +133,12 @@ def test_causal_training_reaches_the_entropy_of_the_next_token(tmp_path):
     assert entropy - 0.03 < losses[-1] < entropy + 0.05
 
 
-def test_a_causal_run_goes_on_bit_for_bit(tmp_path):
-    config = small(model=ModelConfig(architecture="opt", size="d16"), objective=ObjectiveConfig(kind="causal"))
+@pytest.mark.parametrize(
+    ("architecture", "size", "kind"),
+    [("bert-pre-ln", "d16", "masked"), ("lstm", "h64", "masked"), ("opt", "d16", "causal")],
+)
+def test_a_run_of_every_architecture_goes_on_bit_for_bit(tmp_path, architecture, size, kind):
+    config = small(model=ModelConfig(architecture=architecture, size=size), objective=ObjectiveConfig(kind=kind))
     whole = trained(tmp_path / "whole", config, PairLanguage(is_ragged=True))
     stopped = Run(tmp_path / "stopped")
     language = Signalling({3, 9}, is_ragged=True)
@@ -355,6 +330,36 @@ def test_the_log_says_what_the_clock_said(tmp_path):
     assert events[0]["device"] == "cpu"
     assert events[0]["threads"] == 1
     assert events[-1]["tokens_per_second"] > 0
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes):
+    """Let no file grow beyond this, as a full disk does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "message"),
+    [(4000, r"cannot write the checkpoint .*step-8"), (310, r"cannot write .*metrics\.jsonl: File too large")],
+)
+def test_a_full_disk_loses_nothing_that_was_written(tmp_path, num_bytes, message):
+    config = small(checkpoints=(4, 8), log_every=2)
+    whole = trained(tmp_path / "whole", config)
+    run = Run(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError):
+        train(run, config, Failing(6))
+    before = {name: data for name, data in content(run).items() if name.startswith("checkpoints")}
+    with files_of_at_most(num_bytes), pytest.raises(IsolossError, match=message):
+        train(run, config, PairLanguage())
+    assert {name: data for name, data in content(run).items() if name in before} == before
+    assert run.steps() == [4]
+    train(run, config, PairLanguage())
+    assert content(run) == content(whole)
 
 
 # --- starting from a checkpoint

@@ -1,15 +1,19 @@
 """The batch of a step and its loss, against the definition written out."""
 
+import itertools
+
 import pytest
 import torch
+from stepping import gradients_of
 from toy_language import PairLanguage
 
+from isoloss import languages
 from isoloss.config import ModelConfig, ObjectiveConfig, PCFGConfig, TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.masking import IGNORED
 from isoloss.models.bert import build
 from isoloss.models.make import make_model
-from isoloss.pretraining.objectives import prediction_loss, training_batch, validate
+from isoloss.pretraining.objectives import check_language, prediction_loss, training_batch, validate
 
 CPU = torch.device("cpu")
 
@@ -101,13 +105,71 @@ def test_the_causal_loss_is_the_mean_cross_entropy_of_every_token_given_those_be
     torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-12, atol=0)
 
 
+EXACT = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=4, stop_probability=0.3)
+
+
+def enumerated_targets(language, batch):
+    """Return a row for each hidden token: its probabilities given the visible ones, by summing over all sentences."""
+    rows = []
+    lengths = batch.get("attention_mask", torch.ones_like(batch["labels"])).sum(1)
+    for shown, labels, length in zip(batch["input_ids"], batch["labels"], lengths.tolist(), strict=True):
+        every = torch.tensor(list(itertools.product(range(4), repeat=length)))
+        probs = torch.zeros(len(every), dtype=torch.float64)
+        for i, sentence in enumerate(every):
+            hidden = labels[:length] != IGNORED
+            if torch.equal(sentence[~hidden], shown[:length][~hidden]):
+                probs[i] = language.log_prob(sentence[None], torch.tensor([length])).exp()[0]
+        for t in (labels != IGNORED).nonzero()[:, 0].tolist():
+            rows.append(torch.stack([probs[every[:, t] == c].sum() for c in range(4)]) / probs.sum())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("masking", ["one", "fraction"])
+def test_exact_targets_are_the_conditionals_given_the_visible_tokens(masking):
+    language = languages.make(EXACT).to(dtype=torch.float64)
+    objective = ObjectiveConfig(masking=masking, fraction=0.5, labels="exact")
+    batch = training_batch(language, config(objective=objective), 1, CPU).inputs
+    assert (batch["labels"] != IGNORED).sum() == len(batch["targets"])
+    assert ((batch["labels"] != IGNORED).sum(1) > 1).any() == (masking == "fraction")
+    torch.testing.assert_close(batch["targets"], enumerated_targets(language, batch), rtol=1e-9, atol=1e-12)
+    sampled = training_batch(language, config(objective=ObjectiveConfig(masking=masking, fraction=0.5)), 1, CPU).inputs
+    assert all(torch.equal(sampled[name], batch[name]) for name in sampled)  # the same sentences and masks
+
+
+def test_exact_training_takes_the_mean_step_over_the_labels():
+    language = languages.make(EXACT).to(dtype=torch.float64)
+    objective = ObjectiveConfig(labels="exact")
+    model = make_model(ModelConfig(size="d16", dropout=0.0), language, seed=0).double()
+    batch = training_batch(language, config(objective=objective), 1, CPU).inputs
+    loss = prediction_loss(model, batch, causal=False)
+    log_probs = model(batch["input_ids"], batch.get("attention_mask")).logits.log_softmax(-1)
+    expected = 0.0
+    for i, row in enumerate(enumerated_targets(language, batch)):
+        t = int((batch["labels"][i] != IGNORED).nonzero()[0, 0])
+        for label, probability in enumerate(row):
+            expected = expected - probability * log_probs[i, t, label] / 16
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for got, want in zip(gradients_of(loss, model), gradients_of(expected, model), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_exact_labels_need_an_exact_language():
+    check_language(ObjectiveConfig(labels="exact"), languages.make(EXACT))
+    check_language(ObjectiveConfig(), PairLanguage())
+    with pytest.raises(IsolossError, match="PairLanguage has no exact conditionals: train on sampled labels"):
+        check_language(ObjectiveConfig(labels="exact"), PairLanguage())
+
+
 @pytest.mark.parametrize(
     ("objective", "architecture", "message"),
     [
+        (ObjectiveConfig(labels="soft"), "bert", "the labels are 'soft'; they must be sampled or exact"),
+        (ObjectiveConfig(labels="exact", corruption="bert"), "bert", "choose the corruption 'mask'"),
+        (ObjectiveConfig(kind="causal", labels="exact"), "opt", "the causal objective hides no tokens"),
         (ObjectiveConfig(kind="causal"), "bert", "objective is 'causal', and the architecture bert learns 'masked'"),
         (ObjectiveConfig(), "opt", "objective is 'masked', and the architecture opt learns 'causal'"),
         (ObjectiveConfig(kind="causal", masking="fraction"), "opt", "the causal objective hides no tokens"),
-        (ObjectiveConfig(), "gpt", "no architecture 'gpt'; the architectures are bert, opt"),
+        (ObjectiveConfig(), "gpt", "no architecture 'gpt'; the architectures are bert, bert-pre-ln, lstm, opt"),
     ],
 )
 def test_an_objective_that_is_not_the_architectures_is_refused(objective, architecture, message):

@@ -15,14 +15,17 @@ from isoloss.runs import Run
 HELPERS = Path(__file__).parents[1] / "pretraining"
 
 SCRIPT = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 from toy_language import PairLanguage
-from isoloss.config import ModelConfig, OptimizerConfig, PCFGConfig, TrainConfig
-from isoloss.pretraining.loop import train
+from isoloss import config as configs
+from isoloss.config import ModelConfig, OptimizerConfig, PCFGConfig, RuleConfig, TrainConfig
+from isoloss.pretraining import Examples, train
 from isoloss.runs import Run
+from isoloss.seeds import generator
 
 path, steps, kill_at = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+rule = configs.from_dict(RuleConfig, json.loads(sys.argv[4]))
 
 class Deadly(PairLanguage):
     def batch(self, step, n, *, seed):
@@ -35,14 +38,17 @@ config = TrainConfig(
     model=ModelConfig(size="d16", dropout=0.1),
     optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=5),
     steps=steps, batch_size=8, checkpoints=(0, 5, 20), log_every=3, threads=1, device="cpu",
-    save_every_seconds=0.0,
+    save_every_seconds=0.0, rule=rule,
 )
-train(Run(path), config, Deadly(is_ragged=True))
+sentences = PairLanguage().sample(40, generator=generator(0, "examples"))
+examples = Examples(sentences, sentences.tokens[:, 0], 8)
+train(Run(path), config, Deadly(is_ragged=True), examples=examples)
 """
 
 
-def start(path, steps, kill_at=0):
-    command = [sys.executable, "-c", SCRIPT, str(path), str(steps), str(kill_at)]
+def start(path, steps, kill_at=0, rule=None):
+    arguments = [str(path), str(steps), str(kill_at), json.dumps(rule or {"kind": "gradient"})]
+    command = [sys.executable, "-c", SCRIPT, *arguments]
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(HELPERS)})
 
 
@@ -55,11 +61,24 @@ def content(run):
     return {**left, "run.json": record}
 
 
-def test_killed_in_the_middle_of_a_step(tmp_path):
-    whole = start(tmp_path / "whole", steps=24)
+RULES = [
+    {"kind": "gradient"},
+    {"kind": "sam"},
+    {"kind": "adversarial", "head_examples": 8, "loss_examples": 4, "task_examples": 40},
+    {"kind": "fisher-penalty", "sentences": 3},
+]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [RULES[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES[1:])],
+    ids=lambda rule: rule["kind"],
+)
+def test_killed_in_the_middle_of_a_step(tmp_path, rule):
+    whole = start(tmp_path / "whole", steps=24, rule=rule)
     killed = tmp_path / "killed"
-    assert start(killed, steps=24, kill_at=8).wait() == -signal.SIGKILL
-    assert start(killed, steps=24).wait() == 0
+    assert start(killed, steps=24, kill_at=8, rule=rule).wait() == -signal.SIGKILL
+    assert start(killed, steps=24, rule=rule).wait() == 0
     assert whole.wait() == 0
     assert content(Run(killed)) == content(Run(tmp_path / "whole"))
 

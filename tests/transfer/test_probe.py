@@ -304,3 +304,37 @@ def test_probing_a_model_is_extracting_and_probing() -> None:
     assert torch.equal(result.predictions, by_hand.predictions)
     with pytest.raises(IsolossError, match="training mode"):
         probe_task(model.train(), task)
+
+
+def test_convex_solver_is_the_minimum_for_every_seed() -> None:
+    train_x, train_y, test_x, test_y = split(300, 200, spread=4.0)
+    result = linear_probe(train_x, train_y, test_x, test_y, num_classes=6, solver="convex", regularisation=0.01)
+    centre = train_x.double().mean(0)
+    scale = ((train_x - centre) ** 2).mean().sqrt()
+    left, right = ((x - centre) / scale for x in (train_x, test_x))
+    linear = torch.nn.Linear(10, 4, dtype=torch.float64)
+    torch.nn.init.zeros_(linear.weight)
+    torch.nn.init.zeros_(linear.bias)
+    for _ in range(3000):
+        loss = F.cross_entropy(linear(left), train_y) + 0.005 * linear.weight.square().sum()
+        gradients = torch.autograd.grad(loss, list(linear.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(linear.parameters(), gradients, strict=True):
+                parameter -= 0.3 * gradient
+    logits = linear(right).detach()
+    sure = logits.topk(2, dim=1).values.diff(dim=1)[:, 0].abs() > 0.02  # others may go either way at 1e-6
+    assert int(sure.sum()) > 180
+    assert torch.equal(result.predictions[:, sure], logits.argmax(1)[sure].expand(5, -1))
+    details = result.accuracy.details
+    assert details["objective_nats"] == pytest.approx(float(loss.detach()), rel=2e-6)
+    assert 0 <= details["gap_nats"] <= 1e-6 * details["objective_nats"]
+    assert details["seed_std"] == 0
+    assert result.accuracy.method == "linear probe, convex"
+
+
+def test_convex_solver_bad_input() -> None:
+    x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([1, 1])
+    with pytest.raises(IsolossError, match="all 2 training labels are 1: a convex probe needs two classes"):
+        linear_probe(x, y, x, y, num_classes=2, solver="convex")
+    with pytest.raises(IsolossError, match="no solver 'newton': choose adamw or convex"):
+        linear_probe(x, y, x, y, num_classes=2, solver="newton")

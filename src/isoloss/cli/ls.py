@@ -13,7 +13,8 @@ from isoloss.cli import common
 
 EXAMPLES = [
     ("isoloss ls", "everything that can be named on the command line"),
-    ("isoloss ls sizes", "model sizes, their numbers of parameters and the memory that training them takes"),
+    ("isoloss ls models", "architectures, their numbers of parameters and the memory that training them takes"),
+    ("isoloss ls sizes", "the same by size"),
     ("isoloss ls runs --folder runs", "the runs below a folder"),
 ]
 
@@ -22,6 +23,8 @@ What = Literal["all", "languages", "models", "sizes", "tasks", "measures", "stud
 
 VOCABULARY, LENGTH = 30_522, 128  # that sizes are given for: BERT's vocabulary, and its usual sequences
 TRAINING_BYTES = 16  # a parameter's value, gradient and AdamW's two moments, in float32
+MEMORY = "AdamW in float32"
+COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ def main(arguments: list[str]) -> int:
         if not rows:
             common.say(f"{name}: none in {args.folder}")
             continue
-        common.print_table(name, list(rows[0]), [list(row.values()) for row in rows], left=len(rows[0]))
+        title = f"{name} ({COUNTED})" if name in ("models", "sizes") else name
+        cells = [["" if value is None else value for value in row.values()] for row in rows]
+        common.print_table(title, list(rows[0]), cells, left=len(rows[0]))
         common.say("")
     return 0
 
@@ -71,33 +76,52 @@ def _languages() -> list[Row]:
 
 
 def _models() -> list[Row]:
-    from isoloss.models.sizes import ARCHITECTURES
-
-    return [
-        {"architecture": name, "objective": architecture.objective, "what": architecture.text}
-        for name, architecture in ARCHITECTURES.items()
-    ]
-
-
-def _sizes() -> list[Row]:
-    from isoloss.models.sizes import ARCHITECTURES, SIZES, num_parameters
+    from isoloss.models.sizes import ARCHITECTURES, num_parameters, sizes_of
 
     rows: list[Row] = []
-    for name, shape in SIZES.items():
-        counts = {a: num_parameters(shape, VOCABULARY, LENGTH, a) for a in ARCHITECTURES}
-        text = f"parameters ({VOCABULARY:,} tokens, length {LENGTH})"
+    for name, architecture in ARCHITECTURES.items():
+        sizes = sizes_of(name)
+        counts = [num_parameters(shape, VOCABULARY, LENGTH, name) for shape in sizes.values()]
         rows.append(
             {
-                "size": name,
-                "width": shape.d_model,
-                "layers": shape.num_layers,
-                "heads": shape.num_heads,
-                "feed-forward": shape.intermediate,
-                **{f"{a} {text}": f"{count:,}" for a, count in counts.items()},
-                "AdamW in float32": f"{TRAINING_BYTES * max(counts.values()) / 1e9:.2f} GB",
+                "architecture": name,
+                "objective": architecture.objective,
+                "sizes": f"{min(sizes, key=_number)} to {max(sizes, key=_number)}",
+                "parameters": f"{min(counts):,} to {max(counts):,}",
+                MEMORY: f"{_training_memory(min(counts))} to {_training_memory(max(counts))}",
+                "what": architecture.text,
             }
         )
     return rows
+
+
+def _sizes() -> list[Row]:
+    from isoloss.models.sizes import ARCHITECTURES, LSTM_SIZES, SIZES, LSTMShape, Shape, num_parameters, sizes_of
+
+    rows: list[Row] = []
+    shapes: dict[str, Shape | LSTMShape] = {**SIZES, **LSTM_SIZES}
+    for name, shape in shapes.items():
+        counts = {a: num_parameters(shape, VOCABULARY, LENGTH, a) for a in ARCHITECTURES if name in sizes_of(a)}
+        rows.append(
+            {
+                "size": name,
+                "width": shape.d_model if isinstance(shape, Shape) else shape.hidden,
+                "layers": shape.num_layers,
+                "heads": shape.num_heads if isinstance(shape, Shape) else None,
+                "feed-forward": shape.intermediate if isinstance(shape, Shape) else None,
+                **{f"{a} parameters": f"{counts[a]:,}" if a in counts else None for a in ARCHITECTURES},
+                MEMORY: _training_memory(max(counts.values())),
+            }
+        )
+    return rows
+
+
+def _number(size: str) -> int:
+    return int(size[1:])
+
+
+def _training_memory(parameters: int) -> str:
+    return f"{TRAINING_BYTES * parameters / 1e9:.2f} GB"
 
 
 def _tasks() -> list[Row]:

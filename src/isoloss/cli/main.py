@@ -21,6 +21,7 @@ VERBS = {
     "transfer": "linear probe of a run or a checkpoint on a downstream task",
     "show": "what is in a run directory",
     "study": "plan, run, status, report or verify a whole study",
+    "theory": "the paper's statements as programs, each with a verdict: bartlett, sgd-flow",
     "doctor": "what this machine has: versions, devices, threads",
 }
 

@@ -11,7 +11,19 @@ import tyro
 
 from isoloss import config as configs
 from isoloss.cli import common
-from isoloss.config import CorpusConfig, LanguageConfig, ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.config import (
+    AdversarialConfig,
+    CorpusConfig,
+    FisherPenaltyConfig,
+    GradientConfig,
+    LanguageConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RuleConfig,
+    SAMConfig,
+    TrainConfig,
+)
 from isoloss.errors import IsolossError
 from isoloss.models.sizes import find_architecture
 from isoloss.runs import Run
@@ -29,6 +41,10 @@ EXAMPLES = [
         "isoloss train runs/teacher --language novels/ --tokenizer vocab.txt --architecture opt --steps 1000",
         "a causal language model, which can write a language's sentences",
     ),
+    (
+        "isoloss train runs/spoiled --language pcfg-laptop --rule adversarial --task prefix-4 --steps 4000",
+        "the same loss, a worse probe",
+    ),
     ("isoloss train runs/again --config run.toml", "from a file; --print-config writes one"),
 ]
 
@@ -40,7 +56,7 @@ class Args:
     run: tyro.conf.Positional[Path]
     """The run directory."""
     config: Path | None = None
-    """A TOML file with the whole config, instead of the options below but for device and threads."""
+    """A TOML file with the whole config, instead of the options below but for micro-batch, device and threads."""
     language: str | None = None
     """A preset (isoloss ls languages), a stored language, grammar or .toml file; with --tokenizer, text or hf:NAME."""
     tokenizer: str | None = None
@@ -53,10 +69,10 @@ class Args:
     """For datasets; default: train."""
     max_documents: int | None = None
     """For text: how many documents are taken; default: all."""
-    architecture: Literal["bert", "opt"] = ModelConfig.architecture
-    """Architecture (isoloss ls models): bert predicts hidden tokens, opt each next token."""
+    architecture: Literal["bert", "bert-pre-ln", "lstm", "opt"] = ModelConfig.architecture
+    """Architecture (isoloss ls models): opt predicts each next token, the others hidden tokens."""
     size: str = ModelConfig.size
-    """Model size (isoloss ls sizes)."""
+    """Model size (isoloss ls sizes): d64 and others of a transformer, h64 and others of an LSTM."""
     dropout: float = ModelConfig.dropout
     """Dropout in training."""
     objective: Literal["masked", "causal"] | None = None
@@ -67,12 +83,34 @@ class Args:
     """The fraction, where masking is fraction."""
     corruption: Literal["mask", "bert"] = ObjectiveConfig.corruption
     """What training shows for a hidden token: always the mask, or 80 % mask, 10 % random, 10 % itself (BERT)."""
+    labels: Literal["sampled", "exact"] = ObjectiveConfig.labels
+    """Learn from the tokens that were hidden, or from their exact conditionals, without label noise."""
+    rule: Literal["gradient", "sam", "adversarial", "fisher-penalty"] = GradientConfig.kind
+    """Step rule: which gradient the optimizer gets."""
+    rho: float | None = None
+    """sam: how far the loss is ascended; default: 0.05."""
+    sam_batch: Literal["halves", "same"] | None = None
+    """sam: one half of the batch ascends and the other descends (default), or all of it does both."""
+    task: str | None = None
+    """adversarial: the downstream task that is spoiled; default: root."""
+    adversary_weight: float | None = None
+    """adversarial: how much the task's loss counts (lambda); default: 0.1."""
+    ridge: float | None = None
+    """adversarial: penalty of the head's squared weights; default: 0.1."""
+    penalty: float | None = None
+    """fisher-penalty: how much the trace counts; default: 0.001."""
     optimizer: Literal["adamw", "sgd"] = OptimizerConfig.name
-    """Step rule."""
+    """What turns the gradient into an update."""
     learning_rate: float = OptimizerConfig.learning_rate
-    """After the warm-up."""
+    """The highest, after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = OptimizerConfig.schedule
+    """The learning rate after the warm-up: constant, or down to 0."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; default: 6 % of the steps, at most 1000."""
+    warmup_proportion: float | None = None
+    """Share of the steps that warm up, instead of their number."""
+    max_grad_norm: float | None = None
+    """Scale larger gradients down to this norm; default: never."""
     weight_decay: float = OptimizerConfig.weight_decay
     """Decoupled weight decay (AdamW), or plain (SGD); biases and layer norms have none."""
     momentum: float = OptimizerConfig.momentum
@@ -85,8 +123,12 @@ class Args:
     """Steps whose checkpoint is kept, besides the last."""
     initial: str | None = None
     """Checkpoint folder to start from, relative to the run directory."""
+    measure_every: int = TrainConfig.measure_every
+    """Steps between measurements of KL and trace in metrics.jsonl, a multiple of 50; 0: none."""
     seed: int = TrainConfig.seed
     """Decides weights, data, masks and dropout."""
+    micro_batch: int = 0
+    """Sentences whose gradient is computed at once, to save memory; 0: the whole batch."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     threads: int = 0
@@ -105,7 +147,8 @@ def main(arguments: list[str]) -> int:
         common.say(configs.to_toml(config).rstrip())
         return 0
 
-    from isoloss.pretraining import Interrupted, train
+    from isoloss.pretrain import pretrain
+    from isoloss.pretraining import Interrupted
     from isoloss.pretraining import Progress as Step
 
     run = Run(args.run)
@@ -116,7 +159,7 @@ def main(arguments: list[str]) -> int:
             progress(step.step, f"loss {step.loss_nats:.4f} nats, {step.tokens_per_second:,.0f} tokens/s")
 
         try:
-            train(run, config, language, progress=report)
+            pretrain(run, config, language, progress=report)
         except Interrupted as stop:
             common.note(f"stopped at step {stop.step} of {config.steps}, saved. To go on:")
             common.note("  " + common.command("train", *arguments))
@@ -131,7 +174,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-FREE = ("run", "config", "device", "threads", "print_config", "json")  # options that decide no result
+FREE = ("run", "config", "micro_batch", "device", "threads", "print_config", "json")  # options that decide no result
 
 
 def _config(args: Args) -> TrainConfig:
@@ -151,7 +194,8 @@ def _config(args: Args) -> TrainConfig:
             config = Run(args.run).config
         else:
             raise IsolossError(f"{args.run} holds no run yet: name a --language or a --config to start one")
-    return dataclasses.replace(config, device=args.device, threads=args.threads)
+    micro_batch = args.micro_batch or config.micro_batch
+    return dataclasses.replace(config, device=args.device, threads=args.threads, micro_batch=micro_batch)
 
 
 def _decided(args: Args, field: dataclasses.Field[Any]) -> bool:
@@ -172,7 +216,7 @@ def _from_options(args: Args) -> TrainConfig:
     from isoloss import languages
 
     kind = args.objective or find_architecture(args.architecture).objective
-    masks = ("masking", "fraction", "corruption")
+    masks = ("masking", "fraction", "corruption", "labels")
     given = [f"--{name}" for name in masks if getattr(args, name) != getattr(Args, name)]
     if kind == "causal" and given:
         raise IsolossError(f"the causal objective hides no tokens: leave out {', '.join(given)}")
@@ -180,6 +224,8 @@ def _from_options(args: Args) -> TrainConfig:
         raise IsolossError("--fraction needs --masking fraction: without it, one token of each sentence is hidden")
     if args.optimizer != "sgd" and args.momentum != Args.momentum:
         raise IsolossError(f"--momentum needs --optimizer sgd: {args.optimizer} has none")
+    if None not in (args.warmup_steps, args.warmup_proportion):
+        raise IsolossError("--warmup-steps and --warmup-proportion say the same: leave one out")
     warmup = min(1000, round(0.06 * args.steps)) if args.warmup_steps is None else args.warmup_steps
     return TrainConfig(
         language=languages.resolve(
@@ -191,11 +237,21 @@ def _from_options(args: Args) -> TrainConfig:
             max_documents=args.max_documents,
         ),
         model=ModelConfig(architecture=args.architecture, size=args.size, dropout=args.dropout),
-        objective=ObjectiveConfig(kind=kind, masking=args.masking, fraction=args.fraction, corruption=args.corruption),
+        objective=ObjectiveConfig(
+            kind=kind,
+            masking=args.masking,
+            fraction=args.fraction,
+            corruption=args.corruption,
+            labels=args.labels,
+        ),
+        rule=_rule(args),
         optimizer=OptimizerConfig(
             name=args.optimizer,
             learning_rate=args.learning_rate,
+            schedule=args.schedule,
             warmup_steps=warmup,
+            warmup_proportion=args.warmup_proportion,
+            max_grad_norm=args.max_grad_norm,
             weight_decay=args.weight_decay,
             momentum=args.momentum,
         ),
@@ -204,4 +260,23 @@ def _from_options(args: Args) -> TrainConfig:
         checkpoints=args.checkpoints,
         initial=args.initial,
         seed=args.seed,
+        measure_every=args.measure_every,
     )
+
+
+RULES: dict[str, tuple[type[RuleConfig], dict[str, str]]] = {
+    "gradient": (GradientConfig, {}),
+    "sam": (SAMConfig, {"rho": "rho", "sam_batch": "batch"}),
+    "adversarial": (AdversarialConfig, {"task": "task", "adversary_weight": "weight", "ridge": "ridge"}),
+    "fisher-penalty": (FisherPenaltyConfig, {"penalty": "coefficient"}),
+}  # by name: the config, and its fields by option
+
+
+def _rule(args: Args) -> RuleConfig:
+    chosen, fields = RULES[args.rule]
+    for rule, (_, options) in RULES.items():
+        for option in options:
+            if rule != args.rule and getattr(args, option) is not None:
+                raise IsolossError(f"--{option.replace('_', '-')} needs --rule {rule}")
+    given = {field: getattr(args, option) for option, field in fields.items()}
+    return chosen(**{field: value for field, value in given.items() if value is not None})

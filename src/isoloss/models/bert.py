@@ -5,9 +5,12 @@ Shapes: n sentences, T tokens, k predicted positions, V token ids.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.config import ModelConfig
@@ -95,14 +98,21 @@ def states(
     Returns:
         (k, d), in the order of `positions.nonzero()`.
     """
+    with selected(model.bert.encoder.layer[-1].attention, positions):
+        hidden = model.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    transformed: torch.Tensor = model.cls.predictions.transform(hidden)
+    return transformed
+
+
+@contextlib.contextmanager
+def selected(attention: nn.Module, positions: torch.Tensor) -> Iterator[None]:
+    """Let a block's attention give its output (n, T, d) at the positions alone, as (k, d), while this is open."""
 
     def select(_module: Any, _inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (output[0][positions], *output[1:])
 
-    hook = model.bert.encoder.layer[-1].attention.register_forward_hook(select)
+    hook = attention.register_forward_hook(select)
     try:
-        hidden = model.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        yield
     finally:
         hook.remove()
-    transformed: torch.Tensor = model.cls.predictions.transform(hidden)
-    return transformed

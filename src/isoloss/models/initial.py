@@ -14,17 +14,26 @@ from isoloss.seeds import derive
 
 
 def checked_shape(config: ModelConfig, *, vocab_size: int, pad_id: int) -> Shape:
-    """Return the shape that `config` names.
+    """Return the shape of the transformer that `config` names.
 
     Raises:
         IsolossError: An unknown size, a dropout outside [0, 1), or a `pad_id` outside the vocabulary.
     """
     sizes = shape(config.size)
+    check_settings(config, vocab_size=vocab_size, pad_id=pad_id)
+    return sizes
+
+
+def check_settings(config: ModelConfig, *, vocab_size: int, pad_id: int) -> None:
+    """Refuse what no architecture can be built with.
+
+    Raises:
+        IsolossError: A dropout outside [0, 1), or a `pad_id` outside the vocabulary.
+    """
     if not 0 <= config.dropout < 1:
         raise IsolossError(f"the dropout is {config.dropout}; it must be at least 0 and below 1")
     if not 0 <= pad_id < vocab_size:
         raise IsolossError(f"the padding's id is {pad_id}; it must be one of the model's ids, 0 to {vocab_size - 1}")
-    return sizes
 
 
 @contextlib.contextmanager

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BertForMaskedLM, OPTForCausalLM, PreTrainedModel
+from transformers import BertForMaskedLM, OPTForCausalLM, PreTrainedModel, RobertaPreLayerNormForMaskedLM
 
 from isoloss.config import ModelConfig
 from isoloss.languages.base import Language
 from isoloss.languages.masking import IGNORED, Batch
 from isoloss.languages.next_tokens import start_of
-from isoloss.models import bert, opt
-from isoloss.models.sizes import find_architecture
+from isoloss.lstm import LSTMForMaskedLM
+from isoloss.models import bert, bert_pre_ln, lstm, opt
+from isoloss.models.sizes import check_size
+
+_KNOWN = (BertForMaskedLM, RobertaPreLayerNormForMaskedLM, LSTMForMaskedLM, OPTForCausalLM)
 
 
 def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
@@ -30,10 +33,14 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
     Raises:
         IsolossError: There is no such architecture or size, or the dropout is outside [0, 1).
     """
-    find_architecture(config.architecture)
+    check_size(config.architecture, config.size)
     common: dict[str, Any] = {"vocab_size": language.model_vocab_size, "pad_id": language.pad_id, "seed": seed}
     if config.architecture == "bert":
         return bert.build(config, max_length=language.max_length, **common)
+    if config.architecture == "bert-pre-ln":
+        return bert_pre_ln.build(config, max_length=language.max_length, **common)
+    if config.architecture == "lstm":
+        return lstm.build(config, **common)
     start = start_of(language)
     max_length = language.max_length + (not start.is_in_sentences)
     return opt.build(config, max_length=max_length, start_id=start.id, end_id=start.end_id, **common)
@@ -53,6 +60,8 @@ def predicted_states(model: PreTrainedModel, batch: Batch, *, causal: bool) -> t
     input_ids, attention_mask, predicted = batch["input_ids"], batch.get("attention_mask"), batch["labels"] != IGNORED
     if isinstance(model, BertForMaskedLM):
         return bert.states(model, input_ids, attention_mask, predicted)
+    if isinstance(model, RobertaPreLayerNormForMaskedLM):
+        return bert_pre_ln.states(model, input_ids, attention_mask, predicted)
     hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     return _at_predicted(hidden, predicted, causal)
 
@@ -65,7 +74,7 @@ def predicted_logits(model: nn.Module, batch: Batch, *, causal: bool) -> torch.T
         batch: As for `predicted_states`.
         causal: As for `predicted_states`.
     """
-    if isinstance(model, BertForMaskedLM | OPTForCausalLM):  # without the logits of the other positions
+    if isinstance(model, _KNOWN):  # without the logits of the other positions
         some: torch.Tensor = model.get_output_embeddings()(predicted_states(model, batch, causal=causal))
         return some
     logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits

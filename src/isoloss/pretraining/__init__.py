@@ -1,5 +1,6 @@
 """Pre-training: the loop knows no algorithm, an algorithm knows no loop, and a killed run goes on bit for bit."""
 
+from isoloss.pretraining.adversary import Examples
 from isoloss.pretraining.loop import Interrupted, Progress, train
 
-__all__ = ["Interrupted", "Progress", "train"]
+__all__ = ["Examples", "Interrupted", "Progress", "train"]

@@ -2,7 +2,7 @@
 
 config.json, model.safetensors     what transformers loads, and the tokenizer's files where the language has one
 trainer.safetensors                the step rule's tensors
-trainer.json                       step, sums since the last line of metrics, fingerprint, SHA-256 of both tensor files
+trainer.json                       step, sums since the last line of metrics, config, SHA-256 of both tensor files
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from isoloss import config as configs
 from isoloss import files
+from isoloss.config import TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.loading import quiet
 from isoloss.runs import Run
@@ -34,14 +36,14 @@ class TrainerState:
 
     Attributes:
         step: Steps made.
-        fingerprint: The run's config, as `isoloss.config.fingerprint` gives it.
+        config: What decides the run's result, as `isoloss.config.identity` gives it.
         loss_sum_nats: Sum of the losses of the steps since the last line of metrics.jsonl.
         loss_count: Number of those steps.
         initial_sha256: SHA-256 of the weights that the run started from, or None where they were random.
     """
 
     step: int
-    fingerprint: str
+    config: Mapping[str, Any]
     loss_sum_nats: float = 0.0
     loss_count: int = 0
     initial_sha256: str | None = None
@@ -79,17 +81,15 @@ def save(
         raise IsolossError(f"cannot write the checkpoint {path}: {error}") from error
 
 
-def load(path: Path, model: torch.nn.Module, *, fingerprint: str) -> tuple[TrainerState, dict[str, torch.Tensor]]:
+def load(path: Path, model: torch.nn.Module, *, config: TrainConfig) -> tuple[TrainerState, dict[str, torch.Tensor]]:
     """Put a checkpoint's weights into `model`, and return where the run stood and the step rule's tensors.
 
     Raises:
-        IsolossError: The checkpoint is damaged, or of another config.
+        IsolossError: The checkpoint is damaged, or of another config; the fields that differ are named.
     """
     state = _read_state(path)
-    if state.fingerprint != fingerprint:
-        raise IsolossError(
-            f"{path} is a checkpoint of another config (fingerprint {state.fingerprint}, this run's is {fingerprint})"
-        )
+    if differing := configs.differences(config, state.config):
+        raise IsolossError(f"{path} is a checkpoint of another config ({'; '.join(differing)}): {_REMEDY}")
     load_weights(path, model)
     return state, _read_tensors(path / TRAINER_TENSORS)
 

@@ -21,15 +21,17 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the mean of `-log softmax(states @ weight.T + bias)[label]` over the rows, in nats: a scalar.
 
+    Labels can be probabilities q instead: then it is the mean of `-sum_c q_c log softmax(...)_c`.
+
     Value and gradient are those of `torch.nn.functional.cross_entropy` on the logits. The gradient is computed with the
     value, so that no logits are kept: with p the softmax of a row and e the unit vector of its label, that of the row's
-    logits is (p - e) / k.
+    logits is (p - e) / k, or (sum(q) p - q) / k.
 
     Args:
         states: (k, d), at least one row.
         weight: (V, d) of the output layer.
         bias: (V,) or None.
-        labels: (k,) int64, ids from 0 to V - 1.
+        labels: (k,) int64, ids from 0 to V - 1; or (k, C) probabilities of the ids 0 to C - 1, C at most V.
 
     Raises:
         IsolossError: A gradient that can itself be differentiated is asked for.
@@ -47,7 +49,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
     ) -> torch.Tensor:
-        k, num_ids = len(states), len(weight)
+        k, num_ids, is_ids = len(states), len(weight), labels.ndim == 1
         size = max(1, min(k, _CHUNK // num_ids))
         buffer = states.new_empty(size, num_ids)
         losses = states.new_empty(k)
@@ -58,12 +60,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = torch.mm(states[rows], weight.T, out=buffer[: rows.stop - start])
             if bias is not None:
                 logits += bias
-            label = labels[rows, None]
             logits -= logits.amax(dim=1, keepdim=True)
-            at_label = logits.gather(1, label)
-            total = logits.exp_().sum(dim=1, keepdim=True)
-            losses[rows] = (total.log() - at_label)[:, 0]
-            d_logits = logits.div_(total * k).scatter_add_(1, label, torch.full_like(at_label, -1 / k))
+            losses[rows], d_logits = _ids(logits, labels[rows, None]) if is_ids else _mixed(logits, labels[rows])
+            d_logits /= k
             torch.mm(d_logits, weight, out=d_states[rows])
             d_weight.addmm_(d_logits.T, states[rows])
             if d_bias is not None:
@@ -77,3 +76,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise IsolossError("the loss of training has no second derivative: take that of the model's logits")
         d_states, d_weight, d_bias = ctx.saved_tensors
         return d_loss * d_states, d_loss * d_weight, None if d_bias is None else d_loss * d_bias, None
+
+
+def _ids(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses (r,) of labels (r, 1), and their gradients in the place of the logits (r, V)."""
+    at_label = logits.gather(1, label)
+    total = logits.exp_().sum(dim=1, keepdim=True)
+    d_logits = logits.div_(total).scatter_add_(1, label, torch.full_like(at_label, -1))
+    return (total.log() - at_label)[:, 0], d_logits
+
+
+def _mixed(logits: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses (r,) of probabilities (r, C), and their gradients in the place of the logits (r, V)."""
+    mass = q.sum(dim=1, keepdim=True)
+    at_labels = (q * logits[:, : q.shape[1]]).sum(dim=1)
+    total = logits.exp_().sum(dim=1, keepdim=True)
+    d_logits = logits.div_(total / mass)
+    d_logits[:, : q.shape[1]] -= q
+    return (total.log() * mass)[:, 0] - at_labels, d_logits

@@ -6,14 +6,11 @@ all that a checkpoint has to hold, and a run that was killed ends with the same 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,14 +24,18 @@ from isoloss.errors import IsolossError
 from isoloss.languages.base import Language
 from isoloss.loading import resolve_device
 from isoloss.models.make import make_model
-from isoloss.models.sizes import shape
-from isoloss.pretraining import checkpoints, objectives, steps
+from isoloss.models.sizes import check_size
+from isoloss.pretraining import checkpoints, objectives, rules, steps
+from isoloss.pretraining.adversary import Examples
 from isoloss.pretraining.checkpoints import TrainerState
 from isoloss.pretraining.objectives import prediction_loss, training_batch
+from isoloss.pretraining.process import process_settings, signals
 from isoloss.runs import Run
 from isoloss.seeds import derive
 
 REPORT_SECONDS = 1.0  # between two calls of `progress`
+
+Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
 
 
 @dataclass(frozen=True)
@@ -80,47 +81,70 @@ def validate(config: TrainConfig) -> None:
         ),
         "threads": (config.threads >= 0, "at least 0 (0: all cores)"),
         "save_every_seconds": (config.save_every_seconds >= 0, "at least 0"),
+        "measure_every": (config.measure_every >= 0, "at least 0 (0: never)"),
+        "measure_sentences": (config.measure_sentences >= 10, "at least 10"),
+        "micro_batch": (config.micro_batch >= 0, "at least 0 (0: the whole batch)"),
     }
     for name, (holds, condition) in in_range.items():
         if not holds:
             raise IsolossError(f"{name} is {getattr(config, name)!r}; it must be {condition}")
-    shape(config.model.size)
+    if config.measure_every % config.log_every:
+        raise IsolossError(
+            f"measure_every is {config.measure_every}; it must be a multiple of log_every, {config.log_every}"
+        )
+    check_size(config.model.architecture, config.model.size)
     if not 0 <= config.model.dropout < 1:
         raise IsolossError(f"the dropout is {config.model.dropout}; it must be at least 0 and below 1")
     objectives.validate(config.objective, config.model)
-    steps.validate(config.optimizer)
+    rules.validate(config)
 
 
 def train(
-    run: Run, config: TrainConfig, language: Language, *, progress: Callable[[Progress], None] | None = None
+    run: Run,
+    config: TrainConfig,
+    language: Language,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    examples: Examples | None = None,
+    measure: Measure | None = None,
 ) -> None:
     """Train until `run` is complete, from its newest checkpoint if it has one.
 
     The run's files are those that `isoloss.runs` lists. On one device and with one number of threads they are, all but
     log.jsonl, the same bytes however often the process was stopped or killed. metrics.jsonl gets a line every
-    `log_every` steps and at the last one: `loss_nats` is the mean since the line before, `learning_rate` and
-    `grad_norm` are of that step. Ctrl-C and SIGTERM end the current step, save it and raise `Interrupted`; a second one
-    stops at once. The number of threads and the random state of the CPU and of the training device are left as they
-    were.
+    `log_every` steps and at the last one: `loss_nats` is the mean since the line before, `learning_rate`, `grad_norm`
+    (before clipping) and what the step rule looked at are of that step. Every `measure_every` steps it holds what
+    `measure` says of the model after that step, which changes nothing in training. Ctrl-C and SIGTERM end the current
+    step, save it and raise `Interrupted`; a second one stops at once. The number of threads and the random state of the
+    CPU and of the training device are left as they were.
 
     Args:
         run: The directory; new, or of the same config.
         config: What to train.
         language: The language that `config.language` describes; if it has a `tokenizer`, checkpoints hold it too.
         progress: Called about once a second and at the end.
+        examples: The training set of the task that an adversarial rule spoils.
+        measure: Called with the model in eval mode at the steps that `config.measure_every` names.
 
     Raises:
         IsolossError: A setting out of its range; a directory of another config, in use by another process, or with a
-            damaged checkpoint; initial weights that do not fit; or a loss that is not finite.
+            damaged checkpoint; initial weights that do not fit; examples or a `measure` that are asked for and missing;
+            exact labels where the language has none; or a loss that is not finite.
         Interrupted: A signal came.
     """
     validate(config)
+    objectives.check_language(config.objective, language)
+    if config.measure_every and measure is None:
+        raise IsolossError(
+            f"measure_every is {config.measure_every}, and there is no measure: isoloss.pretrain.pretrain makes one, "
+            "isoloss.pretraining.train takes it as an argument"
+        )
     device = resolve_device(config.device)
     if run.complete:
         run.create(config)
         return
     with files.lock(run.path):
-        _train_locked(run, config, language, device, progress)
+        _train_locked(run, config, language, device, progress, examples, measure)
 
 
 def _train_locked(
@@ -129,13 +153,15 @@ def _train_locked(
     language: Language,
     device: torch.device,
     progress: Callable[[Progress], None] | None,
+    examples: Examples | None,
+    measure: Measure | None,
 ) -> None:
     if run.exists:
         run.create(config)
     if run.complete:  # by the process that held the lock before
         return
-    with _process_settings(config.threads, device):
-        training = _Training(run, config, language, device, progress)
+    with process_settings(config.threads, device):
+        training = _Training(run, config, language, device, progress, examples, measure)
         run.create(config)  # after initial weights that do not fit were refused: a mistake makes no run
         files.remove_unfinished(run.path)
         training.run_all()
@@ -151,17 +177,19 @@ class _Training:
         language: Language,
         device: torch.device,
         progress: Callable[[Progress], None] | None,
+        examples: Examples | None,
+        measure: Measure | None,
     ) -> None:
+        self.measure = measure
         self.run, self.config, self.language, self.device = run, config, language, device
         self.kept = {*config.checkpoints, config.steps}
-        self.fingerprint = configs.fingerprint(config)
         self.model: Any = make_model(config.model, language, seed=config.seed)
         self.loss = partial(prediction_loss, self.model, causal=config.objective.kind == "causal")
         self.loss_sum, self.loss_count = 0.0, 0
         self.initial_sha256: str | None = None
         self.step, tensors = self._weights()
         self.model.to(device)
-        self.rule = steps.GradientStep(self.model, config.optimizer)
+        self.rule = rules.make_rule(self.model, config, language, examples=examples)
         self.rule.load_state(tensors)
         self.clock = _Clock(self.step, config.steps, progress)
 
@@ -173,7 +201,7 @@ class _Training:
                 self.initial_sha256 = checkpoints.load_weights(self.run.path / self.config.initial, self.model)
             return 0, {}
         folder = self.run.checkpoint(newest)
-        state, tensors = checkpoints.load(folder, self.model, fingerprint=self.fingerprint)
+        state, tensors = checkpoints.load(folder, self.model, config=self.config)
         if state.step != newest:
             raise IsolossError(f"{folder} holds step {state.step}: give the folder its own name back")
         self.loss_sum, self.loss_count = state.loss_sum_nats, state.loss_count
@@ -189,12 +217,18 @@ class _Training:
                 f"{self.run.path} lacks the checkpoint of step {min(missing)}: "
                 "delete the later ones too, and training makes them again"
             )
-        self.run.log("start", step=started_at, device=str(self.device), threads=torch.get_num_threads())
+        self.run.log(
+            "start",
+            step=started_at,
+            device=str(self.device),
+            threads=torch.get_num_threads(),
+            attention=self.model.config._attn_implementation,
+        )
         checkpoints.remove_except(self.run, {*self.kept, started_at})
         _truncate_metrics(self.run, started_at, _num_lines(self.config, started_at))
         if started_at == 0 and 0 in self.kept and not self.run.checkpoint(0).exists():
             self._save()
-        with _signals() as interrupted:
+        with signals() as interrupted:
             while self.step < self.config.steps:
                 self._one_step()
                 stop = interrupted()
@@ -220,12 +254,7 @@ class _Training:
         is_logged = number % self.config.log_every == 0 or number == self.config.steps
         torch.manual_seed(derive(self.config.seed, "dropout", number))
         outcome = self.rule.step(number, batch, self.loss, with_norm=is_logged)
-        if not math.isfinite(outcome.loss_nats):
-            newest = checkpoints.latest(self.run)
-            raise IsolossError(
-                f"the loss at step {number} is {outcome.loss_nats}: lower the learning rate or lengthen the warm-up "
-                f"({'no checkpoint was saved' if newest is None else f'the checkpoint of step {newest} is kept'})"
-            )
+        self._check_finite({"loss": outcome.loss_nats, **outcome.details}, number)
         self.step = number
         self.loss_sum += outcome.loss_nats
         self.loss_count += 1
@@ -233,12 +262,31 @@ class _Training:
             self._log(outcome)
         self.clock.tick(number, outcome.loss_nats, num_tokens)
 
+    def _check_finite(self, values: Mapping[str, float], number: int) -> None:
+        for name, value in values.items():
+            if not math.isfinite(value):
+                newest = checkpoints.latest(self.run)
+                kept = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is kept"
+                raise IsolossError(
+                    f"the {name} at step {number} is {value}: lower the learning rate or lengthen the warm-up ({kept})"
+                )
+
+    def _measured(self) -> Mapping[str, float]:
+        """Return what `measure` says of the model, if this is one of its steps."""
+        every = self.config.measure_every
+        if self.measure is None or not every or self.step % every:
+            return {}
+        with steps.without_dropout(self.model):  # each step seeds its own random state, so none has to be kept
+            return self.measure(self.model)
+
     def _log(self, outcome: steps.Outcome) -> None:
         line = {
             "step": self.step,
             "loss_nats": self.loss_sum / self.loss_count,
             "learning_rate": outcome.learning_rate,
             "grad_norm": outcome.grad_norm,
+            **outcome.details,
+            **self._measured(),
         }
         self.loss_sum, self.loss_count = 0.0, 0
         path = self.run.path / "metrics.jsonl"
@@ -253,7 +301,7 @@ class _Training:
         _flush_metrics(self.run)
         state = TrainerState(
             step=self.step,
-            fingerprint=self.fingerprint,
+            config=configs.identity(self.config),
             loss_sum_nats=self.loss_sum,
             loss_count=self.loss_count,
             initial_sha256=self.initial_sha256,
@@ -351,50 +399,3 @@ def _truncate_metrics(run: Run, step: int, num_lines: int) -> None:
         )
     if len(text) > len("".join(lines)):
         files.write_text(path, "".join(lines))
-
-
-@contextlib.contextmanager
-def _process_settings(threads: int, device: torch.device) -> Iterator[None]:
-    """Train with `threads` threads, and leave the process's threads and random state as they were."""
-    before = torch.get_num_threads()
-    devices = [device.index or 0] if device.type == "cuda" else []
-    if threads:
-        torch.set_num_threads(threads)
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether Ctrl-C or SIGTERM came; the second one is handled as if this were not here.
-
-    A signal that the process ignores stays ignored, and outside the main thread, where Python allows no handlers, none
-    is caught.
-    """
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    previous = {
-        number: handler
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
-    }
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def note(number: int, _frame: Any) -> None:
-        received.append(number)
-        restore()
-
-    for number in previous:
-        signal.signal(number, note)
-    try:
-        yield lambda: bool(received)
-    finally:
-        restore()

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from isoloss.config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.errors import IsolossError
-from isoloss.languages.base import Language
+from isoloss.languages.base import ExactLanguage, Language, Sentences
 from isoloss.languages.masking import IGNORED, Batch, corrupt
 from isoloss.languages.next_tokens import objective_batch
 from isoloss.models.make import predicted_states
@@ -22,7 +22,8 @@ class TrainingBatch(NamedTuple):
     """What a training step sees.
 
     Attributes:
-        inputs: `input_ids`, `labels` and, where something is padded, `attention_mask`, each (n, T).
+        inputs: `input_ids`, `labels` and, where something is padded, `attention_mask`, each (n, T); with exact labels,
+            `targets` (k, V): a row of probabilities for each of the k predicted tokens, sentence by sentence.
         num_tokens: Tokens in it, the hidden ones counted and the padding not.
     """
 
@@ -38,6 +39,13 @@ def validate(objective: ObjectiveConfig, model: ModelConfig) -> None:
         raise IsolossError(f"the masked fraction is {objective.fraction}; it must be above 0 and at most 1")
     if objective.corruption not in ("mask", "bert"):
         raise IsolossError(f"the corruption is {objective.corruption!r}; it must be mask or bert")
+    if objective.labels not in ("sampled", "exact"):
+        raise IsolossError(f"the labels are {objective.labels!r}; they must be sampled or exact")
+    if objective.labels == "exact" and objective.corruption != "mask":
+        raise IsolossError(
+            "exact labels are the conditionals given the visible tokens, and the corruption 'bert' shows tokens in the "
+            "place of hidden ones: choose the corruption 'mask'"
+        )
     learns = find_architecture(model.architecture).objective
     if objective.kind != learns:
         raise IsolossError(
@@ -46,6 +54,28 @@ def validate(objective: ObjectiveConfig, model: ModelConfig) -> None:
         )
     if objective.kind == "causal" and objective != ObjectiveConfig(kind="causal"):
         raise IsolossError("the causal objective hides no tokens: leave the settings of the masks at their defaults")
+
+
+def check_language(objective: ObjectiveConfig, language: Language) -> None:
+    """Raise an `IsolossError` if `objective` asks for exact labels and `language` has none."""
+    if objective.labels == "exact" and not isinstance(language, ExactLanguage):
+        raise IsolossError(f"{type(language).__name__} has no exact conditionals: train on sampled labels")
+
+
+def exact_targets(language: ExactLanguage, sentences: Sentences, labels: torch.Tensor) -> torch.Tensor:
+    """Return (k, V) float64: the true conditionals of the hidden tokens given all visible ones, sentence by sentence.
+
+    Args:
+        language: Whose sentences they are.
+        sentences: n sentences padded to T tokens.
+        labels: (n, T), -100 where nothing is hidden.
+    """
+    hidden = labels != IGNORED
+    tokens, lengths, _ = sentences
+    if bool((hidden.sum(dim=1) == 1).all()):
+        positions = hidden.int().argmax(dim=1, keepdim=True)
+        return language.log_conditionals(tokens, lengths, positions=positions)[:, 0].double().exp()
+    return language.log_conditionals(tokens, lengths, mask=hidden)[hidden].double().exp()
 
 
 def training_batch(language: Language, config: TrainConfig, step: int, device: torch.device) -> TrainingBatch:
@@ -61,6 +91,8 @@ def training_batch(language: Language, config: TrainConfig, step: int, device: t
     masks = generator(config.seed, "masks", step)
     batch = objective_batch(sentences, language, config.objective, generator=masks)
     batch = corrupt(batch, language, config.objective, generator=masks)
+    if config.objective.labels == "exact":
+        batch["targets"] = exact_targets(language, sentences, batch["labels"])  # type: ignore[arg-type]
     num_tokens = int(batch["attention_mask"].sum())
     if num_tokens == batch["attention_mask"].numel():
         del batch["attention_mask"]
@@ -70,13 +102,15 @@ def training_batch(language: Language, config: TrainConfig, step: int, device: t
 def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool) -> torch.Tensor:
     """Return the mean cross-entropy of the predicted tokens, in nats: a scalar (the paper, section 2.1).
 
+    With `targets`, the mean cross-entropy to these probabilities: what it is on average over tokens drawn from them.
+
     Args:
         model: A model that `isoloss.models.make.make_model` makes.
-        batch: As `isoloss.languages.next_tokens.objective_batch` gives it; without an `attention_mask` nothing is
-            padded.
+        batch: As `training_batch` gives it; without an `attention_mask` nothing is padded.
         causal: Whether the labels are next tokens.
     """
     labels = batch["labels"][:, 1:] if causal else batch["labels"]
     output = model.get_output_embeddings()
     states = predicted_states(model, batch, causal=causal)
-    return linear_cross_entropy(states, output.weight, output.bias, labels[labels != IGNORED])
+    targets = batch["targets"].to(states.dtype) if "targets" in batch else labels[labels != IGNORED]
+    return linear_cross_entropy(states, output.weight, output.bias, targets)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from isoloss.config import OptimizerConfig
-from isoloss.errors import IsolossError
-from isoloss.languages.masking import Batch
+from isoloss.languages.masking import IGNORED, Batch
+from isoloss.pretraining.optimizers import Optimizer
 
 Loss = Callable[[Batch], torch.Tensor]
 
@@ -22,11 +22,13 @@ class Outcome(NamedTuple):
         loss_nats: The batch's loss before the update.
         learning_rate: The rate that the update was made with.
         grad_norm: Euclidean norm of the gradient over all parameters, or None where it was not asked for.
+        details: What else the rule looked at, by name.
     """
 
     loss_nats: float
     learning_rate: float
     grad_norm: float | None
+    details: Mapping[str, float]
 
 
 class StepRule(Protocol):
@@ -45,116 +47,95 @@ class StepRule(Protocol):
         ...
 
 
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the rate of step `step`, counted from 1: a linear warm-up from 0, then constant (appendix A.5).
+def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """Return parts of a batch, `sizes` sentences each.
 
-    Example:
-        >>> config = OptimizerConfig(learning_rate=0.1, warmup_steps=4)
-        >>> [learning_rate(config, step) for step in (1, 2, 4, 5)]
-        [0.025, 0.05, 0.1, 0.1]
+    All tensors have a row a sentence but the exact targets, which have one a predicted token.
     """
-    if step >= config.warmup_steps:
-        return config.learning_rate
-    return config.learning_rate * step / config.warmup_steps
+    pieces = {name: torch.split(tensor, list(sizes)) for name, tensor in batch.items() if name != "targets"}
+    if "targets" in batch:
+        counts = [_num_predicted(labels) for labels in pieces["labels"]]
+        pieces["targets"] = torch.split(batch["targets"], counts)
+    return [{name: tensors[i] for name, tensors in pieces.items()} for i in range(len(sizes))]
 
 
-def validate(config: OptimizerConfig) -> None:
-    """Raise an `IsolossError` that names the first setting out of its range."""
-    in_range = {
-        "learning_rate": (0 < config.learning_rate < math.inf, "above 0 and finite"),
-        "warmup_steps": (config.warmup_steps >= 0, "at least 0"),
-        "weight_decay": (0 <= config.weight_decay < math.inf, "at least 0 and finite"),
-        "betas": (all(0 <= beta < 1 for beta in config.betas), "two numbers, each at least 0 and below 1"),
-        "momentum": (0 <= config.momentum < 1, "at least 0 and below 1"),
-        "name": (config.name in ("adamw", "sgd"), "adamw or sgd"),
-    }
-    for name, (holds, condition) in in_range.items():
-        if not holds:
-            raise IsolossError(f"the optimizer's {name} is {getattr(config, name)!r}; it must be {condition}")
+def _num_predicted(labels: torch.Tensor) -> int:
+    return int((labels != IGNORED).sum())
+
+
+def num_sentences(batch: Batch) -> int:
+    """Return the number of sentences in a batch."""
+    return len(next(iter(batch.values())))
+
+
+@contextlib.contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Turn dropout off for a while, and every module back to the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.backends.cudnn.flags(enabled=False):  # its LSTM has no derivatives in eval mode
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class GradientStep:
-    """AdamW or SGD on the batch's loss, with a linear warm-up.
+    """The gradient of the batch's loss, given to the optimizer; other rules are this one with another gradient.
 
-    With gradient g, rate eta and weight decay w, AdamW is m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2,
-    theta <- (1 - eta w) theta - eta m' / (sqrt(v') + 1e-8) with m' = m / (1 - b1^t), v' = v / (1 - b2^t); SGD is
-    b <- momentum b + g + w theta, theta <- theta - eta b, with b starting at the first step's g + w theta.
-
-    Weights and embeddings decay, biases and layer norms do not (every parameter of one dimension), as in BERT's
-    training and in Izsak et al. (2021), whose code the paper trains with.
+    The gradient is the sum of those of the parts of `micro_batch` sentences, each weighted by its share of the
+    predicted tokens: that of the whole batch, up to rounding.
 
     Args:
         model: The model that is updated in place.
-        config: Which of the two, and its settings.
+        config: The optimizer.
+        total: Steps of the whole run.
+        micro_batch: Sentences whose gradient is computed at once; 0: all.
 
     Raises:
         IsolossError: A setting is out of its range.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
-        >>> rule = GradientStep(model, OptimizerConfig(warmup_steps=10))
+        >>> rule = GradientStep(model, OptimizerConfig(warmup_steps=10), total=100)
         >>> rule.step(1, {"x": torch.ones(3, 2)}, lambda batch: model(batch["x"]).square().mean()).learning_rate
         0.0001
     """
 
-    def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
-        validate(config)
-        self._config = config
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        decaying = [(name, p) for name, p in trainable if p.ndim > 1]
-        others = [(name, p) for name, p in trainable if p.ndim <= 1]
-        self._named = decaying + others  # in the order in which the optimizer numbers them
-        groups = [
-            {"params": [p for _, p in decaying], "weight_decay": config.weight_decay},
-            {"params": [p for _, p in others], "weight_decay": 0.0},
-        ]
-        self._optimizer: torch.optim.Optimizer
-        if config.name == "adamw":
-            self._optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
-        else:
-            self._optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, *, total: int, micro_batch: int = 0) -> None:
+        self.optimizer = Optimizer(model, config, total=total)
+        self._micro_batch = micro_batch
 
     def step(self, number: int, batch: Batch, loss: Loss, *, with_norm: bool = False) -> Outcome:
         """Make step `number` on `batch`; see `StepRule`."""
-        rate = learning_rate(self._config, number)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.zero_grad()
-        value = loss(batch)
-        value.backward()  # type: ignore[no-untyped-call]
-        norm = None
-        if with_norm:
-            gradients = [p.grad for _, p in self._named if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients))
-        self._optimizer.step()
-        return Outcome(loss_nats=value.item(), learning_rate=rate, grad_norm=norm)
+        self.optimizer.zero_grad()
+        loss_nats, details = self.add_gradient(number, batch, loss)
+        return Outcome(loss_nats, *self.optimizer.update(number, with_norm=with_norm), details)
+
+    def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
+        """Add the gradient of step `number` to the parameters' own; return the loss and what else was looked at."""
+        del number
+        return self.add_loss_gradient(batch, loss), {}
+
+    def add_loss_gradient(self, batch: Batch, loss: Loss) -> float:
+        """Add the gradient of the loss of `batch` to the parameters' own, part by part; return the loss."""
+        n, size = num_sentences(batch), self._micro_batch
+        if not 0 < size < n:
+            value = loss(batch)
+            value.backward()  # type: ignore[no-untyped-call]
+            return value.item()
+        total, sum_nats = _num_predicted(batch["labels"]), 0.0
+        for part in split(batch, [min(size, n - start) for start in range(0, n, size)]):
+            weighted = loss(part) * (_num_predicted(part["labels"]) / total)
+            weighted.backward()  # type: ignore[no-untyped-call]
+            sum_nats += weighted.item()
+        return sum_nats
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's tensors, named `<what>/<parameter>`; none before the first step."""
-        by_index = self._optimizer.state_dict()["state"]
-        return {
-            f"{what}/{self._named[index][0]}": tensor
-            for index, entries in by_index.items()
-            for what, tensor in entries.items()
-            if tensor is not None
-        }
+        """Return the optimizer's tensors; see `Optimizer.state`."""
+        return self.optimizer.state()
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` returned.
-
-        Raises:
-            IsolossError: A name that is no parameter of the model, or a tensor of another shape.
-        """
-        places = {name: (index, p.shape) for index, (name, p) in enumerate(self._named)}
-        by_index: dict[int, dict[str, torch.Tensor]] = {}
-        for key, tensor in state.items():
-            what, _, name = key.partition("/")
-            index, shape = places.get(name, (-1, None))
-            if shape is None or (tensor.ndim > 0 and tensor.shape != shape):
-                raise IsolossError(
-                    f"the optimizer's {key}, of shape {tuple(tensor.shape)}, fits no parameter of the model"
-                )
-            by_index.setdefault(index, {})[what] = tensor.clone()
-        self._optimizer.load_state_dict(
-            {"state": by_index, "param_groups": self._optimizer.state_dict()["param_groups"]}
-        )
+        """Take over what `state` returned; see `Optimizer.load_state`."""
+        self.optimizer.load_state(state)

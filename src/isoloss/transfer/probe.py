@@ -8,16 +8,20 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from isoloss import seeds as streams
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
+from isoloss.transfer.convex import fit
 from isoloss.transfer.features import Pooling, extract
 from isoloss.transfer.tasks import TaskData, majority_rate
 
+Solver = Literal["adamw", "convex"]
+
+_METHODS = {"adamw": "linear probe, AdamW", "convex": "linear probe, convex"}
 _CHUNK = 4096  # examples predicted at once
 
 
@@ -50,6 +54,8 @@ def linear_probe(
     batch_size: int = 256,
     standardize: bool = True,
     seed: int = 0,
+    solver: Solver = "adamw",
+    regularisation: float = 1e-3,
 ) -> ProbeResult:
     """Train a linear classifier on frozen features and return its test accuracy.
 
@@ -70,6 +76,11 @@ def linear_probe(
     from seed to seed) by sqrt(S + 1). It does not hold the draw of the training examples, and at an accuracy of exactly
     0 or 1 it is 0: there the accuracy is known to about 3 / n_test.
 
+    With `solver="convex"` the probe is instead the minimum of the mean cross-entropy plus
+    `regularisation / 2 |W|^2`, to 1e-6 of it (`isoloss.transfer.convex.fit`). It depends on no seed: its predictions
+    stand for every seed, the seeds' deviation is 0, and epochs, learning rate, weight decay and batch size have no
+    part.
+
     Args:
         train_x: (n_train, D) features; the probe runs in float32 on their device.
         train_y: (n_train,) labels in 0..num_classes - 1.
@@ -83,11 +94,14 @@ def linear_probe(
         batch_size: Examples in a step; the last step of an epoch takes what is left.
         standardize: Whether the features are centred and scaled; False takes them as they are, as the paper does.
         seed: The seed from which those of the probes are derived.
+        solver: `"adamw"`, the paper's training, or `"convex"`, the minimum.
+        regularisation: The convex probe's strength, above 0; scikit-learn's `C` is `1 / (regularisation * n_train)`.
 
     Returns:
         The accuracy in `[0, 1]` (unit "accuracy") with `accuracies` (one per seed), `seed_std`, `binomial_stderr`,
-        `train_accuracy`, `majority_rate`, `num_train` and `num_test` among its details, and the predictions. On a CPU,
-        the same arguments and number of threads give the same bits.
+        `train_accuracy`, `majority_rate`, `num_train` and `num_test` among its details (and, of the convex probe,
+        `objective_nats` and the bound `gap_nats` on what it is above its minimum), and the predictions. On a CPU, the
+        same arguments and number of threads give the same bits.
 
     Raises:
         IsolossError: A split is empty; shapes or widths do not fit; a feature is not finite; a label is out of range or
@@ -102,6 +116,8 @@ def linear_probe(
     """
     began = time.perf_counter()
     _check_settings({"seeds": seeds, "epochs": epochs, "batch_size": batch_size}, learning_rate, weight_decay)
+    if solver not in _METHODS:
+        raise IsolossError(f"no solver {solver!r}: choose adamw or convex")
     device = train_x.device
     train_x, test_x = train_x.float(), test_x.to(device).float()
     train_y, test_y = train_y.to(device), test_y.to(device)
@@ -110,24 +126,31 @@ def linear_probe(
         centre, scale = _centre_and_scale(train_x)
         train_x, test_x = (train_x - centre) / scale, (test_x - centre) / scale
 
-    generators = [streams.generator(seed, "probe", index) for index in range(seeds)]
-    weight, bias = _initial(generators, train_x.shape[1], num_classes, device)
-    optimizer = torch.optim.AdamW([weight, bias], lr=learning_rate, weight_decay=weight_decay)
-    for _ in range(epochs):
-        orders = torch.stack([torch.randperm(len(train_y), generator=g) for g in generators]).to(device)
-        for start in range(0, len(train_y), batch_size):
-            chosen = orders[:, start : start + batch_size]
-            weight.grad, bias.grad = _gradients(weight, bias, train_x[chosen], train_y[chosen])
-            optimizer.step()
+    settings: dict[str, Any] = {"standardize": standardize}
+    if solver == "convex":
+        weight, bias, found = _minimum(train_x, train_y, num_classes, regularisation)
+        weight, bias = weight.expand(seeds, -1, -1), bias.expand(seeds, -1, -1)
+        settings |= {"solver": solver, "regularisation": regularisation, **found}
+    else:
+        generators = [streams.generator(seed, "probe", index) for index in range(seeds)]
+        weight, bias = _initial(generators, train_x.shape[1], num_classes, device)
+        optimizer = torch.optim.AdamW([weight, bias], lr=learning_rate, weight_decay=weight_decay)
+        for _ in range(epochs):
+            orders = torch.stack([torch.randperm(len(train_y), generator=g) for g in generators]).to(device)
+            for start in range(0, len(train_y), batch_size):
+                chosen = orders[:, start : start + batch_size]
+                weight.grad, bias.grad = _gradients(weight, bias, train_x[chosen], train_y[chosen])
+                optimizer.step()
+        settings |= {
+            "epochs": epochs,
+            "learning_rate": learning_rate,
+            "weight_decay": weight_decay,
+            "batch_size": batch_size,
+            "seed": seed,
+        }
 
     predictions = _predict(weight, bias, test_x)
-    settings = {
-        "epochs": epochs,
-        "learning_rate": learning_rate,
-        "weight_decay": weight_decay,
-        "batch_size": batch_size,
-        "standardize": standardize,
-        "seed": seed,
+    settings |= {
         "train_accuracy": float((_predict(weight, bias, train_x) == train_y).double().mean()),
         "num_train": len(train_y),
         "num_features": train_x.shape[1],
@@ -135,7 +158,9 @@ def linear_probe(
         "device": device.type,
     }
     correct = predictions == test_y
-    accuracy = _accuracy(correct, majority_rate(test_y), settings, seconds=time.perf_counter() - began)
+    accuracy = _accuracy(
+        correct, majority_rate(test_y), settings, method=_METHODS[solver], seconds=time.perf_counter() - began
+    )
     return ProbeResult(accuracy=accuracy, predictions=predictions, correct=correct)
 
 
@@ -152,6 +177,8 @@ def probe_task(
     batch_size: int = 256,
     standardize: bool = True,
     seed: int = 0,
+    solver: Solver = "adamw",
+    regularisation: float = 1e-3,
 ) -> ProbeResult:
     """Return the accuracy of a linear probe of `model` on `task`: `extract`, then `linear_probe`.
 
@@ -167,6 +194,8 @@ def probe_task(
         batch_size: Examples in a step of the probe.
         standardize: Whether the features are centred and scaled.
         seed: The seed from which those of the probes are derived.
+        solver: How the probe is fitted.
+        regularisation: The convex probe's strength.
 
     Raises:
         IsolossError: As `extract` and `linear_probe`.
@@ -186,6 +215,8 @@ def probe_task(
         batch_size=batch_size,
         standardize=standardize,
         seed=seed,
+        solver=solver,
+        regularisation=regularisation,
     )
 
 
@@ -240,7 +271,9 @@ def paired_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estim
     )
 
 
-def _accuracy(correct: torch.Tensor, majority: float, settings: dict[str, Any], *, seconds: float) -> Estimate:
+def _accuracy(
+    correct: torch.Tensor, majority: float, settings: dict[str, Any], *, method: str, seconds: float
+) -> Estimate:
     """Return the mean accuracy of `correct` (S, n) with its error."""
     num_seeds, num_test = correct.shape
     accuracies = correct.double().mean(dim=1)
@@ -252,7 +285,7 @@ def _accuracy(correct: torch.Tensor, majority: float, settings: dict[str, Any], 
         samples=num_test,
         unit="accuracy",
         num_inputs=num_test,
-        method="linear probe, AdamW",
+        method=method,
         seconds=seconds,
         details={
             "accuracies": accuracies.tolist(),
@@ -283,6 +316,24 @@ def _initial(
     drawn = [torch.rand(num_classes, num_features + 1, generator=g) * (2 * bound) - bound for g in generators]
     stacked = torch.stack(drawn).to(device)
     return stacked[:, :, :-1].contiguous(), stacked[:, None, :, -1].contiguous()
+
+
+def _minimum(
+    x: torch.Tensor, y: torch.Tensor, num_classes: int, regularisation: float
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Return weights (1, C, D) and biases (1, 1, C) of the convex probe, and its objective and gap.
+
+    A class of which there is no training example has a bias of minus infinity.
+    """
+    present = torch.tensor(sorted(set(y.tolist())), device=y.device)
+    if len(present) < 2:
+        raise IsolossError(f"all {len(y)} training labels are {int(y[0])}: a convex probe needs two classes")
+    found = fit(x, torch.searchsorted(present, y), classes=len(present), regularisation=[regularisation])
+    weight = x.new_zeros(1, num_classes, x.shape[1])
+    bias = x.new_full((1, 1, num_classes), -math.inf)
+    weight[0, present] = found.weights[0, 0].T.to(x)
+    bias[0, 0, present] = found.intercepts[0, 0].to(x)
+    return weight, bias, {"objective_nats": float(found.objectives), "gap_nats": float(found.gaps)}
 
 
 def _gradients(

@@ -1,0 +1,92 @@
+"""The results of benchmarks/flatness.py as a page in Markdown."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_COLUMNS = (
+    "estimator",
+    "mean on the check (exact {exact:.4g})",
+    "CPU ms a sequence",
+    "over forward and backward",
+    "spread of a sequence or call, %",
+    "CPU s to 1 %",
+    "times ours",
+    "times ours, same sequences",
+    "peak memory, MiB",
+    "over a training step's",
+)
+
+
+def page(record: dict[str, Any]) -> str:
+    """Return all tables."""
+    lines = [
+        "# Flatness: time to a standard error of 1 %, and memory, on one thread",
+        "",
+        f"{record['date']}, `{record['command']}`. {record['machine']}.",
+        f"Load at the start: {record['load']}. Versions: "
+        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        + ".",
+        "",
+        "Processor time, median of the rounds. The spread is the standard deviation of one sequence's value over fresh "
+        "sequences, in percent of the mean; for the libraries that take a batch as one, it is that of one call on a "
+        'fresh batch. Time to 1 % is cost times (spread / 1 %)^2, on fresh sequences; "same sequences" counts the '
+        "noise of signs or labels alone. ± is one standard error over the repetitions. Memory is the peak of a process "
+        "of its own over that of the loaded model, on 64 sequences at once. A ratio is given only where the mean "
+        "on the check's sequences is within 4 standard errors of the exact trace, or the quantity is another.",
+    ]
+    for model in record["models"]:
+        lines += _table(model)
+    return "\n".join(lines) + "\n"
+
+
+def _table(model: dict[str, Any]) -> list[str]:
+    about = model["predictions"]
+    columns = [column.format(exact=model["exact_trace_of_check"]) for column in _COLUMNS]
+    lines = [
+        "",
+        f"## {model['model']}",
+        "",
+        f"Loss {about['loss_nats']:.2f} nats; predictions of mean entropy {about['mean_entropy_nats']:.2f} nats and "
+        f"mean largest probability {about['mean_largest_probability']:.2f}.",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|---|" + "---:|" * (len(columns) - 1),
+    ]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in model["results"]]
+    lines += [f"\n{name} did not run: {why}" for name, why in model["failed"].items()]
+    lines += [f"\n{name} is not installed." for name in model["missing"]]
+    return lines
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    fastest, slowest = 1e3 * row["fastest"], 1e3 * row["slowest"]
+    cost = f"{1e3 * row['seconds_a_sequence']:.3g} ({fastest:.3g}-{slowest:.3g}, n={row['rounds']})"
+    memory = ["", ""]
+    if "peak_bytes" in row:
+        memory = [f"{row['peak_bytes'] / 2**20:.0f}", f"{row['peak_over_training']:.2f}"]
+    if "quantity" not in row:
+        return [row["name"], "", cost, "1", "", "", "", "", *memory]
+    other = row["quantity"].endswith("another quantity")
+    name = row["name"] + (f" ({row['quantity']})" if other else "")
+    checked = f"{row['check_mean']:.4g} ± {row['check_stderr']:.2g}, n={row['check_repeats']}"
+    if row.get("computed"):
+        checked = "as with 1 label; spread computed from it"
+    spread = 100 * math.sqrt(row["relative_variance"])
+    error = 100 * row["relative_variance_stderr"] / (2 * math.sqrt(row["relative_variance"]))
+    cells = [
+        name,
+        checked,
+        cost,
+        f"{row['over_floor']:.3g}",
+        f"{spread:.3g} ± {error:.1g}, n={row['repeats']}x{row['sequences']}",
+    ]
+    if not (row["agrees"] or other):
+        return [*cells, "the mean is not the exact trace", "", "", *memory]
+    cells += [
+        f"{row['seconds_to_1_percent']:.3g} ± {row['seconds_to_1_percent_stderr']:.1g}",
+        f"{row['ratio']:.3g} ± {row['ratio_stderr']:.1g}" if row["ratio"] != 1 else "1",
+        f"{row['same_sequences_ratio']:.3g}" if math.isfinite(row["same_sequences_ratio"]) else "",
+    ]
+    return [*cells, *memory]

@@ -1,0 +1,210 @@
+"""A bidirectional LSTM masked language model in transformers' form; importing this file makes it known to Auto classes.
+
+Shapes: n sentences, T tokens, h the width of each direction, V token ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+
+
+class LSTMConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The shape of a bidirectional LSTM.
+
+    Attributes:
+        vocab_size: Token ids that the model knows, V.
+        hidden_size: Width h of the states of each direction; tokens are embedded in 2 h dimensions.
+        num_hidden_layers: Layers, each of both directions.
+        hidden_dropout_prob: Dropout between the layers.
+        initializer_range: Standard deviation of the initial token embeddings.
+        pad_token_id: Id of the padding.
+        tie_word_embeddings: Whether the decoder's weight is the token embedding.
+    """
+
+    model_type = "isoloss-lstm"
+
+    vocab_size: int = 30522
+    hidden_size: int = 128
+    num_hidden_layers: int = 4
+    hidden_dropout_prob: float = 0.1
+    initializer_range: float = 0.02
+    pad_token_id: int | None = 0
+    tie_word_embeddings: bool = True
+
+
+class LSTMPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+    """What the model with a head and the one without share."""
+
+    config_class = LSTMConfig
+    base_model_prefix = "lstm"
+    _supports_sdpa = True  # there is no attention: any kernel will do, see LSTMModel
+
+
+class LSTMModel(LSTMPreTrainedModel):
+    """Token states from both sides: layers of two LSTMs, one from left to right and one from right to left.
+
+    A layer reads the states of both directions of the layer before it, as `torch.nn.LSTM(bidirectional=True)` does.
+    Tokens are moved to the front of their rows and, for the direction from right to left, reversed within the length of
+    the row, so that padding comes last for both directions and reaches no token, wherever it stands. Without `eager`
+    attention the LSTMs may use cuDNN's kernel, which is faster and has no second derivatives.
+
+    Args:
+        config: The shape.
+
+    Example:
+        >>> config = LSTMConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, pad_token_id=8)
+        >>> model = LSTMModel(config).eval()
+        >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(self, config: LSTMConfig) -> None:
+        super().__init__(config)
+        h = config.hidden_size
+        self.embeddings = nn.Embedding(config.vocab_size, 2 * h, padding_idx=config.pad_token_id)
+        self.forwards = nn.ModuleList(nn.LSTM(2 * h, h, batch_first=True) for _ in range(config.num_hidden_layers))
+        self.backwards = nn.ModuleList(nn.LSTM(2 * h, h, batch_first=True) for _ in range(config.num_hidden_layers))
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the token embedding."""
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the token embedding."""
+        self.embeddings = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutput:
+        """Return the states of every token, from both sides.
+
+        Args:
+            input_ids: (n, T) int64.
+            attention_mask: (n, T), 1 at tokens and 0 at padding; None: there is no padding.
+            output_hidden_states: Whether the embeddings and every layer's states are returned as `hidden_states`.
+
+        Returns:
+            `last_hidden_state` (n, T, 2 h); what it holds at padding means nothing.
+        """
+        order, reverse = _orders(input_ids, attention_mask)
+        states = self.embeddings(_rows(input_ids, order))
+        collected = [states]
+        has_second_derivatives = self.config._attn_implementation == "eager"
+        with _without_cudnn() if has_second_derivatives else contextlib.nullcontext():
+            for number, (ahead, back) in enumerate(zip(self.forwards, self.backwards, strict=True)):
+                if number:
+                    states = self.dropout(states)
+                from_left, from_right = ahead(states)[0], back(_rows(states, reverse))[0]
+                states = torch.cat([from_left, _rows(from_right, reverse)], dim=-1)
+                collected.append(states)
+        home = None if order is None else order.argsort(dim=1)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return BaseModelOutput(
+            last_hidden_state=_rows(states, home),
+            hidden_states=tuple(_rows(layer, home) for layer in collected) if wanted else None,
+        )
+
+
+class LSTMForMaskedLM(LSTMPreTrainedModel):
+    """`LSTMModel` and a linear decoder with a bias, its weight the token embedding.
+
+    Args:
+        config: The shape.
+
+    Example:
+        >>> config = LSTMConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, pad_token_id=8)
+        >>> model = LSTMForMaskedLM(config).eval()
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 9])
+    """
+
+    _tied_weights_keys = {"decoder.weight": "lstm.embeddings.weight"}  # noqa: RUF012  (transformers' own form)
+
+    def __init__(self, config: LSTMConfig) -> None:
+        super().__init__(config)
+        self.lstm = LSTMModel(config)
+        self.decoder = nn.Linear(2 * config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the decoder."""
+        return self.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the decoder."""
+        self.decoder = new_embeddings
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **_: Any,
+    ) -> MaskedLMOutput:
+        """Return the logits of every token.
+
+        Args:
+            input_ids: (n, T) int64.
+            attention_mask: (n, T), 1 at tokens and 0 at padding; None: there is no padding.
+            labels: (n, T), the hidden tokens, and -100 where nothing is scored.
+            output_hidden_states: As for `LSTMModel`.
+
+        Returns:
+            `logits` (n, T, V) and, with labels, the `loss` in nats: the mean over the labels.
+        """
+        output = self.lstm(input_ids, attention_mask, output_hidden_states)
+        logits = self.decoder(output.last_hidden_state)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
+
+
+def _orders(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return two (n, T) of places: which token comes t-th with padding moved to the end, and a reversal of the tokens.
+
+    The reversal is of rows that are already in that order, and its own inverse. The first is None where nothing moves.
+    """
+    places = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+    if attention_mask is None:
+        return None, places.flip(1)
+    present = attention_mask.bool()
+    lengths = present.sum(dim=1, keepdim=True)
+    order = (~present).long().argsort(dim=1, stable=True)
+    return order, torch.where(places < lengths, lengths - 1 - places, places)
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Keep torch from cuDNN's kernels while this is open."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+def _rows(values: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Return values (n, T) or (n, T, d) with each row's tokens in another order (n, T)."""
+    if order is None:
+        return values
+    return values.gather(1, order if values.ndim == 2 else order[:, :, None].expand(values.shape))
+
+
+AutoConfig.register(LSTMConfig.model_type, LSTMConfig, exist_ok=True)
+AutoModel.register(LSTMConfig, LSTMModel, exist_ok=True)
+AutoModelForMaskedLM.register(LSTMConfig, LSTMForMaskedLM, exist_ok=True)

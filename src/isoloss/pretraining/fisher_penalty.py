@@ -1,0 +1,87 @@
+"""Explicit flatness regularisation (the paper's appendix D asks for it): the trace of the Fisher matrix as a penalty.
+
+Shapes: m predicted tokens, V token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from isoloss.config import FisherPenaltyConfig, OptimizerConfig
+from isoloss.languages.masking import Batch
+from isoloss.models.make import predicted_logits
+from isoloss.pretraining.steps import GradientStep, Loss, num_sentences, split, without_dropout
+from isoloss.seeds import generator
+
+
+def trace_estimate(logits: torch.Tensor, parameters: Sequence[torch.nn.Parameter], signs: torch.Tensor) -> torch.Tensor:
+    """Return an unbiased estimate of the trace of the Fisher matrix of the mean loss, which can be differentiated.
+
+    With p the prediction of a row, S = diag(sqrt p) - p sqrt(p)^T and v of V random signs, the cotangent u = S v has
+    E[u u^T] = diag(p) - p p^T, so that E ||J^T u||^2 is the sum over labels y of p_y ||grad log p_y||^2. One backward
+    pass serves all rows: those of independent signs have no cross terms on average, and the estimate is
+    ||sum_rows J^T u||^2 / m. Labels are integrated out, not sampled, because the gradient of an average over sampled
+    labels misses that the labels' probabilities depend on the parameters; u is differentiated, too.
+
+    Args:
+        logits: (m, V), a function of the parameters with second derivatives.
+        parameters: Over which the trace is.
+        signs: (m, V) of -1 and 1.
+    """
+    log_p = logits.log_softmax(dim=1)
+    p, root = log_p.exp(), (log_p / 2).exp()
+    cotangent = root * signs - p * (root * signs).sum(dim=1, keepdim=True)
+    gradients = torch.autograd.grad(
+        logits, parameters, grad_outputs=cotangent, create_graph=True, materialize_grads=True
+    )
+    return torch.stack([gradient.square().sum() for gradient in gradients]).sum() / len(logits)
+
+
+class FisherPenaltyStep(GradientStep):
+    """The gradient of L + coefficient * (estimate of the trace), given to the optimizer, by a double backward pass.
+
+    The trace is per predicted token, as `isoloss.measures.flatness.fisher_trace` measures it: on the first sentences of
+    the batch, without dropout, with random signs that are a function of seed and step. Second derivatives need
+    attention's eager kernel, which the model is given if it has another. `trace_estimate` is the estimate.
+
+    Args:
+        model: As for `GradientStep`; a language model of `isoloss.models`.
+        config: As for `GradientStep`.
+        penalty: The coefficient and the number of sentences.
+        causal: Whether the labels are next tokens.
+        seed: The run's seed; the stream is `("penalty", step)`.
+        total: As for `GradientStep`.
+        micro_batch: As for `GradientStep`; the penalty's sentences always go together.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: OptimizerConfig,
+        penalty: FisherPenaltyConfig,
+        *,
+        causal: bool,
+        seed: int,
+        total: int,
+        micro_batch: int = 0,
+    ) -> None:
+        super().__init__(model, config, total=total, micro_batch=micro_batch)
+        if model.config._attn_implementation != "eager":
+            model.set_attn_implementation("eager")
+        self._model, self._penalty, self._causal, self._seed = model, penalty, causal, seed
+
+    def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
+        """Add the gradient of the objective; see `GradientStep.add_gradient`."""
+        loss_nats = self.add_loss_gradient(batch, loss)
+        n, wanted = num_sentences(batch), self._penalty.sentences
+        group = split(batch, [wanted, n - wanted])[0] if wanted < n else batch
+        with without_dropout(self._model):
+            logits = predicted_logits(self._model, group, causal=self._causal)
+        draws = torch.randint(0, 2, logits.shape, generator=generator(self._seed, "penalty", number))
+        signs = (2 * draws - 1).to(logits.device, logits.dtype)
+        trace = trace_estimate(logits, self.optimizer.parameters, signs)
+        (self._penalty.coefficient * trace).backward()  # type: ignore[no-untyped-call]
+        return loss_nats, {"trace_estimate": trace.item()}

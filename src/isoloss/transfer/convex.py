@@ -1,0 +1,324 @@
+"""Multinomial logistic regression to a proven optimum: many splits and strengths in one pass over the features.
+
+Shape letters: n examples, D features, C classes, F splits, R strengths, P = F R problems, B rows of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from isoloss.errors import IsolossError
+from isoloss.transfer.convex_data import Rows, Spectrum, second_moments
+from isoloss.transfer.convex_search import Evaluation, Problem
+
+_CHUNK = 4096  # examples predicted at once
+_CERTIFICATE_PASSES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvexFit:
+    """The minima of F x R logistic regressions on the same features.
+
+    Attributes:
+        weights: (F, R, D, C) float64.
+        intercepts: (F, R, C) float64, each with a sum of 0 over the classes.
+        objectives: (F, R) float64, the objective reached, nats per example.
+        gaps: (F, R) float64, an upper bound on how far the objective is above its minimum, nats per example.
+        gradient_norms: (F, R) float64, Euclidean norm of the gradient by the weights; by the intercepts it is 0.
+        passes: Readings of the features.
+    """
+
+    weights: torch.Tensor
+    intercepts: torch.Tensor
+    objectives: torch.Tensor
+    gaps: torch.Tensor
+    gradient_norms: torch.Tensor
+    passes: int
+
+    def predict(self, features: torch.Tensor) -> torch.Tensor:
+        """Return (F, R, n) int64: the most probable class of each example; features is (n, D)."""
+        splits, strengths, width, classes = self.weights.shape
+        if features.ndim != 2 or features.shape[1] != width:
+            raise IsolossError(f"the probe was fitted on {width} features, not on features of {tuple(features.shape)}")
+        stacked = self.weights.permute(2, 0, 1, 3).reshape(width, -1)
+        found = []
+        for first in range(0, len(features), _CHUNK):
+            logits = features[first : first + _CHUNK].to(stacked) @ stacked + self.intercepts.flatten()
+            found.append(logits.view(-1, splits, strengths, classes).argmax(dim=3))
+        return torch.cat(found).permute(1, 2, 0).contiguous()
+
+
+def fit(
+    features: torch.Tensor | np.ndarray,
+    labels: torch.Tensor,
+    *,
+    classes: int,
+    regularisation: Sequence[float],
+    splits: Sequence[torch.Tensor] | None = None,
+    tolerance: float = 1e-6,
+    max_passes: int = 1000,
+    block_rows: int = 2048,
+    device: torch.device | str | None = None,
+) -> ConvexFit:
+    """Fit multinomial logistic regressions with an L2 penalty on the weights, one for each split and strength.
+
+    For the m rows of a split and a strength `l`, the objective is::
+
+        F(W, b) = 1/m sum_i -log softmax(x_i W + b)[y_i] + l/2 |W|^2,
+
+    with the intercepts b free. It is scikit-learn's for `LogisticRegression(C=1 / (l * m))` divided by `C * m`, so the
+    minimum is the same.
+
+    All problems are minimised side by side, so that a step reads the features once. The method is L-BFGS whose initial
+    inverse Hessian is that of `K x A + l`, K the second moments of the features and A the mean of
+    `diag(p) - p p^T` over the rows, as in K-FAC (Martens and Grosse, 2015); above 2048 features K is known by a
+    randomised Nystrom approximation of rank 512 and its trace. Steps are computed in float32. Then the intercepts are
+    minimised exactly and the gradient `g` by the weights is computed, in float64. The minimum over b is a function of W
+    that is strongly convex with constant l, so `|g|^2 / (2 l)` bounds what is left to gain. Where float32 does not
+    reach the tolerance, steps in float64 follow.
+
+    Args:
+        features: (n, D) floats: a tensor, of which one float32 copy is made, or an array, which may be memory-mapped
+            and is read in blocks of rows.
+        labels: (n,) int64 labels in 0..classes - 1.
+        classes: Number of classes, C; each occurs in every split.
+        regularisation: R strengths l, above 0.
+        splits: F subsets of the rows, each (n,) bool or int64 row numbers; None: one, of all rows.
+        tolerance: Bound on the gap relative to the objective at which a problem is done.
+        max_passes: Readings of the features before giving up.
+        block_rows: Rows that are taken at once.
+        device: Where to compute; None: where the features are.
+
+    Returns:
+        Weights, intercepts and the bounds. Memory beside the features: 20 D C numbers a problem for the steps, and
+        n C float64 a problem for the certificate.
+
+    Raises:
+        IsolossError: Shapes do not fit; a feature is not finite; a label is out of range; a split is empty, has row
+            numbers out of range, or lacks a class; a setting is out of range; or the tolerance is not reached.
+
+    Example:
+        >>> x = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
+        >>> found = fit(x, torch.tensor([0, 0, 1, 1]), classes=2, regularisation=[0.1, 1.0])
+        >>> found.predict(x)[0].tolist()
+        [[0, 0, 1, 1], [0, 0, 1, 1]]
+        >>> bool((found.gaps <= 1e-6 * found.objectives).all())
+        True
+    """
+    _check_settings(regularisation, tolerance, max_passes, block_rows)
+    members = _members(features, labels, classes, splits)
+    where = torch.device(device) if device else features.device if isinstance(features, torch.Tensor) else "cpu"
+    rows = Rows(features, labels, members, block_rows=block_rows, device=torch.device(where))
+    spectrum = second_moments(rows)
+    priors = [labels[mask].bincount(minlength=classes).double() / int(mask.sum()) for mask in members.T]
+    problems = [
+        Problem(split, float(strength), prior.to(rows.device), rows.width)
+        for split, prior in enumerate(priors)
+        for strength in regularisation
+    ]
+    open_ones = problems
+    for dtype in (torch.float32, torch.float64):
+        _descend(rows, open_ones, spectrum, dtype, tolerance, max_passes)
+        _certify(rows, open_ones)
+        open_ones = [p for p in open_ones if not p.gap <= tolerance * p.objective]
+        if not open_ones:
+            break
+    if open_ones:
+        worst = max(open_ones, key=lambda p: p.gap / p.objective)
+        raise IsolossError(
+            f"after {rows.passes} passes the objective {worst.objective:.6g} of strength {worst.strength:g} is known "
+            f"to {worst.gap / worst.objective:.1e} of itself only, not to {tolerance:g}: allow more passes, a larger "
+            "tolerance or a larger strength"
+        )
+    return _result(rows, problems, (members.shape[1], len(regularisation)))
+
+
+def _descend(
+    rows: Rows, problems: list[Problem], spectrum: Spectrum, dtype: torch.dtype, tolerance: float, max_passes: int
+) -> None:
+    """Take steps in `dtype` until every problem is within half the tolerance, or `dtype` allows no progress."""
+    spectrum = spectrum.to(dtype)
+    for problem in problems:
+        problem.start(dtype)
+    moving = problems
+    while moving and rows.passes < max_passes - _CERTIFICATE_PASSES:
+        evaluations = evaluate(rows, moving, dtype)
+        for problem, found in zip(moving, evaluations, strict=True):
+            problem.advance(found, spectrum)
+        moving = [p for p in moving if not p.stuck and p.bound() > 0.5 * tolerance * p.value]
+
+
+def evaluate(rows: Rows, problems: list[Problem], dtype: torch.dtype) -> list[Evaluation]:
+    """Return objective, gradient (D + 1, C) and mean of `p p^T` (C, C) of each problem at its trial point.
+
+    The intercepts are the last row of the parameters, and belong to the centred features.
+    """
+    num, classes = len(problems), problems[0].trial.shape[1]
+    splits = torch.tensor([p.split for p in problems], device=rows.device)
+    weight = torch.stack([p.trial for p in problems], dim=1).to(dtype)  # (D + 1, P, C)
+    flat, bias = weight[:-1].reshape(rows.width, -1), weight[-1].contiguous()
+    losses = torch.zeros(num, dtype=torch.float64, device=rows.device)
+    gradient = torch.zeros_like(weight)
+    outer = torch.zeros(num, classes, classes, dtype=dtype, device=rows.device)
+    for x, y, inside in rows.blocks(dtype):
+        used = inside.any(dim=0)[splits]
+        if not bool(used.any()):
+            continue
+        all_used = bool(used.all())
+        chosen = slice(None) if all_used else used.nonzero()[:, 0]
+        columns = flat if all_used else weight[:-1, chosen].reshape(rows.width, -1)
+        log_probs = torch.mm(x, columns).view(len(x), -1, classes).add_(bias[chosen]).log_softmax(dim=2)
+        share = inside[:, splits[chosen]].to(dtype)  # (B, P)
+        picked = y[:, None, None].expand(-1, log_probs.shape[1], 1)
+        losses[chosen] -= (log_probs.gather(2, picked)[:, :, 0] * share).double().sum(dim=0)
+        residual = log_probs.exp_().mul_(share[:, :, None])
+        by_problem = residual.transpose(0, 1)
+        outer[chosen] += by_problem.transpose(1, 2) @ by_problem
+        residual.scatter_add_(2, picked, -share[:, :, None])
+        product = torch.mm(x.T, residual.flatten(1))
+        gradient[:-1, chosen] += product.view(rows.width, -1, classes)
+        gradient[-1, chosen] += residual.sum(dim=0)
+    return [
+        Evaluation.of(problem, float(losses[i]), gradient[:, i], outer[i], rows.sizes[problem.split])
+        for i, problem in enumerate(problems)
+    ]
+
+
+def _certify(rows: Rows, problems: list[Problem]) -> None:
+    """Set each problem's objective, gradient norm and gap in float64, with intercepts that are exactly optimal."""
+    count, classes = len(rows.labels), problems[0].theta.shape[1]
+    weight = torch.stack([p.theta[:-1] for p in problems], dim=1).double().flatten(1)
+    logits = torch.empty(count, len(problems), classes, dtype=torch.float64, device=rows.device)
+    first = 0
+    for x, _, _ in rows.blocks(torch.float64):
+        logits[first : first + len(x)] = (x @ weight).view(len(x), -1, classes)
+        first += len(x)
+    for i, problem in enumerate(problems):
+        inside = rows.members[:, problem.split]
+        bias, loss = _intercepts(logits[inside, i], rows.labels[inside], problem.theta[-1].double())
+        problem.theta = torch.cat([problem.theta[:-1].double(), bias[None]])
+        problem.objective = loss + 0.5 * problem.strength * float(problem.theta[:-1].square().sum())
+        residual = (logits[:, i] + bias).softmax(dim=1)
+        residual[torch.arange(count, device=rows.device), rows.labels] -= 1
+        logits[:, i] = residual * inside[:, None] / rows.sizes[problem.split]
+    gradient = torch.zeros_like(weight)
+    first = 0
+    for x, _, _ in rows.blocks(torch.float64):
+        gradient += x.T @ logits[first : first + len(x)].flatten(1)
+        first += len(x)
+    for i, problem in enumerate(problems):
+        whole = gradient.view(rows.width, -1, classes)[:, i] + problem.strength * problem.theta[:-1]
+        balanced = float(logits[:, i].sum(dim=0).abs().max()) < 1e-10
+        problem.gradient_norm = float(whole.norm())
+        problem.gap = problem.gradient_norm**2 / (2 * problem.strength) if balanced else math.inf
+
+
+def _intercepts(logits: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return the intercepts (C,) that minimise the mean loss of logits (m, C) plus them, and that loss: Newton."""
+    counts = labels.bincount(minlength=len(bias)).double()
+    frequencies = counts / len(labels)
+
+    def loss_at(candidate: torch.Tensor) -> float:
+        return float(torch.nn.functional.cross_entropy(logits + candidate, labels))
+
+    loss = loss_at(bias)
+    for _ in range(50):
+        probs = (logits + bias).softmax(dim=1)
+        gradient = probs.mean(dim=0) - frequencies
+        if float(gradient.abs().max()) < 1e-14:
+            break
+        hessian = torch.diag(probs.mean(dim=0)) - probs.T @ probs / len(labels) + 1 / len(bias)  # its null space is 1
+        step = torch.linalg.solve(hessian, gradient)
+        size = 1.0
+        # differences below the rounding of the loss say nothing: there Newton's full step is right
+        while loss_at(bias - size * step) > loss + 1e-14 and size > 1e-6:
+            size /= 2
+        bias = bias - size * step
+        loss = loss_at(bias)
+    return bias - bias.mean(), loss
+
+
+def _result(rows: Rows, problems: list[Problem], shape: tuple[int, int]) -> ConvexFit:
+    weights = torch.stack([p.theta[:-1] for p in problems])
+    intercepts = torch.stack([p.theta[-1] for p in problems]) - rows.centre @ weights
+    intercepts -= intercepts.mean(dim=-1, keepdim=True)
+
+    def numbers(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).view(shape)
+
+    return ConvexFit(
+        weights=weights.view(*shape, *weights.shape[1:]),
+        intercepts=intercepts.view(*shape, -1),
+        objectives=numbers([p.objective for p in problems]),
+        gaps=numbers([p.gap for p in problems]),
+        gradient_norms=numbers([p.gradient_norm for p in problems]),
+        passes=rows.passes,
+    )
+
+
+def _check_settings(regularisation: Sequence[float], tolerance: float, max_passes: int, block_rows: int) -> None:
+    if not regularisation:
+        raise IsolossError("regularisation is empty; a convex probe needs at least one strength")
+    for value in regularisation:
+        if not (value > 0 and math.isfinite(value)):
+            raise IsolossError(f"regularisation has {value}; strengths must be above 0, where the minimum is unique")
+    if not (tolerance > 0 and math.isfinite(tolerance)):
+        raise IsolossError(f"tolerance is {tolerance}; it must be above 0")
+    for name, count, least in (("max_passes", max_passes, 4), ("block_rows", block_rows, 1)):
+        if count < least:
+            raise IsolossError(f"{name} is {count}; it must be at least {least}")
+
+
+def _members(
+    features: torch.Tensor | np.ndarray, labels: torch.Tensor, classes: int, splits: Sequence[torch.Tensor] | None
+) -> torch.Tensor:
+    """Return (n, F) bool: which rows each split has."""
+    if features.ndim != 2 or labels.ndim != 1 or len(features) != len(labels) or features.shape[1] == 0:
+        raise IsolossError(
+            f"a convex probe needs features (n, D) and labels (n,), not {tuple(features.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
+    if len(labels) == 0:
+        raise IsolossError(f"there are no examples: the features are {tuple(features.shape)}")
+    if labels.dtype != torch.int64:
+        raise IsolossError(f"a convex probe needs int64 labels, not {labels.dtype}")
+    if classes < 2:
+        raise IsolossError(f"classes is {classes}; a convex probe needs at least 2")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        raise IsolossError(f"the labels go from {low} to {high}; with {classes} classes they are 0 to {classes - 1}")
+    if splits is not None and len(splits) == 0:
+        raise IsolossError("splits is empty; a convex probe needs at least one, or None for all rows")
+    labels = labels.cpu()
+    chosen = [torch.ones(len(labels), dtype=torch.bool)] if splits is None else list(splits)
+    return torch.stack([_mask(index, rows, labels, classes) for index, rows in enumerate(chosen)], dim=1)
+
+
+def _mask(index: int, rows: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """Return the rows of a split as (n,) bool."""
+    rows, count = rows.cpu(), len(labels)
+    if rows.dtype == torch.bool and rows.shape == labels.shape:
+        mask = rows
+    elif rows.dtype == torch.int64 and rows.ndim == 1:
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count and int(rows.bincount().max()) == 1):
+            raise IsolossError(f"split {index} needs different row numbers from 0 to {count - 1}")
+        mask = torch.zeros(count, dtype=torch.bool)
+        mask[rows] = True
+    else:
+        raise IsolossError(
+            f"split {index} is {rows.dtype} of shape {tuple(rows.shape)}: give ({count},) bool, or int64 row numbers"
+        )
+    if not bool(mask.any()):
+        raise IsolossError(f"split {index} is empty: a convex probe needs examples of every class")
+    missing = (labels[mask].bincount(minlength=classes) == 0).nonzero()[:, 0].tolist()
+    if missing:
+        raise IsolossError(
+            f"split {index} has no example of {'class' if len(missing) == 1 else 'classes'} "
+            f"{', '.join(map(str, missing))} among its {int(mask.sum())}: without one the intercept has no minimum"
+        )
+    return mask

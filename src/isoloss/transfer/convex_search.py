@@ -1,0 +1,107 @@
+"""One logistic regression on its way to the minimum: L-BFGS with a Kronecker-factored initial Hessian."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from isoloss.transfer.convex_data import Spectrum
+
+_HISTORY = 10  # pairs of steps and changes of the gradient
+_DECREASE = 1e-4  # share of the predicted decrease that a step must reach
+_LEAST_STEP = 1e-6
+_PATIENCE = 30  # evaluations in float32 without a smaller gradient, after which its rounding is what is left
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Objective, gradient (D + 1, C) and the curvature `mean(diag(p) - p p^T)` (C, C) at a trial point."""
+
+    value: float
+    gradient: torch.Tensor
+    curvature: torch.Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, loss: float, gradient: torch.Tensor, outer: torch.Tensor, size: int) -> Evaluation:
+        """Return the evaluation from sums over the split's `size` rows, with the penalty added."""
+        weight = problem.trial[:-1]
+        whole = gradient / size
+        whole[:-1] += problem.strength * weight
+        penalty = 0.5 * problem.strength * float(weight.double().square().sum())
+        # the rows of `outer` sum to those of the probabilities, since probabilities sum to one
+        curvature = (torch.diag(outer.sum(dim=1)) - outer) / size
+        return cls(loss / size + penalty, whole, curvature.double())
+
+
+class Problem:
+    """A split and a strength: the point reached, `theta` (D + 1, C) with the intercepts last, and the one on trial."""
+
+    def __init__(self, split: int, strength: float, prior: torch.Tensor, width: int) -> None:
+        """Start at weights 0 and the intercepts that give the class frequencies `prior` (C,)."""
+        self.split, self.strength = split, strength
+        intercepts = prior.log()
+        self.theta = torch.cat([prior.new_zeros(width, len(prior)), (intercepts - intercepts.mean())[None]])
+        self.objective = self.gap = self.gradient_norm = math.inf
+
+    def start(self, dtype: torch.dtype) -> None:
+        """Begin at `theta` in `dtype`, with no history."""
+        self.theta = self.theta.to(dtype)
+        self.trial, self.value, self.stuck = self.theta, math.inf, False
+        self._gradient = self._direction = torch.zeros_like(self.theta)
+        self._slope, self._step = 0.0, 0.0
+        self._best, self._waited = math.inf, 0
+        self._pairs: deque[tuple[torch.Tensor, torch.Tensor, float]] = deque(maxlen=_HISTORY)
+
+    def bound(self) -> float:
+        """Return the bound on the gap, were the intercepts optimal."""
+        return float(self._gradient[:-1].double().square().sum()) / (2 * self.strength)
+
+    def advance(self, found: Evaluation, spectrum: Spectrum) -> None:
+        """Take the trial point or shorten the step, and choose the next trial point."""
+        slope = float((found.gradient * self._direction).sum())
+        if self.value < math.inf and not self._acceptable(found, slope):
+            # where the line's derivative would vanish were it linear
+            fraction = self._slope / (self._slope - slope) if slope > 0 else 0.5
+            self._step *= min(max(fraction, 0.1), 0.5)
+            self.stuck = self._step < _LEAST_STEP
+        else:
+            if self.value < math.inf:
+                step, change = self.trial - self.theta, found.gradient - self._gradient
+                product = float((step * change).sum())
+                if product > 1e-10 * float(step.norm() * change.norm()):
+                    self._pairs.append((step, change, product))
+            self.theta, self.value, self._gradient = self.trial, found.value, found.gradient
+            self._direction = -self._inverse(found, spectrum)
+            self._slope, self._step = float((self._gradient * self._direction).sum()), 1.0
+            self.stuck = not self._slope < 0
+        self.trial = self.theta + self._step * self._direction
+        self._best, self._waited = (self.bound(), 0) if self.bound() < self._best else (self._best, self._waited + 1)
+        if self._waited >= _PATIENCE and self.theta.dtype == torch.float32:
+            self.stuck = True
+
+    def _acceptable(self, found: Evaluation, slope: float) -> bool:
+        """Return whether the objective falls enough; where it rounds, ask its derivative (Hager-Zhang)."""
+        if found.value <= self.value + _DECREASE * self._step * self._slope:
+            return True
+        rounding = 1e-6 if found.gradient.dtype == torch.float32 else 1e-14
+        return found.value <= self.value * (1 + rounding) and slope <= (2 * _DECREASE - 1) * self._slope
+
+    def _inverse(self, found: Evaluation, spectrum: Spectrum) -> torch.Tensor:
+        """Return the approximate inverse Hessian times the gradient: the two loops of L-BFGS."""
+        q: torch.Tensor = self._gradient.clone()
+        kept = []
+        for step, change, product in reversed(self._pairs):
+            share = float((step * q).sum()) / product
+            q -= share * change
+            kept.append(share)
+        values, turn = torch.linalg.eigh(found.curvature)
+        values, turn = values.clamp(min=1e-6 * float(values[-1])).to(q.dtype), turn.to(q.dtype)
+        turned = q @ turn
+        solved = torch.cat([spectrum.solve(turned[:-1], values, self.strength), (turned[-1] / values)[None]])
+        q = solved @ turn.T
+        for (step, change, product), share in zip(self._pairs, reversed(kept), strict=True):
+            q += step * (share - float((change * q).sum()) / product)
+        return q

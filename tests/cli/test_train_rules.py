@@ -1,0 +1,72 @@
+"""The options of `isoloss train` for step rules, schedules and labels: the config they give, and what is refused."""
+
+import json
+
+import pytest
+
+from isoloss import config as configs
+from isoloss.cli.main import main
+from isoloss.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig, TrainConfig
+from isoloss.runs import Run
+
+
+def config_of(capsys, tmp_path, *options):
+    assert main(["train", str(tmp_path / "run"), "--language", "pcfg-laptop", *options, "--print-config"]) == 0
+    path = tmp_path / "config.toml"
+    path.write_text(capsys.readouterr().out)
+    return configs.read_toml(TrainConfig, path)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ("--rule sam", SAMConfig()),
+        ("--rule sam --rho 0.1 --sam-batch same", SAMConfig(rho=0.1, batch="same")),
+        (
+            "--rule adversarial --task prefix-4 --adversary-weight 0.2 --ridge 0.01",
+            AdversarialConfig(task="prefix-4", weight=0.2, ridge=0.01),
+        ),
+        ("--rule fisher-penalty --penalty 0.01", FisherPenaltyConfig(coefficient=0.01)),
+    ],
+)
+def test_a_rule_and_its_options(capsys, tmp_path, options, rule):
+    assert config_of(capsys, tmp_path, *options.split()).rule == rule
+
+
+def test_schedule_labels_and_measures(capsys, tmp_path):
+    options = (
+        "--schedule cosine --warmup-proportion 0.12 --max-grad-norm 1 --labels exact --measure-every 100 "
+        "--micro-batch 32"
+    )
+    config = config_of(capsys, tmp_path, *options.split())
+    optimizer = config.optimizer
+    assert (optimizer.schedule, optimizer.warmup_proportion, optimizer.max_grad_norm) == ("cosine", 0.12, 1.0)
+    assert (config.objective.labels, config.measure_every, config.micro_batch) == ("exact", 100, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--rho 0.1", "--rho needs --rule sam"),
+        ("--rule sam --ridge 0.1", "--ridge needs --rule adversarial"),
+        ("--rule adversarial --penalty 0.1", "--penalty needs --rule fisher-penalty"),
+        ("--warmup-steps 10 --warmup-proportion 0.1", "say the same: leave one out"),
+        ("--architecture opt --labels exact", "the causal objective hides no tokens: leave out --labels"),
+        ("--measure-every 7", "measure_every is 7; it must be a multiple of log_every, 50"),
+        ("--rule adversarial --task prefix-99", "no task 'prefix-99'"),
+    ],
+)
+def test_options_that_do_not_go_together(capsys, tmp_path, options, message):
+    assert main(["train", str(tmp_path / "run"), "--language", "pcfg-laptop", *options.split()]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_run_with_a_rule_and_measures(capsys, tmp_path):
+    words = ["train", str(tmp_path / "run"), "--language", "pcfg-laptop", "--size", "d16", "--steps", "50"]
+    options = "--batch-size 8 --rule adversarial --measure-every 50 --device cpu --threads 1 --json"
+    assert main([*words, *options.split()]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 50
+    line = Run(tmp_path / "run").metrics()[-1]
+    assert {"adversary_loss", "kl_nats", "trace"} <= set(line)

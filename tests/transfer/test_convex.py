@@ -1,0 +1,269 @@
+"""Convex probes against closed forms, plain gradient descent and autograd in float64, and each other."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.transfer.convex import evaluate, fit
+from isoloss.transfer.convex_data import Rows, second_moments
+from isoloss.transfer.convex_search import Problem
+
+
+def planted(
+    n: int, width: int, classes: int, *, seed: int = 0, noise: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return features of unequal scales and means, and labels by a noisy linear rule, every class present."""
+    g = seeds.generator(seed, "planted")
+    x = torch.randn(n, width, generator=g) / torch.arange(1, width + 1) + torch.randn(width, generator=g)
+    rule = 4 * torch.randn(width, classes, generator=g)
+    y = ((x - x.mean(0)) @ rule + noise * torch.randn(n, classes, generator=g)).argmax(1)
+    y[:classes] = torch.arange(classes)
+    return x, y
+
+
+def objective(
+    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, strength: float
+) -> torch.Tensor:
+    return F.cross_entropy(x.double() @ weight + bias, y) + strength / 2 * weight.square().sum()
+
+
+def descended(x: torch.Tensor, y: torch.Tensor, classes: int, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the minimum by gradient descent at the step 1 / L, L the largest curvature that softmax can have."""
+    wide = torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64)], dim=1)
+    step = 1 / (0.5 * float(torch.linalg.eigvalsh(wide.T @ wide / len(x))[-1]) + strength)
+    weight = torch.zeros(x.shape[1], classes, dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
+    for _ in range(20_000):
+        gradients = torch.autograd.grad(objective(x, y, weight, bias, strength), (weight, bias))
+        if max(float(part.abs().max()) for part in gradients) < 1e-11:
+            return weight.detach(), bias.detach()
+        with torch.no_grad():
+            weight -= step * gradients[0]
+            bias -= step * gradients[1]
+    raise AssertionError("gradient descent did not converge")
+
+
+def test_two_examples_in_closed_form() -> None:
+    # with W = (-a, a) the logits differ by 2 a x, and the derivative of F vanishes where sigmoid(-2a) = strength * a
+    a = 0.7
+    strength = 1 / (1 + math.exp(2 * a)) / a
+    x, y = torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])
+    found = fit(x, y, classes=2, regularisation=[strength], tolerance=1e-13)
+    torch.testing.assert_close(found.weights[0, 0], torch.tensor([[-a, a]], dtype=torch.float64), atol=1e-6, rtol=0)
+    assert float(found.objectives) == pytest.approx(math.log1p(math.exp(-2 * a)) + strength * a * a, rel=1e-12)
+    assert float(found.intercepts.abs().max()) < 1e-6
+
+
+def test_features_without_information_give_the_class_frequencies() -> None:
+    x, y = torch.tensor([[1.0, 2.0], [3.0, 5.0]]).repeat_interleave(6, dim=0), torch.tensor([0, 0, 0, 1, 1, 2] * 2)
+    found = fit(x, y, classes=3, regularisation=[0.01], tolerance=1e-12)
+    logs = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64).div(6).log()
+    torch.testing.assert_close(found.intercepts[0, 0], logs - logs.mean(), atol=1e-10, rtol=0)
+    assert float(found.weights.abs().max()) < 1e-7
+    assert float(found.objectives) == pytest.approx(float(-(logs.exp() * logs).sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("strength", [0.3, 0.03])
+def test_minimum_is_that_of_gradient_descent(strength: float) -> None:
+    x, y = planted(60, 4, 3)
+    weight, bias = descended(x, y, 3, strength)
+    least = float(objective(x, y, weight, bias, strength))
+    found = fit(x, y, classes=3, regularisation=[strength], tolerance=1e-6)
+    assert -1e-14 < float(found.objectives) - least <= float(found.gaps) + 1e-14
+    close = fit(x, y, classes=3, regularisation=[strength], tolerance=1e-13)
+    torch.testing.assert_close(close.weights[0, 0], weight, atol=1e-5, rtol=0)
+    torch.testing.assert_close(close.intercepts[0, 0], bias - bias.mean(), atol=1e-5, rtol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(8, 60),
+    width=st.integers(1, 9),
+    classes=st.integers(2, 5),
+    block_rows=st.integers(1, 70),
+    splits=st.integers(1, 3),
+    strengths=st.lists(st.floats(1e-3, 10), min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+)
+def test_certificate_is_that_of_autograd(
+    n: int, width: int, classes: int, block_rows: int, splits: int, strengths: list[float], seed: int
+) -> None:
+    x, y = planted(n, width, classes, seed=seed)
+    masks = [torch.rand(n, generator=seeds.generator(seed, "mask", k)) < 0.8 for k in range(splits)]
+    for mask in masks:
+        mask[:classes] = True
+    found = fit(x, y, classes=classes, regularisation=strengths, splits=masks, block_rows=block_rows)
+    assert found.weights.shape == (splits, len(strengths), width, classes)
+    assert bool((found.gaps <= 1e-6 * found.objectives).all())
+    for s, mask in enumerate(masks):
+        for r, strength in enumerate(strengths):
+            weight = found.weights[s, r].clone().requires_grad_()
+            bias = found.intercepts[s, r].clone().requires_grad_()
+            value = objective(x[mask], y[mask], weight, bias, strength)
+            by_weight, by_bias = torch.autograd.grad(value, (weight, bias))
+            assert float(found.objectives[s, r]) == pytest.approx(float(value.detach()), rel=1e-12)
+            assert float(by_bias.abs().max()) < 1e-10
+            assert float(found.gradient_norms[s, r]) == pytest.approx(float(by_weight.norm()), rel=1e-6, abs=1e-12)
+            bound = float(by_weight.square().sum()) / (2 * strength)
+            assert float(found.gaps[s, r]) == pytest.approx(bound, rel=1e-5, abs=1e-20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_evaluation_against_autograd(dtype: torch.dtype) -> None:
+    x, y = planted(40, 5, 4)
+    masks = [torch.arange(40) >= 0, torch.arange(40) % 5 != 4, torch.arange(40) < 10]
+    rows = Rows(x, y, torch.stack(masks, dim=1), block_rows=7, device=torch.device("cpu"))
+    problems = [Problem(s, 0.1 * (1 + s), torch.full((4,), 0.25, dtype=torch.float64), 5) for s in range(3)]
+    for problem in problems:
+        problem.start(dtype)
+        problem.trial = torch.randn(6, 4, generator=seeds.generator(problem.split, "trial")).to(dtype)
+    centred = x.double() - x.double().mean(0)
+    for problem, found in zip(problems, evaluate(rows, problems, dtype), strict=True):
+        mask, theta = masks[problem.split], problem.trial.double().requires_grad_()
+        value = objective(centred[mask], y[mask], theta[:-1], theta[-1], problem.strength)
+        (gradient,) = torch.autograd.grad(value, theta)
+        probs = (centred[mask] @ theta[:-1] + theta[-1]).detach().softmax(1)
+        curvature = (probs.diag_embed() - probs[:, :, None] * probs[:, None, :]).mean(0)
+        atol = 1e-5 if dtype == torch.float32 else 1e-12
+        assert found.value == pytest.approx(float(value.detach()), abs=atol)
+        torch.testing.assert_close(found.gradient.double(), gradient, atol=atol, rtol=0)
+        torch.testing.assert_close(found.curvature, curvature, atol=atol, rtol=0)
+
+
+def test_problems_together_and_alone_agree() -> None:
+    x, y = planted(90, 6, 3)
+    masks = [torch.arange(90) % 3 != k for k in range(3)]
+    together = fit(x, y, classes=3, regularisation=[1.0, 0.01], splits=masks, tolerance=1e-12)
+    for s, mask in enumerate(masks):
+        for r, strength in enumerate([1.0, 0.01]):
+            rows = mask.nonzero()[:, 0].flip(0)
+            by_number = fit(x, y, classes=3, regularisation=[strength], splits=[rows], tolerance=1e-12)
+            alone = fit(x[mask], y[mask], classes=3, regularisation=[strength], tolerance=1e-12)
+            for other in (by_number, alone):
+                torch.testing.assert_close(other.weights[0, 0], together.weights[s, r], atol=1e-4, rtol=0)
+                assert float(other.objectives) == pytest.approx(float(together.objectives[s, r]), rel=1e-11)
+
+
+def test_memory_mapped_features_in_blocks_are_those_in_memory(tmp_path: Path) -> None:
+    x, y = planted(203, 12, 4)
+    path = tmp_path / "features.npy"
+    np.save(path, x.numpy())
+    mapped = np.load(path, mmap_mode="r")
+    masks = [torch.arange(203) % 4 != k for k in range(2)]
+    whole = fit(x, y, classes=4, regularisation=[0.1, 0.001], splits=masks, tolerance=1e-11, block_rows=1000)
+    streamed = fit(mapped, y, classes=4, regularisation=[0.1, 0.001], splits=masks, tolerance=1e-11, block_rows=16)
+    torch.testing.assert_close(streamed.objectives, whole.objectives, rtol=2e-11, atol=0)
+    torch.testing.assert_close(streamed.weights, whole.weights, atol=1e-3, rtol=0)
+    assert torch.equal(streamed.predict(x), whole.predict(x))
+
+
+def test_predictions_are_the_largest_logits() -> None:
+    x, y = planted(50, 3, 4)
+    found = fit(x, y, classes=4, regularisation=[1.0, 0.1])
+    for r in range(2):
+        logits = x.double() @ found.weights[0, r] + found.intercepts[0, r]
+        assert torch.equal(found.predict(x)[0, r], logits.argmax(1))
+
+
+def test_far_means_and_small_scales_do_not_matter() -> None:
+    x, y = planted(80, 5, 3)
+    near = fit(x, y, classes=3, regularisation=[0.01], tolerance=1e-9)
+    far = fit(x.double() + 1e4, y, classes=3, regularisation=[0.01], tolerance=1e-9)
+    assert float(far.objectives) == pytest.approx(float(near.objectives), rel=2e-9)
+    # weights a thousand times as large have a million times the penalty
+    small = fit(x.double() / 1000, y, classes=3, regularisation=[0.01 / 1000**2], tolerance=1e-9)
+    assert float(small.objectives) == pytest.approx(float(near.objectives), rel=2e-9)
+
+
+@pytest.mark.parametrize(("n", "width"), [(300, 20), (90, 2100)])  # exact, and by the sketch, which finds rank 90
+def test_spectrum_solves_the_kronecker_system(n: int, width: int) -> None:
+    x, y = planted(n, width, 3)
+    rows = Rows(x, y, torch.ones(n, 1, dtype=torch.bool), block_rows=64, device=torch.device("cpu"))
+    spectrum = second_moments(rows)
+    centred = x.double() - x.double().mean(0)
+    moments = centred.T @ centred / n
+    vectors = spectrum.vectors.double()
+    rebuilt = vectors * spectrum.values.double() @ vectors.T
+    torch.testing.assert_close(rebuilt, moments, atol=2e-5 * float(moments.diagonal().max()), rtol=0)
+    gradient = torch.randn(width, 2, generator=seeds.generator(0, "gradient"), dtype=torch.float64)
+    solved = spectrum.to(torch.float64).solve(gradient, torch.tensor([0.3, 0.1], dtype=torch.float64), 0.05)
+    for column, curvature in enumerate([0.3, 0.1]):
+        system = moments * curvature + 0.05 * torch.eye(width, dtype=torch.float64)
+        torch.testing.assert_close(system @ solved[:, column], gradient[:, column], atol=2e-3, rtol=0)
+
+
+def test_sketch_keeps_the_trace_of_what_it_leaves_out() -> None:
+    n, width = 700, 2100
+    x = torch.randn(n, width, generator=seeds.generator(0, "wide"))
+    every = torch.ones(n, 1, dtype=torch.bool)
+    rows = Rows(x, torch.zeros(n, dtype=torch.int64), every, block_rows=64, device=torch.device("cpu"))
+    spectrum = second_moments(rows)
+    trace = float((x - x.mean(0)).square().sum()) / n
+    assert spectrum.rest > 0
+    kept = len(spectrum.values)
+    assert float(spectrum.values.sum()) + spectrum.rest * (width - kept) == pytest.approx(trace, rel=1e-4)
+    torch.testing.assert_close(spectrum.vectors.T @ spectrum.vectors, torch.eye(kept), atol=1e-3, rtol=0)
+
+
+def test_wide_features_are_certified() -> None:
+    x, y = planted(120, 2100, 3)
+    found = fit(x, y, classes=3, regularisation=[0.01])
+    value = objective(x, y, found.weights[0, 0], found.intercepts[0, 0], 0.01)
+    assert float(found.objectives) == pytest.approx(float(value), rel=1e-12)
+    assert float(found.gaps) <= 1e-6 * float(value)
+
+
+def test_same_bits_again() -> None:
+    x, y = planted(60, 5, 3)
+    first, second = (fit(x, y, classes=3, regularisation=[0.1, 0.01]) for _ in range(2))
+    assert torch.equal(first.weights, second.weights)
+    assert torch.equal(first.gaps, second.gaps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": torch.full((6, 2), math.nan)}, "6 of 6 examples read together have NaN"),
+        ({"features": torch.zeros(5, 2)}, r"features \(n, D\) and labels \(n,\), not \(5, 2\) and \(6,\)"),
+        ({"features": torch.zeros(0, 2), "labels": torch.zeros(0, dtype=torch.int64)}, "there are no examples"),
+        ({"labels": torch.tensor([0, 1, 2, 0, 1, 3])}, "labels go from 0 to 3; with 3 classes they are 0 to 2"),
+        ({"labels": torch.tensor([0, 1, 1, 0, 1, 0])}, "split 0 has no example of class 2 among its 6"),
+        ({"labels": torch.zeros(6, dtype=torch.int64)}, "split 0 has no example of classes 1, 2 among its 6"),
+        ({"labels": torch.zeros(6)}, "needs int64 labels, not torch.float32"),
+        ({"classes": 1, "labels": torch.zeros(6, dtype=torch.int64)}, "classes is 1; a convex probe needs at least 2"),
+        ({"splits": []}, "splits is empty"),
+        ({"splits": [torch.zeros(6, dtype=torch.bool)]}, "split 0 is empty"),
+        ({"splits": [torch.arange(6), torch.tensor([0, 1, 3])]}, "split 1 has no example of class 2 among its 3"),
+        ({"splits": [torch.tensor([0, 1, 6])]}, "different row numbers from 0 to 5"),
+        ({"splits": [torch.tensor([0, 1, 1, 2])]}, "different row numbers from 0 to 5"),
+        ({"splits": [torch.ones(6)]}, r"split 0 is torch.float32 of shape \(6,\)"),
+        ({"regularisation": []}, "regularisation is empty"),
+        ({"regularisation": [0.1, 0.0]}, "regularisation has 0.0; strengths must be above 0"),
+        ({"tolerance": 0.0}, "tolerance is 0.0; it must be above 0"),
+        ({"max_passes": 3}, "max_passes is 3; it must be at least 4"),
+        ({"max_passes": 6, "tolerance": 1e-12}, "allow more passes, a larger tolerance or a larger strength"),
+        ({"block_rows": 0}, "block_rows is 0; it must be at least 1"),
+    ],
+)
+def test_bad_input(changes: dict[str, object], message: str) -> None:
+    features, labels = planted(6, 2, 3)[0], torch.tensor([0, 1, 2, 0, 1, 2])
+    arguments = {"features": features, "labels": labels, "classes": 3, "regularisation": [0.01], **changes}
+    with pytest.raises(IsolossError, match=message):
+        fit(arguments.pop("features"), arguments.pop("labels"), **arguments)
+
+
+def test_predicting_features_of_another_width() -> None:
+    x, y = planted(20, 3, 2)
+    found = fit(x, y, classes=2, regularisation=[0.1])
+    with pytest.raises(IsolossError, match="fitted on 3 features"):
+        found.predict(x[:, :2])
