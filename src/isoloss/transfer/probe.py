@@ -132,22 +132,11 @@ def linear_probe(
         weight, bias = weight.expand(seeds, -1, -1), bias.expand(seeds, -1, -1)
         settings |= {"solver": solver, "regularisation": regularisation, **found}
     else:
+        optimizer = {"learning_rate": learning_rate, "weight_decay": weight_decay}
         generators = [streams.generator(seed, "probe", index) for index in range(seeds)]
         weight, bias = _initial(generators, train_x.shape[1], num_classes, device)
-        optimizer = torch.optim.AdamW([weight, bias], lr=learning_rate, weight_decay=weight_decay)
-        for _ in range(epochs):
-            orders = torch.stack([torch.randperm(len(train_y), generator=g) for g in generators]).to(device)
-            for start in range(0, len(train_y), batch_size):
-                chosen = orders[:, start : start + batch_size]
-                weight.grad, bias.grad = _gradients(weight, bias, train_x[chosen], train_y[chosen])
-                optimizer.step()
-        settings |= {
-            "epochs": epochs,
-            "learning_rate": learning_rate,
-            "weight_decay": weight_decay,
-            "batch_size": batch_size,
-            "seed": seed,
-        }
+        _train(weight, bias, train_x, train_y, generators, epochs=epochs, batch_size=batch_size, **optimizer)
+        settings |= {"epochs": epochs, **optimizer, "batch_size": batch_size, "seed": seed}
 
     predictions = _predict(weight, bias, test_x)
     settings |= {
@@ -316,6 +305,28 @@ def _initial(
     drawn = [torch.rand(num_classes, num_features + 1, generator=g) * (2 * bound) - bound for g in generators]
     stacked = torch.stack(drawn).to(device)
     return stacked[:, :, :-1].contiguous(), stacked[:, None, :, -1].contiguous()
+
+
+def _train(
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    generators: list[torch.Generator],
+    *,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    weight_decay: float,
+) -> None:
+    """Train the probes of all seeds by AdamW, in place; a seed's generator gives its order of the examples."""
+    optimizer = torch.optim.AdamW([weight, bias], lr=learning_rate, weight_decay=weight_decay)
+    for _ in range(epochs):
+        orders = torch.stack([torch.randperm(len(y), generator=g) for g in generators]).to(x.device)
+        for start in range(0, len(y), batch_size):
+            chosen = orders[:, start : start + batch_size]
+            weight.grad, bias.grad = _gradients(weight, bias, x[chosen], y[chosen])
+            optimizer.step()
 
 
 def _minimum(
