@@ -26,13 +26,11 @@ import torch  # noqa: E402
 from flatness_contenders import (  # noqa: E402
     FISHER,
     OURS,
-    PAPER,
     PEERS,
     Contender,
     contenders,
     exact_trace,
     ours,
-    paper,
     training_pass,
 )
 from flatness_page import page  # noqa: E402
@@ -46,7 +44,6 @@ RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("isoloss", "torch", "transformers", "numpy", *PEERS.values())
 BATCH = 64  # sequences of a batch of ours and of the floor, and of all when memory is measured
 CHECKED = 32  # sequences whose exact trace is enumerated
-MANY_LABELS = 50  # the paper's, appendix B.1
 SIGMAS = 4.0
 FLOOR = "one forward and backward pass, all parameters"
 ONE_BATCH = f"{OURS}, one batch"
@@ -111,10 +108,8 @@ def spread(workload: Workload, contender: Contender, repeats: int) -> dict[str, 
 def turns(workload: Workload, found: list[Contender], rounds: int) -> dict[str, list[float]]:
     """Return processor seconds a sequence of each contender, round by round; all take turns."""
     large = 256 if workload.causal else 512
-    data = {n: workload.batches(n, min(n, BATCH), "timing", n) for n in {large, BATCH, 2, 4, 16}}
+    data = {n: workload.batches(n, min(n, BATCH), "timing", n) for n in {large, BATCH, 4, 16}}
     jobs = [(FLOOR, training_pass, large), (OURS, ours, large), (ONE_BATCH, ours, BATCH)]
-    if not workload.causal:
-        jobs.append((many_labels(), paper(MANY_LABELS), 2))
     jobs += [(contender.name, contender.run, contender.sequences) for contender in found if contender.name != OURS]
     seconds: dict[str, list[float]] = {name: [] for name, *_ in jobs}
     for _ in range(rounds):
@@ -123,11 +118,6 @@ def turns(workload: Workload, found: list[Contender], rounds: int) -> dict[str, 
             run(workload, data[n], 0)
             seconds[name].append((time.process_time() - before) / n)
     return seconds
-
-
-def many_labels() -> str:
-    """Return the name of the paper's estimator with as many labels as the paper takes."""
-    return f"paper's estimator, {MANY_LABELS} labels"
 
 
 def compare(workload: Workload, rounds: int, scale: float) -> dict[str, Any]:
@@ -141,7 +131,7 @@ def compare(workload: Workload, rounds: int, scale: float) -> dict[str, Any]:
     failed: dict[str, str] = {}
     for contender in list(found):
         print(f"{workload.name}: {contender.name}", flush=True)
-        repeats = max(4, round(scale * (8 if "++" in contender.name else 24)))
+        repeats = max(4, round(scale * 24 * contender.share))
         try:
             checked = check(workload, contender, batch, exact, repeats)
             measured = spread(workload, contender, repeats)
@@ -150,8 +140,6 @@ def compare(workload: Workload, rounds: int, scale: float) -> dict[str, Any]:
             found.remove(contender)
             continue
         rows[contender.name] = {"quantity": contender.quantity, **checked, **measured}
-    if not workload.causal:  # at all positions it would take minutes
-        rows[many_labels()] = with_many_labels(rows[PAPER])
     print(f"{workload.name}: timing", flush=True)
     seconds = turns(workload, found, rounds)
     return {
@@ -161,19 +149,6 @@ def compare(workload: Workload, rounds: int, scale: float) -> dict[str, Any]:
         "failed": failed,
         "missing": missing,
         "results": finish(rows, seconds, [c.name for c in found if not c.by_sequence]),
-    }
-
-
-def with_many_labels(one: dict[str, Any]) -> dict[str, Any]:
-    """Return the spread of the paper's estimator with many labels, computed from that with one."""
-    labels, data = one["probe_variance"], max(0.0, one["relative_variance"] - one["probe_variance"])
-    return {
-        **one,
-        "computed": True,
-        "relative_variance": data + labels / MANY_LABELS,
-        "relative_variance_stderr": math.hypot(one["relative_variance_stderr"], one["probe_variance_stderr"]),
-        "probe_variance": labels / MANY_LABELS,
-        "probe_variance_stderr": one["probe_variance_stderr"] / MANY_LABELS,
     }
 
 
@@ -243,7 +218,7 @@ def add_memory(result: dict[str, Any], key: str, workload: Workload) -> None:
     """Add the peak memory to the rows of a model; Linux only."""
     if not Path("/proc/self/clear_refs").exists():
         return
-    names = [row["name"] for row in result["results"] if not row.get("computed")]
+    names = [row["name"] for row in result["results"]]
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
         torch.save(workload.model.state_dict(), weights)

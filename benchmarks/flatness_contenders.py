@@ -19,6 +19,7 @@ from isoloss.measures.flatness.ghost import Predictor
 PEERS = {"curvlinops": "curvlinops-for-pytorch", "PyHessian": "PyHessian", "hessian-eigenthings": "hessian-eigenthings"}
 FISHER, HESSIAN = "Fisher = Gauss-Newton", "true Hessian on given labels: another quantity"
 OURS, PAPER = "isoloss", "paper's estimator, 1 label"
+MANY_LABELS = 50  # the paper's, appendix B.1
 MATVECS = 9  # of Hutch++
 PEER_BATCH = 16  # sequences
 
@@ -41,6 +42,7 @@ class Contender:
         sequences: How many it takes in the calls that its spread is measured with.
         by_sequence: Whether its value is a mean over independent sequences, with their signs or labels.
         run: Computes the trace on batches with a seed.
+        share: Of the repetitions, for what takes long.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Contender:
     sequences: int
     by_sequence: bool
     run: Callable[[Workload, list[Batch], int], Call]
+    share: float = 1.0
 
 
 def installed(peer: str) -> bool:
@@ -167,6 +170,9 @@ def contenders(*, causal: bool) -> tuple[list[Contender], list[str]]:
         Contender(OURS, FISHER, 256 if causal else 512, True, ours),
         Contender(PAPER, FISHER, 4 if causal else 16, True, paper(1)),
     ]
+    if not causal:  # at all positions they would take minutes
+        name = f"paper's estimator, {MANY_LABELS} labels"
+        found.append(Contender(name, FISHER, 16, True, paper(MANY_LABELS), share=1 / 3))
     products = f"Hutch++, {MATVECS} products"
     peers: list[tuple[str, str, str, Callable[[Workload, list[Batch], int], Call]]] = [
         ("curvlinops", "GGN, Hutchinson", FISHER, curvlinops),
@@ -177,7 +183,8 @@ def contenders(*, causal: bool) -> tuple[list[Contender], list[str]]:
     ]
     for peer, way, quantity, run in peers:
         if installed(peer) and not (causal and "++" in way):  # too dear at all positions
-            found.append(Contender(f"{peer}, {way}", quantity, PEER_BATCH, False, run))
+            share = 1 / 3 if "++" in way else 1.0
+            found.append(Contender(f"{peer}, {way}", quantity, PEER_BATCH, False, run, share))
     return found, [peer for peer in PEERS if not installed(peer)]
 
 

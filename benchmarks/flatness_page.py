@@ -71,8 +71,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
     other = row["quantity"].endswith("another quantity")
     name = row["name"] + (f" ({row['quantity']})" if other else "")
     checked = f"{row['check_mean']:.4g} ± {row['check_stderr']:.2g}, n={row['check_repeats']}"
-    if row.get("computed"):
-        checked = "as with 1 label; spread computed from it"
     spread = 100 * math.sqrt(row["relative_variance"])
     error = 100 * row["relative_variance_stderr"] / (2 * math.sqrt(row["relative_variance"]))
     cells = [

@@ -211,8 +211,10 @@ def test_the_estimate_agrees_with_enumeration_on_the_same_inputs(name, method, o
     assert float(values.std()) < 0.25 * mean
     splits = torch.tensor([list(e.by_parameter.values()) for e in found], dtype=torch.float64)
     assert bool(((splits.mean(dim=0) - split).abs() <= 5 * splits.std(dim=0) / math.sqrt(len(found)) + 1e-12).all())
+    # the errors cover the inputs too; one by one they may be far off, where a rare sequence has most of the trace
+    errors = torch.tensor([e.stderr for e in found], dtype=torch.float64)
+    assert float(errors.square().mean()) > float(values.var()) / 2
     for e in found:
-        assert abs(e.value - mean) < 4 * e.stderr
         assert sum(e.by_parameter.values()) == pytest.approx(e.value, rel=1e-12)
         assert list(e.by_parameter_stderr) == list(e.by_parameter)
         assert sum(e.by_layer.values()) == pytest.approx(e.value, rel=1e-12)

@@ -31,7 +31,7 @@ def cotangents_of_all_signs(monkeypatch, root_p, counts):
 
 
 def test_roots_of_probabilities(monkeypatch):
-    monkeypatch.setattr(probes, "_CHUNK", 8)  # several parts
+    monkeypatch.setattr(probes, "_CHUNK", {"cpu": 8})  # several parts
     logits, p = softmax(5, 4)
     torch.testing.assert_close(probes.root_probabilities(logits), p.sqrt())
     assert probes.root_probabilities(logits.bfloat16()).dtype == torch.float32
@@ -42,7 +42,7 @@ def test_roots_of_probabilities(monkeypatch):
 
 def test_the_covariance_is_the_fishers(monkeypatch):
     """E[u_r u_s^T] is diag(p) - p p^T at one position and 0 between two."""
-    monkeypatch.setattr(probes, "_CHUNK", 4)
+    monkeypatch.setattr(probes, "_CHUNK", {"cpu": 4})
     _, p = softmax(3, 4)
     u = cotangents_of_all_signs(monkeypatch, p.sqrt(), torch.tensor([1, 2])).flatten(1)
     expected = torch.block_diag(*(row.diag() - torch.outer(row, row) for row in p))
@@ -78,8 +78,9 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
     controls = probes.Controls(p.sqrt(), hidden, decoder, rows, 3)
     u = cotangents_of_all_signs(monkeypatch, p.sqrt(), torch.tensor([2, 0, 1]))
     found = torch.stack([controls.centred(one, one @ weight) for one in u])
-    torch.testing.assert_close(found.mean(dim=0), torch.zeros(3, 2, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.mean(dim=0), torch.zeros(3, 4, dtype=torch.float64), rtol=0, atol=1e-12)
     assert float(found[:, 0].std(dim=0).min()) > 0.1
+    assert not found[:, 2, 2:].any()  # one position has no pair
     assert not found[:, 1].any()
     # differences between two draws need no mean: squared norms of the decoder's gradient and of what is below
     with_one = F.pad(hidden, (0, 1), value=1.0)
@@ -87,6 +88,10 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
     def plain(one):
         own = torch.einsum("rv,rd->rvd", one, with_one).square().sum(dim=(1, 2))
         below = (one @ weight).square().sum(dim=1)
-        return torch.stack([torch.stack([x[:2].sum(), x[2:].sum()]) for x in (own, below)], dim=1)
+        first, second, _ = one @ weight
+        shared = weight.mean(dim=0)
+        pairs = torch.stack([2 * first @ second, 2 * (first @ shared) * (second @ shared)])
+        squares = torch.stack([torch.stack([x[:2].sum(), x[2:].sum()]) for x in (own, below)], dim=1)
+        return torch.cat([squares, torch.stack([pairs, torch.zeros_like(pairs)])], dim=1)
 
     torch.testing.assert_close(found[5][[0, 2]] - found[9][[0, 2]], plain(u[5]) - plain(u[9]))

@@ -85,6 +85,24 @@ def test_a_control_that_is_zero_or_said_twice_does_no_harm():
     assert again.stderr == pytest.approx(once.stderr, rel=1e-9)
 
 
+@pytest.mark.parametrize("clusters", [31, 32])
+def test_a_control_that_is_zero_nearly_everywhere_is_left_out(clusters):
+    a, m, d = random_rows(101)
+    a[:, 0] += d @ torch.tensor([3.0, 2.0], dtype=torch.float64)
+    d[clusters:, 1] = 0
+    expected = reference(a, m, d[:, :1] if clusters == 31 else d)
+    shares = filled(a, m, d).shares()
+    assert (shares.value, shares.stderr) == pytest.approx(expected[:2], rel=1e-12)
+
+
+def test_the_unit_of_a_control_does_not_matter():
+    a, m, d = random_rows(101)
+    a[:, 0] += d @ torch.tensor([3.0, 2.0], dtype=torch.float64)
+    plain, scaled = filled(a, m, d).shares(), filled(a, m, d * torch.tensor([1e-9, 1e6])).shares()
+    assert (scaled.value, scaled.stderr) == pytest.approx((plain.value, plain.stderr), rel=1e-9)
+    assert plain.stderr < 0.8 * statistics.ratio(a.sum(1), m)[1]
+
+
 def test_coverage_and_bias_over_repetitions():
     """95 % intervals cover 95 %, less at most 1.5 % for few clusters, and the bias is within 4 standard errors of 0."""
     repetitions, n, truth = 2000, 64, 2.0

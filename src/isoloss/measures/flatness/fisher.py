@@ -53,8 +53,8 @@ def fisher_trace(
     over labels exactly. One backward pass, to activations only, serves a batch: the squared norm of each sequence's
     gradient follows from the inputs and output cotangents of the layers (`isoloss.measures.flatness.ghost`), and no
     gradient is formed. Several predicted positions of a sequence have independent v, so that their cross terms vanish
-    on average. Two control variates with known means take most of the probes' noise away
-    (`isoloss.measures.flatness.probes.Controls`), with cross-fitted coefficients
+    on average. Control variates with known means take much of the probes' noise away, that
+    of the cross terms included (`isoloss.measures.flatness.probes.Controls`), with cross-fitted coefficients
     (`isoloss.measures.flatness.tally.Tally`). Only first derivatives are taken, so every attention kernel does.
 
     The error is that of a ratio over independent clusters, so it covers the data and the probes together. A cluster is
@@ -178,7 +178,8 @@ class _Ghost(abc.ABC):
         square_norms = torch.zeros(len(positions), len(self.names), dtype=torch.float64)
         controls = torch.zeros(len(positions), self.num_controls, dtype=torch.float64)
         for probe in range(self.num_probes):
-            norms, centred = self._probe(predictions, positions, first, probe)
+            last = probe == self.num_probes - 1
+            norms, centred = self._probe(predictions, positions, first, probe, keep=not last)
             square_norms += norms / self.num_probes
             if centred is not None:
                 controls += centred.cpu() / self.num_probes
@@ -194,9 +195,12 @@ class _Ghost(abc.ABC):
 
     @abc.abstractmethod
     def _probe(
-        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (B, K) squared norms of one probe and, where there are any, (B, C) controls."""
+        """Return (B, K) squared norms of one probe and, where there are any, (B, C) controls.
+
+        Unless `keep`, it is the last one on these predictions.
+        """
 
 
 class Integrated(_Ghost):
@@ -206,7 +210,7 @@ class Integrated(_Ghost):
     num_controls = probes.Controls.NUMBER
 
     def _probe(
-        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cotangent, controls = probes.root_probabilities(predictions.logits), None
         if predictions.hidden is not None and predictions.decoder is not None:
@@ -215,7 +219,9 @@ class Integrated(_Ghost):
             )
         places = range(first, first + len(positions))
         probes.integrated_(cotangent, positions, places, seed=self.seed, probe=probe)
-        norms = self._predictor.squared_norms(predictions, cotangent.to(predictions.logits.dtype), separate=True)
+        norms = self._predictor.squared_norms(
+            predictions, cotangent.to(predictions.logits.dtype), separate=True, keep=keep
+        )
         if controls is None or norms.hidden_cotangent is None:
             return norms.by_parameter, None
         return norms.by_parameter, controls.centred(cotangent, norms.hidden_cotangent)
@@ -227,13 +233,13 @@ class Observed(_Ghost):
     method = "empirical fisher, given labels"
 
     def _probe(
-        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cotangent = probes.root_probabilities(predictions.logits)
         places = range(first, first + len(positions))
         probes.observed_(cotangent, predictions.targets, positions, places, seed=self.seed)
         return self._predictor.squared_norms(
-            predictions, cotangent.to(predictions.logits.dtype), separate=True
+            predictions, cotangent.to(predictions.logits.dtype), separate=True, keep=keep
         ).by_parameter, None
 
 

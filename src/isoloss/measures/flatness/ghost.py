@@ -10,7 +10,7 @@ Shapes: B sequences, m predicted positions, d the width of the model, V vocabula
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -140,9 +140,9 @@ class Predictor:
         return predictions
 
     def squared_norms(
-        self, predictions: Predictions, cotangent: torch.Tensor, *, separate: bool = False
+        self, predictions: Predictions, cotangent: torch.Tensor, *, separate: bool = False, keep: bool = True
     ) -> SquaredNorms:
-        """Return the squared norms for a cotangent (m, V) on the logits; may be called again on the same predictions.
+        """Return the squared norms for a cotangent (m, V) on the logits.
 
         Norms that are NaN or infinite are returned as they are.
 
@@ -152,9 +152,10 @@ class Predictor:
             separate: Where the head's parameters have a gradient for each predicted position, square these one by one
                 (`isoloss.measures.flatness.factors.squared_norms`): the same on average for cotangents that are
                 independent with mean 0, with less noise.
+            keep: Whether it may be called again on the same predictions. If not, activations are freed on the way.
         """
         cotangent = cotangent.to(predictions.logits)
-        norms, hidden = self._ruled_norms(predictions, cotangent, separate=separate)
+        norms, hidden = self._ruled_norms(predictions, cotangent, separate=separate, keep=keep or bool(self._slow))
         if self._slow:
             sequences = sorted(set(predictions.rows.tolist()))
             exact = self._exact_norms(predictions, cotangent, self.slow_parameters, sequences)
@@ -234,18 +235,20 @@ class Predictor:
     # --- backward ---
 
     def _ruled_norms(
-        self, predictions: Predictions, cotangent: torch.Tensor, *, separate: bool = False
+        self, predictions: Predictions, cotangent: torch.Tensor, *, separate: bool = False, keep: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (B, P) norms by the rules, zero for slow parameters, and the cotangent (m, d) of the hidden states."""
         capture, states = predictions.capture, predictions.hidden_states
         found = _Found(capture, self.names, predictions.num_sequences, cotangent.device, separate=separate)
-        hooks = [use.node.register_prehook(partial(found.receive, use)) for use in capture.uses]
+        hooks = [use.node.register_prehook(found.receiver(use)) for use in capture.uses]
+        if not keep:
+            capture.uses.clear()
         if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
             edge = get_gradient_edge(states)
             hooks.append(edge.node.register_prehook(partial(found.receive_hidden, edge.output_nr)))
         ends = [*capture.roots, *(value for value in self._parameters.values() if predictions.needs(value))]
         try:
-            torch.autograd.grad(predictions.logits, ends, cotangent, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(predictions.logits, ends, cotangent, retain_graph=keep, allow_unused=True)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -287,16 +290,22 @@ class _Found:
         self._missing = Counter(name for use in capture.uses for name in use.contributions)
         self._waiting: dict[str, list[factors.Factor]] = {}
 
-    @torch.no_grad()
-    def receive(self, use: Use, cotangents: tuple[torch.Tensor | None, ...]) -> None:
-        """Take the cotangent of a use."""
-        cotangent = cotangents[use.number]
-        for name, contribution in use.contributions.items():
-            self._missing[name] -= 1
-            if cotangent is not None:
-                self._waiting.setdefault(name, []).append(contribution(cotangent.reshape(use.shape)))
-            if self._missing[name] == 0:
-                self._take(name)
+    def receiver(self, use: Use) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+        """Return what takes the cotangent of a use, once; after that it no longer holds the activations."""
+        waiting = [use]
+
+        @torch.no_grad()
+        def receive(cotangents: tuple[torch.Tensor | None, ...]) -> None:
+            taken = waiting.pop()
+            cotangent = cotangents[taken.number]
+            for name, contribution in taken.contributions.items():
+                self._missing[name] -= 1
+                if cotangent is not None:
+                    self._waiting.setdefault(name, []).append(contribution(cotangent.reshape(taken.shape)))
+                if self._missing[name] == 0:
+                    self._take(name)
+
+        return receive
 
     def receive_hidden(self, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
         """Take the cotangent of the decoder's input."""

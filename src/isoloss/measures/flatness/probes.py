@@ -5,19 +5,23 @@ Shapes: m predicted positions of B sequences, V vocabulary, d width of the decod
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from isoloss import seeds
 from isoloss.measures.flatness.capture import Decoder
 
-_CHUNK = 1 << 22  # numbers worked on at a time, so that no second buffer of the logits' shape is needed
+# numbers worked on at a time, so that no second buffer of the logits' shape is needed; on a CPU they stay in its cache
+_CHUNK = {"cpu": 1 << 18}
+_CHUNK_ELSEWHERE = 1 << 22
 
 
 def root_probabilities(logits: torch.Tensor) -> torch.Tensor:
     """Return (m, V): the square roots of the softmax of the logits, in float32 or their own wider type."""
     wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     for part in _parts(wide):
-        part.copy_(part.log_softmax(dim=-1).mul_(0.5).exp_())
+        torch.sqrt(part.softmax(dim=-1), out=part)
     return wide
 
 
@@ -66,18 +70,25 @@ def random_signs(
     """Return `shape` random signs of the stream `names`, int8; a CUDA device draws its own, other than a CPU's."""
     place = device if device.type == "cuda" else torch.device("cpu")
     generator = torch.Generator(device=place).manual_seed(seeds.derive(seed, *names))
-    signs = torch.randint(0, 2, tuple(shape), generator=generator, dtype=torch.int8, device=place)
-    return signs.mul_(2).sub_(1).to(device)
+    count = math.prod(shape)
+    octets = torch.randint(0, 256, ((count + 7) // 8, 1), generator=generator, dtype=torch.uint8, device=place)
+    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=place)).bitwise_and_(1).view(torch.int8)
+    return bits.mul_(2).sub_(1).view(-1)[:count].view(tuple(shape)).to(device)
 
 
 class Controls:
     """Control variates of one batch: what the cotangents give less what they give on average, by sequence.
 
-    Both are squared norms of a part of each position's gradient that has a closed form. With g_r = W^T u_r the
-    cotangent of the decoder's input h_r at position r, and h~ = (h, 1):
+    With g_r = W^T u_r the cotangent of the decoder's input h_r at position r, h~ = (h, 1) and w the mean row of W, the
+    first two are squared norms of a part of each position's gradient that has a closed form, and the others products
+    of two positions, whose signs are independent:
 
     - `sum_r |u_r h~_r^T|^2`, the decoder's own gradients, with the mean `sum_r |h~_r|^2 (1 - sum_c p_c^2)`;
-    - `sum_r |g_r|^2`, what reaches the layers below, with the mean `sum_r (sum_c p_c |w_c|^2 - |sum_c p_c w_c|^2)`.
+    - `sum_r |g_r|^2`, what reaches the layers below, with the mean `sum_r (sum_c p_c |w_c|^2 - |sum_c p_c w_c|^2)`;
+    - `sum_{r != s} <g_r, g_s>`, with the mean 0: the cross terms of the layers below, were these a multiple of the
+      identity;
+    - `sum_{r != s} <g_r, w> <g_s, w>`, with the mean 0: the same along the direction that the decoder's rows share,
+      of which less reaches the layers or more than of all others.
 
     Args:
         root_p: (m, V) square roots of the probabilities.
@@ -87,34 +98,53 @@ class Controls:
         num_sequences: B.
     """
 
-    NUMBER = 2
+    NUMBER = 4
 
     def __init__(
         self, root_p: torch.Tensor, hidden: torch.Tensor, decoder: Decoder, rows: torch.Tensor, num_sequences: int
     ) -> None:
         self._rows, self._num_sequences = rows, num_sequences
-        self._squares = 1 + hidden.to(root_p.dtype).square().sum(dim=1)
+        self._squares = 1 + _squared_norms(hidden.to(root_p.dtype))
         weight = decoder.weight.to(root_p.dtype)
+        self._shared = weight.mean(dim=0)
         squares = weight.square().sum(dim=1)
         below, above = [], []
         for part in _parts(root_p):
             p = part.square()
-            above.append(1 - p.square().sum(dim=1))
-            below.append(p @ squares - (p @ weight).square().sum(dim=1))
+            above.append(1 - _squared_norms(p))
+            below.append(p @ squares - _squared_norms(p @ weight))
         own = self._squares * torch.cat(above)
         self._means = torch.stack([self._by_sequence(own), self._by_sequence(torch.cat(below))], dim=1)
 
     def centred(self, cotangent: torch.Tensor, hidden_cotangent: torch.Tensor) -> torch.Tensor:
-        """Return (B, 2) float64: the control variates of cotangents (m, V) and W^T u (m, d), less their means."""
-        own = self._by_sequence(cotangent.square().sum(dim=1) * self._squares)
-        below = self._by_sequence(hidden_cotangent.to(cotangent.dtype).square().sum(dim=1))
-        return torch.stack([own, below], dim=1) - self._means
+        """Return (B, 4) float64: the control variates of cotangents (m, V) and W^T u (m, d), less their means."""
+        hidden_cotangent = hidden_cotangent.to(cotangent.dtype)
+        own = self._by_sequence(_squared_norms(cotangent) * self._squares)
+        below = self._by_sequence(_squared_norms(hidden_cotangent))
+        squares = torch.stack([own, below], dim=1) - self._means
+        along = (hidden_cotangent @ self._shared)[:, None]
+        crossed = [self._crossed(values) for values in (hidden_cotangent, along)]
+        return torch.cat([squares, torch.stack(crossed, dim=1)], dim=1)
+
+    def _crossed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return (B,): the products of any two different rows (m, n) of a sequence, summed; 0 where there is one."""
+        sums = self._by_sequence(values)
+        several = self._by_sequence(torch.ones_like(values[:, 0])) > 1
+        return (_squared_norms(sums) - self._by_sequence(_squared_norms(values.double()))) * several
 
     def _by_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        sums = torch.zeros(self._num_sequences, dtype=torch.float64, device=values.device)
+        """Return (B, ...) float64: the sums over the rows (m, ...) of each sequence."""
+        sums = torch.zeros(self._num_sequences, *values.shape[1:], dtype=torch.float64, device=values.device)
         return sums.index_add_(0, self._rows.to(values.device), values.double())
+
+
+def _squared_norms(rows: torch.Tensor) -> torch.Tensor:
+    """Return (m,): the squared norms of rows (m, n), without a buffer of their shape."""
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms.square()
 
 
 def _parts(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Split (m, V) so that each part has few enough numbers."""
-    return torch.split(rows, max(1, _CHUNK // max(1, rows.shape[1])))
+    limit = _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE)
+    return torch.split(rows, max(1, limit // max(1, rows.shape[1])))

@@ -14,8 +14,8 @@ import torch
 from isoloss.errors import IsolossError
 
 FOLDS = 8
-_FEWEST = 4 * FOLDS  # clusters, for coefficients that are worth fitting
-_SINGULAR = 1e-10  # of the largest eigenvalue of the controls' covariance
+_FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
+_SINGULAR = 1e-10  # of the largest eigenvalue of the controls' correlations
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Tally:
     residuals a_b - beta_{f(b)} d_b - R m_b. Least squares is linear in a, so the same formula for each parameter
     tensor's part of a gives values that add up to R.
 
-    With fewer than 32 clusters, beta is 0.
+    A control that is other than 0 in fewer than 32 clusters has the coefficient 0.
 
     Args:
         num_parameters: K.
@@ -182,11 +182,13 @@ class Tally:
             raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {n}")
         folds, m, d = rows[:, 0].long(), rows[:, 2], rows[:, 3:]
         total, correction = float(m.sum()), n / (n - 1)
+        used = (d != 0).sum(dim=0) >= _FEWEST
+        d = d * used
 
         def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             """Return the coefficients (F, C, K), the ratios (K,) and their errors."""
-            sums = _Sums.of(folds, m, d, moments)
-            beta = _coefficients(sums) if n >= _FEWEST else torch.zeros_like(sums.ad)
+            sums = _Sums.of(folds, m, d, torch.cat([moments[:, :3], moments[:, 3:] * used[:, None]], dim=1))
+            beta = _coefficients(sums)
             ratios = (sums.a - (beta * sums.d[:, :, None]).sum(dim=1)).sum(dim=0) / total
             return beta, ratios, (correction * sums.square_residuals(beta, ratios)).sqrt() / total
 
@@ -260,5 +262,10 @@ def _coefficients(sums: _Sums) -> torch.Tensor:
 
     ratios = others(sums.a) / others(sums.m)[:, None]
     products = others(sums.ad) - ratios[:, None, :] * others(sums.dm)[:, :, None]
-    inverse: torch.Tensor = torch.linalg.pinv(others(sums.dd), rtol=_SINGULAR, hermitian=True)
-    return inverse @ products
+    moments = others(sums.dd)
+    scales = moments.diagonal(dim1=1, dim2=2).sqrt()
+    scales = torch.where(scales > 0, 1 / scales, 0.0)  # controls of any two units count alike
+    inverse: torch.Tensor = torch.linalg.pinv(
+        scales[:, :, None] * moments * scales[:, None, :], rtol=_SINGULAR, hermitian=True
+    )
+    return scales[:, :, None] * (inverse @ (scales[:, :, None] * products))
