@@ -302,14 +302,14 @@ class WithLoss(Integrated):
         return estimate, shares.influence
 
     def _probe(
-        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if probe == 0:
             nats = torch.zeros(len(positions), dtype=torch.float64)
             nats.index_add_(0, predictions.rows.cpu(), _surprise(predictions.logits, predictions.targets).cpu())
             self._nats.append(nats)
             self._positions.append(positions.cpu())
-        return super()._probe(predictions, positions, first, probe)
+        return super()._probe(predictions, positions, first, probe, keep=keep)
 
 
 def _surprise(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
