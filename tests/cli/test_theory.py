@@ -21,6 +21,7 @@ FLOW = [
     "1",
     "2",
 ]
+BRACKETS = ["brackets", "--lengths", "4", "--steps", "400", "--trials", "50", "--samples", "2", "4", "--draws", "2"]
 
 
 def call(capsys, *words, status=0):
@@ -50,30 +51,72 @@ def test_bartlett_as_json(capsys):
 
 
 def test_sgd_flow_prints_a_table_and_verdicts(capsys, tmp_path):
-    text = call(capsys, *FLOW, "--figure", str(tmp_path / "flow.pdf"))
+    text = call(capsys, *FLOW, "--model", "two-parameters", "--figure", str(tmp_path / "flow.pdf"))
     assert "nats per example" in text
-    assert text.count("shown: ") == 5
+    assert text.count("shown: two parameters: ") == 6
+    assert text.count(" -> 0 ") == 2 * 4  # batch sizes and times, in each of two tables
     assert (tmp_path / "flow.pdf").is_file()
 
 
+def test_sgd_flow_of_both_models(capsys):
+    words = ["--step-sizes", "0.1", "0.05", "--trajectories", "16", "--times", "0.5", "--batch-sizes", "1"]
+    text = call(capsys, "sgd-flow", *words)
+    assert "Theorem 3.3, two parameters: traces of the Hessian in nats per example" in text
+    assert "Theorem 3.3, masked LM, 88 parameters: traces of the Hessian" in text
+    assert text.count("shown: two parameters: ") == text.count("shown: masked LM, 88 parameters: ") == 6
+    document = json.loads(call(capsys, "sgd-flow", *words, "--model", "masked-lm", "--json"))
+    assert {row["model"] for row in document["rows"] + document["limits"]} == {"masked LM, 88 parameters"}
+    assert [row["step_size"] for row in document["rows"] + document["limits"]] == [0.1, 0.05, 0]
+    assert len(document["statements"]) == 6
+
+
 def test_sgd_flow_as_json_refutes_a_wrong_coefficient(capsys):
-    document = json.loads(call(capsys, *FLOW, "--coefficient", "0.5", "--json"))
+    document = json.loads(call(capsys, *FLOW, "--model", "two-parameters", "--coefficient", "0.5", "--json"))
     assert document["settings"]["coefficient"] == 0.5
     assert document["statements"][2]["verdict"] == "not shown"
-    assert set(document["coefficients"]) == {"1", "2"}
+    assert [row["batch_size"] for row in document["limits"]] == [1, 1, 2, 2]
     assert len(document["rows"]) == 8
-    assert len(document["control"]) == 2
+    assert len(document["control"]["two parameters"]) == 3
+
+
+def test_brackets_prints_tables_and_verdicts(capsys, tmp_path):
+    text = call(capsys, *BRACKETS, "--figure", str(tmp_path / "brackets.svg"))
+    assert "four on kinks       4" in text
+    assert text.count("\nshown: ") + text.count("\nnot shown: ") == 16
+    assert "not shown: Theorem 5.1 as printed" in text
+    assert (tmp_path / "brackets.svg").is_file()
+
+
+def test_brackets_as_json(capsys):
+    document = json.loads(call(capsys, *BRACKETS, "--json"))
+    assert document["settings"]["lengths"] == [4]
+    assert document["solutions"][0]["flatness"]["trace"] == pytest.approx(1)
+    assert document["widths"][0]["predicted"] == 32
+    assert {row["samples"] for row in document["heads"]} == {2, 4}
+    assert len(document["statements"]) == 16
+    assert document["paths"]["4"][0]["step"] == 0
+
+
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = call(capsys, *BRACKETS, "--lengths", "4", "6").splitlines()
+    assert max(map(len, lines)) <= int(columns)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nonsense"], "there is no statement 'nonsense'; the statements are bartlett, sgd-flow"),
+        (["nonsense"], "there is no statement 'nonsense'; the statements are bartlett, sgd-flow, brackets"),
         (["bartlett", "--figure", "a.gif"], "--figure is a.gif; its name must end in"),
         (["sgd-flow", "--figure", "a.gif"], "--figure is a.gif; its name must end in"),
         (["bartlett", "--length", "5"], "length is 5"),
         (["bartlett", "--directions", "-1"], "directions is -1"),
         (["sgd-flow", "--trajectories", "1"], "trajectories is 1"),
+        (["sgd-flow", "--start", "10"], "the step size 0.1 is too large"),
+        (["sgd-flow", "--model", "masked-lm", "--start", "3"], "of the model two-parameters, not"),
+        (["brackets", "--figure", "a.gif"], "--figure is a.gif; its name must end in"),
+        (["brackets", "--lengths", "5"], "the lengths are 5; choose from 4, 6, 8, 10"),
     ],
 )
 def test_what_is_refused(words, message):

@@ -8,7 +8,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.dyck import Brackets
-from isoloss.models.bracket import BracketAttention, encode
+from isoloss.models.bracket import BracketAttention
 from isoloss.seeds import generator
 
 
@@ -22,23 +22,28 @@ def hidden_one(length):
     return torch.tensor(tokens), torch.tensor(targets)
 
 
+def encode(tokens, step=0):
+    language = Brackets(tokens.shape[1])
+    return language.encode(tokens, tokens == language.mask_id, generator=generator(0, "signs", step), summed=False)
+
+
 def test_the_encoding_is_the_papers():
     tokens, targets = hidden_one(6)
-    x = encode(tokens, generator=generator(0, "signs"))
+    x = encode(tokens)
     assert x.shape == (len(tokens), 6, 12)
     for row, encoded in zip(tokens.tolist(), x.tolist(), strict=True):
         for t, (bracket, vector) in enumerate(zip(row, encoded, strict=True)):
             place = t + 6 if bracket == 3 else t
             assert [i for i, value in enumerate(vector) if value] == [place]
             assert vector[place] in ((1.0, -1.0) if bracket == 3 else (1.0,) if bracket == 0 else (-1.0,))
-    torch.testing.assert_close(-x.sum(dim=1)[:, :6].sum(dim=1), targets)
+    torch.testing.assert_close(-x.sum(dim=1)[:, :6].sum(dim=1), targets.double())
     signs = x.sum(dim=1)[:, 6:].sum(dim=1)
     assert abs(float(signs.mean())) < 4 / len(signs) ** 0.5  # four standard errors of a fair sign
 
 
 def test_the_output_is_the_sum_written_out():
     model = BracketAttention(length=4, width=5, key_width=2, seed=0).double()
-    x = encode(hidden_one(4)[0], generator=generator(0, "signs")).double()
+    x = encode(hidden_one(4)[0])
     got = model(x)
     q, k, v, u = (parameter.tolist() for parameter in (model.query, model.key, model.value, model.output))
 
@@ -60,11 +65,23 @@ def test_two_neurons_solve_the_pre_training_and_the_downstream_task(width):
     model = BracketAttention(length=6, width=width, seed=0).double()
     model.use_two_neurons()
     tokens, targets = hidden_one(6)
-    x = encode(tokens, generator=generator(0, "signs")).double()
+    x = encode(tokens)
     torch.testing.assert_close(model(x), targets.double(), rtol=1e-12, atol=1e-12)
     free, g = Brackets(6).downstream(200, generator=generator(0, "downstream"))
-    x = encode(free, generator=generator(0, "signs")).double()
+    x = encode(free)
     torch.testing.assert_close(model(x), g.double(), rtol=1e-12, atol=1e-12)
+
+
+def test_even_attention_and_its_softmax():
+    model = BracketAttention(length=4, width=2, key_width=3, seed=1).double()
+    x = encode(hidden_one(4)[0])
+    attention, query, key = model.attention(x), model.query.detach(), model.key.detach()
+    for row, sentence in zip(attention, x, strict=True):
+        scores = [float(query @ sentence[0] @ (key @ token)) for token in sentence]
+        expected = [math.exp(score) / sum(map(math.exp, scores)) for score in scores]
+        assert row.tolist() == pytest.approx(expected, rel=1e-12)
+    model.use_two_neurons()
+    assert model.attention(x).tolist() == [[0.25] * 4] * len(x)
 
 
 def test_squared_loss_trains_it():
@@ -73,7 +90,7 @@ def test_squared_loss_trains_it():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     losses = []
     for step in range(300):
-        x = encode(tokens, generator=generator(0, "signs", step))
+        x = encode(tokens, step).float()
         loss = (model(x) - targets).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -90,8 +107,6 @@ def test_the_weights_are_a_function_of_the_seed():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(IsolossError, match=r"a token is 2; it must be 0 \(<\), 1 \(>\) or 3 \(hidden\)"):
-        encode(torch.tensor([[0, 2]]), generator=generator(0, "signs"))
     with pytest.raises(IsolossError, match="width is 0; it must be at least 1"):
         BracketAttention(length=4, width=0, seed=0)
     with pytest.raises(IsolossError, match="needs two neurons and the model has 1"):

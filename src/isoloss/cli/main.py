@@ -18,10 +18,11 @@ VERBS = {
     "train": "pre-train a model; the same command resumes",
     "eval": "measure a run's checkpoints: loss, flatness, probes",
     "flatness": "flatness of any Hugging Face masked or causal language model, with its error",
-    "transfer": "linear probe of a run or a checkpoint on a downstream task",
+    "embed": "a small transformer inside a larger one: the same function, and its flatness there",
+    "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",
     "show": "what is in a run directory",
     "study": "plan, run, status, report or verify a whole study",
-    "theory": "the paper's statements as programs, each with a verdict: bartlett, sgd-flow",
+    "theory": "the paper's statements as programs, each with a verdict: bartlett, sgd-flow, brackets",
     "doctor": "what this machine has: versions, devices, threads",
 }
 

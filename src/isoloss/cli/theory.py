@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isoloss.cli import common
 from isoloss.errors import IsolossError
@@ -15,6 +17,9 @@ from isoloss.estimate import rounded
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from isoloss.theory.bracket_language.study import Result
+    from isoloss.theory.sgd_flow.study import Result as FlowResult
+    from isoloss.theory.sgd_flow.study import Settings
     from isoloss.theory.statements import Statement
 
 HELP = """\
@@ -25,14 +30,18 @@ The paper's statements as programs: a table, and a verdict on each statement.
 statements:
   bartlett    the covariance of the gradient is the Hessian where the model is right (Lemma 3.2)
   sgd-flow    SGD on the minimisers follows the flow that lowers the Hessian's trace (Theorem 3.3)
+  brackets    in a language of brackets the flattest solution is the one that transfers (Theorem 5.1)
 
 examples:
   isoloss theory bartlett
       both sides exactly, at minimisers and away from them
   isoloss theory sgd-flow --figure flow.pdf
-      two parameters, three step sizes, three batch sizes, and the control without label noise"""
+      two models, three step sizes, three batch sizes, and a control without label noise
+  isoloss theory brackets
+      two solutions at zero loss, the flattest by descent, and what a head on each learns downstream"""
 
 FIGURES = (".png", ".svg", ".pdf")
+WIDEST = 100  # columns of a line of text; a narrower terminal decides
 
 
 @dataclass(frozen=True)
@@ -57,26 +66,58 @@ class BartlettArgs:
 
 @dataclass(frozen=True)
 class FlowArgs:
-    """Simulate SGD on the loss of one answer with logit a * b, from a minimiser, against the flow -(1/(4B)) grad Tr
-    along the minimisers (Theorem 3.3).
+    """Simulate SGD from a minimiser of a loss that has many, against the flow -(1/(4B)) grad Tr along the minimisers
+    (Theorem 3.3): one answer with logit a * b, and a masked language model of 88 parameters on nine sentences.
     """
 
+    model: Literal["both", "two-parameters", "masked-lm"] = "both"
+    """The model."""
     probability: float = 0.7
-    """Of the first of the two answers."""
+    """two-parameters: of the first of the two answers."""
     start: float = 2.0
-    """a at the start; b is such that the start is a minimiser."""
-    step_sizes: tuple[float, ...] = (0.1, 0.05, 0.025)
-    """From large to small."""
+    """two-parameters: a at the start; b is such that the start is a minimiser."""
+    step_sizes: tuple[float, ...] = ()
+    """From large to small; none: 0.1 0.05 0.025 for two-parameters, 0.05 0.025 0.0125 for masked-lm."""
     times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     """Steps times the square of the step size."""
     batch_sizes: tuple[int, ...] = (1, 2, 4)
     """Examples a step."""
-    trajectories: int = 65536
-    """For each step size and batch size."""
+    trajectories: int = 0
+    """For each step size and batch size; 0: 65536 for two-parameters, 1024 for masked-lm."""
     coefficient: float = 0.25
     """The coefficient to check."""
     seed: int = 0
-    """Decides the answers that are drawn."""
+    """Decides the examples that are drawn; masked-lm: the language and the start too."""
+    threads: int = 0
+    """CPU threads; 0: all cores."""
+    figure: Path | None = None
+    """Draw to this .png, .svg or .pdf file."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True)
+class BracketsArgs:
+    """Compare solutions of a language of brackets at zero loss: their traces of the Hessian by visiting every input,
+    the flattest by descent on the trace, and heads on each downstream (Theorem 5.1, Lemmas G.1 to G.5, Theorem G.6).
+    """
+
+    lengths: tuple[int, ...] = (6, 8, 10)
+    """Brackets in a sentence: of 4, 6, 8 and 10, increasing."""
+    width: int = 16
+    """Neurons of the descent from random weights."""
+    steps: int = 1500
+    """Steps of each descent."""
+    samples: tuple[int, ...] = (2, 4, 8, 16)
+    """Strings in a downstream training set."""
+    trials: int = 4096
+    """Training sets of each size."""
+    draws: int = 3
+    """Draws of random features for the width that they need."""
+    seed: int = 0
+    """Decides features, initial weights and training sets."""
+    threads: int = 0
+    """CPU threads; 0: all cores."""
     figure: Path | None = None
     """Draw to this .png, .svg or .pdf file."""
     json: bool = False
@@ -110,67 +151,191 @@ def _bartlett(arguments: list[str]) -> int:
     if args.json:
         common.emit_json(_document(args, found.statements, rows=[dataclasses.asdict(row) for row in found.rows]))
         return 0
-    columns = ("model", "distance", "KL", "|Cov - H| / |H|", "|Tr Cov - Tr H|", "Tr Cov", "Tr H", "Tr Fisher")
-    cells = [
-        (
-            row.model,
-            f"{row.radius:g}",
-            f"{row.kl_nats:.2e}",
-            f"{row.gap:.1e} ± {row.gap_stderr:.0e}",
-            f"{row.trace_gap:.1e} ± {row.trace_gap_stderr:.0e}",
-            *(f"{trace:.5g}" for trace in (row.covariance_trace, row.hessian_trace, row.fisher_trace)),
-        )
-        for row in found.rows
-    ]
-    common.print_table(
-        "Lemma 3.2: KL and traces in nats per predicted token; means over the directions", columns, cells
-    )
+    columns = ("distance", "KL", "|Cov-H|/|H|", "|Tr Cov-Tr H|", "Tr Cov", "Tr H", "Tr Fisher")
+    common.say("Lemma 3.2: KL and traces in nats per predicted token; means over the directions")
+    for model in dict.fromkeys(row.model for row in found.rows):
+        cells = [
+            (
+                f"{row.radius:g}",
+                f"{row.kl_nats:.1e}",
+                f"{row.gap:.1e} ± {row.gap_stderr:.0e}",
+                f"{row.trace_gap:.1e} ± {row.trace_gap_stderr:.0e}",
+                *(f"{trace:.5g}" for trace in (row.covariance_trace, row.hessian_trace, row.fisher_trace)),
+            )
+            for row in found.rows
+            if row.model == model
+        ]
+        common.say("")
+        common.print_table(model, columns, cells, left=0)
     _print_statements(found.statements)
     return 0
 
 
 def _sgd_flow(arguments: list[str]) -> int:
-    examples = [("isoloss theory sgd-flow --coefficient 0.5", "a coefficient that the simulation refutes")]
+    examples = [
+        ("isoloss theory sgd-flow --model masked-lm", "the model whose flow has no closed form"),
+        ("isoloss theory sgd-flow --coefficient 0.5", "a coefficient that the simulation refutes"),
+    ]
     args = common.parse(FlowArgs, "theory sgd-flow", arguments, examples=examples)
     _check_figure(args.figure)
-    from isoloss.theory import sgd_flow
+    common.use_threads(args.threads)
+    from isoloss.theory.sgd_flow.study import study
 
-    names = [field.name for field in dataclasses.fields(sgd_flow.Settings)]
-    settings = sgd_flow.Settings(**{name: getattr(args, name) for name in names})
-    with common.Progress("sgd-flow", settings.num_steps, "steps") as progress:
-        found = sgd_flow.study(settings, progress=progress)
+    found: list[tuple[Settings, FlowResult]] = []
+    for settings in _flow_settings(args):
+        with common.Progress(f"sgd-flow, {settings.model.name}", settings.num_steps, "steps") as progress:
+            found.append((settings, study(settings, progress=progress)))
+    statements = [statement for _, result in found for statement in result.statements]
     if args.figure is not None:
         from isoloss.report.theory import sgd_and_flow
 
-        _draw(args.figure, sgd_and_flow(settings, found))
+        _draw(args.figure, sgd_and_flow(found))
     if args.json:
-        coefficients = {str(size): value.to_dict() for size, value in found.coefficients.items()}
-        rows = [dataclasses.asdict(row) for row in found.rows]
-        extra = {"rows": rows, "coefficients": coefficients, "control": found.control}
-        common.emit_json(_document(args, found.statements, **extra))
+        tables = {
+            part: [
+                {"model": settings.model.name, **dataclasses.asdict(row)}
+                for settings, result in found
+                for row in getattr(result, part)
+            ]
+            for part in ("rows", "limits")
+        }
+        control = {settings.model.name: result.control for settings, result in found}
+        common.emit_json(_document(args, statements, **tables, control=control))
         return 0
-    columns = ("B", "eta", "K", "trace of SGD", "back on minimisers", "flow", "SGD less flow", "coefficient x B")
-    cells = [
-        (
-            row.batch_size,
-            f"{row.step_size:g}",
-            f"{row.time:g}",
-            rounded(row.trace.value, row.trace.stderr),
-            rounded(row.retracted_trace.value, row.retracted_trace.stderr),
-            f"{row.flow_trace:.5f}",
-            sgd_flow.percent(row.trace, row.flow_trace),
-            rounded(-row.coefficient.value, row.coefficient.stderr),
-        )
-        for row in found.rows
-    ]
-    common.print_table(f"Theorem 3.3: traces of the Hessian in {sgd_flow.UNIT}", columns, cells, left=0)
-    control = [f"{trace:.10f} (K = {time:g})" for time, trace in zip(settings.times, found.control, strict=True)]
-    common.say(f"without label noise, eta = {settings.step_sizes[-1]:g}, from off the minimisers: {', '.join(control)}")
-    _print_statements(found.statements)
+    for place, (settings, result) in enumerate(found):
+        if place:
+            common.say("")
+        _print_flow(settings, result)
+    _print_statements(statements)
     return 0
 
 
-STATEMENTS: dict[str, Callable[[list[str]], int]] = {"bartlett": _bartlett, "sgd-flow": _sgd_flow}
+def _flow_settings(args: FlowArgs) -> list[Settings]:
+    from isoloss.theory.sgd_flow.study import masked_lm, two_parameters
+
+    own = {"probability": args.probability, "start": args.start}
+    if args.model == "masked-lm" and own != {"probability": FlowArgs.probability, "start": FlowArgs.start}:
+        raise IsolossError("--probability and --start are of the model two-parameters, not of masked-lm")
+    given: dict[str, Any] = {name: getattr(args, name) for name in ("times", "batch_sizes", "coefficient", "seed")}
+    if args.step_sizes:
+        given["step_sizes"] = args.step_sizes
+    if args.trajectories:
+        given["trajectories"] = args.trajectories
+    settings = [] if args.model == "masked-lm" else [two_parameters(**own, **given)]
+    return settings if args.model == "two-parameters" else [*settings, masked_lm(**given)]
+
+
+def _print_flow(settings: Settings, found: FlowResult) -> None:
+    rows = sorted([*found.rows, *found.limits], key=lambda row: row.batch_size)  # which keeps their order otherwise
+    places = [(row.batch_size, f"{row.step_size:g}" if row.step_size else "-> 0", f"{row.time:g}") for row in rows]
+    traces = [(rounded(row.trace.value, row.trace.stderr), f"{row.flow_trace:.5f}", row.error_percent) for row in rows]
+    fits = [
+        (rounded(-row.coefficient.value, row.coefficient.stderr), rounded(row.distance.value, row.distance.stderr))
+        for row in rows
+    ]
+    # side by side they would be wider than 80 columns
+    parts: list[tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]] = [
+        (f"traces of the Hessian in {settings.model.unit}", ("trace of SGD", "flow", "SGD less flow"), traces),
+        ("where SGD is", ("coefficient x B", "distance^2"), fits),
+    ]
+    for title, columns, cells in parts:
+        together = [(*place, *cell) for place, cell in zip(places, cells, strict=True)]
+        common.say(f"Theorem 3.3, {settings.model.name}: {title}")  # a table's own title folds at the table's width
+        common.print_table("", ("B", "eta", "K", *columns), together, left=0)
+        common.say("")
+    common.say(
+        "-> 0: extrapolated from all step sizes.\n"
+        "distance^2: of SGD's parameters from the flow's, as a share of the squared\n"
+        "distance of the flow from the start."
+    )
+
+
+def _brackets(arguments: list[str]) -> int:
+    examples = [
+        ("isoloss theory brackets --lengths 6 --figure brackets.pdf", "the shortest sentences alone, and a figure")
+    ]
+    args = common.parse(BracketsArgs, "theory brackets", arguments, examples=examples)
+    _check_figure(args.figure)
+    common.use_threads(args.threads)
+    from isoloss.theory.bracket_language import study, verdicts
+
+    names = [field.name for field in dataclasses.fields(study.Settings)]
+    settings = study.Settings(**{name: getattr(args, name) for name in names})
+    with common.Progress("brackets", settings.num_steps, "steps") as progress:
+        found = study.study(settings, progress=progress)
+    statements = verdicts.judge(found)
+    if args.figure is not None:
+        from isoloss.report.theory import bracket_solutions
+
+        _draw(args.figure, bracket_solutions(found))
+    if args.json:
+        common.emit_json(_document(args, statements, **dataclasses.asdict(found)))
+        return 0
+    _print_brackets(found)
+    _print_statements(statements)
+    return 0
+
+
+def _print_brackets(found: Result) -> None:
+    from isoloss.theory.bracket_language.heads import ZERO
+    from isoloss.theory.bracket_language.study import LOSSES
+
+    columns: tuple[str, ...] = ("solution", "T", "m", "loss", "trace", "/ bound", "(3)", "(4)", "(5)")
+    cells: list[tuple[object, ...]] = [
+        (
+            row.solution,
+            row.length,
+            row.width,
+            f"{row.flatness.loss:.1e}",
+            f"{row.flatness.trace:.4g}",
+            *(f"{value:.3f}" for value in (row.flatness.ratio, row.flatness.balance)),
+            *(f"{value:.3f}" for value in (row.flatness.cancellation, row.flatness.spread)),
+        )
+        for row in found.solutions
+    ]
+    title = "Solutions: loss, trace of the Hessian (squared answers), excess by condition"
+    common.print_table(title, columns, cells)
+    columns = ("head on", "T", "n", "fail (%)", "2^-n (%)", "expect (%)", "mean loss")
+    cells = [
+        (
+            row.solution,
+            row.length,
+            row.samples,
+            rounded(100 * row.failures, 100 * row.failures_stderr),
+            f"{100 * row.claimed:.3g}",
+            f"{100 * row.expected:.3g}",
+            rounded(row.loss, row.loss_stderr) if row.loss > ZERO else f"{row.loss:.0e}",
+        )
+        for row in found.heads
+    ]
+    common.say("")
+    common.print_table(
+        f"Heads on n strings: share with a population loss above {ZERO:g} squared answers", columns, cells
+    )
+    columns = ("T", "inputs", "predicted", *(f"loss {loss:g}" for loss in LOSSES))
+    cells = [
+        (
+            row.length,
+            row.inputs,
+            row.predicted,
+            *(rounded(value, stderr) for value, stderr in zip(row.widths, row.widths_stderr, strict=True)),
+        )
+        for row in found.widths
+    ]
+    common.say("")
+    common.print_table("Random features needed for a loss", columns, cells, left=0)
+    common.say("")
+    _say_wrapped(
+        "(3) to (5): factors of the trace over its bound, 1 where the paper's condition holds. expect: probability "
+        "that n strings lack positive or negative answers. predicted: features that fit every input exactly."
+    )
+
+
+STATEMENTS: dict[str, Callable[[list[str]], int]] = {
+    "bartlett": _bartlett,
+    "sgd-flow": _sgd_flow,
+    "brackets": _brackets,
+}
 
 
 def _check_figure(file: Path | None) -> None:
@@ -192,4 +357,13 @@ def _document(args: Any, statements: Iterable[Statement], **extra: Any) -> dict[
 
 def _print_statements(statements: Sequence[Statement]) -> None:
     for statement in statements:
-        common.say(f"\n{statement.verdict}: {statement.text}\n  {statement.found}")
+        common.say("")
+        _say_wrapped(f"{statement.verdict}: {statement.text}")
+        _say_wrapped(statement.found, indent=4)
+
+
+def _say_wrapped(text: str, *, indent: int = 0) -> None:
+    """Print text in lines of at most the terminal's width, further ones indented."""
+    width = min(WIDEST, shutil.get_terminal_size(fallback=(WIDEST, 24)).columns)
+    lines = textwrap.wrap(text, max(20, width), initial_indent=" " * indent, subsequent_indent=" " * max(2, indent))
+    common.say("\n".join(lines))

@@ -1,6 +1,7 @@
 """The paper's one-layer attention model of the bracket language (section 5), which predicts g* by squared loss.
 
-Shapes: n sentences of T brackets, d = 2 T the width of the encoding, m neurons, k the width of queries and keys.
+Shapes: n sentences of T brackets, 2 T the width of an encoding (`isoloss.languages.dyck.Brackets.encode`), m neurons, k
+the width of queries and keys.
 """
 
 from __future__ import annotations
@@ -10,40 +11,10 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.dyck import CLOSE, OPEN, Brackets
-
-
-def encode(tokens: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
-    """Return sentences of brackets, some of them hidden, as the paper encodes them: (n, T, 2 T).
-
-    Position t (from 0) is e_t where `<` stands, -e_t where `>` stands, and e_{t + T} or -e_{t + T}, each with
-    probability 1/2, where the bracket is hidden. So g* = -<1_T, [sum_t x_t]_{1:T}>, the number of `>` less that of `<`.
-
-    Args:
-        tokens: (n, T) ids of `isoloss.languages.dyck.Brackets`: 0 for `<`, 1 for `>`, 3 where it is hidden.
-        generator: CPU generator of the signs of hidden brackets.
-
-    Raises:
-        IsolossError: An id that is none of these.
-
-    Example:
-        >>> encode(torch.tensor([[0, 1]]), generator=torch.Generator()).tolist()
-        [[[1.0, 0.0, 0.0, 0.0], [0.0, -1.0, 0.0, 0.0]]]
-    """
-    is_hidden = tokens == Brackets.mask_id
-    others = tokens[~is_hidden & (tokens != OPEN) & (tokens != CLOSE)]
-    if len(others):
-        raise IsolossError(f"a token is {int(others[0])}; it must be 0 (<), 1 (>) or {Brackets.mask_id} (hidden)")
-    length = tokens.shape[1]
-    drawn = 2.0 * torch.randint(0, 2, tokens.shape, generator=generator).to(tokens.device) - 1
-    signs = torch.where(is_hidden, drawn, torch.where(tokens == OPEN, 1.0, -1.0))
-    places = torch.arange(length, device=tokens.device) + length * is_hidden
-    empty = torch.zeros(*tokens.shape, 2 * length, device=tokens.device)
-    return empty.scatter(2, places[:, :, None], signs[:, :, None])
 
 
 class BracketAttention(nn.Module):
-    """f(x) = 1/m u^T relu(sum_j a_j V x_j) with a = softmax(<Q x_1, K x_1>, ..., <Q x_1, K x_T>), x_1 the first token.
+    """f(x) = 1/m u^T relu(V h), h = sum_j a_j x_j, a = softmax(<Q x_1, K x_1>, ..., <Q x_1, K x_T>).
 
     The output is one number a sentence: the model's g*, which is 1 where the hidden bracket is `<` and -1 where it is
     `>`. It is trained on that by squared loss, not on logits by cross-entropy, so it is no architecture of
@@ -65,9 +36,10 @@ class BracketAttention(nn.Module):
         IsolossError: A width or the length is below 1.
 
     Example:
-        >>> model = BracketAttention(length=4, width=6, seed=0)
-        >>> x = encode(torch.tensor([[0, 3, 1, 1]]), generator=torch.Generator())
-        >>> model(x).shape
+        >>> from isoloss.languages.dyck import Brackets
+        >>> model, hidden = BracketAttention(length=4, width=6, seed=0), torch.tensor([[False, True, False, False]])
+        >>> x = Brackets(4).encode(torch.tensor([[0, 0, 1, 1]]), hidden, summed=False)
+        >>> model(x.float()).shape
         torch.Size([1])
     """
 
@@ -87,16 +59,21 @@ class BracketAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n,): f of encoded sentences (n, T, 2 T)."""
-        scores = (x[:, :1] @ self.query.T) @ (x @ self.key.T).transpose(1, 2)
-        attended = (scores.softmax(dim=-1) @ x)[:, 0]
+        attended = (self.attention(x)[:, None] @ x)[:, 0]
         return (attended @ self.value.T).relu() @ self.output / len(self.output)
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (n, T): a, what the first token attends to, of encoded sentences (n, T, 2 T)."""
+        scores = (x @ self.key.T) @ (x[:, 0] @ self.query.T)[:, :, None]
+        return scores[:, :, 0].softmax(dim=-1)
 
     @torch.no_grad()
     def use_two_neurons(self) -> None:
-        """Take the paper's transferable solution: even attention, V_1 = [1; 0] and V_2 = -[1; 0], f = g* everywhere.
+        """Take the paper's transferable solution: even attention, V_1 = c [1; 0], V_2 = -c [1; 0], f = g* everywhere.
 
-        The attention averages the encodings where the paper's neurons read their sum, so u is m T and not 1: it is
-        -m T at the first neuron, m T at the second, and 0 at any other.
+        Any c > 0 gives this function with u_1 = -m T / c and u_2 = m T / c: the attention averages the encodings where
+        the paper's neurons read their sum. The flattest of them has `c = sqrt(m) T^(3/4)`, where the trace of the
+        Hessian is `4 / (m sqrt(T))`. All other weights are 0.
 
         Raises:
             IsolossError: There are fewer than two neurons.
@@ -106,5 +83,6 @@ class BracketAttention(nn.Module):
             raise IsolossError(f"the solution needs two neurons and the model has {m}")
         for parameter in self.parameters():
             parameter.zero_()
-        self.value[0, :length], self.value[1, :length] = 1.0, -1.0
-        self.output[0], self.output[1] = -m * length, m * length
+        scale = m**0.5 * length**0.75
+        self.value[0, :length], self.value[1, :length] = scale, -scale
+        self.output[0], self.output[1] = -m * length / scale, m * length / scale
