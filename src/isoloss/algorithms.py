@@ -64,6 +64,8 @@ class SAMConfig:
     """Distance to that point."""
     batch: Literal["halves", "same"] = "halves"
     """One half of the batch finds the point and the other gives the gradient there, or all of it does both."""
+    ascent: Literal["reduced", "per-rank"] = "reduced"
+    """On several processes: one point, as on one process, or one for each process's share of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,8 @@ class AdversarialConfig:
     """Other examples, that its loss is taken on."""
     task_examples: int = 4096
     """The training set of the task, from which both are drawn anew at each step."""
+    ascent: Literal["reduced", "per-rank"] = "reduced"
+    """On several processes: one head, as on one process, or one for each process, on examples of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,7 +250,13 @@ class TrainConfig:
     measure_sentences: int = 1024
     """Sentences that these are measured on, the same each time."""
     micro_batch: int = _incidental(0)
-    """Sentences whose gradient is computed at once, to save memory; 0: the whole batch."""
+    """Sentences whose gradient is computed at once in a process, to save memory; 0: the process's whole share."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Matrix products of the loss and its gradient in float32 or, by autocast, bfloat16; weights are float32."""
+    trackers: tuple[str, ...] = _incidental(())
+    """Where metrics.jsonl is mirrored: tensorboard, trackio, wandb."""
+    parallel: Literal["ddp", "fsdp"] = _incidental("ddp")
+    """On several processes, each has the whole model (ddp), or a piece of every parameter (fsdp), to save memory."""
     device: str = _incidental("auto")
     """Device to train on: auto, cpu, cuda, cuda:1, mps."""
     threads: int = _incidental(0)

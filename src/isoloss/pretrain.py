@@ -12,6 +12,7 @@ from isoloss.languages.corpus import Corpus
 from isoloss.languages.hmm import HMM
 from isoloss.languages.pcfg import PCFG
 from isoloss.pretraining import Examples, Progress, train
+from isoloss.pretraining.distributed import together
 from isoloss.pretraining.loop import validate
 from isoloss.runs import Run
 
@@ -53,9 +54,11 @@ def pretrain(
     if run.complete:
         train(run, config, language, measure=dict)  # only checks that the config is the same
         return
-    examples = task_examples(language, config.rule, seed=config.seed)
-    measure = Monitor(language, config) if config.measure_every else None
-    train(run, config, language, progress=progress, examples=examples, measure=measure)
+    with together() as processes:
+        examples = task_examples(language, config.rule, seed=config.seed)
+        # rank 0 alone measures
+        measure = Monitor(language, config) if config.measure_every and processes.is_main else dict
+        train(run, config, language, progress=progress, examples=examples, measure=measure)
 
 
 def task_examples(language: Language, rule: Any, *, seed: int) -> Examples | None:

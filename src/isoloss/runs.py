@@ -99,7 +99,10 @@ class Run:
     @property
     def config(self) -> TrainConfig:
         """The resolved config."""
-        return configs.from_dict(TrainConfig, self.record["config"])
+        try:
+            return configs.from_dict(TrainConfig, self.record["config"])
+        except IsolossError as error:
+            raise IsolossError(f"{self.path / 'run.json'} is not of this version of isoloss: {error}") from error
 
     def create(self, config: TrainConfig) -> None:
         """Write run.json, or check that the one that is there is of the same config.

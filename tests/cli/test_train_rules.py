@@ -22,6 +22,8 @@ def config_of(capsys, tmp_path, *options):
     [
         ("--rule sam", SAMConfig()),
         ("--rule sam --rho 0.1 --sam-batch same", SAMConfig(rho=0.1, batch="same")),
+        ("--rule sam --ascent per-rank", SAMConfig(ascent="per-rank")),
+        ("--rule adversarial --ascent per-rank", AdversarialConfig(ascent="per-rank")),
         (
             "--rule adversarial --task prefix-4 --adversary-weight 0.2 --ridge 0.01",
             AdversarialConfig(task="prefix-4", weight=0.2, ridge=0.01),
@@ -48,6 +50,8 @@ def test_schedule_labels_and_measures(capsys, tmp_path):
     ("options", "message"),
     [
         ("--rho 0.1", "--rho needs --rule sam"),
+        ("--rule fisher-penalty --ascent reduced", "--ascent needs --rule sam or adversarial"),
+        ("--rule fisher-penalty --parallel fsdp", "second derivatives, which sharded parameters do not have: use ddp"),
         ("--rule sam --ridge 0.1", "--ridge needs --rule adversarial"),
         ("--rule adversarial --penalty 0.1", "--penalty needs --rule fisher-penalty"),
         ("--warmup-steps 10 --warmup-proportion 0.1", "say the same: leave one out"),

@@ -24,6 +24,12 @@ def perturbed(size, dtype):
     return model
 
 
+def one_each(positions):
+    """One position of each sentence: the first of the given ones, or the first of all."""
+    first = positions.int().argmax(dim=1, keepdim=True)
+    return torch.zeros_like(positions).scatter_(1, first, True)
+
+
 def padded_batch():
     generator = torch.Generator().manual_seed(2)
     input_ids = torch.randint(0, 12, (5, 6), generator=generator)
@@ -36,9 +42,13 @@ def padded_batch():
 @pytest.mark.parametrize("size", ["d32", "d128"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("is_padded", [True, False])
-def test_masked_logits_are_the_whole_models_logits(size, dtype, tolerance, is_padded):
+@pytest.mark.parametrize("is_one_each", [True, False])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_masked_logits_are_the_whole_models_logits(size, dtype, tolerance, is_padded, is_one_each, kernel):
     model = perturbed(size, dtype)
+    model.set_attn_implementation(kernel)
     input_ids, attention_mask, positions = padded_batch()
+    positions = one_each(positions) if is_one_each else positions
     mask = attention_mask if is_padded else None
     whole = model(input_ids=input_ids, attention_mask=mask).logits[positions]
     ours = masked_logits(model, input_ids, mask, positions)
@@ -46,9 +56,11 @@ def test_masked_logits_are_the_whole_models_logits(size, dtype, tolerance, is_pa
     torch.testing.assert_close(ours, whole, rtol=tolerance, atol=tolerance)
 
 
-def test_masked_logits_have_the_whole_models_gradients():
+@pytest.mark.parametrize("is_one_each", [True, False])
+def test_masked_logits_have_the_whole_models_gradients(is_one_each):
     model = perturbed("d128", torch.float64)
     input_ids, mask, positions = padded_batch()
+    positions = one_each(positions) if is_one_each else positions
     parameters = list(model.parameters())
     whole = model(input_ids=input_ids, attention_mask=mask).logits[positions].square().mean()
     ours = masked_logits(model, input_ids, mask, positions).square().mean()
@@ -58,9 +70,11 @@ def test_masked_logits_have_the_whole_models_gradients():
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_masked_logits_leave_the_model_as_it_was():
+@pytest.mark.parametrize("is_one_each", [True, False])
+def test_masked_logits_leave_the_model_as_it_was(is_one_each):
     model = small().eval()
     input_ids, mask, positions = padded_batch()
+    positions = one_each(positions) if is_one_each else positions
     before = model(input_ids=input_ids, attention_mask=mask).logits
     masked_logits(model, input_ids, mask, positions)
     with pytest.raises(IndexError):
@@ -124,3 +138,25 @@ def test_transformers_loads_what_is_saved(tmp_path):
 def test_bad_settings_are_refused(config, pad_id, message):
     with pytest.raises(IsolossError, match=message):
         build(config, vocab_size=12, max_length=6, pad_id=pad_id, seed=0)
+
+
+def test_dropout_of_attention_is_the_same_in_law_where_one_position_is_predicted():
+    # with dropout in attention alone, the mean over many draws is that of the whole model's own passes
+    model = perturbed("d32", torch.float64).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.bert.encoder.layer[-1].attention.self.dropout.p = 0.3
+    n = 4000
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6]]).expand(n, 6)
+    positions = torch.zeros(n, 6, dtype=torch.bool)
+    positions[:, 2] = True
+    torch.manual_seed(0)
+    with torch.no_grad():
+        ours = masked_logits(model, ids, None, positions)
+        whole = model(input_ids=ids).logits[positions]
+    assert float(ours.std(dim=0).min()) > 0
+    error = (ours.var(dim=0) / n + whole.var(dim=0) / n).sqrt()
+    assert bool(((ours.mean(dim=0) - whole.mean(dim=0)).abs() < 4 * error).all())
+    spread = ours.var(dim=0) / whole.var(dim=0)
+    assert bool(((spread - 1).abs() < 0.2).all())

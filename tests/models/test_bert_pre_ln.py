@@ -76,11 +76,14 @@ def test_the_logits_are_those_of_the_equations():
 
 
 @pytest.mark.parametrize("is_padded", [True, False])
-def test_states_at_predicted_positions_give_the_whole_models_logits_and_gradients(is_padded):
+@pytest.mark.parametrize("is_one_each", [True, False])
+def test_states_at_predicted_positions_give_the_whole_models_logits_and_gradients(is_padded, is_one_each):
     model = perturbed()
     ids, attention_mask = padded()
     mask = attention_mask if is_padded else None
     positions = (torch.rand(5, 6, generator=torch.Generator().manual_seed(3)) < 0.5) & attention_mask.bool()
+    if is_one_each:
+        positions = torch.zeros_like(positions).scatter_(1, positions.int().argmax(dim=1, keepdim=True), True)
     whole = model(input_ids=ids, attention_mask=mask).logits[positions]
     ours = model.get_output_embeddings()(states(model, ids, mask, positions))
     torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)

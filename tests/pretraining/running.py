@@ -1,6 +1,8 @@
 """What the tests of whole runs share: a small config, a process that gets signals, a run's files."""
 
+import contextlib
 import os
+import resource
 import signal
 
 from toy_language import PairLanguage
@@ -41,3 +43,14 @@ def content(run):
     """Every file that has to be the same, by name."""
     found = {str(p.relative_to(run.path)): p.read_bytes() for p in sorted(run.path.rglob("*")) if p.is_file()}
     return {name: data for name, data in found.items() if name not in ("log.jsonl", ".lock", "run.json")}
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes):
+    """Let no file grow beyond this, as a full disk does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

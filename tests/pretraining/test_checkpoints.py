@@ -112,10 +112,38 @@ def test_damaged_tensors_are_refused(folder, name, damage):
         load(folder, model(), config=CONFIG)
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"step": 7}'])
+@pytest.mark.parametrize("content", ["{}", "[]", "3", '{"step": 7}'])
 def test_a_damaged_record_is_refused(folder, content):
     (folder / "trainer.json").write_text(content)
-    with pytest.raises(IsolossError, match=r"trainer\.json is damaged"):
+    with pytest.raises(IsolossError, match=r"trainer\.json is damaged or .* \(it lacks config, sha256"):
+        load(folder, model(), config=CONFIG)
+
+
+def rewritten(folder, change):
+    path = folder / "trainer.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def test_a_record_of_another_version_names_the_fields(folder):
+    rewritten(folder, lambda document: document.update(colour=3))
+    with pytest.raises(IsolossError, match=r"of another version of isoloss \(it also has colour\): delete its folder"):
+        load(folder, model(), config=CONFIG)
+
+
+def test_a_config_of_an_earlier_version_has_the_defaults_of_what_it_lacks(folder):
+    rewritten(folder, lambda document: document["config"]["optimizer"].pop("momentum"))
+    assert load(folder, model(), config=CONFIG)[0].step == 7
+    rewritten(folder, lambda document: document["config"].pop("seed"))
+    other = TrainConfig(language=PCFGConfig(), batch_size=8, seed=1)
+    with pytest.raises(IsolossError, match=r"of another config \(seed: 1 != 0\)"):
+        load(folder, model(), config=other)
+
+
+def test_a_config_of_a_later_version_names_the_fields(folder):
+    rewritten(folder, lambda document: document["config"].update(colour="red"))
+    with pytest.raises(IsolossError, match=r"of another config \(colour: None != 'red'\)"):
         load(folder, model(), config=CONFIG)
 
 

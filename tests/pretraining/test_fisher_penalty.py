@@ -73,7 +73,9 @@ def reference_gradient(model, t, batch):
     group = {name: tensor[:2] for name, tensor in batch.items()}
     hidden = group.pop("labels") != IGNORED
     logits = model(**group).logits[hidden]
-    signs = 2.0 * torch.randint(0, 2, logits.shape, generator=generator(5, "penalty", t)).double() - 1
+    width = logits.shape[1:]  # one predicted token a sentence
+    draws = [torch.randint(0, 2, width, generator=generator(5, "penalty", t, i)) for i in range(2)]
+    signs = 2.0 * torch.stack(draws).double() - 1
     total = [torch.zeros_like(p) for p in parameters]
     for row, v in zip(logits, signs, strict=True):
         p = row.softmax(0)
@@ -152,4 +154,6 @@ def test_every_architecture_is_penalised_whatever_its_kernel(architecture, size)
                 p.add_(step * d)
         values.append(penalty())
     slope = sum(float((g * d).sum()) for g, d in zip(gradients, direction, strict=True)) / SETTINGS.coefficient
-    assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-5)
+    # OPT's attention takes its softmax in float32, whose rounding the difference divides by the step
+    tolerance = 1e-3 if architecture == "opt" else 1e-5
+    assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=tolerance)

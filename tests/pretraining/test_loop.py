@@ -1,19 +1,17 @@
 """The loop: what a run directory holds at the end, resuming bit for bit, and every refusal."""
 
-import contextlib
 import json
 import math
 import os
-import resource
 import signal
 import threading
 
 import pytest
 import torch
-from running import Signalling, content, small
+from running import Signalling, content, files_of_at_most, small
 from toy_language import PairLanguage
 
-from isoloss import files
+from isoloss import files, languages
 from isoloss.config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.errors import IsolossError
 from isoloss.loading import load
@@ -238,6 +236,27 @@ def test_every_setting_goes_on_bit_for_bit(tmp_path, changes):
     assert content(run) == content(whole)
 
 
+def test_exact_labels_go_on_bit_for_bit(tmp_path, monkeypatch):
+    config = small(objective=ObjectiveConfig(labels="exact", masking="fraction", fraction=0.4))
+    language = languages.make(config.language)
+    whole = trained(tmp_path / "whole", config, language)
+    draw, at = type(language).batch, {3, 9}
+
+    def signalling(self, step, n, *, seed):
+        if step in at:
+            at.remove(step)
+            os.kill(os.getpid(), signal.SIGINT)
+        return draw(self, step, n, seed=seed)
+
+    monkeypatch.setattr(type(language), "batch", signalling)
+    run = Run(tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train(run, config, language)
+    train(run, config, language)
+    assert content(run) == content(whole)
+
+
 def test_a_signal_in_the_last_step_completes_the_run_and_is_not_lost(tmp_path):
     run = Run(tmp_path / "run")
     with pytest.raises(Interrupted) as caught:
@@ -332,17 +351,6 @@ def test_the_log_says_what_the_clock_said(tmp_path):
     assert events[-1]["tokens_per_second"] > 0
 
 
-@contextlib.contextmanager
-def files_of_at_most(num_bytes):
-    """Let no file grow beyond this, as a full disk does not."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "message"),
     [(4000, r"cannot write the checkpoint .*step-8"), (310, r"cannot write .*metrics\.jsonl: File too large")],
@@ -398,6 +406,15 @@ def test_a_directory_of_another_config(tmp_path):
     trained(tmp_path)
     with pytest.raises(IsolossError, match=r"holds a run of another config .*batch_size: 9 != 8"):
         trained(tmp_path, small(batch_size=9))
+
+
+def test_a_run_of_another_version_names_the_fields(tmp_path):
+    run = trained(tmp_path)
+    record = files.read_json(run.path / "run.json")
+    record["config"]["colour"] = "red"
+    files.write_json(run.path / "run.json", record)
+    with pytest.raises(IsolossError, match=r"run\.json is not of this version of isoloss: .*colour"):
+        trained(tmp_path)
 
 
 def test_a_directory_in_use(tmp_path):

@@ -16,6 +16,7 @@ EXAMPLES = [("isoloss doctor", "versions, devices, threads, kernels and optional
 OPTIONAL = {
     "ray": "studies on a cluster",
     "submitit": "studies under Slurm",
+    "tensorboard": "a mirror of the metrics",
     "trackio": "a mirror of the metrics",
     "wandb": "a mirror of the metrics",
 }

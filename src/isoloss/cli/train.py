@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,6 +48,10 @@ EXAMPLES = [
         "the same loss, a worse probe",
     ),
     ("isoloss train runs/again --config run.toml", "from a file; --print-config writes one"),
+    (
+        "torchrun --nproc-per-node 2 -m isoloss train runs/two --language pcfg-laptop",
+        "by two processes; so does accelerate launch",
+    ),
 ]
 
 
@@ -95,6 +101,8 @@ class Args:
     """adversarial: the downstream task that is spoiled; default: root."""
     adversary_weight: float | None = None
     """adversarial: how much the task's loss counts (lambda); default: 0.1."""
+    ascent: Literal["reduced", "per-rank"] | None = None
+    """sam, adversarial: several processes share the ascent point or the head (default), or each has its own."""
     ridge: float | None = None
     """adversarial: penalty of the head's squared weights; default: 0.1."""
     penalty: float | None = None
@@ -129,6 +137,12 @@ class Args:
     """Decides weights, data, masks and dropout."""
     micro_batch: int = 0
     """Sentences whose gradient is computed at once, to save memory; 0: the whole batch."""
+    parallel: Literal["ddp", "fsdp"] | None = None
+    """Several processes each have the whole model (ddp, the default), or a piece of every parameter (fsdp)."""
+    precision: Literal["fp32", "bf16"] = TrainConfig.precision
+    """Matrix products in float32 or, by autocast, bfloat16."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where metrics.jsonl is mirrored; each needs its package."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     threads: int = 0
@@ -140,7 +154,30 @@ class Args:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the verb; of several processes, rank 0 speaks, and of those that fail, the first."""
+    if not _is_one_of_several():
+        return _main(arguments)
+    from isoloss.pretraining.distributed import together
+
+    with together() as processes, contextlib.ExitStack() as silence:
+        if not processes.is_main:
+            nothing = silence.enter_context(Path(os.devnull).open("w"))
+            silence.enter_context(contextlib.redirect_stdout(nothing))
+            silence.enter_context(contextlib.redirect_stderr(nothing))
+        try:
+            return _main(arguments)
+        except IsolossError:
+            if processes.is_first_to_speak():
+                raise
+            return 2
+
+
+def _is_one_of_several() -> bool:
+    """Whether a launcher started several processes; `isoloss.pretraining.distributed` knows, but needs torch."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _main(arguments: list[str]) -> int:
     args = common.parse(Args, "train", arguments, examples=EXAMPLES)
     config = _config(args)
     if args.print_config:
@@ -161,7 +198,8 @@ def main(arguments: list[str]) -> int:
         try:
             pretrain(run, config, language, progress=report)
         except Interrupted as stop:
-            common.note(f"stopped at step {stop.step} of {config.steps}, saved. To go on:")
+            how = "To go on, by any number of processes:" if _is_one_of_several() else "To go on:"
+            common.note(f"stopped at step {stop.step} of {config.steps}, saved. {how}")
             common.note("  " + common.command("train", *arguments))
             return 130
     result = run.result()
@@ -174,7 +212,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-FREE = ("run", "config", "micro_batch", "device", "threads", "print_config", "json")  # options that decide no result
+# options that decide no result
+FREE = ("run", "config", "micro_batch", "parallel", "trackers", "device", "threads", "print_config", "json")
 
 
 def _config(args: Args) -> TrainConfig:
@@ -194,8 +233,14 @@ def _config(args: Args) -> TrainConfig:
             config = Run(args.run).config
         else:
             raise IsolossError(f"{args.run} holds no run yet: name a --language or a --config to start one")
-    micro_batch = args.micro_batch or config.micro_batch
-    return dataclasses.replace(config, device=args.device, threads=args.threads, micro_batch=micro_batch)
+    return dataclasses.replace(
+        config,
+        device=args.device,
+        threads=args.threads,
+        micro_batch=args.micro_batch or config.micro_batch,
+        parallel=args.parallel or config.parallel,
+        trackers=args.trackers or config.trackers,
+    )
 
 
 def _decided(args: Args, field: dataclasses.Field[Any]) -> bool:
@@ -261,22 +306,26 @@ def _from_options(args: Args) -> TrainConfig:
         initial=args.initial,
         seed=args.seed,
         measure_every=args.measure_every,
+        precision=args.precision,
     )
 
 
 RULES: dict[str, tuple[type[RuleConfig], dict[str, str]]] = {
     "gradient": (GradientConfig, {}),
-    "sam": (SAMConfig, {"rho": "rho", "sam_batch": "batch"}),
-    "adversarial": (AdversarialConfig, {"task": "task", "adversary_weight": "weight", "ridge": "ridge"}),
+    "sam": (SAMConfig, {"rho": "rho", "sam_batch": "batch", "ascent": "ascent"}),
+    "adversarial": (
+        AdversarialConfig,
+        {"task": "task", "adversary_weight": "weight", "ridge": "ridge", "ascent": "ascent"},
+    ),
     "fisher-penalty": (FisherPenaltyConfig, {"penalty": "coefficient"}),
 }  # by name: the config, and its fields by option
 
 
 def _rule(args: Args) -> RuleConfig:
     chosen, fields = RULES[args.rule]
-    for rule, (_, options) in RULES.items():
-        for option in options:
-            if rule != args.rule and getattr(args, option) is not None:
-                raise IsolossError(f"--{option.replace('_', '-')} needs --rule {rule}")
+    for option in dict.fromkeys(name for _, options in RULES.values() for name in options):
+        if option not in fields and getattr(args, option) is not None:
+            having = " or ".join(rule for rule, (_, options) in RULES.items() if option in options)
+            raise IsolossError(f"--{option.replace('_', '-')} needs --rule {having}")
     given = {field: getattr(args, option) for option, field in fields.items()}
     return chosen(**{field: value for field, value in given.items() if value is not None})

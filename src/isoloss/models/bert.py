@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,8 +87,9 @@ def states(
 ) -> torch.Tensor:
     """Return what the decoder turns into logits, at the predicted positions only.
 
-    What a position's logits need of the other positions ends with the last layer's attention, so the last feed-forward
-    block and the head run on the k predicted positions alone.
+    What a position's logits need of the other positions ends with the mixing of values in the last layer's attention,
+    so all that follows (its output projection, the last feed-forward block and the head) runs on the k predicted
+    positions alone.
 
     Args:
         model: A BERT with a masked-language-model head.
@@ -105,14 +107,41 @@ def states(
 
 
 @contextlib.contextmanager
-def selected(attention: nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """Let a block's attention give its output (n, T, d) at the positions alone, as (k, d), while this is open."""
+def selected(attention: Any, positions: torch.Tensor) -> Iterator[None]:
+    """Let a block's attention give its output (n, T, d) at the positions alone, as (k, d), while this is open.
 
-    def select(_module: Any, _inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (output[0][positions], *output[1:])
+    Its output projection and what follows run on these. With one position in each sentence and the eager kernel, the
+    queries do, too.
+    """
+    rows = positions.flatten().nonzero()[:, 0]
+    own, is_eager = attention.self, attention.self.config._attn_implementation == "eager"
 
-    hook = attention.register_forward_hook(select)
+    def select(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        for tensor in inputs:
+            if tensor.ndim == 3 and tensor.shape[:2] != positions.shape:
+                raise IndexError(f"positions {tuple(positions.shape)} of states {tuple(tensor.shape)}")
+        return tuple(t.flatten(0, 1).index_select(0, rows) if t.ndim == 3 else t for t in inputs)
+
+    hook = attention.output.register_forward_pre_hook(select)
+    if is_eager and bool((positions.sum(dim=1) == 1).all()):
+        own.forward = partial(_attend_from_one, own, positions)
     try:
         yield
     finally:
         hook.remove()
+        own.__dict__.pop("forward", None)
+
+
+def _attend_from_one(
+    module: Any, positions: torch.Tensor, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Return (n, d): what the eager kernel gives at each sentence's one position."""
+    n, length, _width = hidden.shape
+    shape = (n, length, module.num_attention_heads, module.attention_head_size)
+    query = module.query(hidden[positions]).view(n, *shape[2:])
+    key, value = module.key(hidden).view(shape), module.value(hidden).view(shape)
+    scores = torch.einsum("nhd,nthd->nht", query, key) * module.scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask.expand(n, 1, length, length)[:, 0][positions][:, None]
+    weights = nn.functional.dropout(scores.softmax(dim=-1), p=module.dropout.p, training=module.training)
+    return torch.einsum("nht,nthd->nhd", weights, value).flatten(1), None

@@ -73,7 +73,7 @@ def states(
 ) -> torch.Tensor:
     """Return (k, d): what the decoder turns into logits, at the predicted positions only.
 
-    The last feed-forward block and the head run on these alone, as in `isoloss.models.bert.states`, whose arguments
+    What follows the last mixing of values runs on these alone, as in `isoloss.models.bert.states`, whose arguments
     these are.
     """
     base, head = model.roberta_prelayernorm, model.lm_head

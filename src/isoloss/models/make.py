@@ -17,6 +17,7 @@ from isoloss.languages.masking import IGNORED, Batch
 from isoloss.languages.next_tokens import start_of
 from isoloss.lstm import LSTMForMaskedLM
 from isoloss.models import bert, bert_pre_ln, lstm, opt
+from isoloss.models.dropout import with_fast_dropout
 from isoloss.models.sizes import check_size
 
 _KNOWN = (BertForMaskedLM, RobertaPreLayerNormForMaskedLM, LSTMForMaskedLM, OPTForCausalLM)
@@ -24,6 +25,8 @@ _KNOWN = (BertForMaskedLM, RobertaPreLayerNormForMaskedLM, LSTMForMaskedLM, OPTF
 
 def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
     """Return a randomly initialised model of the sentences of `language`; its weights follow from the arguments.
+
+    Its dropout is `isoloss.models.dropout.Dropout`.
 
     Args:
         config: Architecture, size and dropout.
@@ -33,6 +36,12 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
     Raises:
         IsolossError: There is no such architecture or size, or the dropout is outside [0, 1).
     """
+    model = _make(config, language, seed)
+    with_fast_dropout(model)
+    return model
+
+
+def _make(config: ModelConfig, language: Language, seed: int) -> PreTrainedModel:
     check_size(config.architecture, config.size)
     common: dict[str, Any] = {"vocab_size": language.model_vocab_size, "pad_id": language.pad_id, "seed": seed}
     if config.architecture == "bert":

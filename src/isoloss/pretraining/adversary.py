@@ -5,6 +5,7 @@ Shapes: n1 and n2 examples of the two subsets, D features, C classes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages.base import Language, Sentences
 from isoloss.languages.masking import Batch
 from isoloss.languages.next_tokens import with_start
+from isoloss.pretraining.data_parallel import Alone
 from isoloss.pretraining.steps import GradientStep, Loss, without_dropout
 from isoloss.seeds import generator
 
@@ -87,7 +89,10 @@ class AdversarialStep(GradientStep):
     ||prediction - label||^2. The gradient flows through both sets' features, through the closed form. The features are
     those that the linear probe reads: concatenated token states, without dropout.
 
-    `adversary_loss` and `adversary_accuracy` are of that head on D2.
+    On several processes, all of them compute the same head (`ascent="reduced"`), or each draws D1 and D2 of its own and
+    the heads' gradients are averaged (`"per-rank"`).
+
+    `adversary_loss` and `adversary_accuracy` are of that head on D2, or the means over the heads.
 
     Args:
         model: As for `GradientStep`; a transformers language model.
@@ -96,9 +101,10 @@ class AdversarialStep(GradientStep):
         examples: The training set of the task.
         language: Whose sentences they are.
         causal: Whether the model predicts next tokens.
-        seed: The run's seed; the stream is `("adversary", step)`.
+        seed: The run's seed; the stream is `("adversary", step)`, and per rank `("adversary", step, rank)`.
         total: As for `GradientStep`.
         micro_batch: As for `GradientStep`; the examples always go together.
+        parallel: As for `GradientStep`.
 
     Raises:
         IsolossError: There are fewer examples than a step takes.
@@ -116,8 +122,9 @@ class AdversarialStep(GradientStep):
         seed: int,
         total: int,
         micro_batch: int = 0,
+        parallel: Alone | None = None,
     ) -> None:
-        super().__init__(model, config, total=total, micro_batch=micro_batch)
+        super().__init__(model, config, total=total, micro_batch=micro_batch, parallel=parallel)
         wanted = adversary.head_examples + adversary.loss_examples
         if len(examples.labels) < wanted:
             raise IsolossError(
@@ -129,21 +136,25 @@ class AdversarialStep(GradientStep):
 
     def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
         """Add the gradient of the objective; see `GradientStep.add_gradient`."""
-        loss_nats = self.add_loss_gradient(batch, loss)
         head_loss, accuracy = self.head_loss(number)
         (-self._adversary.weight * head_loss).backward()  # type: ignore[no-untyped-call]
-        return loss_nats, {"adversary_loss": head_loss.item(), "adversary_accuracy": accuracy}
+        processes = self.parallel.processes
+        sums = processes.sum(head_loss.item(), accuracy)
+        mean_loss, mean_accuracy = (value / processes.world_size for value in sums)
+        loss_nats = self.add_loss_gradient(batch, loss)
+        return loss_nats, {"adversary_loss": mean_loss, "adversary_accuracy": mean_accuracy}
 
     def head_loss(self, number: int) -> tuple[torch.Tensor, float]:
         """Return step `number`'s loss of the head on D2, which can be differentiated, and its accuracy there."""
         settings, (sentences, labels, num_classes) = self._adversary, self._examples
-        order = torch.randperm(len(labels), generator=generator(self._seed, "adversary", number))
+        stream = self.parallel.processes.stream if settings.ascent == "per-rank" else ()
+        order = torch.randperm(len(labels), generator=generator(self._seed, "adversary", number, *stream))
         rows = order[: settings.head_examples + settings.loss_examples]
         device = next(self._model.parameters()).device
         drawn = Sentences(sentences.tokens[rows].to(device), sentences.lengths[rows].to(device))
         own = labels[rows].to(device)
         with without_dropout(self._model):
-            states = token_states(self._model, drawn, self._language, causal=self._causal)
+            states = self.parallel.aside(partial(token_states, causal=self._causal), drawn, self._language)
         targets = torch.nn.functional.one_hot(own, num_classes).to(states.dtype)
         n1 = settings.head_examples
         predicted = ridge_predictions(states[:n1], targets[:n1], states[n1:], ridge=settings.ridge)

@@ -88,7 +88,7 @@ def load(path: Path, model: torch.nn.Module, *, config: TrainConfig) -> tuple[Tr
         IsolossError: The checkpoint is damaged, or of another config; the fields that differ are named.
     """
     state = _read_state(path)
-    if differing := configs.differences(config, state.config):
+    if differing := configs.differences(config, _filled(state.config)):
         raise IsolossError(f"{path} is a checkpoint of another config ({'; '.join(differing)}): {_REMEDY}")
     load_weights(path, model)
     return state, _read_tensors(path / TRAINER_TENSORS)
@@ -140,11 +140,26 @@ def remove_except(run: Run, keep: Iterable[int]) -> None:
 
 
 def _read_trainer(path: Path) -> dict[str, Any]:
-    document = files.read_json(path / TRAINER)
+    read = files.read_json(path / TRAINER)
+    document: dict[str, Any] = read if isinstance(read, dict) else {}
     fields = {field.name for field in dataclasses.fields(TrainerState)} | {"sha256"}
-    if not isinstance(document, dict) or set(document) != fields:
-        raise IsolossError(f"{path / TRAINER} is damaged: {_REMEDY}")
+    found = set(document)
+    wrong = {"it lacks": _NEEDED - found, "it also has": found - fields}
+    if any(wrong.values()):
+        which = "; ".join(f"{what} {', '.join(sorted(names))}" for what, names in wrong.items() if names)
+        raise IsolossError(f"{path / TRAINER} is damaged or of another version of isoloss ({which}): {_REMEDY}")
     return document
+
+
+_NEEDED = {"step", "config", "sha256"}
+
+
+def _filled(config: Mapping[str, Any]) -> Any:
+    """Return the recorded identity of a config, with the defaults of fields that were not there when it was written."""
+    try:
+        return configs.identity(configs.from_dict(TrainConfig, config))
+    except IsolossError:  # it has fields that are no longer there, and `differences` names them
+        return config
 
 
 _REMEDY = "delete its folder to go on from an earlier checkpoint"

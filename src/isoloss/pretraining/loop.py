@@ -6,6 +6,7 @@ all that a checkpoint has to hold, and a run that was killed ends with the same 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,14 +23,15 @@ from isoloss import files
 from isoloss.config import TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.base import Language
-from isoloss.loading import resolve_device
 from isoloss.models.make import make_model
 from isoloss.models.sizes import check_size
-from isoloss.pretraining import checkpoints, objectives, rules, steps
+from isoloss.pretraining import checkpoints, data_parallel, objectives, rules, steps, trackers
 from isoloss.pretraining.adversary import Examples
 from isoloss.pretraining.checkpoints import TrainerState
+from isoloss.pretraining.distributed import Processes, together
 from isoloss.pretraining.objectives import prediction_loss, training_batch
 from isoloss.pretraining.process import process_settings, signals
+from isoloss.pretraining.trackers import Mirrors
 from isoloss.runs import Run
 from isoloss.seeds import derive
 
@@ -95,8 +97,12 @@ def validate(config: TrainConfig) -> None:
     check_size(config.model.architecture, config.model.size)
     if not 0 <= config.model.dropout < 1:
         raise IsolossError(f"the dropout is {config.model.dropout}; it must be at least 0 and below 1")
+    if config.precision not in ("fp32", "bf16"):
+        raise IsolossError(f"the precision is {config.precision!r}; it must be fp32 or bf16")
+    trackers.validate(config.trackers)
     objectives.validate(config.objective, config.model)
     rules.validate(config)
+    data_parallel.validate(config)
 
 
 def train(
@@ -118,19 +124,27 @@ def train(
     step, save it and raise `Interrupted`; a second one stops at once. The number of threads and the random state of the
     CPU and of the training device are left as they were.
 
+    Where several processes call this together (`isoloss.pretraining.distributed.together`), each takes its share of
+    every batch, and rank 0 writes the files. The batch of a step is the same for any number of them, and so is the
+    gradient, up to rounding; dropout and what is per rank are not. A run goes on with any number, bit for bit with
+    that it had.
+
     Args:
         run: The directory; new, or of the same config.
         config: What to train.
         language: The language that `config.language` describes; if it has a `tokenizer`, checkpoints hold it too.
-        progress: Called about once a second and at the end.
+        progress: Called about once a second and at the end; of several processes, in rank 0.
         examples: The training set of the task that an adversarial rule spoils.
-        measure: Called with the model in eval mode at the steps that `config.measure_every` names.
+        measure: Called with the model in eval mode at the steps that `config.measure_every` names; of several
+            processes, in rank 0.
 
     Raises:
         IsolossError: A setting out of its range; a directory of another config, in use by another process, or with a
             damaged checkpoint; initial weights that do not fit; examples or a `measure` that are asked for and missing;
-            exact labels where the language has none; or a loss that is not finite.
-        Interrupted: A signal came.
+            exact labels where the language has none; a batch that cannot be shared equally; or a loss that is not
+            finite.
+        ProcessLost: Another process has gone.
+        Interrupted: A signal came, to any of the processes.
     """
     validate(config)
     objectives.check_language(config.objective, language)
@@ -139,32 +153,19 @@ def train(
             f"measure_every is {config.measure_every}, and there is no measure: isoloss.pretrain.pretrain makes one, "
             "isoloss.pretraining.train takes it as an argument"
         )
-    device = resolve_device(config.device)
-    if run.complete:
-        run.create(config)
-        return
-    with files.lock(run.path):
-        _train_locked(run, config, language, device, progress, examples, measure)
-
-
-def _train_locked(
-    run: Run,
-    config: TrainConfig,
-    language: Language,
-    device: torch.device,
-    progress: Callable[[Progress], None] | None,
-    examples: Examples | None,
-    measure: Measure | None,
-) -> None:
-    if run.exists:
-        run.create(config)
-    if run.complete:  # by the process that held the lock before
-        return
-    with process_settings(config.threads, device):
-        training = _Training(run, config, language, device, progress, examples, measure)
-        run.create(config)  # after initial weights that do not fit were refused: a mistake makes no run
-        files.remove_unfinished(run.path)
-        training.run_all()
+    with together() as processes, contextlib.ExitStack() as held:
+        data_parallel.check_number(config, processes)
+        device = processes.device(config.device)
+        if processes.from_main(run.complete):
+            processes.on_main(lambda: run.create(config))
+            return
+        processes.on_main(lambda: held.enter_context(files.lock(run.path)))
+        processes.on_main(lambda: run.create(config) if run.exists else None)
+        if processes.from_main(run.complete):  # by the process that held the lock before
+            return
+        with process_settings(config.threads, device):
+            # without a name, so that it has gone when the processes part; see `together`
+            _Training(run, config, language, device, processes, progress, examples, measure).run_all()
 
 
 class _Training:
@@ -176,27 +177,32 @@ class _Training:
         config: TrainConfig,
         language: Language,
         device: torch.device,
+        processes: Processes,
         progress: Callable[[Progress], None] | None,
         examples: Examples | None,
         measure: Measure | None,
     ) -> None:
-        self.measure = measure
+        self.measure, self.processes = measure, processes
+        self.mirrors: Mirrors | None = None
         self.run, self.config, self.language, self.device = run, config, language, device
         self.kept = {*config.checkpoints, config.steps}
         self.model: Any = make_model(config.model, language, seed=config.seed)
-        self.loss = partial(prediction_loss, self.model, causal=config.objective.kind == "causal")
         self.loss_sum, self.loss_count = 0.0, 0
         self.initial_sha256: str | None = None
         self.step, tensors = self._weights()
         self.model.to(device)
-        self.rule = rules.make_rule(self.model, config, language, examples=examples)
+        self.parallel = data_parallel.make(self.model, config, processes)
+        causal = config.objective.kind == "causal"
+        forward = partial(prediction_loss, causal=causal, precision=config.precision)
+        self.loss = partial(self.parallel.loss, forward)
+        self.rule = rules.make_rule(self.model, config, language, examples=examples, parallel=self.parallel)
         self.rule.load_state(tensors)
-        self.clock = _Clock(self.step, config.steps, progress)
+        self.clock = _Clock(self.step, config.steps, progress if processes.is_main else None)
 
     def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Give the model the weights to go on from; return the step they are of and the step rule's tensors."""
-        newest = checkpoints.latest(self.run)
-        if newest is None:
+        newest = self.processes.from_main(-1 if (found := checkpoints.latest(self.run)) is None else found)
+        if newest < 0:
             if self.config.initial is not None:
                 self.initial_sha256 = checkpoints.load_weights(self.run.path / self.config.initial, self.model)
             return 0, {}
@@ -210,6 +216,33 @@ class _Training:
 
     def run_all(self) -> None:
         """Make every step that is left, and the run complete."""
+        try:
+            self._run_all()
+        finally:
+            if self.mirrors is not None:  # what the trackers have goes to its place, however training ended
+                self.mirrors.close()
+
+    def _run_all(self) -> None:
+        self.processes.on_main(self._open)
+        if self.step == 0 and 0 in self.kept and not self.processes.from_main(self.run.checkpoint(0).exists()):
+            self._save()
+        stop = False
+        with signals() as interrupted:
+            while self.step < self.config.steps and not stop:
+                self._one_step()
+                is_due = self.processes.is_main and self.clock.save_is_due(self.config.save_every_seconds)
+                stop, is_due = self.processes.any(interrupted(), is_due)
+                if stop or is_due or self.step in self.kept:
+                    self._save()
+            self.processes.on_main(self._close)
+            (stop,) = self.processes.any(stop or interrupted())
+            if stop:
+                raise Interrupted(self.step)
+
+    def _open(self) -> None:
+        """Bring the directory to where training goes on from."""
+        self.run.create(self.config)  # after initial weights that do not fit were refused: a mistake makes no run
+        files.remove_unfinished(self.run.path)
         started_at = self.step
         missing = [step for step in self.kept if step < started_at and not self.run.checkpoint(step).is_dir()]
         if missing:
@@ -221,38 +254,35 @@ class _Training:
             "start",
             step=started_at,
             device=str(self.device),
+            processes=self.processes.world_size,
+            parallel=self.config.parallel if self.processes.world_size > 1 else None,
             threads=torch.get_num_threads(),
             attention=self.model.config._attn_implementation,
+            precision=self.config.precision,
         )
         checkpoints.remove_except(self.run, {*self.kept, started_at})
         _truncate_metrics(self.run, started_at, _num_lines(self.config, started_at))
-        if started_at == 0 and 0 in self.kept and not self.run.checkpoint(0).exists():
-            self._save()
-        with signals() as interrupted:
-            while self.step < self.config.steps:
-                self._one_step()
-                stop = interrupted()
-                if stop or self.step in self.kept or self.clock.save_is_due(self.config.save_every_seconds):
-                    self._save()
-                if stop:
-                    break
-            if self.step == self.config.steps:
-                self._finish()
-            self.clock.report(last=True)
-            self.run.log(
-                "interrupted" if self.step < self.config.steps else "complete",
-                step=self.step,
-                seconds=self.clock.seconds(),
-                tokens_per_second=self.clock.tokens_per_second(),
-            )
-            if interrupted():
-                raise Interrupted(self.step)
+        if self.config.trackers:
+            self.mirrors = Mirrors(self.config.trackers, self.run)
+
+    def _close(self) -> None:
+        """Write the result if all steps are made, and what the clock says."""
+        if self.step == self.config.steps:
+            self._finish()
+        self.clock.report(last=True)
+        self.run.log(
+            "interrupted" if self.step < self.config.steps else "complete",
+            step=self.step,
+            seconds=self.clock.seconds(),
+            tokens_per_second=self.clock.tokens_per_second(),
+        )
 
     def _one_step(self) -> None:
         number = self.step + 1
-        batch, num_tokens = training_batch(self.language, self.config, number, self.device)
+        rows = self.processes.rows()
+        batch, num_tokens = training_batch(self.language, self.config, number, self.device, rows)
         is_logged = number % self.config.log_every == 0 or number == self.config.steps
-        torch.manual_seed(derive(self.config.seed, "dropout", number))
+        torch.manual_seed(derive(self.config.seed, "dropout", number, *self.processes.stream))
         outcome = self.rule.step(number, batch, self.loss, with_norm=is_logged)
         self._check_finite({"loss": outcome.loss_nats, **outcome.details}, number)
         self.step = number
@@ -276,8 +306,12 @@ class _Training:
         every = self.config.measure_every
         if self.measure is None or not every or self.step % every:
             return {}
-        with steps.without_dropout(self.model):  # each step seeds its own random state, so none has to be kept
-            return self.measure(self.model)
+        model = self.parallel.gathered()
+        if model is None:
+            return {}
+        model.to(self.device)
+        with steps.without_dropout(model):  # each step seeds its own random state, so none has to be kept
+            return self.measure(model)
 
     def _log(self, outcome: steps.Outcome) -> None:
         line = {
@@ -289,16 +323,21 @@ class _Training:
             **self._measured(),
         }
         self.loss_sum, self.loss_count = 0.0, 0
+        self.processes.on_main(lambda: self._append(line))
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
         path = self.run.path / "metrics.jsonl"
         try:
             with path.open("a") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
         except OSError as error:
             raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+        if self.mirrors is not None:
+            self.mirrors.log(line)
 
     def _save(self) -> None:
         """Save this step, and drop the checkpoints that were only there to go on from."""
-        _flush_metrics(self.run)
         state = TrainerState(
             step=self.step,
             config=configs.identity(self.config),
@@ -306,9 +345,15 @@ class _Training:
             loss_count=self.loss_count,
             initial_sha256=self.initial_sha256,
         )
+        model, tensors = self.parallel.gathered(), self.rule.state()
         tokenizer = getattr(self.language, "tokenizer", None)
-        checkpoints.save(self.run.checkpoint(self.step), self.model, self.rule.state(), state, tokenizer=tokenizer)
-        checkpoints.remove_except(self.run, {*self.kept, self.step})
+
+        def write() -> None:
+            _flush_metrics(self.run)
+            checkpoints.save(self.run.checkpoint(self.step), model, tensors, state, tokenizer=tokenizer)
+            checkpoints.remove_except(self.run, {*self.kept, self.step})
+
+        self.processes.on_main(write)
         self.clock.saved()
 
     def _finish(self) -> None:

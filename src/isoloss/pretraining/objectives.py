@@ -78,7 +78,9 @@ def exact_targets(language: ExactLanguage, sentences: Sentences, labels: torch.T
     return language.log_conditionals(tokens, lengths, mask=hidden)[hidden].double().exp()
 
 
-def training_batch(language: Language, config: TrainConfig, step: int, device: torch.device) -> TrainingBatch:
+def training_batch(
+    language: Language, config: TrainConfig, step: int, device: torch.device, rows: slice = slice(None)
+) -> TrainingBatch:
     """Return the batch of training step `step`: the language's sentences of that step, and what is predicted of them.
 
     Args:
@@ -86,20 +88,23 @@ def training_batch(language: Language, config: TrainConfig, step: int, device: t
         config: Batch size, seed and objective.
         step: Counted from 1.
         device: Where the batch goes.
+        rows: Which of its sentences are wanted; `num_tokens` counts all.
     """
     sentences = language.batch(step, config.batch_size, seed=config.seed)
     masks = generator(config.seed, "masks", step)
     batch = objective_batch(sentences, language, config.objective, generator=masks)
     batch = corrupt(batch, language, config.objective, generator=masks)
-    if config.objective.labels == "exact":
-        batch["targets"] = exact_targets(language, sentences, batch["labels"])  # type: ignore[arg-type]
     num_tokens = int(batch["attention_mask"].sum())
     if num_tokens == batch["attention_mask"].numel():
         del batch["attention_mask"]
+    batch = {name: tensor[rows] for name, tensor in batch.items()}
+    if config.objective.labels == "exact":
+        wanted = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        batch["targets"] = exact_targets(language, wanted, batch["labels"])  # type: ignore[arg-type]
     return TrainingBatch({name: tensor.to(device) for name, tensor in batch.items()}, num_tokens)
 
 
-def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool) -> torch.Tensor:
+def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool, precision: str = "fp32") -> torch.Tensor:
     """Return the mean cross-entropy of the predicted tokens, in nats: a scalar (the paper, section 2.1).
 
     With `targets`, the mean cross-entropy to these probabilities: what it is on average over tokens drawn from them.
@@ -108,9 +113,12 @@ def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool) -> to
         model: A model that `isoloss.models.make.make_model` makes.
         batch: As `training_batch` gives it; without an `attention_mask` nothing is padded.
         causal: Whether the labels are next tokens.
+        precision: `bf16` runs the model under torch's autocast to bfloat16; the output layer and the softmax over the
+            vocabulary, and in both cases the weights and their gradients, are of the weights' own dtype.
     """
     labels = batch["labels"][:, 1:] if causal else batch["labels"]
     output = model.get_output_embeddings()
-    states = predicted_states(model, batch, causal=causal)
+    with torch.autocast(labels.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        states = predicted_states(model, batch, causal=causal).to(output.weight.dtype)
     targets = batch["targets"].to(states.dtype) if "targets" in batch else labels[labels != IGNORED]
     return linear_cross_entropy(states, output.weight, output.bias, targets)

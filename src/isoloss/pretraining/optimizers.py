@@ -9,6 +9,7 @@ import torch
 
 from isoloss.config import OptimizerConfig
 from isoloss.errors import IsolossError
+from isoloss.pretraining import shards
 
 
 def num_warmup_steps(config: OptimizerConfig, total: int) -> int:
@@ -105,7 +106,9 @@ class Optimizer:
         if config.name == "adamw":
             self._optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
         else:
-            self._optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+            # torch fuses AdamW on pieces of parameters, too, but not SGD
+            fused = not any(shards.is_spread(p) for p in self.parameters)
+            self._optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -113,7 +116,7 @@ class Optimizer:
 
     def grad_norm(self) -> torch.Tensor:
         """Return the Euclidean norm of the gradient over all parameters: a scalar."""
-        return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        return shards.total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def update(self, number: int, *, with_norm: bool) -> tuple[float, float | None]:
         """Make the update of step `number` from the gradients.
@@ -128,15 +131,15 @@ class Optimizer:
         norm = self.grad_norm() if with_norm or limit is not None else None
         if norm is not None and limit is not None:
             scale = (limit / norm).clamp(max=1.0)  # of a norm of 0: inf, then 1
-            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], scale)
+            torch._foreach_mul_([shards.piece(p.grad) for p in self.parameters if p.grad is not None], scale)
         self._optimizer.step()
         return rate, float(norm) if with_norm and norm is not None else None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's tensors, named `<what>/<parameter>`; none before the first step."""
+        """Return the optimizer's whole tensors, named `<what>/<parameter>`; none before the first step."""
         by_index = self._optimizer.state_dict()["state"]
         return {
-            f"{what}/{self._named[index][0]}": tensor
+            f"{what}/{self._named[index][0]}": shards.whole(tensor)
             for index, entries in by_index.items()
             for what, tensor in entries.items()
             if tensor is not None
@@ -148,16 +151,17 @@ class Optimizer:
         Raises:
             IsolossError: A name that is no parameter of the model, or a tensor of another shape.
         """
-        places = {name: (index, p.shape) for index, (name, p) in enumerate(self._named)}
+        places = {name: (index, p) for index, (name, p) in enumerate(self._named)}
         by_index: dict[int, dict[str, torch.Tensor]] = {}
         for key, tensor in state.items():
             what, _, name = key.partition("/")
-            index, shape = places.get(name, (-1, None))
-            if shape is None or (tensor.ndim > 0 and tensor.shape != shape):
+            index, parameter = places.get(name, (-1, None))
+            if parameter is None or (tensor.ndim > 0 and tensor.shape != parameter.shape):
                 raise IsolossError(
                     f"the optimizer's {key}, of shape {tuple(tensor.shape)}, fits no parameter of the model"
                 )
-            by_index.setdefault(index, {})[what] = tensor.clone()
+            own = shards.spread(tensor, parameter) if tensor.ndim > 0 else tensor
+            by_index.setdefault(index, {})[what] = own.clone()
         self._optimizer.load_state_dict(
             {"state": by_index, "param_groups": self._optimizer.state_dict()["param_groups"]}
         )

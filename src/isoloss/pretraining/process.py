@@ -13,13 +13,17 @@ import torch
 
 @contextlib.contextmanager
 def process_settings(threads: int, device: torch.device) -> Iterator[None]:
-    """Train with `threads` threads, and leave the process's threads and random state as they were."""
+    """Train with `threads` threads on `device`; leave the process's threads, device and random state as they were."""
     before = torch.get_num_threads()
-    devices = [device.index or 0] if device.type == "cuda" else []
+    is_cuda = device.type == "cuda"
+    devices = [torch.cuda.current_device() if device.index is None else device.index] if is_cuda else []
     if threads:
         torch.set_num_threads(threads)
+    # glibc gives what is freed back to the system beyond a threshold, which the largest block freed so far (up to 32
+    # MiB) raises: without this, the activations of a middle-sized model are fetched again, page by page, at every step
+    torch.empty(31 << 20, dtype=torch.uint8)
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.cuda.device(devices[0]) if is_cuda else contextlib.nullcontext(), torch.random.fork_rng(devices):
             yield
     finally:
         torch.set_num_threads(before)

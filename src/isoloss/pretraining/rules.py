@@ -11,6 +11,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages.base import Language
 from isoloss.pretraining import optimizers
 from isoloss.pretraining.adversary import AdversarialStep, Examples
+from isoloss.pretraining.data_parallel import Alone
 from isoloss.pretraining.fisher_penalty import FisherPenaltyStep
 from isoloss.pretraining.sam import SAMStep
 from isoloss.pretraining.steps import GradientStep, StepRule
@@ -25,12 +26,14 @@ def validate(config: TrainConfig) -> None:
     if isinstance(rule, SAMConfig):
         in_range["rho"] = (0 < rule.rho < math.inf, positive)
         in_range["batch"] = (rule.batch in ("halves", "same"), "halves or same")
+        in_range["ascent"] = (rule.ascent in ("reduced", "per-rank"), "reduced or per-rank")
     elif isinstance(rule, AdversarialConfig):
         for name in ("weight", "ridge"):
             in_range[name] = (0 < getattr(rule, name) < math.inf, positive)
         in_range["head_examples"] = (rule.head_examples >= 2, "at least 2")
         for name in ("loss_examples", "task_examples"):
             in_range[name] = (getattr(rule, name) >= 1, count)
+        in_range["ascent"] = (rule.ascent in ("reduced", "per-rank"), "reduced or per-rank")
     elif isinstance(rule, FisherPenaltyConfig):
         in_range["coefficient"] = (0 < rule.coefficient < math.inf, positive)
         in_range["sentences"] = (rule.sentences >= 1, count)
@@ -47,7 +50,12 @@ def validate(config: TrainConfig) -> None:
 
 
 def make_rule(
-    model: PreTrainedModel, config: TrainConfig, language: Language, *, examples: Examples | None = None
+    model: PreTrainedModel,
+    config: TrainConfig,
+    language: Language,
+    *,
+    examples: Examples | None = None,
+    parallel: Alone | None = None,
 ) -> StepRule:
     """Return the step rule of `config` for `model`, where it is to be trained.
 
@@ -56,6 +64,7 @@ def make_rule(
         config: Its `rule`, `optimizer`, `steps`, `seed` and `micro_batch` are used.
         language: Whose sentences the model learns.
         examples: The training set of the task that the adversarial rule spoils; other rules need none.
+        parallel: How the gradients of several processes come together; None: there is one process.
 
     Raises:
         IsolossError: A setting out of its range, or an adversarial rule without examples.
@@ -65,9 +74,9 @@ def make_rule(
     total, micro_batch = config.steps, config.micro_batch
     match rule:
         case GradientConfig():
-            return GradientStep(model, optimizer, total=total, micro_batch=micro_batch)
+            return GradientStep(model, optimizer, total=total, micro_batch=micro_batch, parallel=parallel)
         case SAMConfig():
-            return SAMStep(model, optimizer, rule, total=total, micro_batch=micro_batch)
+            return SAMStep(model, optimizer, rule, total=total, micro_batch=micro_batch, parallel=parallel)
         case AdversarialConfig():
             if examples is None:
                 raise IsolossError(
@@ -84,8 +93,16 @@ def make_rule(
                 seed=config.seed,
                 total=total,
                 micro_batch=micro_batch,
+                parallel=parallel,
             )
         case FisherPenaltyConfig():
             return FisherPenaltyStep(
-                model, optimizer, rule, causal=causal, seed=config.seed, total=total, micro_batch=micro_batch
+                model,
+                optimizer,
+                rule,
+                causal=causal,
+                seed=config.seed,
+                total=total,
+                micro_batch=micro_batch,
+                parallel=parallel,
             )

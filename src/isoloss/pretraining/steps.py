@@ -10,6 +10,7 @@ import torch
 
 from isoloss.config import OptimizerConfig
 from isoloss.languages.masking import IGNORED, Batch
+from isoloss.pretraining.data_parallel import Alone
 from isoloss.pretraining.optimizers import Optimizer
 
 Loss = Callable[[Batch], torch.Tensor]
@@ -84,14 +85,16 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
 class GradientStep:
     """The gradient of the batch's loss, given to the optimizer; other rules are this one with another gradient.
 
-    The gradient is the sum of those of the parts of `micro_batch` sentences, each weighted by its share of the
-    predicted tokens: that of the whole batch, up to rounding.
+    The gradient is the sum of those of the parts of `micro_batch` sentences, in all processes, each weighted by its
+    share of the predicted tokens: that of the whole batch, up to rounding. A process is given its share of the batch.
 
     Args:
         model: The model that is updated in place.
         config: The optimizer.
         total: Steps of the whole run.
-        micro_batch: Sentences whose gradient is computed at once; 0: all.
+        micro_batch: Sentences whose gradient is computed at once in a process; 0: all.
+        parallel: How the gradients of several processes come together, whose `loss` a step's loss must then be; None:
+            there is one process.
 
     Raises:
         IsolossError: A setting is out of its range.
@@ -103,8 +106,17 @@ class GradientStep:
         0.0001
     """
 
-    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, *, total: int, micro_batch: int = 0) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: OptimizerConfig,
+        *,
+        total: int,
+        micro_batch: int = 0,
+        parallel: Alone | None = None,
+    ) -> None:
         self.optimizer = Optimizer(model, config, total=total)
+        self.parallel = parallel or Alone(model)
         self._micro_batch = micro_batch
 
     def step(self, number: int, batch: Batch, loss: Loss, *, with_norm: bool = False) -> Outcome:
@@ -118,19 +130,28 @@ class GradientStep:
         del number
         return self.add_loss_gradient(batch, loss), {}
 
-    def add_loss_gradient(self, batch: Batch, loss: Loss) -> float:
-        """Add the gradient of the loss of `batch` to the parameters' own, part by part; return the loss."""
-        n, size = num_sentences(batch), self._micro_batch
+    def add_loss_gradient(self, batch: Batch, loss: Loss, *, apart: bool = False) -> float:
+        """Add the gradient of the loss of `batch` to the parameters' own, part by part; return the loss.
+
+        With `apart`, each process has the gradient of its own share (times a constant of its own) and none of the
+        others'. The loss is that of the whole batch all the same.
+        """
+        n, size, processes = num_sentences(batch), self._micro_batch, self.parallel.processes
         if not 0 < size < n:
-            value = loss(batch)
-            value.backward()  # type: ignore[no-untyped-call]
-            return value.item()
-        total, sum_nats = _num_predicted(batch["labels"]), 0.0
-        for part in split(batch, [min(size, n - start) for start in range(0, n, size)]):
-            weighted = loss(part) * (_num_predicted(part["labels"]) / total)
-            weighted.backward()  # type: ignore[no-untyped-call]
+            if processes.world_size == 1:
+                value = loss(batch)
+                value.backward()  # type: ignore[no-untyped-call]
+                return value.item()
+            size = n
+        (total,), sum_nats = processes.sum(_num_predicted(batch["labels"])), 0.0
+        parts = split(batch, [min(size, n - start) for start in range(0, n, size)])
+        for number, part in enumerate(parts, 1):
+            with self.parallel.apart() if apart or number < len(parts) else contextlib.nullcontext():
+                weighted = loss(part) * (_num_predicted(part["labels"]) / total)
+                summed = weighted * processes.world_size  # the processes' gradients are averaged
+                summed.backward()  # type: ignore[no-untyped-call]
             sum_nats += weighted.item()
-        return sum_nats
+        return processes.sum(sum_nats)[0]
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's tensors; see `Optimizer.state`."""

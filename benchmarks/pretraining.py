@@ -1,0 +1,288 @@
+"""Pre-training against transformers.Trainer: tokens per second of one thread, and what each of our choices gives.
+
+The same model, the same sentences with the same masks, the same batch, in one process. The contenders take turns. The
+Trainer gets its batches drawn and collated beforehand; ours draws its own as it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+for _name in ("OMP", "MKL", "OPENBLAS"):
+    os.environ[f"{_name}_NUM_THREADS"] = "1"  # before the libraries are loaded
+
+import torch  # noqa: E402
+from pretraining_page import page  # noqa: E402
+from timing import machine, versions  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from isoloss import languages  # noqa: E402
+from isoloss.config import PRESETS, ModelConfig, OptimizerConfig, TrainConfig  # noqa: E402
+from isoloss.files import write_text  # noqa: E402
+from isoloss.models import bert  # noqa: E402
+from isoloss.models.bert import build  # noqa: E402
+from isoloss.models.make import make_model  # noqa: E402
+from isoloss.pretraining import train  # noqa: E402
+from isoloss.pretraining.objectives import prediction_loss, training_batch  # noqa: E402
+from isoloss.runs import Run  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
+LIBRARIES = ("isoloss", "torch", "transformers", "accelerate", "numpy", "numba")
+LANGUAGE = PRESETS["hmm-paper"][0]  # sentences of 16 tokens, 200 of them
+CPU = torch.device("cpu")
+WARM_UP = 3  # steps at the start of each turn that are not counted
+OURS = "isoloss train"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What our training step does, each of which can be undone."""
+
+    head: str = "masked"
+    dropout: str = "fast"
+    optimizer: str = "fused"
+    padding: str = "none"
+    attention: str = "eager"
+    queries: str = "masked"
+    precision: str = "fp32"
+
+
+UNDONE = {
+    "queries of the last layer at every position": {"queries": "all"},
+    "head at every position, as the model's own forward": {"head": "all"},
+    "torch's dropout": {"dropout": "torch"},
+    "AdamW by foreach": {"optimizer": "foreach"},
+    "AdamW parameter by parameter": {"optimizer": "loop"},
+    "an attention mask of ones": {"padding": "mask"},
+    "attention by sdpa": {"attention": "sdpa"},
+    "bfloat16": {"precision": "bf16"},
+}
+
+
+class Clock(TrainerCallback):
+    """Notes the process's time at the start of every step of the Trainer."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Note the time."""
+        self.times.append(time.process_time())
+
+
+class Timed:
+    """A language that notes the process's time at every batch."""
+
+    def __init__(self, language: Any) -> None:
+        self._language, self.times = language, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._language, name)
+
+    def batch(self, step: int, n: int, *, seed: int) -> Any:
+        """Note the time and return the batch."""
+        self.times.append(time.process_time())
+        return self._language.batch(step, n, seed=seed)
+
+
+class Workload:
+    """One size and batch: its contenders, each a function from a number of steps to the seconds of each."""
+
+    def __init__(self, size: str, batch_size: int) -> None:
+        self.language = languages.make(LANGUAGE)
+        self.config = TrainConfig(
+            language=LANGUAGE,
+            model=ModelConfig(size=size),
+            optimizer=OptimizerConfig(warmup_steps=100),
+            batch_size=batch_size,
+            device="cpu",
+            threads=1,
+            save_every_seconds=1e9,
+        )
+        self.tokens = batch_size * LANGUAGE.length
+
+    def contenders(self) -> dict[str, Callable[[int], list[float]]]:
+        """Return them by name, ours first."""
+        found: dict[str, Callable[[int], list[float]]] = {
+            OURS: self.ours,
+            "the same step in a bare loop": self.bare(Choices()),
+        }
+        for name, change in UNDONE.items():
+            found[f"bare loop, but {name}"] = self.bare(replace(Choices(), **change))
+        for attention in ("eager", "sdpa"):
+            found[f"transformers.Trainer, {attention}"] = partial(self.trainer, attention=attention)
+        found["transformers.Trainer, eager, bfloat16"] = partial(self.trainer, attention="eager", bf16=True)
+        found["transformers.Trainer around our model and loss"] = partial(self.trainer, attention="eager", loss="ours")
+        return found
+
+    def ours(self, steps: int) -> list[float]:
+        """Train a run, from an empty directory to its last step."""
+        language = Timed(self.language)
+        with tempfile.TemporaryDirectory() as folder:
+            train(Run(Path(folder) / "run"), replace(self.config, steps=steps), language)
+        return differences(language.times)
+
+    def bare(self, choices: Choices) -> Callable[[int], list[float]]:
+        """Return a plain loop of our step with some choices undone."""
+        if choices.dropout == "fast":
+            model: Any = make_model(self.config.model, self.language, seed=0)
+        else:
+            ids = {"vocab_size": self.language.model_vocab_size, "pad_id": self.language.pad_id}
+            model = build(self.config.model, max_length=self.language.max_length, seed=0, **ids)
+        model.set_attn_implementation(choices.attention)
+        kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
+        optimizer = torch.optim.AdamW(model.parameters(), **kinds[choices.optimizer])
+        attend = _attend_from_all if choices.queries == "all" else bert._attend_from_one
+
+        def run(steps: int) -> list[float]:
+            with mock.patch.object(bert, "_attend_from_one", attend):
+                return loop(steps)
+
+        def loop(steps: int) -> list[float]:
+            times = []
+            for number in range(1, steps + 1):
+                times.append(time.process_time())
+                batch, _ = training_batch(self.language, self.config, number, CPU)
+                if choices.padding == "mask":
+                    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+                own = choices.head == "masked"
+                if own:
+                    loss = prediction_loss(model, batch, causal=False, precision=choices.precision)
+                else:
+                    loss = model(**batch).loss
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                loss.item()
+            return differences(times)
+
+        return run
+
+    def trainer(self, steps: int, *, attention: str, loss: str = "own", bf16: bool = False) -> list[float]:
+        """Train with the Trainer, on the batches of the same steps, which are in memory."""
+        config, clock = self.config, Clock()
+        batches = [training_batch(self.language, config, number, CPU).inputs for number in range(1, steps + 1)]
+        if loss == "ours":
+            model: Any = make_model(config.model, self.language, seed=0)
+        else:
+            ids = {"vocab_size": self.language.model_vocab_size, "pad_id": self.language.pad_id}
+            model = build(config.model, max_length=self.language.max_length, seed=0, **ids)
+            for batch in batches:  # as collators give it
+                batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        model.set_attn_implementation(attention)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                output_dir=folder,
+                per_device_train_batch_size=1,  # an item of the data set is a whole batch
+                max_steps=steps,
+                optim="adamw_torch_fused",
+                max_grad_norm=0.0,
+                learning_rate=config.optimizer.learning_rate,
+                weight_decay=config.optimizer.weight_decay,
+                warmup_steps=config.optimizer.warmup_steps,
+                lr_scheduler_type="constant_with_warmup",
+                logging_strategy="no",
+                save_strategy="no",
+                logging_nan_inf_filter=False,
+                dataloader_pin_memory=False,
+                disable_tqdm=True,
+                report_to=[],
+                use_cpu=True,
+                bf16=bf16,
+            )
+            kind = OurLoss if loss == "ours" else Trainer
+            kind(model=model, args=arguments, train_dataset=batches, data_collator=_only, callbacks=[clock]).train()
+        return differences(clock.times)
+
+
+class OurLoss(Trainer):
+    """The Trainer's loop around our forward pass."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+        """Return our loss."""
+        return prediction_loss(model, inputs, causal=False)
+
+
+def _attend_from_all(module: Any, positions: torch.Tensor, *inputs: Any, **settings: Any) -> tuple[Any, None]:
+    return type(module).forward(module, *inputs, **settings)[0][positions], None
+
+
+def _only(items: list[Any]) -> Any:
+    return items[0]
+
+
+def differences(times: list[float]) -> list[float]:
+    """Return the seconds of the steps after the first few."""
+    return [after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
+
+
+def compare(size: str, batch_size: int, rounds: int, steps: int) -> dict[str, Any]:
+    """Let the contenders take turns, and return each one's processor seconds a step and ratio to ours."""
+    workload = Workload(size, batch_size)
+    found = workload.contenders()
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for number in range(rounds + 1):
+        for name, run in found.items():
+            taken = run(steps if number else 2 * WARM_UP)
+            if number:  # the first round loads and compiles
+                seconds[name].append(statistics.median(taken))
+        print(f"{size}, batch {batch_size}: round {number} of {rounds}", flush=True)
+    rows = []
+    for name, values in seconds.items():
+        ratios = [theirs / ours for theirs, ours in zip(values, seconds[OURS], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            {
+                "name": name,
+                "seconds_a_step": statistics.median(values),
+                "tokens_per_second": workload.tokens / statistics.median(values),
+                "slowest": max(values),
+                "fastest": min(values),
+                "over_ours": statistics.median(ratios),
+                "over_ours_quartiles": [low, high],
+            }
+        )
+    return {"size": size, "batch_size": batch_size, "length": LANGUAGE.length, "rounds": rounds, "results": rows}
+
+
+def main() -> None:
+    """Time and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
+    parser.add_argument("--steps", type=int, default=16, help=f"steps of a turn, the first {WARM_UP} not counted")
+    parser.add_argument("--sizes", nargs="+", default=["d64", "d128"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[128])
+    parser.add_argument("--out", type=Path, default=RESULTS / "pretraining.json", help="and the table next to it, .md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    record = {
+        "command": " ".join(["python", "benchmarks/pretraining.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": machine(),
+        "load": load,
+        "versions": versions(LIBRARIES),
+        "workloads": [
+            compare(size, batch, options.rounds, options.steps) for size in options.sizes for batch in options.batches
+        ],
+    }
+    write_text(options.out, json.dumps(record, indent=1) + "\n")
+    write_text(options.out.with_suffix(".md"), page(record))
+    print(page(record))
+
+
+if __name__ == "__main__":
+    main()

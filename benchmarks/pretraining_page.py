@@ -1,0 +1,45 @@
+"""The results of benchmarks/pretraining.py as a page in Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timing import short
+
+
+def page(record: dict[str, Any]) -> str:
+    """Return all tables."""
+    lines = [
+        "# Pre-training: tokens per second of one thread",
+        "",
+        f"{record['date']}, `{record['command']}`. {record['machine']}.",
+        f"Load at the start: {record['load']}. Versions: "
+        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        + ".",
+        "",
+        "BERT with dropout 0.1, one masked token a sentence, AdamW, float32 unless said. Processor time of a step, "
+        "without that of other processes: the median of a turn's steps; over the rounds, in which all take turns, the "
+        "median and the range. The last column is the median over rounds of a contender's time over ours in the same "
+        "round, and the quartiles. `isoloss train` is the whole run, which draws its sentences; the Trainer has its "
+        "batches collated in memory, its own fused AdamW, and neither clipping, logging nor saving. A bare loop makes "
+        "the same step as `isoloss train` with one choice undone.",
+    ]
+    for workload in record["workloads"]:
+        lines += [
+            "",
+            f"## {workload['size']}, {workload['batch_size']} sentences of {workload['length']} tokens",
+            "",
+            "| contender | tokens/s | ms a step | range | time over ours |",
+            "|---|---:|---:|---:|---:|",
+        ]
+        for row in workload["results"]:
+            low, high = row["over_ours_quartiles"]
+            cells = [
+                row["name"],
+                short(row["tokens_per_second"]),
+                f"{1e3 * row['seconds_a_step']:.3g}",
+                f"{1e3 * row['fastest']:.3g}-{1e3 * row['slowest']:.3g}",
+                f"{row['over_ours']:.2f} ({low:.2f}-{high:.2f})",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

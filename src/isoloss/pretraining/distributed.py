@@ -1,0 +1,224 @@
+"""Several processes that train one model: how they find each other, what they tell each other, how they end together.
+
+`torchrun` and `accelerate launch` start one process a device and put its place into the environment. Rank 0 is the
+process that writes files and speaks to the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.rendezvous import rendezvous
+
+from isoloss.errors import IsolossError
+from isoloss.loading import resolve_device
+
+TIMEOUT = timedelta(minutes=30)  # for a process that lives and does not answer; rank 0 may be measuring or saving
+
+
+class ProcessLost(IsolossError):  # noqa: N818  (it is the other one that failed)
+    """Another process of the run has ended, or has not answered for `TIMEOUT`."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those that train a model together; alone, by default.
+
+    Every method but `rows`, `count`, `device` and `is_first_to_speak` is called by all of them, in the same order.
+
+    Attributes:
+        rank: This process, from 0.
+        world_size: How many there are.
+        local_rank: This process among those of its machine, from 0.
+        store: Where they find each other, of those that this module started.
+
+    Example:
+        >>> one = Processes()
+        >>> one.sum(2.0, 3.0), one.any(True), one.rows(), one.count(7)
+        ((2.0, 3.0), (True,), slice(0, None, 1), 7)
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    store: Any = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """What the names of a random stream end with that is to differ by process: nothing for one that is alone."""
+        return () if self.world_size == 1 else (self.rank,)
+
+    def rows(self) -> slice:
+        """Return which sentences of a batch are this process's: every `world_size`-th."""
+        return slice(self.rank, None, self.world_size)
+
+    def count(self, n: int) -> int:
+        """Return how many of the first `n` sentences of a batch are this process's."""
+        return len(range(self.rank, n, self.world_size))
+
+    def device(self, name: str) -> torch.device:
+        """Return this process's device of the kind `name`: of CUDA devices, the one with its place on its machine.
+
+        Raises:
+            IsolossError: As for `isoloss.loading.resolve_device`, or there are fewer devices than processes.
+        """
+        device = resolve_device(name)
+        if self.world_size == 1 or device.type == "cpu":
+            return device
+        if device.type != "cuda" or ":" in name:
+            raise IsolossError(
+                f"the device is {name!r}, and {self.world_size} processes cannot share it: use cuda, which gives each "
+                "its own, or cpu"
+            )
+        if self.local_rank >= (found := torch.cuda.device_count()):
+            raise IsolossError(
+                f"process {self.local_rank + 1} of this machine has no device of its own, as torch finds {found} CUDA "
+                "device(s) here: start as many processes as there are devices, or use the device cpu"
+            )
+        return torch.device("cuda", self.local_rank)
+
+    def sum(self, *values: float) -> tuple[float, ...]:
+        """Return the sum over the processes of each value."""
+        if self.world_size == 1:
+            return values
+        totals = torch.tensor(values, dtype=torch.float64)
+        with _listening():
+            distributed.all_reduce(totals)
+        return tuple(totals.tolist())
+
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """Return of each flag whether it is true in any process."""
+        return tuple(total > 0 for total in self.sum(*map(float, flags)))
+
+    def from_main(self, value: int) -> int:
+        """Return the value that rank 0 has."""
+        return int(self.sum(value if self.is_main else 0)[0])
+
+    def sum_tensors(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sums over the processes of tensors that are of the same shapes in each; without gradients."""
+        tensors = [tensor.detach() for tensor in tensors]
+        if self.world_size == 1:
+            return tensors
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        with _listening():
+            distributed.all_reduce(flat)
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def on_main(self, function: Callable[[], object]) -> None:
+        """Call `function` in rank 0 alone. If it raises an `IsolossError`, that is raised in every process."""
+        error: IsolossError | None = None
+        if self.is_main:
+            try:
+                function()
+            except IsolossError as raised:
+                error = raised
+        if text := self._text_from_main("" if error is None else str(error)):
+            raise error or IsolossError(text)
+
+    def _text_from_main(self, text: str) -> str:
+        if self.world_size == 1:
+            return text
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0).byte()
+        size = self.from_main(len(data))
+        if size:
+            data = data if self.is_main else torch.empty(size, dtype=torch.uint8)
+            with _listening():
+                distributed.broadcast(data, 0)
+        return bytes(data.tolist()).decode()
+
+    def is_first_to_speak(self) -> bool:
+        """Whether no other process has asked this: where all of them fail, one tells why.
+
+        A process asks before it leaves, so one that fails by itself asks before those that miss it.
+        """
+        if self.store is None:
+            return True
+        try:
+            return bool(self.store.add("isoloss/speaking", 1) == 1)
+        except RuntimeError:  # the store went with the process that had it
+            return True
+
+
+@contextlib.contextmanager
+def together() -> Iterator[Processes]:
+    """Yield the processes that this one was started with, or itself alone, and leave them at the end.
+
+    They are those of torch's default process group. Where there is none and the environment says that there are
+    several processes, the group is made, with gloo for the CPU and NCCL for CUDA devices, and goes at the end; one that
+    was there stays, and needs a backend for tensors of the CPU.
+
+    Raises:
+        ProcessLost: Another process has gone.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if distributed.is_initialized():
+        with _listening():
+            yield Processes(distributed.get_rank(), distributed.get_world_size(), local_rank)
+        return
+    if not is_launched():
+        yield Processes()
+        return
+    with _listening():
+        store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
+        has_nccl = torch.cuda.is_available() and distributed.is_nccl_available()
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=TIMEOUT,
+        )
+    try:
+        with _listening():
+            yield Processes(rank, world_size, local_rank, store)
+    except BaseException as error:
+        _forget(error)
+        raise
+    finally:
+        gc.collect()
+        distributed.destroy_process_group()
+
+
+def _forget(error: BaseException | None) -> None:
+    """Let go of what the frames that an error passed through hold.
+
+    DDP's reducer is among it. If it outlives the group, it is what ends the group's threads, which waits for them while
+    they wait for Python's lock: the process would hang.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def is_launched() -> bool:
+    """Whether the environment says that this process is one of several."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[None]:
+    """Turn what torch says of a connection that broke into a `ProcessLost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, distributed.DistError) or "gloo" in str(error):
+            raise ProcessLost(
+                "another process of this run has ended or has stopped answering; what was saved is kept, and the same "
+                "command goes on from there"
+            ) from error
+        raise
