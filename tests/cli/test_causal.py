@@ -102,20 +102,22 @@ def test_probes_read_a_causal_model_and_the_exact_loss_is_refused(capsys, drawn)
     assert "gives exact conditionals of hidden tokens, not of next ones" in message
 
 
-def test_a_causal_models_token_states_are_those_after_the_start(drawn):
-    from isoloss.config import EvalConfig
-    from isoloss.evaluation import Evaluator
+def test_a_causal_model_reads_a_task_from_the_start(drawn):
+    from isoloss.transfer.features import extract
+    from isoloss.transfer.tasks import make_task, read_from_start
 
-    evaluator = Evaluator(Run(drawn), EvalConfig())
-    sentences = evaluator.language.sample(5)
+    language = make(Run(drawn).config.language)
+    task = make_task(language, "root", num_train=20, num_test=5, seed=0)
+    read = read_from_start(task, language)
     model = AutoModelForCausalLM.from_pretrained(Run(drawn).checkpoint(20)).eval()
-    states = evaluator._states(sentences, 20).view(*sentences.tokens.shape, 16)
-    for got, tokens, length in zip(states, sentences.tokens, sentences.lengths.tolist(), strict=True):
+    states = extract(model, read.test).view(*read.test.tokens.shape, 16)
+    for got, tokens, length in zip(states, task.test.tokens, task.test.lengths.tolist(), strict=True):
         ids = torch.tensor([[33, *tokens[:length].tolist()]])
         with torch.no_grad():
-            expected = model.model(input_ids=ids).last_hidden_state[0, 1:]
-        torch.testing.assert_close(got[:length], expected, rtol=1e-4, atol=1e-5)
-        assert not got[length:].any()
+            expected = model.model(input_ids=ids).last_hidden_state[0]
+        torch.testing.assert_close(got[: length + 1], expected, rtol=1e-4, atol=1e-5)
+        assert not got[length + 1 :].any()
+    assert read.inputs() == task.inputs()
 
 
 @pytest.mark.parametrize(

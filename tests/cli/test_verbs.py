@@ -141,10 +141,10 @@ def test_flatness_of_a_checkpoint_on_its_own_language_is_what_eval_measures(caps
 
 
 def test_transfer_probes_a_run_and_the_look_up_table(capsys, run):
-    small = ("--probe-train", "100", "--probe-test", "200", "--probe-epochs", "2", "--probe-seeds", "2")
+    small = ("--num-train", "100", "--num-test", "200", "--epochs", "2", "--seeds", "2")
     for how in ("probe", "lookup"):
         document = as_json(capsys, "transfer", run, "--task", "root", "--how", how, *small)
-        accuracy = document["estimates"]["accuracy"]
+        accuracy = document["models"][f"{run} at step 30"]["accuracy"]
         assert 0 < accuracy["value"] < 1
         assert accuracy["stderr"] > 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from isoloss.errors import IsolossError
 from isoloss.transfer.convex import evaluate, fit
 from isoloss.transfer.convex_data import Rows, second_moments
 from isoloss.transfer.convex_search import Problem
+from isoloss.transfer.stored_features import store
 
 
 def planted(
@@ -167,6 +170,47 @@ def test_memory_mapped_features_in_blocks_are_those_in_memory(tmp_path: Path) ->
     assert torch.equal(streamed.predict(x), whole.predict(x))
 
 
+def test_stored_features_are_those_in_memory(tmp_path: Path) -> None:
+    x, y = planted(203, 12, 4)
+    masks = [torch.arange(203) % 4 != k for k in range(2)]
+    for dtype in (torch.float32, torch.bfloat16):
+        stored = store(tmp_path / "features", [x[:100], x[100:]], shape=(203, 12), dtype=dtype)
+        whole = fit(x.to(dtype), y, classes=4, regularisation=[0.1, 0.001], splits=masks, tolerance=1e-11)
+        streamed = fit(stored, y, classes=4, regularisation=[0.1, 0.001], splits=masks, tolerance=1e-11, block_rows=16)
+        torch.testing.assert_close(streamed.objectives, whole.objectives, rtol=2e-11, atol=0)
+        torch.testing.assert_close(streamed.weights, whole.weights, atol=1e-3, rtol=0)
+        assert torch.equal(streamed.predict(stored), whole.predict(x.to(dtype)))
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+import torch
+from isoloss.seeds import generator
+from isoloss.transfer.convex import fit
+from isoloss.transfer.stored_features import store
+
+path, n, width = Path(sys.argv[1]), int(sys.argv[2]), 4096
+blocks = (torch.randn(500, width, generator=generator(0, "block", first)) for first in range(0, n, 500))
+stored = store(path, blocks, shape=(n, width), dtype=torch.bfloat16)
+labels = torch.randint(3, (n,), generator=generator(0, "labels"))
+found = fit(stored, labels, classes=3, regularisation=[1.0], tolerance=1e-3)
+assert float(found.gaps) <= 1e-3 * float(found.objectives)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    peaks = []
+    for n in (4_000, 20_000):
+        command = [sys.executable, "-c", MEASURED, str(tmp_path / "features"), str(n)]
+        peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    grown, file = peaks[1] - peaks[0], (20_000 - 4_000) * 4096 * 2
+    # room for logits and the allocator, none for a copy of the features
+    assert grown < 0.2 * file
+
+
 def test_predictions_are_the_largest_logits() -> None:
     x, y = planted(50, 3, 4)
     found = fit(x, y, classes=4, regularisation=[1.0, 0.1])
@@ -213,6 +257,21 @@ def test_sketch_keeps_the_trace_of_what_it_leaves_out() -> None:
     kept = len(spectrum.values)
     assert float(spectrum.values.sum()) + spectrum.rest * (width - kept) == pytest.approx(trace, rel=1e-4)
     torch.testing.assert_close(spectrum.vectors.T @ spectrum.vectors, torch.eye(kept), atol=1e-3, rtol=0)
+
+
+def test_directions_without_variance_do_not_matter() -> None:
+    # as layer norms leave them: the features of a row add up to the same number, and one direction has most variance
+    g = seeds.generator(0, "null")
+    x = torch.randn(1000, 128, generator=g)
+    x[:, 0] *= 30
+    x = x @ torch.linalg.qr(torch.randn(128, 128, generator=g)).Q
+    x = x - x.mean(dim=1, keepdim=True)
+    y = (x[:, 5] + 3 * torch.randn(1000, generator=g) > 0).long()
+    found = fit(x, y, classes=2, regularisation=[1e-6, 1e-7])
+    for r, strength in enumerate((1e-6, 1e-7)):
+        value = objective(x, y, found.weights[0, r], found.intercepts[0, r], strength)
+        assert float(found.objectives[0, r]) == pytest.approx(float(value), rel=1e-10)
+    assert bool((found.gaps <= 1e-6 * found.objectives).all())
 
 
 def test_wide_features_are_certified() -> None:

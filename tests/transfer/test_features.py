@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, RobertaPreLayerNormConfig
 from transformers import RobertaPreLayerNormForMaskedLM as PreNorm
 
@@ -11,7 +14,8 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.base import Sentences
 from isoloss.languages.pcfg import PCFG
-from isoloss.transfer.features import extract, lookup_features
+from isoloss.transfer.features import extract, extract_to, lookup_features
+from isoloss.transfer.stored_features import StoredFeatures, store
 
 SHAPE = {
     "vocab_size": 20,
@@ -102,10 +106,14 @@ def test_bad_input_is_named() -> None:
     model, sentences = bert(), varied()
     with pytest.raises(IsolossError, match="no layer 3: the model has hidden states 0 to 2"):
         extract(model, sentences, layer=3)
-    with pytest.raises(IsolossError, match="no pooling 'max': choose concatenate or mean"):
+    with pytest.raises(IsolossError, match="no pooling 'max': choose concatenate, mean, first, last"):
         extract(model, sentences, pooling="max")
     with pytest.raises(IsolossError, match="batch_size is 0"):
         extract(model, sentences, batch_size=0)
+    with pytest.raises(IsolossError, match="projection is 0; it must be at least 1"):
+        extract(model, sentences, projection=0)
+    with pytest.raises(IsolossError, match="up to 13 tokens, and the model reads 12 at most"):
+        extract(model, Sentences(torch.full((1, 13), 4), torch.tensor([13])))
     with pytest.raises(IsolossError, match="the token id 20, and the model knows 0 to 19"):
         extract(model, Sentences(torch.tensor([[3, 20]]), torch.tensor([2])))
     with pytest.raises(IsolossError, match="at least one token"):
@@ -147,3 +155,100 @@ def test_the_look_up_table_needs_sentences() -> None:
     language = PCFG.from_text("S a 1\nS b 1")
     with pytest.raises(IsolossError, match="at least one sentence"):
         lookup_features(language, Sentences(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)))
+
+
+# --- one token, pairs, projections
+
+
+def test_first_and_last_tokens() -> None:
+    model, sentences = bert(), varied()
+    states = extract(model, sentences).unflatten(1, (6, 8))
+    assert torch.equal(extract(model, sentences, pooling="first"), states[:, 0])
+    rows = torch.arange(37)
+    assert torch.equal(extract(model, sentences, pooling="last"), states[rows, sentences.lengths - 1])
+
+
+def test_token_types_are_read() -> None:
+    model, sentences = bert(), varied()
+    types = (torch.arange(6) >= 2).long().expand(37, 6)
+    found = extract(model, sentences, types=types, batch_size=5)
+    for row in range(37):
+        length = int(sentences.lengths[row])
+        with torch.no_grad():
+            alone = model.base_model(sentences.tokens[row : row + 1, :length], token_type_ids=types[:1, :length])
+        torch.testing.assert_close(found[row, : length * 8], alone.last_hidden_state.flatten(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_projection_keeps_squared_distances_in_expectation() -> None:
+    model, sentences = bert(), varied()
+    whole = extract(model, sentences)
+    difference = whole[1:] - whole[:-1]
+    ratios = []
+    for seed in range(50):
+        projected = extract(model, sentences, projection=16, projection_seed=seed, batch_size=11)
+        assert projected.shape == (37, 16)
+        ratios.append((projected[1:] - projected[:-1]).square().sum() / difference.square().sum())
+    found = torch.stack(ratios)
+    assert abs(float(found.mean()) - 1) < 4 * float(found.std()) / 50**0.5
+    # the same matrix for every sentence: one linear map
+    matrix = torch.linalg.lstsq(
+        whole.double(), extract(model, sentences, projection=3).double(), driver="gelsd"
+    ).solution
+    torch.testing.assert_close((whole.double() @ matrix).float(), extract(model, sentences, projection=3))
+    test = Sentences(sentences.tokens[:5], sentences.lengths[:5])
+    torch.testing.assert_close(extract(model, test, projection=3), extract(model, sentences, projection=3)[:5])
+
+
+# --- features in a file
+
+
+def test_a_file_holds_what_memory_would(tmp_path: Path) -> None:
+    model, sentences = bert(), varied()
+    expected = extract(model, sentences, batch_size=10)
+    exact = extract_to(tmp_path / "a.safetensors", model, sentences, dtype=torch.float32, batch_size=10)
+    half = extract_to(tmp_path / "b.safetensors", model, sentences, batch_size=10)
+    assert isinstance(exact, StoredFeatures)
+    assert isinstance(half, StoredFeatures)
+    assert (exact.shape, len(half), half.dtype) == ((37, 48), 37, torch.bfloat16)
+    assert torch.equal(exact[:], expected)
+    assert torch.equal(half[:], expected.bfloat16())
+    assert torch.equal(half[30:99], expected.bfloat16()[30:])
+    rows = torch.tensor([[36, 0, 5], [5, 5, 1]])
+    assert torch.equal(half[rows], expected.bfloat16()[rows])
+    # any reader of safetensors reads it
+    assert torch.equal(load_file(tmp_path / "b.safetensors")["features"], expected.bfloat16())
+    assert (tmp_path / "b.safetensors").stat().st_size < 37 * 48 * 2 + 200
+    within = extract_to(tmp_path / "c", model, sentences, dtype=torch.bfloat16, memory_bytes=37 * 48 * 2, batch_size=10)
+    assert torch.equal(within, expected.bfloat16())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
+
+
+def test_files_that_hold_no_features_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(IsolossError, match=r"cannot read the features .*x.safetensors: No such file"):
+        StoredFeatures(path)
+    for content in (b"", b"\xff" * 20, b"\x02\0\0\0\0\0\0\0{}", b"\x10\0\0\0\0\0\0\0not JSON"):
+        path.write_bytes(content)
+        with pytest.raises(IsolossError, match="holds no features"):
+            StoredFeatures(path)
+    stored = store(path, [torch.ones(2, 3), torch.ones(1, 3)], shape=(3, 3), dtype=torch.float32)
+    assert torch.equal(stored[:], torch.ones(3, 3))
+    with pytest.raises(IndexError, match="row 3 of 3"):
+        stored[torch.tensor([3])]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(IsolossError, match="ends before its last row"):
+        StoredFeatures(path)
+
+
+def test_features_that_cannot_be_stored(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for blocks, dtype, message in (
+        ([torch.ones(2, 3)], torch.float32, "there are 2 rows of features, not 3"),
+        ([torch.ones(3, 2)], torch.float32, r"a block of features has the shape \(3, 2\), not \(B, 3\)"),
+        ([torch.ones(3, 3)], torch.float16, "stored in float32 or bfloat16, not in torch.float16"),
+    ):
+        with pytest.raises(IsolossError, match=message):
+            store(path, blocks, shape=(3, 3), dtype=dtype)
+        assert not list(tmp_path.iterdir())
+    with pytest.raises(IsolossError, match=r"cannot write the features .*nowhere/x: No such file"):
+        store(tmp_path / "nowhere" / "x", [torch.ones(3, 3)], shape=(3, 3), dtype=torch.float32)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from finetuning import bert, small_task
 from torch.nn import functional as F
 
 from isoloss import seeds
@@ -13,8 +15,11 @@ from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.pcfg import PCFG
 from isoloss.models.bert import build
+from isoloss.transfer.convex import fit
 from isoloss.transfer.features import extract
-from isoloss.transfer.probe import ProbeResult, linear_probe, paired_difference, probe_task
+from isoloss.transfer.probe import _folds, linear_probe, probe_task
+from isoloss.transfer.results import TransferResult
+from isoloss.transfer.stored_features import store
 from isoloss.transfer.tasks import make_task
 
 
@@ -81,7 +86,7 @@ def test_all_seeds_at_once_are_the_seeds_one_by_one(weight_decay: float, standar
 def test_the_scale_and_shift_of_the_features_do_not_matter_unless_asked() -> None:
     train_x, train_y, test_x, test_y = split(300, 500, spread=3.0)
 
-    def run(scale: float, shift: float, *, standardize: bool) -> ProbeResult:
+    def run(scale: float, shift: float, *, standardize: bool) -> TransferResult:
         x, z = train_x * scale + shift, test_x * scale + shift
         return linear_probe(x, train_y, z, test_y, num_classes=4, learning_rate=0.01, standardize=standardize)
 
@@ -129,7 +134,7 @@ def test_the_numbers_that_come_with_the_accuracy() -> None:
 def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not() -> None:
     data = split(200, 400, spread=6.0)
 
-    def run(seed: int) -> ProbeResult:
+    def run(seed: int) -> TransferResult:
         torch.manual_seed(seed + 17)  # the global state must not matter
         return linear_probe(*data, num_classes=4, epochs=3, seed=seed)
 
@@ -173,63 +178,6 @@ def test_the_stderr_of_untrained_probes_errs_on_the_large_side() -> None:
     assert 1 - 3 * RATIO_ERROR < variance_ratio(epochs=1, learning_rate=1e-9) < 4 * (1 + 3 * RATIO_ERROR)
 
 
-# --- paired differences
-
-
-def crossed(
-    num_seeds: int, num_examples: int, *, examples: float, by_seed: float, rest: float, g: torch.Generator
-) -> torch.Tensor:
-    """Return whether latent scores, with one random effect per example, one per seed and one per cell, are above 0."""
-    score = (
-        examples * torch.randn(num_examples, generator=g)
-        + by_seed * torch.randn(num_seeds, 1, generator=g)
-        + rest * torch.randn(num_seeds, num_examples, generator=g)
-    )
-    return score > 0
-
-
-@pytest.mark.parametrize(
-    ("examples", "by_seed", "rest"), [(1.0, 0.0, 0.3), (0.3, 0.0, 1.0), (1.0, 0.3, 0.3), (0.0, 0.0, 1.0)]
-)
-def test_the_paired_stderr_is_the_spread_over_fresh_seeds_and_examples(
-    examples: float, by_seed: float, rest: float
-) -> None:
-    g = seeds.generator(5, "crossed")
-    values, variances = [], []
-    for _ in range(1500):
-        a = crossed(5, 60, examples=examples, by_seed=by_seed, rest=rest, g=g)
-        b = crossed(5, 60, examples=examples, by_seed=by_seed, rest=rest, g=g)
-        estimate = paired_difference(a, b)
-        values.append(estimate.value)
-        variances.append(estimate.stderr**2)
-    spread = torch.tensor(values, dtype=torch.float64)
-    assert abs(float(spread.mean())) < 4 * float(spread.std()) / math.sqrt(1500)
-    # relative standard error of a variance from 1500 draws: sqrt(2 / 1499) = 0.037; taking the larger of three mean
-    # squares adds up to a fifth where there is nothing but cell noise
-    ratio = sum(variances) / 1500 / float(spread.var())
-    assert 1 - 4 * 0.037 < ratio < 1.2 + 4 * 0.037
-
-
-def test_pairing_sees_through_shared_difficulty() -> None:
-    g = seeds.generator(6, "pairs")
-    easy = torch.rand(2000, generator=g) < 0.7
-    b = easy.expand(3, -1).clone()
-    a = b.clone()
-    a[:, :40] = True  # a gets some of the hard ones as well
-    gained = int((~easy[:40]).sum())
-    estimate = paired_difference(a, b)
-    assert estimate.value == pytest.approx(gained / 2000)
-    d = (a[0].double() - b[0].double()).var() / 2000
-    assert estimate.stderr == pytest.approx(math.sqrt(float(d)))
-    unpaired = math.sqrt(2 * 0.7 * 0.3 / 2000)
-    assert estimate.stderr < unpaired / 5
-
-
-def test_the_same_answers_differ_by_exactly_nothing() -> None:
-    a = torch.tensor([[True, False, True], [False, True, True]])
-    assert (paired_difference(a, a).value, paired_difference(a, a).stderr) == (0.0, 0.0)
-
-
 # --- errors
 
 X, Y = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1, 1])
@@ -248,7 +196,7 @@ X, Y = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1, 1
         ({"test_y": Y - 1}, "the test labels go from -1 to 0; with 2 classes they are 0 to 1"),
         ({"num_classes": 1}, "the training labels go from 0 to 1; with 1 classes they are 0 to 0"),
         ({"train_y": Y.float()}, "int64 labels, not torch.float32"),
-        ({"seeds": 1}, "seeds is 1; a linear probe needs at least 2"),
+        ({"seeds": 0}, "seeds is 0; a linear probe needs at least 1"),
         ({"epochs": 0}, "epochs is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
@@ -260,20 +208,6 @@ def test_bad_input_is_named(arguments: dict[str, object], message: str) -> None:
     linear_probe(**good)
     with pytest.raises(IsolossError, match=message):
         linear_probe(**{**good, **arguments})
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "message"),
-    [
-        (torch.ones(2, 3), torch.ones(2, 4), r"not \(2, 3\) and \(2, 4\)"),
-        (torch.ones(3), torch.ones(3), r"two \(seeds, examples\) arrays"),
-        (torch.ones(1, 3), torch.ones(1, 3), "at least 2 seeds and 2 examples, not 1 and 3"),
-        (torch.ones(2, 1), torch.ones(2, 1), "not 2 and 1"),
-    ],
-)
-def test_answers_that_cannot_be_paired_are_named(a: torch.Tensor, b: torch.Tensor, message: str) -> None:
-    with pytest.raises(IsolossError, match=message):
-        paired_difference(a, b)
 
 
 # --- a model on a task
@@ -299,6 +233,7 @@ def test_probing_a_model_is_extracting_and_probing() -> None:
         seeds=2,
         epochs=3,
         learning_rate=0.01,
+        bayes=task.bayes,
     )
     assert {**result.accuracy.to_dict(), "seconds": 0} == {**by_hand.accuracy.to_dict(), "seconds": 0}
     assert torch.equal(result.predictions, by_hand.predictions)
@@ -338,3 +273,67 @@ def test_convex_solver_bad_input() -> None:
         linear_probe(x, y, x, y, num_classes=2, solver="convex")
     with pytest.raises(IsolossError, match="no solver 'newton': choose adamw or convex"):
         linear_probe(x, y, x, y, num_classes=2, solver="newton")
+
+
+def test_several_strengths_are_chosen_from_by_held_out_accuracy() -> None:
+    train_x, train_y, test_x, test_y = split(150, 400, spread=9.0)
+    train_y = torch.where(train_y == 3, 0, train_y)
+    train_y[7], test_y = 3, torch.where(test_y == 3, 0, test_y)  # a class with one example, which no fold holds out
+    strengths = [10.0, 1.0, 1e-1, 1e-2, 1e-3]
+
+    def convex(strength: float | list[float]) -> TransferResult:
+        settings = {"num_classes": 4, "solver": "convex", "seeds": 1}
+        return linear_probe(train_x, train_y, test_x, test_y, regularisation=strength, **settings)
+
+    result = convex(strengths)
+    folds = _folds(train_y, seeds.generator(0, "probe", "folds"))
+    assert folds[7] == -1
+    for label in range(3):
+        counts = folds[(train_y == label) & (folds >= 0)].bincount(minlength=5)
+        assert int(counts.max()) - int(counts.min()) <= 1
+    accuracies = []
+    # each fold by itself; its features are not scaled anew, so the strengths are taken to their scale
+    scale = ((train_x - train_x.mean(0)) ** 2).mean()
+    for strength in strengths:
+        right = 0
+        for k in range(5):
+            kept, out = folds != k, folds == k
+            found = fit(train_x[kept], train_y[kept], classes=4, regularisation=[strength * float(scale)])
+            right += int((found.predict(train_x[out])[0, 0] == train_y[out]).sum())
+        accuracies.append(right / int((folds >= 0).sum()))
+    assert len(set(accuracies)) > 1
+    details = result.accuracy.details
+    assert details["held_out_accuracies"] == pytest.approx(accuracies, abs=1e-9)
+    best = max(strength for strength, a in zip(strengths, accuracies, strict=True) if a == max(accuracies))
+    assert details["regularisation"] == best
+    assert torch.equal(result.predictions, convex(best).predictions)
+
+
+@pytest.mark.parametrize("standardize", [True, False])
+@pytest.mark.parametrize("solver", ["adamw", "convex"])
+def test_features_in_a_file_are_probed_as_those_in_memory(tmp_path: Path, solver: str, standardize: bool) -> None:
+    train_x, train_y, test_x, test_y = split(150, 200, spread=6.0)
+    train_x, test_x = train_x.bfloat16(), test_x.bfloat16()
+    stored = [
+        store(tmp_path / f"{index}", [x], shape=tuple(x.shape), dtype=torch.bfloat16)
+        for index, x in enumerate((train_x, test_x))
+    ]
+    settings = {"num_classes": 4, "seeds": 2, "epochs": 5, "standardize": standardize, "solver": solver}
+    in_memory = linear_probe(train_x, train_y, test_x, test_y, **settings)
+    in_files = linear_probe(stored[0], train_y, stored[1], test_y, **settings)
+    assert float((in_files.predictions == in_memory.predictions).double().mean()) > 0.99  # but for rounding
+    assert (in_memory.accuracy.details["features"], in_files.accuracy.details["features"]) == ("in memory", "in a file")
+    broken = store(tmp_path / "broken", [train_x * math.nan], shape=(150, 10), dtype=torch.float32)
+    with pytest.raises(IsolossError, match="150 of the 150 training examples have features that are NaN"):
+        linear_probe(broken, train_y, stored[1], test_y, **settings)
+
+
+def test_a_model_is_probed_through_a_file_where_memory_is_short() -> None:
+    model, task = bert(), small_task()
+    settings = {"seeds": 2, "epochs": 3, "pooling": "first"}
+    in_memory, in_files = (probe_task(model, task, memory_bytes=size, **settings) for size in (10**6, 0))
+    assert in_files.accuracy.details["features"] == "in a file"
+    assert torch.equal(in_memory.predictions, in_files.predictions)
+    projected = probe_task(model, task, projection=5, **settings)
+    assert projected.accuracy.details["num_features"] == 5
+    assert projected.classes == task.classes

@@ -9,8 +9,10 @@ from pathlib import Path
 import tyro
 
 from isoloss.cli import common
+from isoloss.cli.transfer import bounds
 from isoloss.config import EvalConfig
 from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate
 from isoloss.runs import Evaluation, Run
 
 EXAMPLES = [
@@ -72,8 +74,12 @@ def main(arguments: list[str]) -> int:
 def print_evaluations(title: str, evaluations: list[Evaluation]) -> None:
     """Print estimates as a table, one a line, each with its standard error and unit."""
     rows = [
-        (e.step, e.measure, name, str(estimate), f"{estimate.num_inputs:,}")
+        (e.step, e.measure, name, f"{estimate}{_bounds(estimate)}", f"{estimate.num_inputs:,}")
         for e in sorted(evaluations, key=lambda e: (e.step, e.measure))
         for name, estimate in e.estimates.items()
     ]
     common.print_table(title, ("step", "measure", "estimate", "value ± standard error", "inputs"), rows, left=4)
+
+
+def _bounds(estimate: Estimate) -> str:
+    return f" ({bounds(estimate.details)})" if "majority_rate" in estimate.details else ""

@@ -125,10 +125,12 @@ def _training_memory(parameters: int) -> str:
 
 
 def _tasks() -> list[Row]:
+    from isoloss.transfer.task_names import GLUE, TASKS
+
     return [
-        {"task": "root", "what": "the most likely symbol below the start symbol, given the sentence (grammars)"},
-        {"task": "prefix-L", "what": "the most likely symbol over the first L tokens (grammars; the paper's A, B, C)"},
-        {"task": "state-k", "what": "the most likely k-th state, given the sentence (hidden Markov models)"},
+        *({"task": name, "what": text} for name, text in TASKS.items()),
+        {"task": ", ".join(GLUE), "what": "classification tasks of GLUE: hf:nyu-mll/glue, or --data FOLDER"},
+        {"task": "NAME", "what": "your own labelled text: --data FILE --text COLUMN [--pair COLUMN] [--label COLUMN]"},
     ]
 
 
@@ -142,9 +144,9 @@ def _studies() -> list[Row]:
     from isoloss.studies import STUDIES, find
 
     return [
-        {"study": name, "what": text, "scale": scale, "size": find(name).SCALES[scale].text}
+        {"study": name, "what": text, "scale": scale, "size": size.text}
         for name, text in STUDIES.items()
-        for scale in find(name).SCALES
+        for scale, size in find(name).scales.items()
     ]
 
 

@@ -9,14 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.transfer.convex_data import Rows, Spectrum, second_moments
+from isoloss.transfer.convex_data import Features, Rows, Spectrum, second_moments
 from isoloss.transfer.convex_search import Evaluation, Problem
+from isoloss.transfer.stored_features import rows_at_once
 
-_CHUNK = 4096  # examples predicted at once
 _CERTIFICATE_PASSES = 2
 
 
@@ -40,21 +39,21 @@ class ConvexFit:
     gradient_norms: torch.Tensor
     passes: int
 
-    def predict(self, features: torch.Tensor) -> torch.Tensor:
+    def predict(self, features: Features) -> torch.Tensor:
         """Return (F, R, n) int64: the most probable class of each example; features is (n, D)."""
         splits, strengths, width, classes = self.weights.shape
         if features.ndim != 2 or features.shape[1] != width:
             raise IsolossError(f"the probe was fitted on {width} features, not on features of {tuple(features.shape)}")
         stacked = self.weights.permute(2, 0, 1, 3).reshape(width, -1)
         found = []
-        for first in range(0, len(features), _CHUNK):
-            logits = features[first : first + _CHUNK].to(stacked) @ stacked + self.intercepts.flatten()
+        for first in range(0, len(features), size := rows_at_once(width)):
+            logits = torch.as_tensor(features[first : first + size]).to(stacked) @ stacked + self.intercepts.flatten()
             found.append(logits.view(-1, splits, strengths, classes).argmax(dim=3))
         return torch.cat(found).permute(1, 2, 0).contiguous()
 
 
 def fit(
-    features: torch.Tensor | np.ndarray,
+    features: Features,
     labels: torch.Tensor,
     *,
     classes: int,
@@ -62,7 +61,7 @@ def fit(
     splits: Sequence[torch.Tensor] | None = None,
     tolerance: float = 1e-6,
     max_passes: int = 1000,
-    block_rows: int = 2048,
+    block_rows: int | None = None,
     device: torch.device | str | None = None,
 ) -> ConvexFit:
     """Fit multinomial logistic regressions with an L2 penalty on the weights, one for each split and strength.
@@ -83,15 +82,15 @@ def fit(
     reach the tolerance, steps in float64 follow.
 
     Args:
-        features: (n, D) floats: a tensor, of which one float32 copy is made, or an array, which may be memory-mapped
-            and is read in blocks of rows.
+        features: (n, D) floats: a tensor, of which one float32 copy is made; or `StoredFeatures` or an array, which
+            may be memory-mapped: these are read in blocks of rows.
         labels: (n,) int64 labels in 0..classes - 1.
         classes: Number of classes, C; each occurs in every split.
         regularisation: R strengths l, above 0.
         splits: F subsets of the rows, each (n,) bool or int64 row numbers; None: one, of all rows.
         tolerance: Bound on the gap relative to the objective at which a problem is done.
         max_passes: Readings of the features before giving up.
-        block_rows: Rows that are taken at once.
+        block_rows: Rows that are taken at once; None: 2048, or fewer of wide features, 16 million numbers.
         device: Where to compute; None: where the features are.
 
     Returns:
@@ -110,8 +109,9 @@ def fit(
         >>> bool((found.gaps <= 1e-6 * found.objectives).all())
         True
     """
-    _check_settings(regularisation, tolerance, max_passes, block_rows)
+    _check_settings(regularisation, tolerance, max_passes, 1 if block_rows is None else block_rows)
     members = _members(features, labels, classes, splits)
+    block_rows = block_rows or rows_at_once(features.shape[1])
     where = torch.device(device) if device else features.device if isinstance(features, torch.Tensor) else "cpu"
     rows = Rows(features, labels, members, block_rows=block_rows, device=torch.device(where))
     spectrum = second_moments(rows)
@@ -275,7 +275,7 @@ def _check_settings(regularisation: Sequence[float], tolerance: float, max_passe
 
 
 def _members(
-    features: torch.Tensor | np.ndarray, labels: torch.Tensor, classes: int, splits: Sequence[torch.Tensor] | None
+    features: Features, labels: torch.Tensor, classes: int, splits: Sequence[torch.Tensor] | None
 ) -> torch.Tensor:
     """Return (n, F) bool: which rows each split has."""
     if features.ndim != 2 or labels.ndim != 1 or len(features) != len(labels) or features.shape[1] == 0:

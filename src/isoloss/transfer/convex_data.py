@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
+from isoloss.transfer.stored_features import StoredFeatures
+
+Features = torch.Tensor | np.ndarray[Any, Any] | StoredFeatures
 
 _EXACT_WIDTH = 2048  # features up to which the second moments are decomposed exactly
 _RANK = 512  # of their approximation above that
@@ -30,7 +35,7 @@ class Rows:
 
     def __init__(
         self,
-        features: torch.Tensor | np.ndarray,
+        features: Features,
         labels: torch.Tensor,
         members: torch.Tensor,
         *,
@@ -73,6 +78,8 @@ class Rows:
         if isinstance(self._features, torch.Tensor):
             assert self._order is not None
             return self._features[self._order[first:last]].to(self.device)
+        if isinstance(self._features, StoredFeatures):
+            return self._features[first:last].to(self.device)
         return torch.from_numpy(np.array(self._features[first:last])).to(self.device)
 
     def _mean(self) -> torch.Tensor:
@@ -94,7 +101,7 @@ class Spectrum:
     Attributes:
         vectors: (D, r) orthonormal columns U.
         values: (r,) v.
-        rest: The mean eigenvalue of what the vectors leave out.
+        rest: The mean eigenvalue of what the vectors leave out; infinite where they leave out nothing but rounding.
     """
 
     vectors: torch.Tensor
@@ -123,7 +130,7 @@ def second_moments(rows: Rows) -> Spectrum:
         for x, _, _ in rows.blocks(torch.float32):
             moments.addmm_(x.T, x, alpha=1 / count)
         values, vectors = torch.linalg.eigh(moments)
-        return Spectrum(vectors, values.clamp(min=0), 0.0)
+        return Spectrum(vectors, values.clamp(min=0), math.inf)
     drawn = torch.randn(width, _RANK, generator=seeds.generator(0, "convex probe", "sketch")).to(rows.device)
     test = torch.linalg.qr(drawn).Q
     product, trace = torch.zeros_like(test), 0.0

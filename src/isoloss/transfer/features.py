@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 
+from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.base import ExactLanguage, Sentences
+from isoloss.transfer.stored_features import StoredFeatures, store
 
-Pooling = Literal["concatenate", "mean"]
+Pooling = Literal["concatenate", "mean", "first", "last"]
 
 _LOOKUP_CHUNK = 4096  # sentences whose conditionals are computed at once
 
@@ -18,29 +23,40 @@ def extract(
     model: torch.nn.Module,
     sentences: Sentences,
     *,
+    types: torch.Tensor | None = None,
     pooling: Pooling = "concatenate",
     layer: int = -1,
+    projection: int | None = None,
+    projection_seed: int = 0,
     batch_size: int = 512,
 ) -> torch.Tensor:
     """Return the model's representation of each unmasked sentence (paper, section 2.1 and appendix A.5).
 
     The sentences go through the model without its prediction head, nothing masked. `"concatenate"`, the paper's choice,
-    lays the states of all T positions side by side, with zeros at padding; `"mean"` averages them over the tokens.
+    lays the states of all T positions side by side, with zeros at padding; `"mean"` averages them over the tokens;
+    `"first"` and `"last"` take one token's: [CLS] stands first in tasks of real text.
+
+    A `projection` multiplies each row by a (D, projection) matrix of independent normal numbers with variance
+    1 / projection, which keeps the squared distances of rows in expectation; the paper's has 512 columns.
 
     Args:
         model: A Hugging Face model in eval mode; it stays where it is.
         sentences: n sentences padded to T tokens; pad the training and the test split to the same T.
+        types: (n, T) token types of pairs of texts, where the model has them.
         pooling: How the (n, T, d) states become rows.
         layer: Index into the model's hidden states, 0 being the embeddings; -1 is the model's own last hidden state,
             after a final layer norm where it has one.
+        projection: Width that the rows are projected to; None: not at all.
+        projection_seed: Decides the matrix, which is the same for all rows of one width.
         batch_size: Sentences in a forward pass.
 
     Returns:
-        (n, T * d) or, for `"mean"`, (n, d), float32 on the model's device.
+        (n, D), float32 on the model's device: D is T * d for `"concatenate"`, d for the others, or `projection`.
 
     Raises:
         IsolossError: The model is in training mode or has no `base_model`, the layer does not exist, the pooling is
-            unknown, a token is unknown to the model, a sentence is empty, or there are none.
+            unknown, a token is unknown to the model, a sentence is empty or too long, there are none, or a width is
+            below 1.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -51,28 +67,126 @@ def extract(
         >>> tuple(features.shape), features[1, 8:].tolist()
         ((2, 12), [0.0, 0.0, 0.0, 0.0])
     """
-    backbone = _backbone(model)
-    if pooling not in ("concatenate", "mean"):
-        raise IsolossError(f"no pooling {pooling!r}: choose concatenate or mean")
-    if batch_size < 1:
-        raise IsolossError(f"batch_size is {batch_size}; it must be at least 1")
-    if len(sentences.lengths) == 0 or int(sentences.lengths.min()) < 1:
-        raise IsolossError("features need at least one sentence, and at least one token in each")
-    device = next(model.parameters()).device
-    known = backbone.get_input_embeddings().num_embeddings
-    if int(sentences.tokens.max()) >= known:
-        raise IsolossError(
-            f"the sentences hold the token id {int(sentences.tokens.max())}, and the model knows 0 to {known - 1}: "
-            "it is a model of another language"
-        )
-    rows = []
-    with torch.no_grad():
-        for first in range(0, len(sentences.tokens), batch_size):
-            tokens, lengths = (part[first : first + batch_size].to(device) for part in sentences[:2])
-            present = Sentences(tokens, lengths).present()
-            states = _states(backbone, tokens, present, layer).float().masked_fill(~present[:, :, None], 0.0)
-            rows.append(states.flatten(1) if pooling == "concatenate" else states.sum(1) / lengths[:, None])
-    return torch.cat(rows)
+    reader = _Reader(model, sentences, types, pooling, layer, projection, projection_seed, batch_size)
+    return torch.cat(list(reader.blocks()))
+
+
+def extract_to(
+    path: Path,
+    model: torch.nn.Module,
+    sentences: Sentences,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    types: torch.Tensor | None = None,
+    pooling: Pooling = "concatenate",
+    layer: int = -1,
+    projection: int | None = None,
+    projection_seed: int = 0,
+    batch_size: int = 512,
+    memory_bytes: int = 0,
+) -> torch.Tensor | StoredFeatures:
+    """Write what `extract` returns to the file `path`, a batch at a time, and open it: for more than memory holds.
+
+    Args:
+        path: A safetensors file, written whole or not at all.
+        model: As for `extract`, and so are the other arguments.
+        sentences: n sentences.
+        dtype: Type of the features: bfloat16, which keeps 8 significant bits in half the space, or float32.
+        types: (n, T) token types.
+        pooling: How states become rows.
+        layer: Whose states.
+        projection: Width that the rows are projected to.
+        projection_seed: Decides the projection.
+        batch_size: Sentences in a forward pass.
+        memory_bytes: Features of at most so many bytes are returned as a tensor in memory, and there is no file.
+
+    Raises:
+        IsolossError: As for `extract`; another dtype; or the file cannot be written.
+    """
+    reader = _Reader(model, sentences, types, pooling, layer, projection, projection_seed, batch_size)
+    shape = (len(sentences.lengths), reader.width())
+    if math.prod(shape) * dtype.itemsize <= memory_bytes:
+        return torch.cat([block.to(dtype) for block in reader.blocks()])
+    return store(path, reader.blocks(), shape=shape, dtype=dtype)
+
+
+class _Reader:
+    """Sentences as blocks of features; the arguments are those of `extract`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sentences: Sentences,
+        types: torch.Tensor | None,
+        pooling: Pooling,
+        layer: int,
+        projection: int | None,
+        projection_seed: int,
+        batch_size: int,
+    ) -> None:
+        self.backbone = backbone_of(model)
+        if any(module.training for module in model.modules()):
+            raise IsolossError(
+                "the model is in training mode, where dropout makes features random: call model.eval() first"
+            )
+        if pooling not in get_args(Pooling):
+            raise IsolossError(f"no pooling {pooling!r}: choose {', '.join(get_args(Pooling))}")
+        for name, count in (("batch_size", batch_size), ("projection", projection)):
+            if count is not None and count < 1:
+                raise IsolossError(f"{name} is {count}; it must be at least 1")
+        check_sentences(self.backbone, sentences)
+        self.device = next(model.parameters()).device
+        self.sentences, self.types, self.pooling, self.layer = sentences, types, pooling, layer
+        self.projection, self.projection_seed, self.batch_size = projection, projection_seed, batch_size
+        self._matrix: torch.Tensor | None = None
+
+    def width(self) -> int:
+        """Return D."""
+        return len(self._rows(slice(0, 1))[0])
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """Yield (B, D), batch by batch."""
+        for first in range(0, len(self.sentences.lengths), self.batch_size):
+            yield self._rows(slice(first, first + self.batch_size))
+
+    @torch.no_grad()
+    def _rows(self, rows: slice) -> torch.Tensor:
+        total = self.sentences.tokens.shape[1]
+        lengths = self.sentences.lengths[rows].to(self.device)
+        longest = int(lengths.max())
+        tokens = self.sentences.tokens[rows, :longest].to(self.device)
+        present = Sentences(tokens, lengths).present()
+        inputs = {"input_ids": tokens, "attention_mask": present.long()}
+        if self.types is not None:
+            inputs["token_type_ids"] = self.types[rows, :longest].to(self.device)
+        states = self._states(inputs).float()
+        if self.pooling == "first":
+            pooled = states[:, 0]
+        elif self.pooling == "last":
+            pooled = states[torch.arange(len(states), device=self.device), lengths - 1]
+        else:
+            states = states.masked_fill(~present[:, :, None], 0.0)
+            if self.pooling == "mean":
+                pooled = states.sum(1) / lengths[:, None]
+            else:
+                pooled = torch.nn.functional.pad(states, (0, 0, 0, total - longest)).flatten(1)
+        return pooled if self.projection is None else pooled @ self._projector(pooled.shape[1], self.projection)
+
+    def _projector(self, width: int, projection: int) -> torch.Tensor:
+        if self._matrix is None:
+            generator = seeds.generator(self.projection_seed, "projection")
+            self._matrix = torch.randn(width, projection, generator=generator).mul_(projection**-0.5).to(self.device)
+        return self._matrix
+
+    def _states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return (B, T, d): the hidden states of the layer."""
+        if self.layer == -1:
+            last: torch.Tensor = self.backbone(**inputs).last_hidden_state
+            return last
+        states: tuple[torch.Tensor, ...] = self.backbone(**inputs, output_hidden_states=True).hidden_states
+        if not -len(states) <= self.layer < len(states):
+            raise IsolossError(f"no layer {self.layer}: the model has hidden states 0 to {len(states) - 1}")
+        return states[self.layer]
 
 
 def lookup_features(language: ExactLanguage, sentences: Sentences) -> torch.Tensor:
@@ -103,24 +217,26 @@ def lookup_features(language: ExactLanguage, sentences: Sentences) -> torch.Tens
     return torch.cat(rows)
 
 
-def _backbone(model: torch.nn.Module) -> Any:
-    if any(module.training for module in model.modules()):
-        raise IsolossError(
-            "the model is in training mode, where dropout makes features random: call model.eval() first"
-        )
+def backbone_of(model: Any) -> Any:
+    """Return the model without its prediction head; an `IsolossError` where it has no such part."""
     backbone = getattr(model, "base_model", None)
     if backbone is None:
         raise IsolossError(f"{type(model).__name__} has no base_model: features are read from a Hugging Face model")
     return backbone
 
 
-def _states(backbone: Any, tokens: torch.Tensor, present: torch.Tensor, layer: int) -> torch.Tensor:
-    """Return (n, T, d): the hidden states of `layer`."""
-    if layer == -1:
-        last: torch.Tensor = backbone(input_ids=tokens, attention_mask=present.long()).last_hidden_state
-        return last
-    output = backbone(input_ids=tokens, attention_mask=present.long(), output_hidden_states=True)
-    states: tuple[torch.Tensor, ...] = output.hidden_states
-    if not -len(states) <= layer < len(states):
-        raise IsolossError(f"no layer {layer}: the model has hidden states 0 to {len(states) - 1}")
-    return states[layer]
+def check_sentences(backbone: Any, sentences: Sentences) -> None:
+    """Raise an `IsolossError` unless there are sentences, none empty, that the model has tokens and positions for."""
+    if len(sentences.lengths) == 0 or int(sentences.lengths.min()) < 1:
+        raise IsolossError("features need at least one sentence, and at least one token in each")
+    known = backbone.get_input_embeddings().num_embeddings
+    if int(sentences.tokens.max()) >= known:
+        raise IsolossError(
+            f"the sentences hold the token id {int(sentences.tokens.max())}, and the model knows 0 to {known - 1}: "
+            "it is a model of another language"
+        )
+    longest, positions = int(sentences.lengths.max()), getattr(backbone.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise IsolossError(
+            f"the sentences have up to {longest} tokens, and the model reads {positions} at most: cut them shorter"
+        )

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate
 from isoloss.languages.base import Sentences
-from isoloss.languages.chart_plan import FoldedRules
+from isoloss.languages.dyck import Brackets
+from isoloss.languages.hmm import HMM
+from isoloss.languages.next_tokens import with_start
+from isoloss.transfer.bayes import bayes_accuracy
+from isoloss.transfer.labelling import UNDEFINED, Labelled, Labelling, labelling
+from isoloss.transfer.results import majority_rate as majority_rate
+from isoloss.transfer.task_names import LATENT, canonical
 
-if TYPE_CHECKING:
-    from isoloss.languages.hmm import HMM
-    from isoloss.languages.pcfg import PCFG
-
-_PREFIX = re.compile(r"prefix-([1-9]\d*)")
-_STATE = re.compile(r"state-([1-9]\d*)")
-_UNDEFINED = -1  # the label of a sentence that the task does not cover
 _LEAST_SHARE = 1e-3  # a task whose labels fewer of the sentences bear is refused,
 _LEAST_DRAWS = 10_000  # once so many have been drawn
 _BATCH = 4096  # sentences drawn at once
 
-Labeller = Callable[[Sentences], torch.Tensor]
+Lengths = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +31,21 @@ class TaskData:
     """Labelled sentences of one downstream task.
 
     Attributes:
-        name: The task, e.g. `root`, `prefix-4`, `state-6`.
-        train: Sentences padded to the language's longest.
+        name: The task, e.g. `root`, `prefix-4`, `state-6`, `sst2`.
+        train: Sentences padded on the right, to the same length as those of `test`.
         train_labels: (n_train,) int64, indices into `classes`.
-        test: Sentences padded to the language's longest, drawn independently of the training sentences.
+        test: Sentences, drawn independently of the training sentences.
         test_labels: (n_test,) int64.
-        classes: The symbols or states that a label can stand for, whether or not one of these sentences bears it.
+        classes: The symbols, states or names that a label can stand for, whether or not one of these sentences bears
+            it.
         majority_rate: Share of the commonest test label: the accuracy without looking.
         overlap: Share of the test sentences that are training sentences too; they are kept, since the test sentences
-            would otherwise not follow the language's distribution.
+            would otherwise not follow their distribution.
+        bayes: The most that any classifier of the test sentences can reach; None where the truth is unknown.
+        vocabulary: The token strings, by id; none where the sentences are text.
+        train_types: (n_train, T) int64, 1 at the second text of a pair and 0 elsewhere, or None.
+        test_types: The same of the test sentences.
+        texts: The test examples as text, one or two strings each; None for a synthetic language.
     """
 
     name: str
@@ -53,46 +56,96 @@ class TaskData:
     classes: tuple[str, ...]
     majority_rate: float
     overlap: float
+    bayes: Estimate | None = None
+    vocabulary: tuple[str, ...] = ()
+    train_types: torch.Tensor | None = None
+    test_types: torch.Tensor | None = None
+    texts: tuple[tuple[str, ...], ...] | None = None
+
+    def batch(self, split: str, rows: slice | torch.Tensor = slice(None)) -> dict[str, torch.Tensor]:
+        """Return what a model takes of the sentences `rows` of `train` or `test`.
+
+        Returns:
+            `input_ids` and `attention_mask` (n, T), and `token_type_ids` where the task has them; int64.
+
+        Raises:
+            IsolossError: There is no such split.
+        """
+        if split not in ("train", "test"):
+            raise IsolossError(f"a task has the splits train and test, not {split!r}")
+        sentences, types = (self.train, self.train_types) if split == "train" else (self.test, self.test_types)
+        chosen = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        found = {"input_ids": chosen.tokens, "attention_mask": chosen.present().long()}
+        return found if types is None else {**found, "token_type_ids": types[rows]}
+
+    def inputs(self) -> list[tuple[str, ...]]:
+        """Return the test examples as a person reads them: one text each, or two."""
+        if self.texts is not None:
+            return list(self.texts)
+        rows = zip(self.test.tokens.tolist(), self.test.lengths.tolist(), strict=True)
+        return [(" ".join(self.vocabulary[token] for token in tokens[:length]),) for tokens, length in rows]
 
 
-def majority_rate(labels: torch.Tensor) -> float:
-    """Return the share of the commonest of the labels (n,).
-
-    Example:
-        >>> majority_rate(torch.tensor([2, 0, 2, 1]))
-        0.5
-    """
-    return int(labels.bincount().max()) / len(labels)
-
-
-def make_task(language: PCFG | HMM, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
+def make_task(
+    language: Labelled,
+    name: str,
+    *,
+    num_train: int,
+    num_test: int,
+    seed: int,
+    train_lengths: Lengths | None = None,
+    test_lengths: Lengths | None = None,
+    test_language: Labelled | None = None,
+) -> TaskData:
     """Return the downstream task `name` of a language, on fresh sentences (paper, section 2.2 and appendix A.1).
 
     Of a grammar, `root`: the symbol that the start symbol is rewritten to,
-    `argmax_A Pr(A covers the whole sentence | sentence)` over the symbols A of its unary rules. `prefix-L`: the most
-    likely symbol over the first L tokens by inside scores,
-    `argmax_A Pr(A =>* x_1 .. x_L)`, over all symbols that yield L tokens; a start symbol that is only ever rewritten to
-    a single symbol stands for no choice and is left out. Both labels are functions of the sentence, so an accuracy of 1
-    is possible, and equal scores go to the first symbol.
+    `argmax_A Pr(A covers the whole sentence | sentence)` over the symbols A of its unary rules. `level-D`, where every
+    symbol has the same number of binary rules above it: the first symbol with D of them,
+    `argmax_A Pr(A covers x_1 .. x_w for some w | sentence)`. `prefix-L`: the most likely symbol over the first L tokens
+    by inside scores, `argmax_A Pr(A =>* x_1 .. x_L)`, over all symbols that yield L tokens (the paper's tasks A, B and
+    C, which are names of `prefix-32`, `prefix-16` and `prefix-8`); a start symbol that is only ever rewritten to a
+    single symbol stands for no choice and is left out. All labels are functions of the sentence, so an accuracy of 1 is
+    possible, and equal scores go to the first symbol.
 
     Of a hidden Markov model, `state-k`: the most likely k-th hidden state given the whole sentence,
     `argmax_z Pr(z_k = z | x_1 .. x_T)`, k from 1 (the paper's task-6 and task-10); not the k-th state of the most
     likely sequence. Every sentence has this label.
 
-    A sentence for which the task has no label (shorter than L, or no symbol yields its first L tokens; for `root`, the
-    start symbol splits at once) is drawn again: the sentences follow the language's distribution given that there is
-    one.
+    Of the paper's bracket language, `mismatch`: the number of `>` less that of `<` in strings of independent, uniform
+    brackets (section 5). They need not be sentences, and no accuracy but 1 is the best.
+
+    With `-latent` behind the name (but `mismatch`), the label is not the most likely symbol or state but the one that
+    did produce the sentence: of `prefix-L` that of the tree's node over exactly the first L tokens. It is no function
+    of the sentence, and even a classifier that knows the language errs: its accuracy is `bayes`. The paper's text has
+    the first definition for grammars, as a formula; of hidden Markov models it says "the 6-th and 10-th hidden
+    variables", which may be either.
+
+    A sentence for which the task has no label (shorter than L, no symbol yields its first L tokens or, with `-latent`,
+    no node covers them; for `root`, the start symbol splits at once) is drawn again: the sentences follow the
+    language's distribution given that there is one.
+
+    Other sentences than the language's are for transfer out of distribution. `train_lengths` and `test_lengths`, each
+    the least and the most tokens, leave out a grammar's other sentences; of a hidden Markov model they cut each
+    sentence at a length drawn uniformly from these. `test_language`, e.g. of `isoloss.transfer.shifts.redraw`, is where
+    the test sentences and their labels come from.
 
     Args:
-        language: The grammar or hidden Markov model.
-        name: `root` or `prefix-L`, e.g. `prefix-4`; `state-k`, e.g. `state-6`.
+        language: A grammar, a hidden Markov model or the paper's bracket language.
+        name: `root`, `level-D`, `prefix-L`, `state-k` or `mismatch`, the first four also with `-latent`; `A`, `B`, `C`
+            and `task-k` are other names.
         num_train: Training sentences.
         num_test: Test sentences, from a stream of their own.
-        seed: The seed of the sentences; the streams are `("task", name, "train")` and `("task", name, "test")`.
+        seed: The seed of the sentences; the streams are `("task", name, "train")` and `("task", name, "test")`, with
+            the name that has no `-latent`.
+        train_lengths: Of the training sentences; None: any.
+        test_lengths: Of the test sentences; None: any.
+        test_language: Of the same tokens and classes; None: `language`.
 
     Raises:
         IsolossError: No such task; fewer than two classes can be a label, or only one occurs in training; hardly any
-            sentence has a label; a number of sentences is below 1.
+            sentence has a label; a number of sentences is below 1; lengths that the language does not have; a
+            `test_language` of other tokens or classes.
 
     Example:
         >>> from isoloss.languages.pcfg import PCFG
@@ -100,25 +153,33 @@ def make_task(language: PCFG | HMM, name: str, *, num_train: int, num_test: int,
         >>> task = make_task(language, "prefix-2", num_train=100, num_test=50, seed=0)
         >>> task.classes, tuple(task.train.tokens.shape), task.train_labels[:5].tolist()
         (('L1.0', 'L1.1', 'L1.2'), (100, 4), [1, 0, 0, 0, 1])
+        >>> print(make_task(language, "prefix-2-latent", num_train=100, num_test=50, seed=0).bayes)
+        80.9083057 %
     """
     for split, number in (("train", num_train), ("test", num_test)):
         if number < 1:
             raise IsolossError(f"num_{split} is {number}; a task needs at least 1 {split} sentence")
-    from isoloss.languages.hmm import HMM
-
-    classes, labeller = _of_hmm(language, name) if isinstance(language, HMM) else _of_grammar(language, name)
+    other = language if test_language is None else test_language
+    asked, asked_of_test = labelling(language, name), labelling(other, name)
+    name, classes = canonical(name), asked.classes
+    if (other.vocabulary, asked_of_test.classes) != (language.vocabulary, classes):
+        raise IsolossError("the test language must have the tokens and the symbols or states of the first")
     if len(classes) < 2:
         found = f"only {classes[0]}" if classes else "no symbol"
         raise IsolossError(f"task {name}: {found} can be the label, and a task needs two classes; choose another task")
-    train, train_labels = _labelled(language, name, labeller, num_train, seeds.generator(seed, "task", name, "train"))
-    test, test_labels = _labelled(language, name, labeller, num_test, seeds.generator(seed, "task", name, "test"))
+    width = max(language.max_length, other.max_length)
+    stream = name.removesuffix(LATENT)
+    train, train_labels = _Draw(language, name, asked, train_lengths, width)(
+        num_train, seeds.generator(seed, "task", stream, "train")
+    )
+    test, test_labels = _Draw(other, name, asked_of_test, test_lengths, width)(
+        num_test, seeds.generator(seed, "task", stream, "test")
+    )
     if bool((train_labels == train_labels[0]).all()):
         only = classes[int(train_labels[0])]
         raise IsolossError(
             f"task {name}: all {num_train} training sentences have the label {only}; draw more sentences"
         )
-    seen = {row.tobytes() for row in train.tokens.cpu().numpy()}
-    repeated = sum(row.tobytes() in seen for row in test.tokens.cpu().numpy())
     return TaskData(
         name=name,
         train=train,
@@ -127,78 +188,92 @@ def make_task(language: PCFG | HMM, name: str, *, num_train: int, num_test: int,
         test_labels=test_labels,
         classes=classes,
         majority_rate=majority_rate(test_labels),
-        overlap=repeated / num_test,
+        overlap=overlap(train.tokens, test.tokens),
+        bayes=bayes_accuracy(other, asked_of_test, test, enumerable=test_lengths is None),
+        vocabulary=language.vocabulary,
     )
 
 
-def _of_hmm(language: HMM, name: str) -> tuple[tuple[str, ...], Labeller]:
-    """Return the states, and the function from sentences to indices into them; scores as for a grammar."""
-    match = _STATE.fullmatch(name)
-    if match is None or int(match[1]) > language.max_length:
-        raise IsolossError(f"no task {name!r}: choose state-k with k from 1 to {language.max_length}")
-    exact, position = language.to(dtype=torch.float64), int(match[1]) - 1
+def read_from_start(task: TaskData, language: Labelled) -> TaskData:
+    """Return the task as a causal model of `language` reads it: with the start before each sentence.
 
-    def state(sentences: Sentences) -> torch.Tensor:
-        return exact.posterior(sentences.tokens, sentences.lengths)[:, position].argmax(dim=1)
-
-    return language.states, state
-
-
-def _of_grammar(language: PCFG, name: str) -> tuple[tuple[str, ...], Labeller]:
-    """Return the symbols that can be a label, and the function from sentences to indices into them.
-
-    Scores are in float64 whatever the language computes in, so that the labels are the same.
+    Example:
+        >>> task = make_task(Brackets(4), "mismatch", num_train=50, num_test=9, seed=0)
+        >>> task.test.tokens[0].tolist(), read_from_start(task, Brackets(4)).test.tokens[0].tolist()
+        ([0, 1, 1, 1], [3, 0, 1, 1, 1])
     """
-    exact, grammar = language.to(dtype=torch.float64), language.grammar
-    start = grammar.symbols.index(language.start)
-    if name == "root":
-        roots = grammar.unary[grammar.unary[:, 0] == start, 1].tolist()
-
-        def root(sentences: Sentences) -> torch.Tensor:
-            posterior = exact.span_posterior(sentences.tokens, sentences.lengths)[:, roots]
-            return posterior.argmax(dim=1).masked_fill(posterior.amax(dim=1) == 0, _UNDEFINED)
-
-        return tuple(grammar.symbols[symbol] for symbol in roots), root
-    match = _PREFIX.fullmatch(name)
-    if match is None or int(match[1]) > language.max_length:
-        raise IsolossError(f"no task {name!r}: choose root or prefix-L with L from 1 to {language.max_length}")
-    width = int(match[1])
-    yields = FoldedRules(grammar, width).feasible[:, width]
-    passes_on = not (grammar.binary[:, 0] == start).any() and not (grammar.emission[:, 0] == start).any()
-    candidates = [symbol for symbol in yields.nonzero()[0].tolist() if symbol != start or not passes_on]
-
-    def prefix(sentences: Sentences) -> torch.Tensor:
-        labels = torch.full_like(sentences.lengths, _UNDEFINED)
-        long_enough = sentences.lengths >= width
-        tokens = sentences.tokens[long_enough]
-        scores = exact.inside(tokens, sentences.lengths[long_enough], stop=width)
-        # symbols that cannot yield the tokens share one value, of at most the log of the smallest normal number
-        best = scores.amax(dim=1)
-        none = (best <= math.log(torch.finfo(torch.float64).tiny)) & (best == scores.amin(dim=1))
-        labels[long_enough] = scores[:, candidates].argmax(dim=1).masked_fill(none, _UNDEFINED)
-        return labels
-
-    return tuple(grammar.symbols[symbol] for symbol in candidates), prefix
+    train, test = (with_start(sentences, language) for sentences in (task.train, task.test))
+    return dataclasses.replace(task, train=train, test=test, texts=tuple(task.inputs()))
 
 
-def _labelled(
-    language: PCFG | HMM, name: str, labeller: Labeller, n: int, generator: torch.Generator
-) -> tuple[Sentences, torch.Tensor]:
-    """Return the stream's first `n` sentences with a label, padded to the language's longest, and their labels."""
-    tokens, lengths, labels = [], [], []
-    drawn = found = 0
-    while found < n:
-        if drawn >= _LEAST_DRAWS and found < drawn * _LEAST_SHARE:
+def overlap(train: torch.Tensor, test: torch.Tensor) -> float:
+    """Return the share of the rows of `test` (n, T) that are rows of `train` (m, T).
+
+    Example:
+        >>> overlap(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[3, 4], [4, 3]]))
+        0.5
+    """
+    seen = {row.tobytes() for row in train.cpu().numpy()}
+    return sum(row.tobytes() in seen for row in test.cpu().numpy()) / len(test)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Draws labelled sentences of one language, padded to `width` tokens."""
+
+    language: Labelled
+    name: str
+    labelling: Labelling
+    lengths: Lengths | None
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.lengths is None:
+            return
+        low, high = self.lengths
+        if not 1 <= low <= high <= self.language.max_length:
             raise IsolossError(
-                f"task {name}: {found} of {drawn} sentences have a label; choose another task or language"
+                f"the lengths are {low} to {high}; they must be from 1 to {self.language.max_length} tokens, the least "
+                "first"
             )
-        # an equal number each time: the sentences are those of the stream, whatever n is
-        sentences = language.sample(_BATCH, generator=generator)
-        own = labeller(sentences)
-        kept = own != _UNDEFINED
-        width = language.max_length - sentences.tokens.shape[1]
-        tokens.append(torch.nn.functional.pad(sentences.tokens, (0, width), value=language.pad_id)[kept])
-        lengths.append(sentences.lengths[kept])
-        labels.append(own[kept])
-        drawn, found = drawn + len(own), found + int(kept.sum())
-    return Sentences(torch.cat(tokens)[:n], torch.cat(lengths)[:n]), torch.cat(labels)[:n]
+        if isinstance(self.language, Brackets):
+            raise IsolossError(f"every string of brackets has {self.language.max_length} tokens: choose no lengths")
+
+    def __call__(self, n: int, generator: torch.Generator) -> tuple[Sentences, torch.Tensor]:
+        """Return the stream's first `n` sentences with a label, and their labels."""
+        tokens, lengths, labels = [], [], []
+        drawn = found = 0
+        while found < n:
+            if drawn >= _LEAST_DRAWS and found < drawn * _LEAST_SHARE:
+                fitting = "a label" if self.lengths is None else "a label and {} to {} tokens".format(*self.lengths)
+                raise IsolossError(
+                    f"task {self.name}: {found} of {drawn} sentences have {fitting}; choose another task or language"
+                )
+            # an equal number each time: the sentences are those of the stream, whatever n is
+            sentences = self._sentences(generator)
+            own = self.labelling.label(sentences)
+            kept = own != UNDEFINED
+            missing = self.width - sentences.tokens.shape[1]
+            padded = torch.nn.functional.pad(sentences.tokens, (0, missing), value=self.language.pad_id)
+            tokens.append(padded[kept])
+            lengths.append(sentences.lengths[kept])
+            labels.append(own[kept])
+            drawn, found = drawn + _BATCH, found + int(kept.sum())
+        return Sentences(torch.cat(tokens)[:n], torch.cat(lengths)[:n]), torch.cat(labels)[:n]
+
+    def _sentences(self, generator: torch.Generator) -> Sentences:
+        """Return the next sentences of the stream, those of other lengths left out or cut."""
+        if isinstance(self.language, Brackets):
+            tokens, _ = self.language.downstream(_BATCH, generator=generator)
+            return Sentences(tokens, torch.full((_BATCH,), self.language.length, device=tokens.device))
+        sentences = self.language.sample(_BATCH, generator=generator, latent=self.labelling.needs_latent)
+        if self.lengths is None:
+            return sentences
+        low, high = self.lengths
+        tokens, lengths, latent = sentences
+        if isinstance(self.language, HMM):
+            lengths = torch.randint(low, high + 1, (_BATCH,), generator=generator).to(tokens.device)
+            cut = Sentences(tokens, lengths, latent)
+            return cut._replace(tokens=tokens.masked_fill(~cut.present(), self.language.pad_id))
+        kept = (lengths >= low) & (lengths <= high)
+        return Sentences(tokens[kept], lengths[kept], None if latent is None else latent[kept])

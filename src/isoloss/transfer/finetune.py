@@ -1,0 +1,385 @@
+"""Fine-tuning: a pre-trained model and a fresh linear head, trained on a task, for several seeds (paper, A.5).
+
+A folder makes it resumable:
+
+finetune.json             what decides the result: config, weights, examples
+seed-K.json               predictions of a seed that is done
+seed-K.safetensors        where a seed under way stands
+
+Shape letters: S seeds, n examples, T tokens, d the width of the states, C classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from isoloss import config as configs
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.languages.masking import Batch
+from isoloss.pretraining import Interrupted, optimizers
+from isoloss.pretraining.process import process_settings, signals
+from isoloss.pretraining.steps import GradientStep
+from isoloss.runs import versions
+from isoloss.seeds import derive, generator
+from isoloss.transfer.checks import check_labels
+from isoloss.transfer.features import backbone_of, check_sentences
+from isoloss.transfer.finetune_config import FinetuneConfig as FinetuneConfig
+from isoloss.transfer.results import TransferResult, score
+from isoloss.transfer.tasks import TaskData
+
+Progress = Callable[[int, str], None]  # called with the steps made, of all seeds, and a note
+
+_DEVIATION = 0.02  # of the head's initial weights, as in BERT
+_PREDICTED_AT_ONCE = 256
+
+
+def finetune(
+    model: Any,
+    task: TaskData,
+    config: FinetuneConfig | None = None,
+    *,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> TransferResult:
+    """Fine-tune copies of `model`, one for each seed, and return their test accuracy.
+
+    The head is a linear layer on one state of the last layer, by default that of the first token: [CLS] in tasks of
+    real text, and an ordinary token of a synthetic language's sentences, which have no [CLS]. A causal model's last
+    token is read instead, and of a language that is read from a start token the sentences must hold it
+    (`isoloss.languages.next_tokens.with_start`). All weights are trained, dropout is that of the model's config, and
+    there is no early stopping: the accuracy is that of the weights after the last step.
+
+    With a `folder`, a state is kept once a minute; Ctrl-C and SIGTERM save one and raise `Interrupted`. The same call
+    then goes on from there, also after SIGKILL, and the result is the same bit for bit on one device with the same
+    number of threads.
+
+    Args:
+        model: A Hugging Face model in float32, as `isoloss.loading.load` gives it; it stays as it is.
+        task: Labelled sentences.
+        config: The settings; None: the paper's.
+        folder: Where the state is kept; new, or of the same model, task and config. None: nowhere.
+        progress: Called after every step with the steps made so far and a note, as `isoloss.cli.common.Progress` is;
+            `num_steps` times the seeds are made in all.
+
+    Returns:
+        The accuracy, with `seed_std` and the settings among its details, and the predictions of each seed; `details`
+        has `losses_nats`, the mean training loss of each epoch of each seed.
+
+    Raises:
+        IsolossError: A setting out of its range; labels or tokens that do not fit; a model that is not float32; a loss
+            or a prediction that is not finite; a folder of something else, of another config (the fields that differ
+            are named), or in use.
+        Interrupted: A signal came, and all is saved.
+
+    Example:
+        >>> from isoloss import config, languages
+        >>> from isoloss.models.make import make_model
+        >>> from isoloss.transfer.tasks import make_task
+        >>> language = languages.make(config.LAPTOP_PCFG)
+        >>> model = make_model(config.ModelConfig(size="d16"), language, seed=0)
+        >>> task = make_task(language, "prefix-4", num_train=64, num_test=32, seed=0)
+        >>> optimizer = config.OptimizerConfig(learning_rate=1e-2, warmup_steps=4)
+        >>> result = finetune(model, task, FinetuneConfig(epochs=3, seeds=2, optimizer=optimizer))
+        >>> tuple(result.predictions.shape), result.details["losses_nats"][0][0] > result.details["losses_nats"][0][2]
+        ((2, 32), True)
+    """
+    began = time.perf_counter()
+    config = config or FinetuneConfig()
+    validate(config, len(task.train_labels))
+    backbone, pooling = backbone_of(model), _pooling(config, model)
+    check_labels(task.train_labels, task.test_labels, num_classes=len(task.classes))
+    for sentences in (task.train, task.test):
+        check_sentences(backbone, sentences)
+    if model.dtype != torch.float32:
+        raise IsolossError(f"the model is {str(model.dtype).removeprefix('torch.')}; fine-tuning needs float32")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(process_settings(0, model.device))
+        stopped: Callable[[], bool] = lambda: False  # noqa: E731
+        if folder is not None:
+            stack.enter_context(files.lock(folder))
+            _claim(folder, _identity(backbone, task, config))
+            files.remove_unfinished(folder)
+            stopped = stack.enter_context(signals())
+        seeds = [_Seed(index, backbone, pooling, task, config, folder) for index in range(config.seeds)]
+        done = [seed.run(stopped, progress) for seed in seeds]
+    return score(
+        torch.tensor([seed["predictions"] for seed in done]),
+        task.test_labels,
+        task.classes,
+        method="fine-tuning",
+        settings={
+            **configs.to_dict(config),
+            "pooling": pooling,
+            "num_train": len(task.train_labels),
+            "steps": num_steps(config, len(task.train_labels)),
+            "num_parameters": sum(p.numel() for p in backbone.parameters()),
+            "attention": backbone.config._attn_implementation,
+            "device": model.device.type,
+        },
+        bayes=task.bayes,
+        details={"losses_nats": [seed["losses_nats"] for seed in done]},
+        seconds=time.perf_counter() - began,
+    )
+
+
+def num_steps(config: FinetuneConfig, num_train: int) -> int:
+    """Return the steps that one seed makes on `num_train` examples.
+
+    Example:
+        >>> num_steps(FinetuneConfig(epochs=10, batch_size=32), num_train=2490)
+        780
+    """
+    return config.epochs * math.ceil(num_train / config.batch_size)
+
+
+def validate(config: FinetuneConfig, num_train: int) -> None:
+    """Raise an `IsolossError` that names the first setting out of its range, on `num_train` examples."""
+    for name in ("epochs", "batch_size", "seeds"):
+        if getattr(config, name) < 1:
+            raise IsolossError(f"{name} is {getattr(config, name)}; fine-tuning needs at least 1")
+    if config.micro_batch < 0:
+        raise IsolossError(f"micro_batch is {config.micro_batch}; it must be at least 0 (0: the whole batch)")
+    if config.save_every_seconds < 0:
+        raise IsolossError(f"save_every_seconds is {config.save_every_seconds}; it must be at least 0")
+    if config.pooling not in ("auto", "first", "last", "mean"):
+        raise IsolossError(f"no pooling {config.pooling!r}: choose auto, first, last or mean")
+    optimizers.validate(config.optimizer, total=num_steps(config, num_train))
+
+
+class Classifier(nn.Module):
+    """A model's body with a linear head on one of its last states.
+
+    Args:
+        backbone: The body, which becomes part of this module.
+        pooling: Which state: `first`, `last` or `mean`.
+        width: Of the states, d.
+        num_classes: C.
+        draws: Gives the head's initial weights, normal with deviation 0.02; the bias is 0.
+    """
+
+    def __init__(self, backbone: Any, pooling: str, width: int, num_classes: int, draws: torch.Generator) -> None:
+        super().__init__()
+        self.backbone, self.pooling = backbone, pooling
+        self.head = nn.Linear(width, num_classes)
+        with torch.no_grad():
+            self.head.weight.copy_(_DEVIATION * torch.randn(num_classes, width, generator=draws))
+            self.head.bias.zero_()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return the logits (n, C) of `input_ids`, `attention_mask` and, where it is there, `token_type_ids`."""
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        states: torch.Tensor = self.backbone(**inputs).last_hidden_state
+        present = batch["attention_mask"]
+        if self.pooling == "first":
+            read = states[:, 0]
+        elif self.pooling == "last":
+            read = states[torch.arange(len(states), device=states.device), present.sum(dim=1) - 1]
+        else:
+            read = (states * present[:, :, None]).sum(dim=1) / present.sum(dim=1, keepdim=True)
+        logits: torch.Tensor = self.head(read)
+        return logits
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Return the mean cross-entropy of the `labels`, in nats: a scalar."""
+        return nn.functional.cross_entropy(self(batch), batch["labels"])
+
+
+class _Seed:
+    """One seed's model on its way through the epochs."""
+
+    def __init__(
+        self, index: int, backbone: Any, pooling: str, task: TaskData, config: FinetuneConfig, folder: Path | None
+    ) -> None:
+        self.index, self.backbone, self.pooling = index, backbone, pooling
+        self.task, self.config, self.folder = task, config, folder
+        self.total = num_steps(config, len(task.train_labels))
+        self.per_epoch = self.total // config.epochs
+        self.device = next(backbone.parameters()).device
+
+    def run(self, stopped: Callable[[], bool], progress: Progress | None) -> dict[str, Any]:
+        """Return the predictions (n_test ids) and the losses by epoch, made now or before.
+
+        Raises:
+            Interrupted: `stopped` said so after a step, and the state is saved.
+        """
+        if self.folder is not None and self._result.exists():
+            document: dict[str, Any] = files.read_json(self._result)
+            return document
+        self._start()
+        saved = time.monotonic()
+        while self.step < self.total:
+            loss = self._one_step()
+            if progress is not None:
+                note = f"seed {self.index + 1} of {self.config.seeds}, loss {loss:.4f} nats"
+                progress(self.index * self.total + self.step, note)
+            if self.folder is not None and self.step < self.total:
+                stop = stopped()
+                if stop or time.monotonic() - saved >= self.config.save_every_seconds:
+                    self._save()
+                    saved = time.monotonic()
+                if stop:
+                    raise Interrupted(self.index * self.total + self.step)
+        found = {"predictions": self._predict().tolist(), "losses_nats": self.losses.tolist()}
+        if self.folder is not None:
+            files.write_json(self._result, found)
+            self._state.unlink(missing_ok=True)
+        return found
+
+    @property
+    def _result(self) -> Path:
+        assert self.folder is not None
+        return self.folder / f"seed-{self.index}.json"
+
+    @property
+    def _state(self) -> Path:
+        assert self.folder is not None
+        return self.folder / f"seed-{self.index}.safetensors"
+
+    def _start(self) -> None:
+        """Begin at the pre-trained weights and a fresh head, or where the state in the folder stands."""
+        draws = generator(self.config.seed, "finetune", "head", self.index)
+        width = self._width()
+        self.classifier = Classifier(copy.deepcopy(self.backbone), self.pooling, width, len(self.task.classes), draws)
+        self.classifier.to(self.device).train()
+        self.rule = GradientStep(
+            self.classifier, self.config.optimizer, total=self.total, micro_batch=self.config.micro_batch
+        )
+        self.step = 0
+        self.losses = torch.zeros(self.config.epochs, dtype=torch.float64)
+        if self.folder is not None and self._state.exists():
+            self._load()
+
+    def _width(self) -> int:
+        batch = {name: tensor[:, :1].to(self.device) for name, tensor in self.task.batch("test", slice(0, 1)).items()}
+        with torch.no_grad():
+            return int(self.backbone(**batch).last_hidden_state.shape[-1])
+
+    def _one_step(self) -> float:
+        """Make the next step and return its loss."""
+        epoch, place = divmod(self.step, self.per_epoch)
+        count, size = len(self.task.train_labels), self.config.batch_size
+        order = torch.randperm(count, generator=generator(self.config.seed, "finetune", "order", self.index, epoch))
+        rows = order[place * size : (place + 1) * size]
+        batch = _trimmed(self.task.batch("train", rows), self.device)
+        batch["labels"] = self.task.train_labels[rows].to(self.device)
+        number = self.step + 1
+        torch.manual_seed(derive(self.config.seed, "finetune", "dropout", self.index, number))
+        loss = self.rule.step(number, batch, self.classifier.loss).loss_nats
+        self._check_finite(loss, f"the loss at step {number}")
+        self.step = number
+        self.losses[epoch] += loss * len(rows) / count
+        return loss
+
+    def _check_finite(self, value: float, what: str) -> None:
+        if not math.isfinite(value):
+            raise IsolossError(
+                f"{what} of {self.total} of seed {self.index} is {value}: lower the learning rate or lengthen the "
+                "warm-up"
+            )
+
+    def _predict(self) -> torch.Tensor:
+        """Return (n_test,): the class of the largest logit, in eval mode."""
+        self.classifier.eval()
+        found = []
+        with torch.no_grad():
+            for first in range(0, len(self.task.test_labels), _PREDICTED_AT_ONCE):
+                rows = slice(first, first + _PREDICTED_AT_ONCE)
+                logits = self.classifier(_trimmed(self.task.batch("test", rows), self.device))
+                self._check_finite(float(logits.sum()), "a logit after the last step")
+                found.append(logits.argmax(dim=1).cpu())
+        return torch.cat(found)
+
+    def _save(self) -> None:
+        tensors = {f"model/{name}": p.detach() for name, p in self.classifier.named_parameters()}
+        tensors |= {f"rule/{name}": tensor for name, tensor in self.rule.state().items()}
+        tensors["losses"] = self.losses
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        files.write_bytes(self._state, safetensors.torch.save(tensors, metadata={"step": str(self.step)}))
+
+    def _load(self) -> None:
+        parameters = dict(self.classifier.named_parameters())
+        rule: dict[str, torch.Tensor] = {}
+        try:
+            with safe_open(self._state, framework="pt") as state, torch.no_grad():
+                self.step = int(state.metadata()["step"])
+                self.losses = state.get_tensor("losses")
+                for key in state.keys():  # noqa: SIM118  (no mapping)
+                    kind, _, name = key.partition("/")
+                    if kind == "model":
+                        parameters.pop(name).copy_(state.get_tensor(key))
+                    elif kind == "rule":
+                        rule[name] = state.get_tensor(key)
+            if parameters:
+                raise IsolossError(f"it has no {next(iter(parameters))}")
+            self.rule.load_state(rule)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IsolossError) as error:
+            raise IsolossError(f"{self._state} is damaged ({error}): delete it, and its seed starts again") from error
+
+
+def _trimmed(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a batch on `device` without the columns that are padding in every row."""
+    longest = int(batch["attention_mask"].sum(dim=1).max())
+    return {name: tensor[:, :longest].to(device) for name, tensor in batch.items()}
+
+
+def _pooling(config: FinetuneConfig, model: Any) -> str:
+    if config.pooling != "auto":
+        return config.pooling
+    is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return "last" if is_causal else "first"
+
+
+def _identity(backbone: Any, task: TaskData, config: FinetuneConfig) -> dict[str, Any]:
+    """Return what decides the result of a seed, as JSON types."""
+    digest = hashlib.sha256()
+    for name, parameter in backbone.named_parameters():
+        _add(digest, name, parameter)
+    return {
+        "config": configs.identity(config),
+        "weights": digest.hexdigest(),
+        "task": task.name,
+        "classes": list(task.classes),
+        "train": _digest(task, "train", task.train_labels),
+        "test": _digest(task, "test", task.test_labels),
+    }
+
+
+def _digest(task: TaskData, split: Any, labels: torch.Tensor) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in {**task.batch(split, slice(None)), "labels": labels}.items():
+        _add(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, name: str, tensor: torch.Tensor) -> None:
+    digest.update(f"{name} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+
+
+def _claim(folder: Path, identity: dict[str, Any]) -> None:
+    """Make `folder` that of this fine-tuning, or check that it is."""
+    path = folder / "finetune.json"
+    if path.exists():
+        differing = configs.differences(identity, files.read_json(path).get("identity"))
+        if differing:
+            raise IsolossError(
+                f"{folder} holds a fine-tuning of another config ({'; '.join(differing)}): choose another directory, "
+                "or what it was made with"
+            )
+    elif any(not entry.name.startswith(".") for entry in folder.iterdir()):
+        raise IsolossError(f"{folder} is not empty and holds no fine-tuning: choose another directory")
+    else:
+        files.write_json(path, {"identity": identity, "versions": versions()})

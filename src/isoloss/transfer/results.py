@@ -1,0 +1,274 @@
+"""What a probe or a fine-tuned model reached on a task: accuracy with its error, confusion matrix, scores by class.
+
+Shape letters: S seeds, n test examples, C classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.estimate import Estimate
+
+
+def majority_rate(labels: torch.Tensor) -> float:
+    """Return the share of the commonest of the labels (n,).
+
+    Example:
+        >>> majority_rate(torch.tensor([2, 0, 2, 1]))
+        0.5
+    """
+    return int(labels.bincount().max()) / len(labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassScores:
+    """How well one class is told from the others; an error is that of the draw of the test examples, the seeds given.
+
+    Attributes:
+        name: The class.
+        examples: Test examples of the class.
+        precision: Share of it among the examples that are called so; None where none is.
+        recall: Share of its examples that are called so; None where there is none.
+        f1: Harmonic mean of the two, `2 hits / (examples + called)`; None where both numbers are 0.
+    """
+
+    name: str
+    examples: int
+    precision: Estimate | None
+    recall: Estimate | None
+    f1: Estimate | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TransferResult:
+    """What one way of using a model (a probe, fine-tuning, the look-up table) reached on a task.
+
+    Attributes:
+        accuracy: Share of the test examples that are classified correctly, mean over the seeds.
+        predictions: (S, n) int64 on the CPU, the class that each seed's classifier gives to each test example.
+        labels: (n,) int64 on the CPU, the class of each test example.
+        classes: C names.
+        bayes: The highest accuracy that any classifier of these sentences can have; None where the truth is unknown.
+        details: What else there is to say of the classifiers, in JSON types, e.g. a curve over epochs.
+
+    Example:
+        >>> labels = torch.tensor([0, 0, 1, 1])
+        >>> result = score(torch.tensor([[0, 0, 1, 0], [0, 1, 1, 0]]), labels, ("no", "yes"), method="a guess")
+        >>> result.accuracy.value, result.confusion.tolist()
+        (0.625, [[1.5, 0.5], [1.0, 1.0]])
+        >>> print(result.by_class()[0].recall)
+        75 ± 18 %
+    """
+
+    accuracy: Estimate
+    predictions: torch.Tensor
+    labels: torch.Tensor
+    classes: tuple[str, ...]
+    bayes: Estimate | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def correct(self) -> torch.Tensor:
+        """(S, n) bool, whether a prediction is the label; `isoloss.transfer.comparison` compares two of them."""
+        return self.predictions == self.labels
+
+    @property
+    def confusion(self) -> torch.Tensor:
+        """(C, C) float64: test examples by label (row) and prediction (column), mean over the seeds."""
+        num_classes, num_seeds = len(self.classes), len(self.predictions)
+        cells = (self.labels * num_classes + self.predictions).flatten().bincount(minlength=num_classes**2)
+        return cells.view(num_classes, num_classes).double() / num_seeds
+
+    def by_class(self) -> tuple[ClassScores, ...]:
+        """Return the scores of each class.
+
+        All three are ratios of sums over the examples, `sum_i a_i / sum_i b_i`; with the ratio r, the squared error is
+        `sum_i (a_i - r b_i)^2 / (sum_i b_i)^2`, the binomial one where the `b_i` are 0 or 1 and the `a_i` do not depend
+        on the seed.
+        """
+        scores = []
+        for index, name in enumerate(self.classes):
+            called = (self.predictions == index).double().mean(dim=0)
+            is_class = (self.labels == index).double()
+            hits = called * is_class
+            scores.append(
+                ClassScores(
+                    name=name,
+                    examples=int(is_class.sum()),
+                    precision=_ratio(hits, called, "precision"),
+                    recall=_ratio(hits, is_class, "recall"),
+                    f1=_ratio(2 * hits, is_class + called, "F1"),
+                )
+            )
+        return tuple(scores)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types; confusion and scores by class are there to be read and follow from the rest.
+
+        Lists of numbers, one for each test example, are the largest part.
+        """
+        return {
+            "accuracy": self.accuracy.to_dict(),
+            "bayes": None if self.bayes is None else self.bayes.to_dict(),
+            "classes": list(self.classes),
+            "confusion": self.confusion.tolist(),
+            "by_class": [dataclasses.asdict(scores) for scores in self.by_class()],
+            "details": dict(self.details),
+            "labels": self.labels.tolist(),
+            "predictions": self.predictions.tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> TransferResult:
+        """Return the result that `to_dict` wrote.
+
+        Raises:
+            IsolossError: A key is missing.
+        """
+        try:
+            bayes = document["bayes"]
+            return cls(
+                accuracy=Estimate.from_dict(document["accuracy"]),
+                predictions=torch.tensor(document["predictions"]),
+                labels=torch.tensor(document["labels"]),
+                classes=tuple(document["classes"]),
+                bayes=None if bayes is None else Estimate.from_dict(bayes),
+                details=document["details"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise IsolossError(f"this is not a result of a transfer: {type(error).__name__} {error}") from error
+
+
+def score(
+    predictions: torch.Tensor,
+    labels: torch.Tensor,
+    classes: Sequence[str],
+    *,
+    method: str,
+    settings: Mapping[str, Any] | None = None,
+    bayes: Estimate | None = None,
+    details: Mapping[str, Any] | None = None,
+    seconds: float | None = None,
+) -> TransferResult:
+    """Return the result of S classifiers on the same n test examples.
+
+    The error of the mean accuracy `a` joins the draw of the test examples and the draw of the seeds:
+    `stderr^2 = a (1 - a) / n + sd^2 / S`, with `sd` the standard deviation of the seeds' accuracies. Where the
+    classifiers of all seeds give nearly the same answers, as trained ones do, that is the spread over fresh examples
+    and seeds; where they do not, part of their noise is in both terms and the error is too large. It does not hold the
+    draw of the training examples, and at an accuracy of exactly 0 or 1 it is 0: there the accuracy is known to about
+    3 / n. One seed says nothing about `sd`: it is then None, and the error is the first term's.
+
+    Args:
+        predictions: (S, n) int64.
+        labels: (n,) int64 in 0..C - 1.
+        classes: Their names.
+        method: What made the predictions.
+        settings: More of the accuracy's details.
+        bayes: The Bayes-optimal accuracy, where it is known.
+        details: See `TransferResult`.
+        seconds: Wall-clock time.
+
+    Raises:
+        IsolossError: There is no example or seed, the shapes do not fit, or a label or prediction is no class.
+    """
+    predictions, labels = predictions.cpu(), labels.cpu()
+    if predictions.ndim != 2 or labels.shape != predictions.shape[1:] or predictions.numel() == 0:
+        raise IsolossError(
+            f"a score needs predictions (seeds, examples) and a label of each example, not {tuple(predictions.shape)} "
+            f"and {tuple(labels.shape)}"
+        )
+    for what, values in (("label", labels), ("prediction", predictions)):
+        if int(values.min()) < 0 or int(values.max()) >= len(classes):
+            raise IsolossError(
+                f"the {what}s go from {int(values.min())} to {int(values.max())}; with {len(classes)} classes they are "
+                f"0 to {len(classes) - 1}"
+            )
+    num_seeds, num_test = predictions.shape
+    accuracies = (predictions == labels).double().mean(dim=1)
+    value = float(accuracies.mean())
+    deviation = float(accuracies.std()) if num_seeds > 1 else None
+    binomial = math.sqrt(value * (1 - value) / num_test)
+    accuracy = Estimate(
+        value=value,
+        stderr=math.hypot(binomial, (deviation or 0.0) / math.sqrt(num_seeds)),
+        samples=num_test,
+        unit="accuracy",
+        num_inputs=num_test,
+        method=method,
+        seconds=seconds,
+        details={
+            "accuracies": accuracies.tolist(),
+            "seed_std": deviation,
+            "binomial_stderr": binomial,
+            "majority_rate": majority_rate(labels),
+            **({} if bayes is None else {"bayes_accuracy": bayes.value, "bayes_stderr": bayes.stderr}),
+            "num_test": num_test,
+            "seeds": num_seeds,
+            **(settings or {}),
+        },
+    )
+    return TransferResult(
+        accuracy=accuracy,
+        predictions=predictions,
+        labels=labels,
+        classes=tuple(classes),
+        bayes=bayes,
+        details=details or {},
+    )
+
+
+def write_predictions(path: Path, result: TransferResult, inputs: Sequence[Sequence[str]]) -> None:
+    """Write a table of the test examples to `path` as JSON lines, whole or not at all.
+
+    A line has `example` (from 0), `text`, a `pair` where an example is two texts, `label`, and `predicted`, the class
+    by each seed: by their names. polars reads it with `read_ndjson`.
+
+    Args:
+        path: The file.
+        result: The predictions.
+        inputs: The text or the two texts of each example, as `TaskData.inputs` gives them.
+
+    Raises:
+        IsolossError: There is not one input for each example, or the file cannot be written.
+    """
+    if len(inputs) != len(result.labels):
+        raise IsolossError(f"{len(inputs)} inputs do not belong to {len(result.labels)} test examples")
+    names = result.classes
+    predicted = result.predictions.T.tolist()
+    lines = []
+    for number, (texts, label, guesses) in enumerate(zip(inputs, result.labels.tolist(), predicted, strict=True)):
+        line = {
+            "example": number,
+            **dict(zip(("text", "pair"), texts, strict=False)),
+            "label": names[label],
+            "predicted": [names[guess] for guess in guesses],
+        }
+        lines.append(json.dumps(line, ensure_ascii=False))
+    files.write_text(path, "\n".join(lines) + "\n")
+
+
+def _ratio(a: torch.Tensor, b: torch.Tensor, method: str) -> Estimate | None:
+    """Return the sum of a over that of b, both (n,), with the error of the draw of the examples; None where b is 0."""
+    total = float(b.sum())
+    if total == 0:
+        return None
+    value = float(a.sum()) / total
+    return Estimate(
+        value=value,
+        stderr=float((a - value * b).square().sum().sqrt()) / total,
+        samples=len(a),
+        unit="accuracy",
+        num_inputs=len(a),
+        method=method,
+    )

@@ -1,0 +1,209 @@
+"""`isoloss transfer`: tasks of a language and of text, several models, saved predictions, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from isoloss.cli.main import main
+from isoloss.languages.tokenizers import load_tokenizer
+from isoloss.transfer.comparison import paired_difference
+from isoloss.transfer.results import TransferResult
+
+SMALL = ("--num-train", "120", "--num-test", "80", "--epochs", "2", "--seeds", "2", "--threads", "1")
+
+
+def as_json(capsys, *words):
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *words):
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Path]:
+    """Two untrained runs on one language, and one on another."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = []
+    for name, language, seed in (("a", "pcfg-laptop", "0"), ("b", "pcfg-laptop", "1"), ("c", "hmm-laptop", "0")):
+        words = ["train", str(folder / name), "--language", language, "--size", "d16", "--steps", "2", "--seed", seed]
+        assert main([*words, "--batch-size", "8", "--threads", "1"]) == 0
+        made.append(folder / name)
+    return made
+
+
+@pytest.fixture
+def bert(tmp_path: Path, vocab: Path) -> Path:
+    """A masked model of text with its tokenizer."""
+    tokenizer = load_tokenizer(str(vocab))
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=16, **shape)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+@pytest.fixture
+def mails(tmp_path: Path, words: list[str]) -> Path:
+    """Labelled text: spam begins with another word than ham."""
+    path = tmp_path / "mails.csv"
+    with path.open("w", newline="") as file:
+        rows = [(f"{'bv' if i % 2 else 'cw'} {words[i]}", "spam" if i % 2 else "ham") for i in range(60)]
+        csv.writer(file).writerows([("body", "kind"), *rows])
+    return path
+
+
+def test_two_models_are_compared_on_the_same_sentences(capsys, runs, tmp_path):
+    out = tmp_path / "out"
+    words = ("transfer", runs[0], runs[1], "--task", "prefix-4", *SMALL, "--out", out)
+    document = as_json(capsys, *words)
+    assert (document["task"], document["how"]) == ("prefix-4", "probe")
+    results = {name: TransferResult.from_dict(found) for name, found in document["models"].items()}
+    assert list(results) == [f"{run} at step 2" for run in runs[:2]]
+    first, second = results.values()
+    assert torch.equal(first.labels, second.labels)
+    assert first.predictions.shape == (2, 80)
+    (comparison,) = document["comparisons"]
+    expected = paired_difference(first.correct, second.correct)
+    assert (comparison["first"], comparison["second"]) == tuple(results)
+    assert comparison["difference"]["value"] == pytest.approx(expected.value)
+    assert comparison["difference"]["stderr"] == pytest.approx(expected.stderr)
+    assert comparison["bootstrap95"][0] <= expected.value <= comparison["bootstrap95"][1]
+    assert 0 <= comparison["mcnemar"]["p_value"] <= 1
+
+    files = sorted(out.iterdir())
+    assert [path.suffix for path in files] == [".json", ".jsonl"] * 2
+    saved = json.loads(files[0].read_text())
+    assert saved["predictions"] == first.predictions.tolist()
+    table = pl.read_ndjson(files[1])
+    assert table.height == 80
+    assert table["label"].to_list() == [first.classes[label] for label in first.labels.tolist()]
+    assert len(table["text"][0].split()) == 8
+    before = [path.read_bytes() for path in files]
+    assert as_json(capsys, *words) == document
+    assert [path.read_bytes() for path in files] == before
+
+
+def test_the_bounds_stand_beside_the_accuracy(capsys, runs):
+    assert main(["transfer", *map(str, runs[:2]), "--task", "root-latent", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert out.count("accuracy ") == 3  # of each model, and the heading of the differences
+    assert out.count("majority class ") == 2
+    assert out.count(", Bayes ") == 2
+    assert "McNemar" in out
+    assert main(["eval", str(runs[0]), "--measures", "probe-root", "--probe-train", "100", "--probe-test", "50"]) == 0
+    out = capsys.readouterr().out
+    assert "majority class" in out
+    assert "Bayes 100 %" in out
+
+
+def test_the_look_up_table_needs_no_model_and_convex_probes_no_seed(capsys):
+    words = ("--how", "lookup", "--solver", "convex", "--num-train", "300", "--num-test", "200", "--threads", "1")
+    document = as_json(capsys, "transfer", "--language", "hmm-laptop", "--task", "task-3-latent", *words)
+    (found,) = document["models"].values()
+    assert document["task"] == "state-3-latent"
+    assert found["accuracy"]["details"]["seed_std"] == 0
+    assert found["majority_rate"] < found["accuracy"]["value"] < found["bayes"]["value"] + 0.1
+    moved = as_json(
+        capsys, "transfer", "--language", "hmm-laptop", "--task", "task-3-latent", *words, "--test-redraw", "1.0"
+    )
+    assert moved["models"]["hmm-laptop"]["labels"] != found["labels"]
+
+
+def test_lengths_out_of_distribution(capsys, runs):
+    words = ("--train-lengths", "3", "4", "--test-lengths", "6", "8", *SMALL)
+    document = as_json(capsys, "transfer", runs[2], "--task", "state-2", *words)
+    (found,) = document["models"].values()
+    assert found["overlap"] == 0
+    assert found["bayes"]["value"] == 1.0
+
+
+def test_your_own_text_probed_and_fine_tuned(capsys, bert, mails, tmp_path):
+    task = ("--task", "spam", "--data", mails, "--text", "body", "--label", "kind", "--threads", "1")
+    document = as_json(capsys, "transfer", bert, *task, "--solver", "convex", "--regularisation", "1e-3", "1e-2")
+    found = document["models"][str(bert)]
+    assert (found["classes"], found["bayes"]) == (["ham", "spam"], None)
+    assert found["accuracy"]["value"] == 1.0  # the first word tells
+    assert "bayes_accuracy" not in found["accuracy"]["details"]
+
+    out = tmp_path / "out"
+    words = ("--how", "finetune", "--epochs", "3", "--seeds", "2", "--warmup-steps", "1", "--learning-rate", "0.01")
+    tuned = as_json(capsys, "transfer", bert, *task, *words, "--out", out)["models"][str(bert)]
+    assert tuned["labels"] == found["labels"]
+    assert len(tuned["predictions"]) == 2
+    table = pl.read_ndjson(next(out.glob("*.jsonl")))
+    assert table["text"][0].split()[0] in ("bv", "cw")
+    states = {path: path.stat().st_mtime_ns for path in next(out.glob("*.state")).iterdir()}
+    again = as_json(capsys, "transfer", bert, *task, *words, "--out", out)["models"][str(bert)]
+    assert again == tuned
+    assert all(path.stat().st_mtime_ns == time for path, time in states.items() if path.name.startswith("seed"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "prefix-9"], "no task 'prefix-9': choose root or prefix-L with L from 1 to 8"),
+        (["--task", "A"], "no task 'A' (prefix-32)"),
+        (["--task", "state-2"], "no task 'state-2'"),
+        (["--task", "root", "--num-train", "0"], "num_train is 0"),
+        (["--task", "root", "--text", "body"], "leave out --text"),
+        (["--task", "root", "--test-lengths", "9", "9"], "the lengths are 9 to 9"),
+        (["--task", "root", "--how", "finetune", "--layer", "0"], "--layer: without effect with --how finetune"),
+        (["--task", "root", "--how", "lookup", "--pooling", "mean"], "--pooling: without effect with --how lookup"),
+        (["--task", "root", "--solver", "convex", "--epochs", "2"], "--epochs: without effect"),
+        (["--task", "root", "--regularisation", "0.1"], "--regularisation: without effect"),
+        (["--task", "root", "--how", "finetune", "--pooling", "concatenate"], "first, last or mean"),
+        (["--task", "sst2"], "has no tokenizer that suits"),
+        (["--task", "sst2", "--how", "lookup"], "it has no look-up table"),
+        (["--task", "sst2", "--language", "pcfg-laptop"], "leave out --language"),
+        (["--task", "stsb"], "(it is a regression)"),
+        (["--task", "root", "--language", "hmm-laptop"], "no task 'root'"),
+    ],
+)
+def test_what_a_run_cannot_do_is_one_sentence(capsys, runs, options, message):
+    if "sst2" in options and "--how" not in options and "--language" not in options:
+        options = [*options, "--data", str(runs[0])]
+    assert message in refusal(capsys, "transfer", runs[0], *options)
+
+
+def test_models_that_do_not_fit_are_named(capsys, runs, bert, mails, tmp_path):
+    task = ("--task", "spam", "--data", mails, "--text", "body", "--label", "kind")
+    assert "no model is named" in refusal(capsys, "transfer", "--task", "root")
+    assert "is named twice" in refusal(capsys, "transfer", runs[0], runs[0], "--task", "root")
+    assert "models of different languages" in refusal(capsys, "transfer", runs[0], runs[2], "--task", "root")
+    assert "its language is not known: add --language" in refusal(capsys, "transfer", bert, "--task", "root")
+    message = refusal(capsys, "transfer", bert, "--task", "root", "--language", "pcfg-laptop")
+    assert "66 ids" in message
+    assert "34: it is a model of another language" in message
+    message = refusal(capsys, "transfer", runs[0], *task, "--tokenizer", bert)
+    assert "the tokenizer has 66 tokens" in message
+    assert "knows 34 ids" in message
+    assert "name the column of the text with --text" in refusal(capsys, "transfer", bert, *task[:4])
+    assert "has no column 'head'" in refusal(capsys, "transfer", bert, *task, "--pair", "head")
+    out = tmp_path / "out"
+    few = ("--num-train", "3", "--num-test", "9", "--out", out, "--threads", "1")
+    assert "training" in refusal(capsys, "transfer", runs[2], "--task", "state-2", *few)
+    assert not list(out.glob("*.json*"))
+
+
+def test_a_label_that_training_lacks_is_named(capsys, bert, tmp_path, words):
+    for split, kinds in (("train", ("a", "b")), ("dev", ("a", "c"))):
+        lines = ["text\tlabel", *(f"{words[i]} {words[i + 1]}\t{kinds[i % 2]}" for i in range(6))]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+    message = refusal(capsys, "transfer", bert, "--task", "t", "--data", tmp_path, "--text", "text")
+    assert "dev.tsv, line 3: the label 'c' is not one of a, b" in message
