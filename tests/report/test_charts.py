@@ -54,6 +54,16 @@ def test_one_selection_is_shared_by_all_panels(table, name):
         assert panel["layer"][-1]["encoding"]["opacity"]["condition"]["test"] == front
 
 
+def test_panels_of_one_vertical_measure_share_and_name_it_once(table):
+    spec = charts.scatter(table, ((KL, TRACE), (TRACE, ROOT), (KL, ROOT))).to_dict()
+    up = [panel["layer"][-1]["encoding"]["y"] for panel in spec["concat"]]
+    assert [y["title"] for y in up] == [TRACE.axis_title, ROOT.axis_title, None]
+    assert [y["scale"]["type"] for y in up] == ["log", "linear", "linear"]
+    assert up[1]["scale"] == up[2]["scale"]
+    across = [panel["layer"][-1]["encoding"]["x"]["title"] for panel in spec["concat"]]
+    assert across == [KL.axis_title, TRACE.axis_title, KL.axis_title]
+
+
 def test_scatter_pair_has_one_vertical_axis_and_bars_both_ways(table):
     left, right = draw("scatter_pair", table)["concat"]
     assert left["layer"][-1]["encoding"]["y"]["scale"] == right["layer"][-1]["encoding"]["y"]["scale"]

@@ -38,6 +38,35 @@ def test_the_rule(value, stderr, direction, margin, shown):
 
 
 @pytest.mark.parametrize(
+    ("value", "direction", "margin", "verdict"),
+    [
+        (3.0, "decrease", 0.0, "contradicted"),
+        (-1.0, "decrease", 3.0, "contradicted"),  # it falls, but surely by less than claimed
+        (-1.0, "decrease", 2.9, "not shown"),
+        (-3.0, "increase", 0.0, "contradicted"),
+        (1.0, "increase", 3.0, "contradicted"),
+        (1.9, "decrease", 0.0, "not shown"),
+        (5.0, "no change within", 3.0, "contradicted"),
+        (-5.0, "no change within", 3.0, "contradicted"),
+        (-4.9, "no change within", 3.0, "not shown"),
+    ],
+)
+def test_what_contradicts_a_claim(value, direction, margin, verdict):
+    assert judge(estimate(value, 1.0), direction, margin).value == verdict
+
+
+@pytest.mark.parametrize("direction", ["decrease", "increase"])
+def test_no_difference_at_all_shows_and_contradicts_nothing(direction):
+    assert judge(estimate(0.0, 0.0), direction) is Verdict.NOT_SHOWN
+
+
+def test_few_samples_make_a_wide_interval():
+    three = Estimate(value=-4.0, stderr=1.0, samples=3, unit="points", num_inputs=3, method="difference")
+    assert judge(three, "decrease") is Verdict.NOT_SHOWN  # Student's t with two degrees of freedom: 4.3
+    assert judge(estimate(-4.0, 1.0), "decrease") is Verdict.SHOWN
+
+
+@pytest.mark.parametrize(
     ("direction", "margin", "message"),
     [
         ("up", 0.0, "one of decrease, increase, no change within, not 'up'"),

@@ -96,7 +96,13 @@ def test_a_bar_that_reaches_zero_runs_to_the_end_of_a_logarithmic_axis(table):
 
 
 @pytest.mark.parametrize(
-    ("ends", "ticks"), [((7.6, 550), [10, 20, 50, 100, 200, 500]), ((0.5, 6e5), [1, 10, 100, 1e3, 1e4, 1e5])]
+    ("ends", "ticks"),
+    [
+        ((7.6, 550), [10, 20, 50, 100, 200, 500]),
+        ((0.5, 6e5), [1, 10, 100, 1e3, 1e4, 1e5]),
+        ((55, 280), [70, 100, 150, 200]),  # not 60, 70, 80, 90, 100, whose labels would run together
+        ((33, 62), [40, 50, 60]),
+    ],
 )
 def test_logarithmic_ticks(ends, ticks):
     assert data.log_ticks(ends) == pytest.approx(ticks)

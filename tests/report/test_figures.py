@@ -74,6 +74,14 @@ def test_what_is_drawn_is_the_table(table):
     assert vertical.get_segments()[0][:, 1].tolist() == pytest.approx([55 - 1.96 * 0.6, 55 + 1.96 * 0.6], 1e-4)
 
 
+def test_panels_of_one_vertical_measure_share_and_name_it_once(table):
+    axes = figures.scatter(table, ((KL, TRACE), (TRACE, ROOT), (KL, ROOT))).axes
+    assert [ax.get_ylabel() for ax in axes] == [TRACE.axis_title, ROOT.axis_title, ""]
+    assert [ax.get_yscale() for ax in axes] == ["log", "linear", "linear"]
+    assert axes[1].get_ylim() == axes[2].get_ylim()
+    assert axes[2].get_xlabel() == KL.axis_title
+
+
 def test_names_with_dollars_are_names(table, tmp_path):
     hostile = table.with_columns(pl.lit(r"$\frac{ $<script>").alias("group"))
     figures.save(draw("sizes", hostile), tmp_path / "hostile")

@@ -54,12 +54,14 @@ def make_page(table, text="plain", path="figures/a b.pdf"):
         claims=(
             judged(claim, difference, text, ours={text: difference}),
             judged(claim, Estimate(**{**difference.to_dict(), "stderr": 30.0}), text),
+            judged(claim, Estimate(**{**difference.to_dict(), "value": 40.0}), text),
             not_tested(claim, text),
         ),
         figures=(figure, figure),
         checkpoints=html.checkpoint_table(table),
         command=text,
         settings={text: text},
+        tables={text: html.Table(caption=text, columns=(text,), rows=((html.Cell(text=text, sort=1.5),),))},
     )
 
 
@@ -104,7 +106,7 @@ def test_every_claim_has_its_numbers_and_a_verdict_in_words(document):
     body = re.sub(r"<[^>]+>", " ", document[document.index("<tbody>") : document.index("</tbody>")])
     body = re.sub(r"\s+", " ", body)
     assert "plain: -40.0 ± 2.0 nats per token" in body
-    for verdict in ("✓ shown", "✗ not shown", "– not tested at this scale"):
+    for verdict in ("✓ shown", "○ not shown", "✗ contradicted", "– not tested at this scale"):
         assert verdict in body
     assert "95 % confidence interval of the measured difference" in document
 

@@ -3,8 +3,12 @@
 import pytest
 
 from isoloss.report.flatness import save
-from isoloss.report.theory import bartlett_gap, sgd_and_flow
-from isoloss.theory import bartlett, sgd_flow
+from isoloss.report.theory import bartlett_gap, bracket_solutions, sgd_and_flow
+from isoloss.theory import bartlett
+from isoloss.theory.bracket_language import study
+from isoloss.theory.bracket_language.heads import sign_missing
+from isoloss.theory.sgd_flow.study import masked_lm, two_parameters
+from isoloss.theory.sgd_flow.study import study as sgd_flow
 
 
 def test_the_gap_over_the_kl(tmp_path):
@@ -20,13 +24,39 @@ def test_the_gap_over_the_kl(tmp_path):
 
 
 def test_sgd_beside_the_flow(tmp_path):
-    settings = sgd_flow.Settings(trajectories=8, step_sizes=(0.2, 0.1), times=(0.5, 1.0), batch_sizes=(1, 2))
-    found = sgd_flow.study(settings)
-    figure = sgd_and_flow(settings, found)
-    left, right = figure.axes
-    rows = [row for row in found.rows if row.batch_size == 2 and row.step_size == 0.1]
-    assert left.containers[1].lines[0].get_xydata().tolist() == [[row.time, row.trace.value] for row in rows]
-    flow = next(line for line in left.lines if len(line.get_xdata()) > 2)
-    assert flow.get_ydata()[-1] == pytest.approx(settings.problem.flow_trace(1.0))
-    assert [label.get_text() for label in right.get_legend().get_texts()] == ["eta = 0.2", "eta = 0.1"]
+    few = {"trajectories": 8, "times": (0.5, 1.0), "batch_sizes": (1, 2)}
+    both = [two_parameters(step_sizes=(0.2, 0.1), **few), masked_lm(step_sizes=(0.1, 0.05), **few)]
+    found = [(settings, sgd_flow(settings)) for settings in both]
+    figure = sgd_and_flow(found)
+    for (settings, result), left, right in zip(found, figure.axes[::2], figure.axes[1::2], strict=True):
+        eta = settings.step_sizes[1]
+        rows = [row for row in result.rows if row.batch_size == 2 and row.step_size == eta]
+        assert left.containers[1].lines[0].get_xydata().tolist() == [[row.time, row.trace.value] for row in rows]
+        flow = next(line for line in left.lines if len(line.get_xdata()) > 3)
+        assert flow.get_ydata()[-1] == pytest.approx(settings.flow_trace(1.0, 1))
+        crosses = next(line for line in left.lines if line.get_marker() == "x")
+        assert crosses.get_ydata().tolist() == list(result.control)
+        limit = right.containers[2].lines[0].get_xydata().tolist()
+        assert limit == [[row.time, 100 * row.error] for row in result.limits if row.batch_size == 1]
+        texts = [label.get_text() for label in right.get_legend().get_texts()]
+        assert texts == [f"eta = {settings.step_sizes[0]:g}", f"eta = {eta:g}", "eta to 0"]
+        assert left.get_title() == settings.model.name
     save(figure, tmp_path / "flow.png")
+
+
+def test_solutions_of_the_brackets(tmp_path):
+    found = study.study(study.Settings(lengths=(4, 6), steps=30, trials=50, samples=(1, 3), draws=2))
+    figure = bracket_solutions(found)
+    left, middle, right = figure.axes
+    assert left.lines[1].get_xydata().tolist() == [[point.step, point.ratio] for point in found.paths[6]]
+    points = middle.containers[1].lines[0].get_xydata().tolist()
+    two = [row for row in found.heads if row.solution == study.TWO and row.length == 6]
+    assert points == [[row.samples, row.failures] for row in two]
+    curve = next(line for line in middle.lines if len(line.get_xdata()) == 3)
+    assert curve.get_ydata().tolist() == [sign_missing(4, n) for n in (1, 2, 3)]
+    assert right.lines[0].get_xydata().tolist() == [[4, 32], [6, 132]]
+    assert right.containers[2].lines[0].get_xydata().tolist() == [[4, 32], [6, 132]]
+    assert (middle.get_yscale(), right.get_yscale(), left.get_yscale()) == ("log", "log", "linear")
+    figure.canvas.draw()
+    assert not any("$" in label.get_text() for ax in figure.axes for label in ax.get_yticklabels())
+    save(figure, tmp_path / "brackets.svg")

@@ -2,54 +2,44 @@
 
 import dataclasses
 
+import known_estimates as known
 import pytest
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
 from isoloss.report.claims import Verdict
-from isoloss.runs import Evaluation
+from isoloss.studies import design as designs
 from isoloss.studies.engine.plan import check
-from isoloss.studies.same_loss import claims, design, results, study
+from isoloss.studies.same_loss import claims, design, results
+from isoloss.studies.same_loss.study import STUDY
 
 SCALE = design.scale_of("smoke")
 FOLDER_FILES = ["configs/adamw-d16.toml", "configs/adamw-d32.toml", "configs/sgd-d32.toml", "study.json"]
-ROOT, PREFIX = SCALE.tasks
 
 
-def estimate(value, stderr=0.001, unit="nats per predicted token"):
-    details = {"device": "cpu", "dtype": "float32", "attention": "sdpa"}
-    return Estimate(value=value, stderr=stderr, samples=100, unit=unit, num_inputs=100, method="known", details=details)
-
-
-def found(kl=0.04, trace=40.0, root=0.5, prefix=0.5):
-    return {
-        "entropy": estimate(2.0),
-        "kl": estimate(kl, 0.0005),
-        "loss": estimate(2.0 + kl),
-        "trace": estimate(trace, 1.0),
-        ROOT: estimate(root, 0.005, "accuracy"),
-        PREFIX: estimate(prefix, 0.005, "accuracy"),
-    }
+def at(kl=0.04, trace=40.0, root=0.5, prefix=0.5):
+    return known.found(SCALE.tasks, kl, trace, (root, prefix))
 
 
 def known_results(tmp_path, *, lookup=0.5, **last):
     """Results in which every checkpoint is the same but for the last ones of the named runs."""
     estimates = {
-        (name, step): found() for name, config in design.experiments(SCALE).items() for step in design.steps_of(config)
+        (name, step): at()
+        for name, experiment in design.experiments(SCALE).items()
+        for step in designs.steps_of(experiment.config)
     }
     for name, changes in last.items():
         run = name.replace("_", "-")
-        estimates[run, design.experiments(SCALE)[run].steps] = found(**changes)
-    lookups = {task: estimate(lookup, 0.005, "accuracy") for task in SCALE.tasks}
+        estimates[run, design.experiments(SCALE)[run].config.steps] = at(**changes)
+    lookups = {task: known.estimate(lookup, 0.005, "accuracy") for task in SCALE.tasks}
     return results.Results(SCALE, estimates, lookups, tmp_path)
 
 
-def verdicts(known):
-    return {result.claim.id: result.verdict for result in claims.judge_all(known)}
+def verdicts(results):
+    return {result.claim.id: result.verdict for result in claims.judge_all(results)}
 
 
-SHOWN, NOT_SHOWN, NOT_TESTED = Verdict.SHOWN, Verdict.NOT_SHOWN, Verdict.NOT_TESTED
+SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED = Verdict
 
 
 def test_every_claim_has_a_judge_and_every_judge_a_claim(tmp_path):
@@ -60,7 +50,7 @@ def test_every_claim_has_a_judge_and_every_judge_a_claim(tmp_path):
     ("last", "expected"),
     [
         # nothing differs: the loss is the same, and nothing else is shown
-        ({}, {"sgd-same-loss": SHOWN, "sgd-flatter": NOT_SHOWN, "sgd-transfer-root": NOT_SHOWN}),
+        ({}, {"sgd-same-loss": SHOWN, "sgd-flatter": CONTRADICTED, "sgd-transfer-root": NOT_SHOWN}),
         # less than half the trace, and better probes, at the same loss
         (
             {"sgd_d32": {"trace": 15.0, "root": 0.55, "prefix": 0.55}},
@@ -76,7 +66,7 @@ def test_every_claim_has_a_judge_and_every_judge_a_claim(tmp_path):
         # the loss moves: whatever else moves says nothing about models of the same loss
         (
             {"sgd_d32": {"kl": 0.06, "trace": 5.0, "root": 0.7}},
-            {"sgd-same-loss": NOT_SHOWN, "sgd-flatter": NOT_TESTED, "sgd-transfer-root": NOT_TESTED},
+            {"sgd-same-loss": CONTRADICTED, "sgd-flatter": NOT_TESTED, "sgd-transfer-root": NOT_TESTED},
         ),
         # a larger model that is flatter and transfers better than the smaller one of the same loss
         (
@@ -84,7 +74,7 @@ def test_every_claim_has_a_judge_and_every_judge_a_claim(tmp_path):
             {"larger-flatter": SHOWN, "larger-transfer": SHOWN, "lookup-transfer-root": NOT_SHOWN},
         ),
         # a worse model than the look-up table is not a better one
-        ({"adamw_d32": {"root": 0.4}}, {"lookup-transfer-root": NOT_SHOWN, "longer-transfer-prefix": NOT_SHOWN}),
+        ({"adamw_d32": {"root": 0.4}}, {"lookup-transfer-root": CONTRADICTED, "longer-transfer-prefix": NOT_SHOWN}),
         ({"adamw_d32": {"root": 0.6}}, {"lookup-transfer-root": SHOWN, "lookup-transfer-prefix": NOT_SHOWN}),
     ],
 )
@@ -94,15 +84,8 @@ def test_verdicts_on_known_numbers(tmp_path, last, expected):
     assert judged["adversarial"] is judged["regularisation"] is NOT_TESTED
 
 
-def test_differences_of_accuracies_are_in_points():
-    change = results.difference(estimate(0.55, 0.003, "accuracy"), estimate(0.5, 0.004, "accuracy"))
-    assert change.value == pytest.approx(5.0)
-    assert change.stderr == pytest.approx(0.5)
-    assert change.unit == "percentage points"
-
-
 def test_the_plan_trains_before_it_measures(tmp_path):
-    units = design.plan(tmp_path, "laptop")
+    units = STUDY.plan(tmp_path, "laptop")
     check(units)
     after = {unit.name: unit.after for unit in units}
     assert after["train sgd-d64"] == ("train adamw-d64",)
@@ -114,50 +97,38 @@ def test_the_plan_trains_before_it_measures(tmp_path):
 def test_laptop_has_what_the_paper_compares():
     scale = design.scale_of("laptop")
     runs = design.experiments(scale)
-    assert {config.model.size for config in runs.values()} == {"d16", "d32", "d64"}
-    assert len({config.language for config in runs.values()}) == 1
-    assert runs["sgd-d64"].optimizer.warmup_steps == 0.12 * runs["sgd-d64"].steps  # appendix B.2
+    assert {run.config.model.size for run in runs.values()} == {"d16", "d32", "d64"}
+    assert len({run.config.language for run in runs.values()}) == 1
+    sgd = runs["sgd-d64"].config
+    assert sgd.optimizer.warmup_steps == 0.12 * sgd.steps  # appendix B.2
 
 
 def test_a_folder_of_another_plan_is_refused_and_left_alone(tmp_path):
-    design.prepare(tmp_path, "smoke")
-    design.prepare(tmp_path, "smoke")
+    STUDY.prepare(tmp_path, "smoke")
+    STUDY.prepare(tmp_path, "smoke")
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == FOLDER_FILES
     before = (tmp_path / "study.json").read_bytes()
     with pytest.raises(IsolossError, match="another plan"):
-        design.prepare(tmp_path, "laptop")
+        STUDY.prepare(tmp_path, "laptop")
     assert (tmp_path / "study.json").read_bytes() == before
 
 
-def save(known, folder):
+def save(results, folder):
     """Write results as the runs of a finished study."""
-    for name, config in design.experiments(SCALE).items():
-        run = design.run_of(folder, name)
-        run.create(config)
-        for step in design.steps_of(config):
-            estimates = known.estimates[name, step]
-            parts = {"loss": ("entropy", "kl", "loss"), "trace": ("trace",)}
-            for measure, keys in parts.items():
-                run.save(_evaluation(measure, step, {key: estimates[key] for key in keys}))
-            for task in SCALE.tasks:
-                run.save(_evaluation(f"probe-{task}", step, {"accuracy": estimates[task]}))
-    main = design.run_of(folder, design.main_run(SCALE))
-    for task, accuracy in known.lookups.items():
-        main.save(_evaluation(f"lookup-{task}", SCALE.steps, {"accuracy": accuracy}))
-
-
-def _evaluation(measure, step, estimates):
-    return Evaluation(measure=measure, step=step, weights="0", settings={}, estimates=estimates)
+    known.save(folder, design.experiments(SCALE), results.estimates, SCALE.tasks)
+    main = designs.run_of(folder, design.main_run(SCALE))
+    for task, accuracy in results.lookups.items():
+        main.save(known.evaluation(f"lookup-{task}", SCALE.steps, {"accuracy": accuracy}))
 
 
 def test_results_are_what_the_files_say(tmp_path):
-    known = known_results(tmp_path, sgd_d32={"trace": 15.0})
-    save(known, tmp_path)
+    written = known_results(tmp_path, sgd_d32={"trace": 15.0})
+    save(written, tmp_path)
     read = results.read(tmp_path, SCALE)
-    assert read.estimates == known.estimates
-    assert read.lookups == known.lookups
+    assert read.estimates == written.estimates
+    assert read.lookups == written.lookups
     table = read.table()
-    assert table.height == len(known.estimates)
+    assert table.height == len(written.estimates)
     assert table.filter(run="sgd-d32", step=SCALE.sgd_steps)["trace"].item() == 15.0
     over_time = read.over_time().filter(run="sgd-d32")
     assert over_time["step"].to_list() == [SCALE.steps, SCALE.steps + 100, SCALE.steps + SCALE.sgd_steps]
@@ -166,31 +137,32 @@ def test_results_are_what_the_files_say(tmp_path):
 
 def test_a_missing_evaluation_is_named(tmp_path):
     save(known_results(tmp_path), tmp_path)
-    design.run_of(tmp_path, "sgd-d32").evaluation_path("trace", 100).unlink()
+    designs.run_of(tmp_path, "sgd-d32").evaluation_path("trace", 100).unlink()
     with pytest.raises(IsolossError, match="sgd-d32 has no evaluation trace at step 100"):
         results.read(tmp_path, SCALE)
 
 
 def test_the_page_says_it_and_is_written_once(tmp_path):
     save(known_results(tmp_path, sgd_d32={"trace": 15.0}), tmp_path)
-    page = study.report(tmp_path, "smoke")
+    page = STUDY.report(tmp_path, "smoke")
     text = page.read_text()
     assert "multiplies the trace by 0.38" in text
     assert "../runs/sgd-d32/run.json" in text
     assert {p.suffix for p in (page.parent / "figures").iterdir()} == {".pdf", ".png"}
     before = page.stat().st_mtime_ns
-    assert study.report(tmp_path, "smoke").stat().st_mtime_ns == before
-    run = design.run_of(tmp_path, "sgd-d32")
+    assert STUDY.report(tmp_path, "smoke").stat().st_mtime_ns == before
+    run = designs.run_of(tmp_path, "sgd-d32")
     changed = run.evaluation("trace", SCALE.sgd_steps)
-    run.save(dataclasses.replace(changed, estimates={"trace": estimate(30.0, 1.0)}))
-    assert "multiplies the trace by 0.75" in study.report(tmp_path, "smoke").read_text()
+    run.save(dataclasses.replace(changed, estimates={"trace": known.estimate(30.0, 1.0)}))
+    assert "multiplies the trace by 0.75" in STUDY.report(tmp_path, "smoke").read_text()
 
 
 def test_the_summary_is_json(tmp_path):
     save(known_results(tmp_path), tmp_path)
-    document = study.summary(tmp_path, "smoke").to_dict()
+    document = STUDY.summary(tmp_path, "smoke").to_dict()
     files.write_json(tmp_path / "summary.json", document)
     assert len(document["claims"]) == len(claims.JUDGES)
-    columns, rows = study.summary(tmp_path, "smoke").table()
+    (table,) = STUDY.summary(tmp_path, "smoke").tables
+    columns, rows = table.cells()
     assert "trace (nats/token)" in columns
     assert {len(row) for row in rows} == {len(columns)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 import tyro
@@ -15,6 +14,7 @@ from isoloss.cli import common
 from isoloss.errors import IsolossError
 from isoloss.studies import find
 from isoloss.studies.engine import local
+from isoloss.studies.study import Study
 
 EXAMPLES = [
     ("isoloss study run same-loss --scale laptop", "everything, ending with a report; the same command resumes"),
@@ -47,29 +47,33 @@ def main(arguments: list[str]) -> int:
     """Run the verb."""
     args = common.parse(Args, "study", arguments, examples=EXAMPLES)
     study = find(args.name)
-    study.scale_of(args.scale)
+    study.check_scale(args.scale)
     folder = args.folder or Path("runs") / f"{args.name}-{args.scale}"
     return {"plan": _status, "status": _status, "run": _run, "report": _report, "verify": _verify}[args.action](
         args, study, folder
     )
 
 
-def _status(args: Args, study: ModuleType, folder: Path) -> int:
+def _status(args: Args, study: Study, folder: Path) -> int:
     units = study.plan(folder, args.scale)
-    rows = [
-        {"unit": u.name, "state": "done" if u.done() else "to do", "after": list(u.after), "arguments": u.arguments}
-        for u in units
-    ]
-    done = sum(row["state"] == "done" for row in rows)
+    states = ["done" if unit.done() else "to do" for unit in units]
     if args.json:
+        rows = [
+            {"unit": unit.name, "state": state, "after": list(unit.after), "arguments": unit.arguments}
+            for unit, state in zip(units, states, strict=True)
+        ]
         common.emit_json({"study": args.name, "scale": args.scale, "folder": str(folder), "units": rows})
         return 0
     if args.action == "plan":
-        cells = [(row["unit"], row["state"], ", ".join(row["after"]), _command(row["arguments"])) for row in rows]
+        cells = [
+            (unit.name, state, ", ".join(unit.after), _command(unit.arguments))
+            for unit, state in zip(units, states, strict=True)
+        ]
         common.print_table(f"{args.name} at scale {args.scale}", ("unit", "state", "after", "command"), cells, left=4)
     else:
-        common.print_table(str(folder), ("unit", "state"), [(row["unit"], row["state"]) for row in rows], left=2)
-    common.say(f"{done} of {len(rows)} units done in {folder}")
+        lines = [(unit.name, state) for unit, state in zip(units, states, strict=True)]
+        common.print_table(str(folder), ("unit", "state"), lines, left=2)
+    common.say(f"{states.count('done')} of {len(units)} units done in {folder}")
     return 0
 
 
@@ -78,7 +82,7 @@ def _command(arguments: tuple[str, ...]) -> str:
     return common.command(*arguments[:2])
 
 
-def _run(args: Args, study: ModuleType, folder: Path) -> int:
+def _run(args: Args, study: Study, folder: Path) -> int:
     with files.lock(folder):
         study.prepare(folder, args.scale)
         units = study.plan(folder, args.scale)
@@ -99,7 +103,7 @@ def _run(args: Args, study: ModuleType, folder: Path) -> int:
     return _emit_summary(args, study, folder, page)
 
 
-def _report(args: Args, study: ModuleType, folder: Path) -> int:
+def _report(args: Args, study: Study, folder: Path) -> int:
     missing = [unit.name for unit in study.plan(folder, args.scale) if not unit.done()]
     if missing:
         run = common.command("study", "run", args.name, "--scale", args.scale, "--folder", folder)
@@ -109,20 +113,21 @@ def _report(args: Args, study: ModuleType, folder: Path) -> int:
     return _emit_summary(args, study, folder, page)
 
 
-def _emit_summary(args: Args, study: ModuleType, folder: Path, page: Path) -> int:
+def _emit_summary(args: Args, study: Study, folder: Path, page: Path) -> int:
     summary = study.summary(folder, args.scale)
     if args.json:
         common.emit_json({"study": args.name, "scale": args.scale, "report": str(page), **summary.to_dict()})
         return 0
-    columns, rows = summary.table()
-    common.print_table(f"{args.name} at scale {args.scale}, value ± standard error", columns, rows, left=1)
-    common.say("")
+    for table in summary.tables:
+        columns, rows = table.cells()
+        common.print_table(f"{args.name} at scale {args.scale}, {table.title}", columns, rows, left=table.left)
+        common.say("")
     common.print_table("claims", ("claim", "verdict", "found"), summary.claims(), left=3)
     common.say(f"\nreport: {page}")
     return 0
 
 
-def _verify(args: Args, study: ModuleType, folder: Path) -> int:
+def _verify(args: Args, study: Study, folder: Path) -> int:
     """Check the files; status 1 if one of them is not what it should be."""
     checks = []
     for name, problem in study.verify(folder, args.scale):

@@ -29,8 +29,6 @@ def scatter_pair(
 ) -> alt.ConcatChart:
     """Pre-training loss against accuracy (left) and trace against accuracy (right): the paper's figure 1.
 
-    Bars are 95 % confidence intervals; a faint line joins a run's checkpoints in the order of steps.
-
     Args:
         table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
         accuracy: The measure of both vertical axes.
@@ -41,27 +39,48 @@ def scatter_pair(
     Raises:
         IsolossError: The table lacks a column or holds a number that cannot be drawn.
     """
-    frame, style = _prepared(table, (loss, trace, accuracy), style)
+    return scatter(table, ((loss, accuracy), (trace, accuracy)), style=style)
+
+
+def scatter(
+    table: pl.DataFrame, axes: Sequence[tuple[Measure, Measure]], *, style: Style | None = None
+) -> alt.ConcatChart:
+    """Two measures of every checkpoint against each other, a panel for each pair of (horizontal, vertical).
+
+    Bars are 95 % confidence intervals; a faint line joins a run's checkpoints in the order of steps. Panels of one
+    vertical measure share its axis.
+
+    Args:
+        table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
+        axes: The measures of each panel.
+        style: Colours and markers; by default those of this table.
+
+    Raises:
+        IsolossError: The table lacks a column or holds a number that cannot be drawn.
+    """
+    shown = tuple(dict.fromkeys(measure for pair in axes for measure in pair))
+    frame, style = _prepared(table, shown, style)
     pick = _Pick(style)
-    tooltip = _tooltip(table, (loss, trace, accuracy))
-    _, ends = data.panel(frame, accuracy)
+    tooltip = _tooltip(table, shown)
     panels = []
-    for i, measure in enumerate((loss, trace)):
-        rows, own = data.panel(frame, measure, accuracy)
-        x = _x(measure, own[measure])
-        y = _y(accuracy, ends[accuracy], titled=i == 0)
+    for i, (across, up) in enumerate(axes):
+        rows, own = data.panel(frame, across, up)
+        _, ends = data.panel(frame, up)
+        x = _x(across, own[across])
+        y = _y(up, ends[up], titled=data.titled(axes, i))
         base = alt.Chart(_values(rows)).encode(color=_colour(style), opacity=pick.opacity())
         panels.append(
             _layered(
                 base.mark_line(strokeWidth=1).encode(
                     x, y, opacity=pick.opacity(0.35), detail="run:N", order=alt.Order("step:Q")
                 ),
-                base.mark_rule(strokeWidth=1.2).encode(x, y=_field(accuracy, "_low", y), y2=f"{accuracy.field}_high"),
-                base.mark_rule(strokeWidth=1.2).encode(y, x=_field(measure, "_low", x), x2=f"{measure.field}_high"),
+                base.mark_rule(strokeWidth=1.2).encode(x, y=_field(up, "_low", y), y2=f"{up.field}_high"),
+                base.mark_rule(strokeWidth=1.2).encode(y, x=_field(across, "_low", x), x2=f"{across.field}_high"),
                 _points(base, style, tooltip).encode(x, y),
             )
         )
-    return _side_by_side(panels, pick, f"{accuracy.title} against {loss.title} and against {trace.title}")
+    words = " and ".join(f"{up.title} against {across.title}" for across, up in axes)
+    return _side_by_side(panels, pick, words)
 
 
 def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:

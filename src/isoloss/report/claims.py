@@ -15,10 +15,10 @@ from isoloss.estimate import Estimate
 Direction = Literal["decrease", "increase", "no change within"]
 
 RULE = (
-    "A claim is shown when the 95 % confidence interval of the measured difference (about two standard errors on "
-    "either side) lies wholly on the claimed side of the margin; a claim of no change, when it lies wholly within the "
-    "margin around zero. Otherwise it is not shown, which does not mean that the opposite is true: the interval may "
-    "just be too wide. A claim whose setting this scale does not have is not tested."
+    "A claim is shown when the 95 % confidence interval of the measured difference (two standard errors on either "
+    "side, over three seeds 4.3) lies wholly on the claimed side of the margin; a claim of no change, when it lies "
+    "wholly within the margin around zero. It is contradicted when the interval lies wholly outside that. Otherwise it "
+    "is not shown: the interval is too wide to say. A claim whose setting this scale does not have is not tested."
 )
 
 
@@ -27,6 +27,7 @@ class Verdict(StrEnum):
 
     SHOWN = "shown"
     NOT_SHOWN = "not shown"
+    CONTRADICTED = "contradicted"
     NOT_TESTED = "not tested at this scale"
 
 
@@ -95,10 +96,11 @@ def read_claims(path: Path) -> tuple[Claim, ...]:
 
 
 def judge(difference: Estimate, direction: Direction, margin: float = 0.0) -> Verdict:
-    """Return whether a measured difference shows a claim.
+    """Return whether a measured difference shows or contradicts a claim.
 
     Shown: with the 95 % confidence interval [a, b] of the difference, b < -margin for a decrease, a > margin for an
-    increase, -margin <= a and b <= margin for no change within the margin. Otherwise not shown.
+    increase, -margin <= a and b <= margin for no change within the margin. Contradicted: a > -margin for a decrease,
+    b < margin for an increase, a > margin or b < -margin for no change. Otherwise not shown.
 
     Args:
         difference: After minus before, or treated minus control; its stderr is that of the difference.
@@ -110,18 +112,20 @@ def judge(difference: Estimate, direction: Direction, margin: float = 0.0) -> Ve
 
     Example:
         >>> gain = Estimate(value=0.024, stderr=0.008, samples=5, unit="accuracy", num_inputs=1000, method="probe")
-        >>> judge(gain, "increase").value, judge(gain, "increase", margin=0.02).value
-        ('shown', 'not shown')
+        >>> judge(gain, "increase").value, judge(gain, "increase", margin=0.02).value, judge(gain, "decrease").value
+        ('shown', 'not shown', 'contradicted')
     """
     _check_margin(direction, margin)
     low, high = difference.ci95
     if direction == "decrease":
-        shown = high < -margin
+        shown, contradicted = high < -margin, low > -margin
     elif direction == "increase":
-        shown = low > margin
+        shown, contradicted = low > margin, high < margin
     else:
-        shown = -margin <= low and high <= margin
-    return Verdict.SHOWN if shown else Verdict.NOT_SHOWN
+        shown, contradicted = -margin <= low and high <= margin, low > margin or high < -margin
+    if shown:
+        return Verdict.SHOWN
+    return Verdict.CONTRADICTED if contradicted else Verdict.NOT_SHOWN
 
 
 def judged(

@@ -55,27 +55,32 @@ def scatter_pair(
     style: Style | None = None,
 ) -> Figure:
     """Pre-training loss against accuracy (left) and trace against accuracy (right); see `charts.scatter_pair`."""
-    frame = data.prepare(table, (loss, trace, accuracy))
+    return scatter(table, ((loss, accuracy), (trace, accuracy)), style=style)
+
+
+def scatter(table: pl.DataFrame, axes: Sequence[tuple[Measure, Measure]], *, style: Style | None = None) -> Figure:
+    """Two measures of every checkpoint against each other, a panel for each pair; see `charts.scatter`."""
+    frame = data.prepare(table, tuple(dict.fromkeys(measure for pair in axes for measure in pair)))
     style = style or Style.of(table)
-    _, ends = data.panel(frame, accuracy)
     with _style():
-        figure, axes = _panels(2)
-        for i, (ax, measure) in enumerate(zip(axes, (loss, trace), strict=True)):
-            rows, own = data.panel(frame, measure, accuracy)
+        figure, panels = _panels(len(axes))
+        for i, (ax, (across, up)) in enumerate(zip(panels, axes, strict=True)):
+            rows, own = data.panel(frame, across, up)
+            _, ends = data.panel(frame, up)
             for (_, group, size), run in _by_run(rows):
                 colour, marker = _look(style, group, size)
-                ax.plot(run[measure.field], run[accuracy.field], color=colour, alpha=0.35, linewidth=0.8)
+                ax.plot(run[across.field], run[up.field], color=colour, alpha=0.35, linewidth=0.8)
                 ax.errorbar(
-                    run[measure.field],
-                    run[accuracy.field],
-                    xerr=_errors(run, measure),
-                    yerr=_errors(run, accuracy),
+                    run[across.field],
+                    run[up.field],
+                    xerr=_errors(run, across),
+                    yerr=_errors(run, up),
                     fmt=marker,
                     color=colour,
                     elinewidth=0.8,
                 )
-            _x_axis(ax, measure, own[measure])
-            _y_axis(ax, accuracy, ends[accuracy], titled=i == 0)
+            _x_axis(ax, across, own[across])
+            _y_axis(ax, up, ends[up], titled=data.titled(axes, i))
         _legend(figure, style)
     return figure
 
@@ -237,4 +242,4 @@ def _legend(figure: Figure, style: Style) -> None:
     if len(style.markers) > 1:
         for name, (_, marker) in style.markers.items():
             entries.append(Line2D([], [], color="#444444", marker=marker, linestyle="none", label=name))
-    figure.legend(handles=entries, loc="outside upper left", ncols=min(len(entries), 6), frameon=False)
+    figure.legend(handles=entries, loc="outside upper left", ncols=data.columns(len(entries), 6), frameon=False)

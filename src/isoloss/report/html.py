@@ -21,7 +21,8 @@ from isoloss.report.data import Measure
 # the class and the sign of each verdict: the sign and the words carry it, not the colour
 _BADGES = {
     Verdict.SHOWN: ("shown", "✓"),
-    Verdict.NOT_SHOWN: ("not-shown", "✗"),
+    Verdict.NOT_SHOWN: ("not-shown", "○"),
+    Verdict.CONTRADICTED: ("contradicted", "✗"),
     Verdict.NOT_TESTED: ("not-tested", "–"),
 }
 
@@ -81,6 +82,7 @@ class Page:
         findings: The key findings, the most important first.
         claims: What the paper claims and what was found.
         figures: The charts.
+        tables: What was compared, by heading.
         checkpoints: Every evaluated checkpoint.
         command: What makes the page again.
         settings: How it was made, by name: scale, seeds, versions, device, threads, ...
@@ -94,6 +96,7 @@ class Page:
     checkpoints: Table
     command: str
     settings: Mapping[str, str]
+    tables: Mapping[str, Table] = field(default_factory=dict)
 
 
 def checkpoint_table(table: pl.DataFrame, shown: tuple[Measure, ...] | None = None) -> Table:
@@ -130,11 +133,12 @@ def render(page: Page) -> str:
     Raises:
         IsolossError: A row of the table that does not have one cell a column, or a link that is not a relative path.
     """
-    for row in page.checkpoints.rows:
-        if len(row) != len(page.checkpoints.columns):
-            raise IsolossError(
-                f"a table of {len(page.checkpoints.columns)} columns has a row of {len(row)} cells: {row[0].text!r}"
-            )
+    for table in (*page.tables.values(), page.checkpoints):
+        for row in table.rows:
+            if len(row) != len(table.columns):
+                raise IsolossError(
+                    f"a table of {len(table.columns)} columns has a row of {len(row)} cells: {row[0].text!r}"
+                )
     template = _environment().get_template("page.html.j2")
     return template.render(
         page=page,

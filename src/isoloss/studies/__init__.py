@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from isoloss.errors import IsolossError
 
+if TYPE_CHECKING:
+    from isoloss.studies.study import Study
+
 STUDIES = {
     "same-loss": "models of the same pre-training loss: longer training, another step rule, other sizes",
+    "algorithms": "the paper's algorithms and others, several seeds of each: loss, flatness and transfer",
 }
 
 
-def find(name: str) -> ModuleType:
-    """Return the module of the study called `name`; an unknown name is an error that lists the studies."""
+def find(name: str) -> Study:
+    """Return the study called `name`; an unknown name is an error that lists the studies."""
     if name not in STUDIES:
         raise IsolossError(f"no study {name!r}; the studies are {', '.join(STUDIES)}")
-    return importlib.import_module(f"isoloss.studies.{name.replace('-', '_')}.study")
+    study: Study = importlib.import_module(f"isoloss.studies.{name.replace('-', '_')}.study").STUDY
+    return study

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from isoloss import config as configs
-from isoloss import files
 from isoloss.config import LAPTOP_PCFG, EvalConfig, ModelConfig, OptimizerConfig, PCFGConfig, TrainConfig
-from isoloss.errors import IsolossError
-from isoloss.evaluation import pending
-from isoloss.runs import Run
-from isoloss.studies.engine.plan import Unit
+from isoloss.studies.design import Design, Experiment, Measurement, choose, steps_of
 
 NAME = "same-loss"
 
@@ -94,9 +85,12 @@ SCALES = {
 
 def scale_of(name: str) -> Scale:
     """Return the scale called `name`; an unknown name is an error that lists them."""
-    if name not in SCALES:
-        raise IsolossError(f"the study {NAME} has no scale {name!r}; its scales are {', '.join(SCALES)}")
-    return SCALES[name]
+    return choose(SCALES, name, study=NAME)
+
+
+def design(scale_name: str) -> Design:
+    """Return all that is trained and measured at a scale."""
+    return Design(NAME, scale_name, experiments(scale_of(scale_name)))
 
 
 def main_run(scale: Scale) -> str:
@@ -109,11 +103,10 @@ def sgd_run(scale: Scale) -> str:
     return f"sgd-{scale.sizes[-1]}"
 
 
-def experiments(scale: Scale) -> dict[str, TrainConfig]:
-    """Return the config of each run by its name."""
-    runs = {}
-    for size in scale.sizes:
-        runs[f"adamw-{size}"] = TrainConfig(
+def experiments(scale: Scale) -> dict[str, Experiment]:
+    """Return each run by its name: AdamW at every size, and SGD on from the main one."""
+    runs = {
+        f"adamw-{size}": TrainConfig(
             language=scale.language,
             model=ModelConfig(size=size, dropout=0.0),
             optimizer=scale.adamw,
@@ -123,6 +116,8 @@ def experiments(scale: Scale) -> dict[str, TrainConfig]:
             device="cpu",
             threads=1,
         )
+        for size in scale.sizes
+    }
     runs[sgd_run(scale)] = TrainConfig(
         language=scale.language,
         model=ModelConfig(size=scale.sizes[-1], dropout=0.0),
@@ -135,116 +130,20 @@ def experiments(scale: Scale) -> dict[str, TrainConfig]:
         device="cpu",
         threads=1,
     )
-    return runs
+    return {name: _experiment(scale, name, config) for name, config in runs.items()}
 
 
-def steps_of(config: TrainConfig) -> list[int]:
-    """Return the steps of a run that are measured."""
-    return sorted({*config.checkpoints, config.steps})
-
-
-def measures_of(scale: Scale) -> tuple[str, ...]:
-    """Return what is measured on every checkpoint."""
-    return ("loss", "trace", *(f"probe-{task}" for task in scale.tasks))
-
-
-def lookups_of(scale: Scale) -> tuple[str, ...]:
-    """Return what is measured once: the look-up table is a function of the language alone."""
-    return tuple(f"lookup-{task}" for task in scale.tasks)
-
-
-def run_of(folder: Path, name: str) -> Run:
-    """Return the run called `name` of the study in `folder`."""
-    return Run(folder / "runs" / name)
-
-
-def document(scale_name: str) -> dict[str, Any]:
-    """Return what study.json says: enough to see whether a folder was made by this plan."""
-    scale = scale_of(scale_name)
-    return {
-        "study": NAME,
-        "scale": scale_name,
-        "runs": {name: configs.fingerprint(config) for name, config in experiments(scale).items()},
-        "measures": [*measures_of(scale), *lookups_of(scale)],
-        "evaluation": configs.to_dict(scale.evaluation),
-    }
-
-
-def prepare(folder: Path, scale_name: str) -> None:
-    """Write the plan's files into `folder`, or check that it was made by the same plan.
-
-    Raises:
-        IsolossError: The folder holds another study, another scale, or another version of this plan.
-    """
-    path = folder / "study.json"
-    planned = document(scale_name)
-    if path.is_file():
-        found = files.read_json(path)
-        if found != planned:
-            keys = [key for key in planned if found.get(key) != planned[key]]
-            raise IsolossError(
-                f"{folder} was made by another plan (they differ in {', '.join(keys)}); choose another --folder"
-            )
-        return
-    for name, config in experiments(scale_of(scale_name)).items():
-        files.write_text(config_path(folder, name), configs.to_toml(config))
-    files.write_json(path, planned)
-
-
-def config_path(folder: Path, name: str) -> Path:
-    """The TOML file that a run is made from."""
-    return folder / "configs" / f"{name}.toml"
-
-
-def plan(folder: Path, scale_name: str) -> list[Unit]:
-    """Return the study's units: for each run its training, and the measuring of its checkpoints."""
-    scale = scale_of(scale_name)
-    runs = experiments(scale)
-    units = []
-    for name, config in runs.items():
-        run = run_of(folder, name)
-        units.append(
-            Unit(
-                name=f"train {name}",
-                arguments=("train", str(run.path), "--config", str(config_path(folder, name)), *_PLACE),
-                done=functools.partial(_trained, run, config),
-                after=(f"train {main_run(scale)}",) if name == sgd_run(scale) else (),
-                cost=config.steps * config.batch_size**0.5 / 1000,
+def _experiment(scale: Scale, name: str, config: TrainConfig) -> Experiment:
+    measures = ("loss", "trace", *(f"probe-{task}" for task in scale.tasks))
+    parts = [Measurement(measures=measures, steps=steps_of(config), settings=scale.evaluation)]
+    if name == main_run(scale):  # once: the look-up table is a function of the language alone
+        parts.append(
+            Measurement(
+                measures=tuple(f"lookup-{task}" for task in scale.tasks),
+                steps=(config.steps,),
+                settings=scale.evaluation,
+                verb="look-up table for",
             )
         )
-        parts = [(measures_of(scale), steps_of(config), "measure")]
-        if name == main_run(scale):
-            parts.append((lookups_of(scale), [config.steps], "look-up table for"))
-        for measures, steps, verb in parts:
-            units.append(
-                Unit(
-                    name=f"{verb} {name}",
-                    arguments=_eval_arguments(run, measures, steps, scale.evaluation),
-                    done=functools.partial(_measured, run, config, measures, steps, scale.evaluation),
-                    after=(f"train {name}",),
-                    cost=10.0 * len(steps),
-                )
-            )
-    return units
-
-
-_PLACE = ("--device", "cpu", "--threads", "1")
-
-
-def _eval_arguments(run: Run, measures: Sequence[str], steps: Sequence[int], settings: EvalConfig) -> tuple[str, ...]:
-    options = [
-        word
-        for name, value in configs.to_dict(settings).items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    return ("eval", str(run.path), "--measures", *measures, "--steps", *map(str, steps), *options, *_PLACE)
-
-
-def _trained(run: Run, config: TrainConfig) -> bool:
-    return run.complete and run.record["fingerprint"] == configs.fingerprint(config)
-
-
-def _measured(
-    run: Run, config: TrainConfig, measures: Sequence[str], steps: Sequence[int], settings: EvalConfig
-) -> bool:
-    return _trained(run, config) and not pending(run, measures, steps, settings)
+    after = (main_run(scale),) if name == sgd_run(scale) else ()
+    return Experiment(config=config, measurements=tuple(parts), after=after)

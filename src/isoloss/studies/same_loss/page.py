@@ -6,16 +6,17 @@ import shlex
 from pathlib import Path
 
 import polars as pl
-from altair import ConcatChart
-from matplotlib.figure import Figure as Drawing
 
 from isoloss import files
 from isoloss.report import charts, figures
 from isoloss.report.data import KL, TRACE, Style, accuracy
 from isoloss.report.html import Figure, Finding, Page, checkpoint_table, render
+from isoloss.studies import pages
+from isoloss.studies.comparison import difference
+from isoloss.studies.design import run_of
 from isoloss.studies.same_loss.claims import judge_all
-from isoloss.studies.same_loss.design import NAME, Scale, main_run, run_of, scale_of, sgd_run
-from isoloss.studies.same_loss.results import SAME_LOSS_NATS, Results, difference, read
+from isoloss.studies.same_loss.design import NAME, main_run, scale_of, sgd_run
+from isoloss.studies.same_loss.results import Results, read
 
 LEAD = (
     "Language models are compared by their pre-training loss, yet models of the same loss differ in what they "
@@ -78,17 +79,9 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
     tasks = [accuracy(task) for task in scale.tasks]
     over_time = results.over_time()
     same_step = table.filter((pl.col("group") == table["group"][0]) & (pl.col("step") == scale.steps))
-    bars = "Error bars and bands are 95 % confidence intervals."
-    made = []
-
-    def add(name: str, title: str, chart: ConcatChart, figure: Drawing, caption: str) -> None:
-        figures.save(figure, folder / "figures" / name)
-        links = {kind.upper(): f"figures/{name}.{kind}" for kind in ("pdf", "png")}
-        image = links["PNG"]
-        made.append(Figure(title=title, chart=chart, caption=f"{caption} {bars}", downloads=links, image=image))
-
-    for task, measure in reversed(list(zip(scale.tasks, tasks, strict=True))):
-        add(
+    scatters = [
+        pages.figure(
+            folder,
             f"loss-and-trace-{task}",
             f"Loss and flatness against transfer: {task}",
             charts.scatter_pair(table, measure, style=style),
@@ -96,7 +89,10 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
             "Every checkpoint: on the left its KL to the truth, on the right the trace of its Fisher, against the "
             f"accuracy of a linear probe on the task {task}. The paper's figure 1.",
         )
-    add(
+        for task, measure in reversed(list(zip(scale.tasks, tasks, strict=True)))
+    ]
+    over_time_figure = pages.figure(
+        folder,
         "over-time",
         f"Over time: {scale.sizes[-1]}",
         charts.curves(over_time, (KL, TRACE, *tasks), style=style),
@@ -104,7 +100,8 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
         f"AdamW from random weights, and from its last checkpoint (step {scale.steps:,}) on SGD. The paper's figures "
         "2, 4 and 10.",
     )
-    add(
+    sizes_figure = pages.figure(
+        folder,
         "sizes",
         f"Sizes after {scale.steps:,} steps of AdamW",
         charts.sizes(same_step, (KL, TRACE, *tasks), style=style),
@@ -112,41 +109,24 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
         "Loss, trace and probes by the number of parameters. Only models of the same loss compare: see the KL. The "
         "paper's figures 3 and 5.",
     )
-    return tuple(made)
+    return (*scatters, over_time_figure, sizes_figure)
 
 
 def _settings(results: Results, scale_name: str) -> dict[str, str]:
     scale = results.scale
     run = run_of(results.folder, main_run(scale))
-    record = run.record
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     trace = results.at(run.name)["trace"]
     return {
         "Scale": f"{scale_name} ({scale.text})",
-        "Language": _language(scale),
+        "Language": pages.language(scale.language),
         "Entropy of the truth": str(results.at(run.name)["entropy"]),
         "AdamW": f"{scale.steps:,} steps of {scale.batch_size} sentences, one masked token each; learning rate "
         f"{scale.adamw.learning_rate:g} after {scale.adamw.warmup_steps:,} steps of warm-up, weight decay "
         f"{scale.adamw.weight_decay:g}, no dropout",
         "SGD": f"{scale.sgd_steps:,} steps of {scale.sgd_batch_size} sentences; learning rate "
         f"{scale.sgd.learning_rate:g} after {scale.sgd.warmup_steps:,} steps of warm-up, no momentum, no weight decay",
-        "Loss": f"{scale.evaluation.loss_sentences:,} sentences, the same for every checkpoint",
-        "Trace": f"{trace.method}, {scale.evaluation.trace_sentences:,} sentences; "
-        f"{trace.details['dtype']}, attention {trace.details['attention']}",
-        "Probes": f"{scale.evaluation.probe_train:,} training and {scale.evaluation.probe_test:,} test sentences, "
-        f"{scale.evaluation.probe_seeds} seeds, {scale.evaluation.probe_epochs} epochs, features centred and scaled",
-        "Same loss": f"two models whose KL differs by less than {SAME_LOSS_NATS} nats with 95 % confidence",
+        **pages.measuring(scale.evaluation, trace),
         "Seeds": f"one pre-training run each; grammar {scale.language.seed}, evaluation {scale.evaluation.seed}. "
         "Errors cover the measurement, not another pre-training seed",
-        "Device": f"{trace.details['device']}, one thread a process",
-        "Versions": versions,
-        "Commit": record["commit"] or "unknown",
+        **pages.making(run, trace),
     }
-
-
-def _language(scale: Scale) -> str:
-    grammar = scale.language
-    return (
-        f"random grammar of {grammar.levels} binary levels, {grammar.symbols_per_level} symbols a level, "
-        f"{grammar.rules_per_symbol} rules a symbol, {grammar.vocab_size} tokens"
-    )
