@@ -30,6 +30,11 @@ def _incidental(default: Any) -> Any:
     return field(default=default, metadata={"incidental": True})
 
 
+def _later(default: Any) -> Any:
+    """A field that decides a result and, at its default, stays out of the fingerprint: runs without it keep theirs."""
+    return field(default=default, metadata={"later": True})
+
+
 # --- languages -------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +258,8 @@ class TrainConfig:
     """Sentences whose gradient is computed at once in a process, to save memory; 0: the process's whole share."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Matrix products of the loss and its gradient in float32 or, by autocast, bfloat16; weights are float32."""
+    ema: float = _later(0.0)
+    """Decay by step of an exponential moving average of the weights, kept beside each checkpoint; 0: none."""
     trackers: tuple[str, ...] = _incidental(())
     """Where metrics.jsonl is mirrored: tensorboard, trackio, wandb."""
     parallel: Literal["ddp", "fsdp"] = _incidental("ddp")
@@ -261,6 +268,8 @@ class TrainConfig:
     """Device to train on: auto, cpu, cuda, cuda:1, mps."""
     threads: int = _incidental(0)
     """CPU threads; 0: all cores."""
+    prefetch: bool = _incidental(False)
+    """Make the next step's batch in a background thread while a step is at work; needs `threads` = 1."""
     save_every_seconds: float = _incidental(60.0)
     """Seconds between two checkpoints kept only for resuming."""
 
@@ -413,6 +422,7 @@ def identity(config: Any) -> Any:
             f.name: identity(getattr(config, f.name))
             for f in dataclasses.fields(config)
             if not f.metadata.get("incidental")
+            and not (f.metadata.get("later") and getattr(config, f.name) == f.default)
         }
     if isinstance(config, tuple):
         return [identity(item) for item in config]

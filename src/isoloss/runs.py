@@ -3,6 +3,7 @@
 run.json                              resolved config, fingerprint, seed, versions, commit
 metrics.jsonl                         one line every `log_every` steps
 checkpoints/step-N/                   a Hugging Face folder, plus trainer.json and trainer.safetensors
+checkpoints/step-N/ema/               a Hugging Face folder with the averaged weights, if the run averages them
 evaluations/<measure>@step-N.json     an `Evaluation`
 log.jsonl                             what the clock said: resumes, seconds; no result rests on it
 result.json                           written last: the run is complete

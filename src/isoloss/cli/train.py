@@ -141,12 +141,16 @@ class Args:
     """Several processes each have the whole model (ddp, the default), or a piece of every parameter (fsdp)."""
     precision: Literal["fp32", "bf16"] = TrainConfig.precision
     """Matrix products in float32 or, by autocast, bfloat16."""
+    ema: float = TrainConfig.ema
+    """Decay by step of an exponential moving average of the weights, saved beside each checkpoint; 0: none."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where metrics.jsonl is mirrored; each needs its package."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     threads: int = 0
     """CPU threads; 0: all cores."""
+    prefetch: bool = False
+    """Make the next batch while a step is at work; needs --threads 1 and a core for it."""
     print_config: bool = False
     """Print the config as TOML and stop."""
     json: bool = False
@@ -213,7 +217,7 @@ def _main(arguments: list[str]) -> int:
 
 
 # options that decide no result
-FREE = ("run", "config", "micro_batch", "parallel", "trackers", "device", "threads", "print_config", "json")
+FREE = ("run", "config", "micro_batch", "parallel", "trackers", "device", "threads", "prefetch", "print_config", "json")
 
 
 def _config(args: Args) -> TrainConfig:
@@ -237,6 +241,7 @@ def _config(args: Args) -> TrainConfig:
         config,
         device=args.device,
         threads=args.threads,
+        prefetch=args.prefetch or config.prefetch,
         micro_batch=args.micro_batch or config.micro_batch,
         parallel=args.parallel or config.parallel,
         trackers=args.trackers or config.trackers,
@@ -307,6 +312,7 @@ def _from_options(args: Args) -> TrainConfig:
         seed=args.seed,
         measure_every=args.measure_every,
         precision=args.precision,
+        ema=args.ema,
     )
 
 

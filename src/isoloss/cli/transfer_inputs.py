@@ -81,8 +81,10 @@ def find_checkpoint(path: Path) -> tuple[Run, int]:
 
 
 def checkpoint_of(path: Path) -> tuple[Run, int] | None:
-    """Return the run and the step of a checkpoint folder, or None if it does not lie in a run."""
+    """Return the run and the step of a checkpoint folder, or of its average's, or None if it does not lie in a run."""
     folder = path.resolve()
+    if folder.name == "ema":
+        folder = folder.parent
     run = Run(folder.parent.parent)
     step = folder.name.removeprefix("step-")
     if run.exists and step.isdecimal() and int(step) in run.steps() and run.checkpoint(int(step)) == folder:

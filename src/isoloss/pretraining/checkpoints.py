@@ -1,6 +1,7 @@
 """Checkpoints of a run: a Hugging Face folder, plus what training needs to go on from there bit for bit.
 
 config.json, model.safetensors     what transformers loads, and the tokenizer's files where the language has one
+ema/                               the same with the averaged weights, in the kept checkpoints of a run that has them
 trainer.safetensors                the step rule's tensors
 trainer.json                       step, sums since the last line of metrics, config, SHA-256 of both tensor files
 """
@@ -23,9 +24,11 @@ from isoloss import files
 from isoloss.config import TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.loading import quiet
+from isoloss.pretraining.averaging import averaged
 from isoloss.runs import Run
 
 WEIGHTS = "model.safetensors"
+AVERAGE = "ema"
 TRAINER_TENSORS = "trainer.safetensors"
 TRAINER = "trainer.json"
 
@@ -50,7 +53,13 @@ class TrainerState:
 
 
 def save(
-    path: Path, model: Any, tensors: Mapping[str, torch.Tensor], state: TrainerState, *, tokenizer: Any = None
+    path: Path,
+    model: Any,
+    tensors: Mapping[str, torch.Tensor],
+    state: TrainerState,
+    *,
+    tokenizer: Any = None,
+    average: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write the checkpoint `path`, whole or not at all.
 
@@ -60,6 +69,7 @@ def save(
         tensors: The step rule's state.
         state: Where the run stands.
         tokenizer: A transformers tokenizer that is saved along, so that the folder can be used by itself.
+        average: What `WeightAverage.state` returned, to be saved in the folder `ema` as a model; empty or None: none.
 
     Raises:
         IsolossError: The weights are not all finite, or the folder cannot be written.
@@ -69,16 +79,24 @@ def save(
             raise IsolossError(f"after step {state.step} the weights {name} are not finite: lower the learning rate")
     try:
         with files.new_directory(path) as folder, quiet():
-            model.save_pretrained(folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+            _save_model(folder, model, tokenizer)
+            if average:
+                with averaged(model, average):
+                    _save_model(folder / AVERAGE, model, tokenizer)
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / TRAINER_TENSORS)
-            for name in (WEIGHTS, TRAINER_TENSORS):  # safetensors lets nobody but the owner read what it writes
+            names = (WEIGHTS, TRAINER_TENSORS, *([f"{AVERAGE}/{WEIGHTS}"] if average else []))
+            for name in names:  # safetensors lets nobody but the owner read what it writes
                 (folder / name).chmod((folder / "config.json").stat().st_mode)
-            hashes = {name: files.sha256(folder / name) for name in (WEIGHTS, TRAINER_TENSORS)}
+            hashes = {name: files.sha256(folder / name) for name in names}
             files.write_json(folder / TRAINER, {**dataclasses.asdict(state), "sha256": hashes})
     except (OSError, SafetensorError) as error:
         raise IsolossError(f"cannot write the checkpoint {path}: {error}") from error
+
+
+def _save_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def load(path: Path, model: torch.nn.Module, *, config: TrainConfig) -> tuple[TrainerState, dict[str, torch.Tensor]]:

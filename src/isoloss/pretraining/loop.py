@@ -27,9 +27,11 @@ from isoloss.models.make import make_model
 from isoloss.models.sizes import check_size
 from isoloss.pretraining import checkpoints, data_parallel, objectives, rules, steps, trackers
 from isoloss.pretraining.adversary import Examples
+from isoloss.pretraining.averaging import WeightAverage, without_average
 from isoloss.pretraining.checkpoints import TrainerState
 from isoloss.pretraining.distributed import Processes, together
-from isoloss.pretraining.objectives import prediction_loss, training_batch
+from isoloss.pretraining.objectives import TrainingBatch, prediction_loss, training_batch
+from isoloss.pretraining.prefetching import Batches
 from isoloss.pretraining.process import process_settings, signals
 from isoloss.pretraining.trackers import Mirrors
 from isoloss.runs import Run
@@ -86,6 +88,7 @@ def validate(config: TrainConfig) -> None:
         "measure_every": (config.measure_every >= 0, "at least 0 (0: never)"),
         "measure_sentences": (config.measure_sentences >= 10, "at least 10"),
         "micro_batch": (config.micro_batch >= 0, "at least 0 (0: the whole batch)"),
+        "ema": (0 <= config.ema < 1, "at least 0 (0: no average) and below 1"),
     }
     for name, (holds, condition) in in_range.items():
         if not holds:
@@ -93,6 +96,11 @@ def validate(config: TrainConfig) -> None:
     if config.measure_every % config.log_every:
         raise IsolossError(
             f"measure_every is {config.measure_every}; it must be a multiple of log_every, {config.log_every}"
+        )
+    if config.prefetch and config.threads != 1:
+        raise IsolossError(
+            f"prefetch is on and threads is {config.threads}; it must be 1, as making a batch may set the number of "
+            "threads of the whole process"
         )
     check_size(config.model.architecture, config.model.size)
     if not 0 <= config.model.dropout < 1:
@@ -196,8 +204,16 @@ class _Training:
         forward = partial(prediction_loss, causal=causal, precision=config.precision)
         self.loss = partial(self.parallel.loss, forward)
         self.rule = rules.make_rule(self.model, config, language, examples=examples, parallel=self.parallel)
-        self.rule.load_state(tensors)
+        self.rule.load_state(without_average(tensors))
+        self.average = WeightAverage(self.model, config.ema)
+        if tensors:
+            self.average.load_state(tensors)
         self.clock = _Clock(self.step, config.steps, progress if processes.is_main else None)
+        self.batches = Batches(self._batch, last=config.steps, ahead=config.prefetch)
+
+    def _batch(self, step: int) -> TrainingBatch:
+        """Return this process's share of the batch of `step`, on the CPU."""
+        return training_batch(self.language, self.config, step, torch.device("cpu"), self.processes.rows())
 
     def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Give the model the weights to go on from; return the step they are of and the step rule's tensors."""
@@ -227,7 +243,7 @@ class _Training:
         if self.step == 0 and 0 in self.kept and not self.processes.from_main(self.run.checkpoint(0).exists()):
             self._save()
         stop = False
-        with signals() as interrupted:
+        with signals() as interrupted, self.batches:
             while self.step < self.config.steps and not stop:
                 self._one_step()
                 is_due = self.processes.is_main and self.clock.save_is_due(self.config.save_every_seconds)
@@ -279,11 +295,12 @@ class _Training:
 
     def _one_step(self) -> None:
         number = self.step + 1
-        rows = self.processes.rows()
-        batch, num_tokens = training_batch(self.language, self.config, number, self.device, rows)
+        inputs, num_tokens = self.batches.of(number)
+        batch = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         is_logged = number % self.config.log_every == 0 or number == self.config.steps
         torch.manual_seed(derive(self.config.seed, "dropout", number, *self.processes.stream))
         outcome = self.rule.step(number, batch, self.loss, with_norm=is_logged)
+        self.average.update()
         self._check_finite({"loss": outcome.loss_nats, **outcome.details}, number)
         self.step = number
         self.loss_sum += outcome.loss_nats
@@ -310,6 +327,7 @@ class _Training:
         if model is None:
             return {}
         model.to(self.device)
+        self.batches.settle()
         with steps.without_dropout(model):  # each step seeds its own random state, so none has to be kept
             return self.measure(model)
 
@@ -345,12 +363,15 @@ class _Training:
             loss_count=self.loss_count,
             initial_sha256=self.initial_sha256,
         )
-        model, tensors = self.parallel.gathered(), self.rule.state()
+        model, average = self.parallel.gathered(), self.average.state()
+        tensors = {**self.rule.state(), **average}
+        kept_average = average if self.step in self.kept else None
         tokenizer = getattr(self.language, "tokenizer", None)
 
         def write() -> None:
             _flush_metrics(self.run)
-            checkpoints.save(self.run.checkpoint(self.step), model, tensors, state, tokenizer=tokenizer)
+            folder = self.run.checkpoint(self.step)
+            checkpoints.save(folder, model, tensors, state, tokenizer=tokenizer, average=kept_average)
             checkpoints.remove_except(self.run, {*self.kept, self.step})
 
         self.processes.on_main(write)

@@ -107,7 +107,8 @@ def _step_errors(ax: Axes, settings: Settings, found: Result) -> None:
     ax.set_title(settings.model.name)
     ax.set_xlabel("Time K = steps x eta^2")
     ax.set_ylabel(f"SGD less flow (%), B = {least}")
-    ax.legend()
+    ax.set_ylim(bottom=1.6 * ax.get_ylim()[0])  # room for the legend below the points
+    ax.legend(loc="lower right", ncols=2, fontsize="x-small")
 
 
 def bracket_solutions(found: study.Result) -> Figure:
