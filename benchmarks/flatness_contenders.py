@@ -42,7 +42,7 @@ class Contender:
         sequences: How many it takes in the calls that its spread is measured with.
         by_sequence: Whether its value is a mean over independent sequences, with their signs or labels.
         run: Computes the trace on batches with a seed.
-        share: Of the repetitions, for what takes long.
+        share: Of the repetitions: fewer for what takes long, more for what is quick and varies much.
     """
 
     name: str
@@ -183,7 +183,7 @@ def contenders(*, causal: bool) -> tuple[list[Contender], list[str]]:
     ]
     for peer, way, quantity, run in peers:
         if installed(peer) and not (causal and "++" in way):  # too dear at all positions
-            share = 1 / 3 if "++" in way else 1.0
+            share = 1 / 3 if "++" in way else 6.0  # one call is one draw, so that their spread takes many
             found.append(Contender(f"{peer}, {way}", quantity, PEER_BATCH, False, run, share))
     return found, [peer for peer in PEERS if not installed(peer)]
 
