@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from timing import heading
+
 _COLUMNS = (
     "estimator",
     "mean on the check (exact {exact:.4g})",
@@ -22,13 +24,7 @@ _COLUMNS = (
 def page(record: dict[str, Any]) -> str:
     """Return all tables."""
     lines = [
-        "# Flatness: time to a standard error of 1 %, and memory, on one thread",
-        "",
-        f"{record['date']}, `{record['command']}`. {record['machine']}.",
-        f"Load at the start: {record['load']}. Versions: "
-        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        + ".",
-        "",
+        *heading("Flatness: time to a standard error of 1 %, and memory, on one thread", record),
         "Processor time, median of the rounds. The spread is the standard deviation of one sequence's value over fresh "
         "sequences, in percent of the mean; for the libraries that take a batch as one, it is that of one call on a "
         'fresh batch. Time to 1 % is cost times (spread / 1 %)^2, on fresh sequences; "same sequences" counts the '

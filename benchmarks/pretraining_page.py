@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from timing import short
+from timing import heading, short
 
 
 def page(record: dict[str, Any]) -> str:
     """Return all tables."""
     lines = [
-        "# Pre-training: tokens per second of one thread",
-        "",
-        f"{record['date']}, `{record['command']}`. {record['machine']}.",
-        f"Load at the start: {record['load']}. Versions: "
-        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        + ".",
-        "",
+        *heading("Pre-training: tokens per second of one thread", record),
         "BERT with dropout 0.1, one masked token a sentence, AdamW, float32 unless said. Processor time of a step, "
         "without that of other processes: the median of a turn's steps; over the rounds, in which all take turns, the "
         "median and the range. The last column is the median over rounds of a contender's time over ours in the same "

@@ -108,16 +108,22 @@ def versions(libraries: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def heading(title: str, record: dict[str, Any]) -> list[str]:
+    """Return the first lines of a page in Markdown: what was run, on what, when."""
+    found = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return [
+        f"# {title}",
+        "",
+        f"{record['date']}, `{record['command']}`. {record['machine']}.",
+        f"Load at the start: {record['load']}. Versions: {found}.",
+        "",
+    ]
+
+
 def table(record: dict[str, Any]) -> str:
     """Return the results as a page in Markdown."""
     lines = [
-        "# Languages: sentences per second on one thread",
-        "",
-        f"{record['date']}, `{record['command']}`. {record['machine']}.",
-        f"Load at the start: {record['load']}. Versions: "
-        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        + ".",
-        "",
+        *heading("Languages: sentences per second on one thread", record),
         "Processor time of one core. Median of the rounds, and the slowest and fastest; the ratio is the median over "
         "rounds of our rate for the same quantity, or for the task's first row where we have no such row, to theirs.",
         "",
