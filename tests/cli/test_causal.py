@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from speaking import as_json, refusal
 from transformers import AutoModelForCausalLM
 
 from isoloss.cli.main import main
@@ -38,18 +39,6 @@ def drawn(tmp_path_factory):
     path = tmp_path_factory.mktemp("causal") / "drawn"
     assert main(["train", str(path), "--language", "pcfg-varied", *SMALL]) == 0
     return path
-
-
-def as_json(capsys, *words):
-    capsys.readouterr()
-    assert main([*map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys, *words):
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == 2
-    return capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def held_out(run):

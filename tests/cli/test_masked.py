@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from speaking import as_json
 from transformers import AutoModelForMaskedLM
 
 from isoloss.cli.main import main
@@ -14,12 +15,6 @@ from isoloss.runs import Run
 
 MODELS = {"bert-pre-ln": "d16", "lstm": "h16"}
 CLASSES = {"bert-pre-ln": "RobertaPreLayerNormForMaskedLM", "lstm": "LSTMForMaskedLM"}
-
-
-def as_json(capsys, *words):
-    capsys.readouterr()
-    assert main([*map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def trained(path, architecture, *words):

@@ -9,6 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
+from speaking import as_json, refusal
 from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.cli.main import main
@@ -17,21 +18,6 @@ from isoloss.transfer.comparison import paired_difference
 from isoloss.transfer.results import TransferResult
 
 SMALL = ("--num-train", "120", "--num-test", "80", "--epochs", "2", "--seeds", "2", "--threads", "1")
-
-
-def as_json(capsys, *words):
-    capsys.readouterr()
-    assert main([*map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys, *words):
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    return err
 
 
 @pytest.fixture(scope="module")
@@ -178,26 +164,30 @@ def test_your_own_text_probed_and_fine_tuned(capsys, bert, mails, tmp_path):
 def test_what_a_run_cannot_do_is_one_sentence(capsys, runs, options, message):
     if "sst2" in options and "--how" not in options and "--language" not in options:
         options = [*options, "--data", str(runs[0])]
-    assert message in refusal(capsys, "transfer", runs[0], *options)
+    assert message in refusal(capsys, "transfer", runs[0], *options, alone=True)
 
 
 def test_models_that_do_not_fit_are_named(capsys, runs, bert, mails, tmp_path):
     task = ("--task", "spam", "--data", mails, "--text", "body", "--label", "kind")
-    assert "no model is named" in refusal(capsys, "transfer", "--task", "root")
-    assert "is named twice" in refusal(capsys, "transfer", runs[0], runs[0], "--task", "root")
-    assert "models of different languages" in refusal(capsys, "transfer", runs[0], runs[2], "--task", "root")
-    assert "its language is not known: add --language" in refusal(capsys, "transfer", bert, "--task", "root")
-    message = refusal(capsys, "transfer", bert, "--task", "root", "--language", "pcfg-laptop")
+    assert "no model is named" in refusal(capsys, "transfer", "--task", "root", alone=True)
+    assert "is named twice" in refusal(capsys, "transfer", runs[0], runs[0], "--task", "root", alone=True)
+    assert "models of different languages" in refusal(
+        capsys, "transfer", runs[0], runs[2], "--task", "root", alone=True
+    )
+    assert "its language is not known: add --language" in refusal(
+        capsys, "transfer", bert, "--task", "root", alone=True
+    )
+    message = refusal(capsys, "transfer", bert, "--task", "root", "--language", "pcfg-laptop", alone=True)
     assert "66 ids" in message
     assert "34: it is a model of another language" in message
-    message = refusal(capsys, "transfer", runs[0], *task, "--tokenizer", bert)
+    message = refusal(capsys, "transfer", runs[0], *task, "--tokenizer", bert, alone=True)
     assert "the tokenizer has 66 tokens" in message
     assert "knows 34 ids" in message
-    assert "name the column of the text with --text" in refusal(capsys, "transfer", bert, *task[:4])
-    assert "has no column 'head'" in refusal(capsys, "transfer", bert, *task, "--pair", "head")
+    assert "name the column of the text with --text" in refusal(capsys, "transfer", bert, *task[:4], alone=True)
+    assert "has no column 'head'" in refusal(capsys, "transfer", bert, *task, "--pair", "head", alone=True)
     out = tmp_path / "out"
     few = ("--num-train", "3", "--num-test", "9", "--out", out, "--threads", "1")
-    assert "training" in refusal(capsys, "transfer", runs[2], "--task", "state-2", *few)
+    assert "training" in refusal(capsys, "transfer", runs[2], "--task", "state-2", *few, alone=True)
     assert not list(out.glob("*.json*"))
 
 
@@ -205,5 +195,5 @@ def test_a_label_that_training_lacks_is_named(capsys, bert, tmp_path, words):
     for split, kinds in (("train", ("a", "b")), ("dev", ("a", "c"))):
         lines = ["text\tlabel", *(f"{words[i]} {words[i + 1]}\t{kinds[i % 2]}" for i in range(6))]
         (tmp_path / f"{split}.tsv").write_text("\n".join(lines) + "\n")
-    message = refusal(capsys, "transfer", bert, "--task", "t", "--data", tmp_path, "--text", "text")
+    message = refusal(capsys, "transfer", bert, "--task", "t", "--data", tmp_path, "--text", "text", alone=True)
     assert "dev.tsv, line 3: the label 'c' is not one of a, b" in message

@@ -11,6 +11,7 @@ import nltk
 import numpy as np
 import pytest
 import torch
+from speaking import as_json, refusal
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from isoloss.cli.main import VERBS, main
@@ -43,25 +44,6 @@ def run(tmp_path_factory):
     words = ["train", str(path), "--language", "pcfg-laptop", "--size", "d16", "--steps", "30", "--checkpoints", "10"]
     assert main([*words, "--batch-size", "8", "--threads", "1"]) == 0
     return path
-
-
-def as_json(capsys, *words):
-    """What a verb prints with --json; stdout must be that one document."""
-    capsys.readouterr()
-    assert main([*map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys, *words):
-    """The one sentence that bad input gets."""
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    lines = err.strip().splitlines()
-    assert lines[-1].startswith(f"isoloss {words[0]}: ")
-    assert "Traceback" not in err
-    return lines[-1]
 
 
 # --- results

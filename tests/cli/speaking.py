@@ -1,0 +1,25 @@
+"""What a verb answers: one JSON document, or one sentence for bad input."""
+
+import json
+
+from isoloss.cli.main import main
+
+
+def as_json(capsys, *words):
+    """What a verb prints with --json; stdout must be that one document."""
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *words, alone=False):
+    """The one sentence that bad input gets; `alone`: with no note before it."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.strip().splitlines()
+    assert lines[-1].startswith(f"isoloss {words[0]}: ")
+    assert "Traceback" not in err
+    assert not alone or len(lines) == 1
+    return lines[-1]
