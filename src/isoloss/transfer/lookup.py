@@ -8,7 +8,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages.base import ExactLanguage
 from isoloss.languages.dyck import Brackets
 from isoloss.transfer.features import lookup_features
-from isoloss.transfer.probe import linear_probe
+from isoloss.transfer.probe import probe_features
 from isoloss.transfer.results import TransferResult
 from isoloss.transfer.tasks import TaskData
 
@@ -39,13 +39,4 @@ def lookup_task(language: ExactLanguage, task: TaskData, **settings: Any) -> Tra
             f"the strings of task {task.name} need not be sentences, so that their true conditionals are not known"
         )
     train, test = lookup_features(language, task.train), lookup_features(language, task.test)
-    return linear_probe(
-        train,
-        task.train_labels,
-        test,
-        task.test_labels,
-        num_classes=len(task.classes),
-        classes=task.classes,
-        bayes=task.bayes,
-        **settings,
-    )
+    return probe_features(task, train, test, **settings)

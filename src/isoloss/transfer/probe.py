@@ -119,12 +119,8 @@ def linear_probe(
 
     settings: dict[str, Any] = {"standardize": standardize}
     if solver == "convex":
-        strengths = [regularisation] if isinstance(regularisation, float | int) else list(regularisation)
-        weight, bias, found = _minimum(train_x, train_y, num_classes, strengths, scale, seed)
-        # of the features as they are, and so of centred and scaled ones
-        bias = bias + (weight @ centre.double().expand(weight.shape[2])[:, None]).transpose(1, 2)
-        weight = (weight * scale).float().expand(seeds, -1, -1)
-        bias = bias.float().expand(seeds, -1, -1)
+        weight, bias, found = _convex(train_x, train_y, num_classes, regularisation, centre, scale, seed)
+        weight, bias = weight.expand(seeds, -1, -1), bias.expand(seeds, -1, -1)
         settings |= {"solver": solver, **found}
     else:
         optimizer = {"learning_rate": learning_rate, "weight_decay": weight_decay}
@@ -201,17 +197,33 @@ def probe_task(
                 ("test", task.test, task.test_types),
             )
         )
-        return linear_probe(
-            train_x,
-            task.train_labels,
-            test_x,
-            task.test_labels,
-            num_classes=len(task.classes),
-            classes=task.classes,
-            bayes=task.bayes,
-            device=next(model.parameters()).device,
-            **settings,
-        )
+        return probe_features(task, train_x, test_x, device=next(model.parameters()).device, **settings)
+
+
+def probe_features(
+    task: TaskData, train_x: torch.Tensor | StoredFeatures, test_x: torch.Tensor | StoredFeatures, **settings: Any
+) -> TransferResult:
+    """Return the accuracy of a linear probe on features of the sentences of `task`.
+
+    Args:
+        task: Labelled sentences.
+        train_x: (n_train, D) features of its training sentences.
+        test_x: (n_test, D) features of its test sentences.
+        settings: As for `linear_probe`, but for the labels and classes.
+
+    Raises:
+        IsolossError: As `linear_probe`.
+    """
+    return linear_probe(
+        train_x,
+        task.train_labels,
+        test_x,
+        task.test_labels,
+        num_classes=len(task.classes),
+        classes=task.classes,
+        bayes=task.bayes,
+        **settings,
+    )
 
 
 Rows = Callable[[slice | torch.Tensor], torch.Tensor]  # features of these rows, centred, scaled, in float32
@@ -276,6 +288,23 @@ def _train(
             chosen = orders[:, start : start + batch_size]
             weight.grad, bias.grad = _gradients(weight, bias, rows(chosen), y[chosen])
             optimizer.step()
+
+
+def _convex(
+    train_x: torch.Tensor | StoredFeatures,
+    train_y: torch.Tensor,
+    num_classes: int,
+    regularisation: float | Sequence[float],
+    centre: torch.Tensor,
+    scale: float,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return the minimum's weights and intercepts, of centred and scaled features, and what there is to say of it."""
+    strengths = [regularisation] if isinstance(regularisation, float | int) else list(regularisation)
+    weight, bias, found = _minimum(train_x, train_y, num_classes, strengths, scale, seed)
+    # of the features as they are, and so of centred and scaled ones
+    bias = bias + (weight @ centre.double().expand(weight.shape[2])[:, None]).transpose(1, 2)
+    return (weight * scale).float(), bias.float(), found
 
 
 def _minimum(
