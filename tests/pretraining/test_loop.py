@@ -16,8 +16,10 @@ from isoloss.config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.errors import IsolossError
 from isoloss.loading import load
 from isoloss.models.bert import build
-from isoloss.pretraining import loop
-from isoloss.pretraining.loop import Interrupted, Progress, train
+from isoloss.pretraining import clock
+from isoloss.pretraining.clock import Progress
+from isoloss.pretraining.loop import Interrupted, train
+from isoloss.pretraining.objectives import training_batch
 from isoloss.runs import Run
 
 
@@ -60,7 +62,7 @@ def test_the_metrics_are_those_of_a_loop_written_out(tmp_path):
     losses, norms, rates = [], [], []
     for step in range(1, 11):
         sentences = language.batch(step, 8, seed=0)
-        batch = loop.training_batch(language, config, step, torch.device("cpu")).inputs
+        batch = training_batch(language, config, step, torch.device("cpu")).inputs
         hidden = batch["labels"] >= 0
         loss = torch.nn.functional.cross_entropy(model(batch["input_ids"]).logits[hidden], sentences.tokens[hidden])
         parameters = list(model.named_parameters())
@@ -180,7 +182,7 @@ def test_training_works_outside_the_main_thread(tmp_path):
 
 
 def test_progress_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(clock, "REPORT_SECONDS", 0.0)
     reports: list[Progress] = []
     train(Run(tmp_path / "all"), small(), PairLanguage(is_ragged=True), progress=reports.append)
     assert [(report.step, report.steps) for report in reports] == [(step, 10) for step in range(1, 11)]
@@ -189,7 +191,7 @@ def test_progress_is_reported(tmp_path, monkeypatch):
     num_tokens = sum(int(PairLanguage(is_ragged=True).batch(s, 8, seed=0).lengths.sum()) for s in range(1, 11))
     assert reports[-1].tokens_per_second == pytest.approx(num_tokens / reports[-1].seconds, rel=0.1)
 
-    monkeypatch.setattr(loop, "REPORT_SECONDS", 1e9)
+    monkeypatch.setattr(clock, "REPORT_SECONDS", 1e9)
     train(Run(tmp_path / "last"), small(), PairLanguage(is_ragged=True), progress=reports.append)
     assert [report.step for report in reports[10:]] == [10]
     assert reports[-1].loss_nats == pytest.approx(sum(losses) / 10)

@@ -7,12 +7,8 @@ all that a checkpoint has to hold, and a run that was killed ends with the same 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,10 +21,11 @@ from isoloss.errors import IsolossError
 from isoloss.languages.base import Language
 from isoloss.models.make import make_model
 from isoloss.models.sizes import check_size
-from isoloss.pretraining import checkpoints, data_parallel, objectives, rules, steps, trackers
+from isoloss.pretraining import checkpoints, data_parallel, metrics, objectives, rules, steps, trackers
 from isoloss.pretraining.adversary import Examples
 from isoloss.pretraining.averaging import WeightAverage, without_average
 from isoloss.pretraining.checkpoints import TrainerState
+from isoloss.pretraining.clock import Clock, Progress
 from isoloss.pretraining.distributed import Processes, together
 from isoloss.pretraining.objectives import TrainingBatch, prediction_loss, training_batch
 from isoloss.pretraining.prefetching import Batches
@@ -37,28 +34,7 @@ from isoloss.pretraining.trackers import Mirrors
 from isoloss.runs import Run
 from isoloss.seeds import derive
 
-REPORT_SECONDS = 1.0  # between two calls of `progress`
-
 Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        step: Steps made, those of earlier processes included.
-        steps: Steps of the whole run.
-        loss_nats: Mean loss of the steps since the last report.
-        tokens_per_second: Over this process's steps; padding is not counted.
-        seconds: Since this process began to train.
-    """
-
-    step: int
-    steps: int
-    loss_nats: float
-    tokens_per_second: float
-    seconds: float
 
 
 class Interrupted(IsolossError):  # noqa: N818  (nothing went wrong)
@@ -208,7 +184,7 @@ class _Training:
         self.average = WeightAverage(self.model, config.ema)
         if tensors:
             self.average.load_state(tensors)
-        self.clock = _Clock(self.step, config.steps, progress if processes.is_main else None)
+        self.clock = Clock(self.step, config.steps, progress if processes.is_main else None)
         self.batches = Batches(self._batch, last=config.steps, ahead=config.prefetch)
 
     def _batch(self, step: int) -> TrainingBatch:
@@ -277,7 +253,7 @@ class _Training:
             precision=self.config.precision,
         )
         checkpoints.remove_except(self.run, {*self.kept, started_at})
-        _truncate_metrics(self.run, started_at, _num_lines(self.config, started_at))
+        metrics.truncate(self.run, started_at, metrics.num_lines(self.config, started_at))
         if self.config.trackers:
             self.mirrors = Mirrors(self.config.trackers, self.run)
 
@@ -344,13 +320,8 @@ class _Training:
         self.processes.on_main(lambda: self._append(line))
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl."""
-        path = self.run.path / "metrics.jsonl"
-        try:
-            with path.open("a") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
-        except OSError as error:
-            raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+        """Add a line to metrics.jsonl and its mirrors."""
+        metrics.append(self.run, line)
         if self.mirrors is not None:
             self.mirrors.log(line)
 
@@ -369,7 +340,7 @@ class _Training:
         tokenizer = getattr(self.language, "tokenizer", None)
 
         def write() -> None:
-            _flush_metrics(self.run)
+            metrics.flush(self.run)
             folder = self.run.checkpoint(self.step)
             checkpoints.save(folder, model, tensors, state, tokenizer=tokenizer, average=kept_average)
             checkpoints.remove_except(self.run, {*self.kept, self.step})
@@ -391,77 +362,3 @@ class _Training:
                 },
             },
         )
-
-
-class _Clock:
-    """What depends on time: when to report, when to save, and how fast it goes."""
-
-    def __init__(self, step: int, steps: int, progress: Callable[[Progress], None] | None) -> None:
-        self._step, self._steps, self._progress = step, steps, progress
-        self._start = self._reported = self._saved = time.monotonic()
-        self._num_tokens, self._loss_sum, self._loss_count = 0, 0.0, 0
-
-    def tick(self, step: int, loss_nats: float, num_tokens: int) -> None:
-        """Count a step, and report if it is time."""
-        self._step = step
-        self._num_tokens += num_tokens
-        self._loss_sum += loss_nats
-        self._loss_count += 1
-        self.report()
-
-    def report(self, *, last: bool = False) -> None:
-        """Call `progress` if it is time, or if this is the `last` call and there are steps it does not know of."""
-        now = time.monotonic()
-        if self._progress is None or self._loss_count == 0 or not (last or now - self._reported >= REPORT_SECONDS):
-            return
-        loss_nats = self._loss_sum / self._loss_count
-        self._loss_sum, self._loss_count, self._reported = 0.0, 0, now
-        self._progress(Progress(self._step, self._steps, loss_nats, self.tokens_per_second(), self.seconds()))
-
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._start
-
-    def tokens_per_second(self) -> float:
-        """Tokens seen since the start, by its seconds."""
-        return self._num_tokens / max(self.seconds(), 1e-9)
-
-    def save_is_due(self, every_seconds: float) -> bool:
-        """Whether the last save was `every_seconds` ago."""
-        return time.monotonic() - self._saved >= every_seconds
-
-    def saved(self) -> None:
-        """Note that a checkpoint was written."""
-        self._saved = time.monotonic()
-
-
-def _flush_metrics(run: Run) -> None:
-    """Bring metrics.jsonl to the disk: a checkpoint must not outlive the lines before it."""
-    path = run.path / "metrics.jsonl"
-    if path.exists():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def _num_lines(config: TrainConfig, step: int) -> int:
-    """Return how many lines metrics.jsonl has when `step` steps are made."""
-    last = step == config.steps and step % config.log_every != 0
-    return step // config.log_every + last
-
-
-def _truncate_metrics(run: Run, step: int, num_lines: int) -> None:
-    """Keep the `num_lines` lines up to `step`; a killed process may have left more, and half a line after them."""
-    path = run.path / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    lines = text.splitlines(keepends=True)[:num_lines]
-    try:
-        complete = len(lines) == num_lines and all(json.loads(line)["step"] <= step for line in lines)
-    except (ValueError, KeyError, TypeError):
-        complete = False
-    if not complete:
-        raise IsolossError(
-            f"{path} is damaged: its first {num_lines} lines are not those of the {step} steps that were made; "
-            "delete the run to start it again"
-        )
-    if len(text) > len("".join(lines)):
-        files.write_text(path, "".join(lines))
