@@ -94,4 +94,4 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
         squares = torch.stack([torch.stack([x[:2].sum(), x[2:].sum()]) for x in (own, below)], dim=1)
         return torch.cat([squares, torch.stack([pairs, torch.zeros_like(pairs)])], dim=1)
 
-    torch.testing.assert_close(found[5][[0, 2]] - found[9][[0, 2]], plain(u[5]) - plain(u[9]))
+    torch.testing.assert_close(found[1234][[0, 2]] - found[3001][[0, 2]], plain(u[1234]) - plain(u[3001]))

@@ -128,9 +128,9 @@ class Controls:
 
     def _crossed(self, values: torch.Tensor) -> torch.Tensor:
         """Return (B,): the products of any two different rows (m, n) of a sequence, summed; 0 where there is one."""
-        sums = self._by_sequence(values)
-        several = self._by_sequence(torch.ones_like(values[:, 0])) > 1
-        return (_squared_norms(sums) - self._by_sequence(_squared_norms(values.double()))) * several
+        values = values.double()
+        others = self._by_sequence(values)[self._rows.to(values.device)] - values
+        return self._by_sequence((values * others).sum(dim=1))
 
     def _by_sequence(self, values: torch.Tensor) -> torch.Tensor:
         """Return (B, ...) float64: the sums over the rows (m, ...) of each sequence."""

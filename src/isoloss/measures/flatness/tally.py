@@ -182,12 +182,11 @@ class Tally:
             raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {n}")
         folds, m, d = rows[:, 0].long(), rows[:, 2], rows[:, 3:]
         total, correction = float(m.sum()), n / (n - 1)
-        used = (d != 0).sum(dim=0) >= _FEWEST
-        d = d * used
+        d = d * ((d != 0).sum(dim=0) >= _FEWEST)
 
         def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             """Return the coefficients (F, C, K), the ratios (K,) and their errors."""
-            sums = _Sums.of(folds, m, d, torch.cat([moments[:, :3], moments[:, 3:] * used[:, None]], dim=1))
+            sums = _Sums.of(folds, m, d, moments)
             beta = _coefficients(sums)
             ratios = (sums.a - (beta * sums.d[:, :, None]).sum(dim=1)).sum(dim=0) / total
             return beta, ratios, (correction * sums.square_residuals(beta, ratios)).sqrt() / total
