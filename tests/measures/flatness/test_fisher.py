@@ -27,18 +27,20 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.measures.checks import is_causal
-from isoloss.measures.flatness import InterruptedEstimate, empirical_fisher_trace, fisher_trace, probes, record
+from isoloss.measures.flatness import InterruptedEstimate, empirical_fisher_trace, fisher, fisher_trace, probes, record
 
 
-def bert(vocab=3, *, tied=True, attention="eager", dropout=0.0, size=8, dtype=torch.float64, cls=BertForMaskedLM):
+def bert(
+    vocab=3, *, tied=True, attention="eager", dropout=0.0, size=8, layers=2, dtype=torch.float64, cls=BertForMaskedLM
+):
     torch.manual_seed(3)
     config = BertConfig(
         vocab_size=vocab,
         hidden_size=size,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         intermediate_size=2 * size,
-        max_position_embeddings=8,
+        max_position_embeddings=16,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
         initializer_range=0.2,
@@ -49,7 +51,7 @@ def bert(vocab=3, *, tied=True, attention="eager", dropout=0.0, size=8, dtype=to
     return cls(config).to(dtype).eval()
 
 
-def gpt2(vocab=3):
+def gpt2(vocab=3, *, spread=0.2):
     torch.manual_seed(4)
     config = GPT2Config(
         vocab_size=vocab,
@@ -57,7 +59,7 @@ def gpt2(vocab=3):
         n_layer=2,
         n_head=2,
         n_positions=8,
-        initializer_range=0.2,
+        initializer_range=spread,
         bos_token_id=0,
         eos_token_id=0,
     )
@@ -129,10 +131,19 @@ def exact(model, batch, *, causal):
 # --- exactness -------------------------------------------------------------------------------------------------------
 
 
+def patch_signs(monkeypatch, chosen):
+    """Let every sequence have the signs of `chosen[0]`, as many as it needs."""
+
+    def signs(shape, device, seed, streams):
+        return torch.cat([chosen[0][:count] for count, _ in streams]).view(shape)
+
+    monkeypatch.setattr(probes, "signs_of_streams", signs)
+
+
 def expectation_over_signs(monkeypatch, model, batch, *, causal, positions, vocab, **options):
     """The mean of `fisher_trace` over every sign vector, the same ones in each sequence."""
     chosen = []
-    monkeypatch.setattr(probes, "random_signs", lambda shape, *_: chosen[0].view(-1, vocab)[: shape[0]])
+    patch_signs(monkeypatch, chosen)
     values, splits = [], []
     for choice in itertools.product((-1, 1), repeat=vocab * positions):
         chosen[:] = [torch.tensor(choice)]
@@ -275,6 +286,72 @@ def test_the_interval_covers_the_truth_over_all_inputs(method, sequences, option
     assert 0.92 <= sum(covered) / len(covered) <= 0.98
 
 
+# --- further probes of the last layer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.0, 0), (0.001, 8), (0.02, 5), (0.025, 4), (0.026, 0), (1.0, 0)])
+def test_there_are_as_many_further_probes_as_a_tenth_of_a_forward_pass_pays_for(share, number):
+    assert fisher._tail_probes(share) == number
+
+
+@pytest.mark.parametrize("options", [{}, {"num_probes": 2}])
+def test_further_probes_of_the_last_layer_take_noise_away_and_leave_the_mean(options, monkeypatch):
+    model, batch = bert(7, layers=3), rows(48, 16, 7)
+    truth = math.fsum(exact(model, batch, causal=False)[0]) / 48
+    noise = []
+    for most in (8, 0):
+        monkeypatch.setattr(fisher, "_MOST_TAIL_PROBES", most)
+        found = [fisher_trace(model, [batch], seed=seed, **options) for seed in range(40)]
+        assert found[0].details["tail_probes"] == min(most, 4)
+        values = torch.tensor([e.value for e in found], dtype=torch.float64)
+        assert abs(float(values.mean()) - truth) < 4 * float(values.std()) / 40**0.5
+        noise.append(float(values.var()))
+    # the ratio of two variances of 40 draws has a standard error of 32 %
+    assert noise[0] < noise[1] / 1.64
+
+
+def test_no_signs_are_drawn_twice(monkeypatch):
+    draw, names = probes.signs_of_streams, []
+
+    def signs(shape, device, seed, streams):
+        names.extend(name for _, name in streams)
+        return draw(shape, device, seed, streams)
+
+    monkeypatch.setattr(probes, "signs_of_streams", signs)
+    assert fisher_trace(bert(7, layers=3), [rows(6, 16, 7)], num_probes=2).details["tail_probes"] == 4
+    assert len(set(names)) == len(names) == 6 * 2 * (1 + 4)
+
+
+def test_a_resumed_measurement_keeps_the_number_of_further_probes(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "_EVERY_SECONDS", 0.0)
+    model = bert(7, layers=3, dtype=torch.float32)
+    # the second batch predicts so much that alone it would have no further probes
+    batches = [rows(40, 16, 7), rows(8, 16, 7, predicted=((1, 2, 4, 5, 7, 9),))]
+    straight = fisher_trace(model, batches, seed=4)
+    path = tmp_path / "trace.safetensors"
+    with pytest.raises(RuntimeError, match="went down"):
+        fisher_trace(model, failing(batches, 1), seed=4, resume=path)
+    found = fisher_trace(model, batches, seed=4, resume=path)
+    assert found.details["tail_probes"] == straight.details["tail_probes"] == 4
+    assert fisher_trace(model, batches[1:], seed=4).details["tail_probes"] == 0
+    assert (found.value, found.stderr, found.by_parameter) == (straight.value, straight.stderr, straight.by_parameter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [64, 512])
+@pytest.mark.parametrize(("make", "causal"), [(lambda: bert(7, layers=3), False), (lambda: gpt2(7, spread=0.05), True)])
+def test_the_interval_covers_with_every_control_in_use(make, causal, sequences):
+    model, predicted = make(), ((1,),) if not causal else (tuple(range(1, 8)),)
+    found = [
+        fisher_trace(model, [rows(sequences, 16 if not causal else 8, 7, seed=100 + s, predicted=predicted)], seed=s)
+        for s in range(400)
+    ]
+    truth = math.fsum(e.value for e in found) / 400  # of all repetitions, with a twentieth of one's error
+    assert found[0].details["tail_probes"] == (0 if causal else 4)
+    # 95 % nominal; the binomial standard deviation over 400 repetitions is 1.1 points
+    assert 0.92 <= sum(e.ci95[0] < truth < e.ci95[1] for e in found) / 400 <= 0.98
+
+
 # --- invariances -----------------------------------------------------------------------------------------------------
 
 
@@ -374,7 +451,8 @@ def test_the_estimate_says_what_was_done_and_survives_json():
         "processes": 1,
         "seed": 5,
         "ended": "end of the batches",
-        "positions_gathered": "before the head",
+        "positions_gathered": "before bert.encoder.layer.1.attention.output.dense",
+        "tail_probes": 0,
         "parameters_without_gradient": [],
         "parameters_by_autograd": [],
     }
@@ -508,7 +586,7 @@ def test_the_empirical_fisher_is_exact_where_a_sequence_predicts_one_token():
 def test_cross_terms_of_the_empirical_fisher_vanish_over_all_signs(monkeypatch):
     model, batch = bert(4), rows(2, 5, 4, predicted=((0, 2, 3),))
     chosen, values = [], []
-    monkeypatch.setattr(probes, "random_signs", lambda shape, *_: chosen[0].view(-1, 1)[: shape[0]])
+    patch_signs(monkeypatch, chosen)
     for choice in itertools.product((-1, 1), repeat=3):
         chosen[:] = [torch.tensor(choice)]
         values.append(empirical_fisher_trace(model, [batch]).value)
@@ -553,12 +631,16 @@ def test_two_processes_have_the_estimate_over_all_sequences(tmp_path, monkeypatc
     assert (first.value, first.stderr, first.by_parameter) == (second.value, second.stderr, second.by_parameter)
     assert (first.samples, first.num_inputs, first.details["processes"]) == (80, 80, 2)
     # the same in one process, whose second half has the places of a second process's sequences
-    draw = probes.random_signs
+    draw = probes.signs_of_streams
 
-    def signs(shape, device, seed, purpose, sequence, probe):
-        return draw(shape, device, seed, purpose, sequence if sequence < 40 else (1 << 40) + sequence - 40, probe)
+    def signs(shape, device, seed, streams):
+        moved = [
+            (count, (purpose, sequence if sequence < 40 else (1 << 40) + sequence - 40, probe))
+            for count, (purpose, sequence, probe) in streams
+        ]
+        return draw(shape, device, seed, moved)
 
-    monkeypatch.setattr(probes, "random_signs", signs)
+    monkeypatch.setattr(probes, "signs_of_streams", signs)
     alone = fisher_trace(bert(7), cut(rows(80, 4, 7), [40, 40]), seed=3)
     assert first.value == pytest.approx(alone.value, rel=1e-12)
     assert first.stderr == pytest.approx(alone.stderr, rel=1e-12)

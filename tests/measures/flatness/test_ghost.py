@@ -10,6 +10,20 @@ from plain_gradients import ARCHITECTURES, DEBERTA, VOCAB, assert_norms, batch_o
 from isoloss.measures.flatness.factors import Dense, Outer
 from isoloss.measures.flatness.ghost import Predictor
 
+# where positions are gathered: in the last of two layers, at what comes after its attention
+_GATHERED = {
+    "bert": "bert.encoder.layer.1.attention.output.dense",
+    "roberta": "roberta.encoder.layer.1.attention.output.dense",
+    "roberta-prelayernorm": "roberta_prelayernorm.encoder.layer.1.attention.output.dense",
+    "distilbert": "distilbert.transformer.layer.1.attention.out_lin",
+    "albert": "albert.encoder.albert_layer_groups.0.albert_layers.0.attention.dense",
+    "electra": "electra.encoder.layer.1.attention.output.dense",
+    "gpt2": "transformer.h.1.attn.c_proj",
+    "opt": "model.decoder.layers.1.self_attn.out_proj",
+    "gpt-neox": "gpt_neox.layers.1.mlp.dense_h_to_4h",  # at the same time as the attention
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma"), "model.layers.1.self_attn.o_proj"),
+}
+
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -19,7 +33,7 @@ def test_norms_are_those_of_one_backward_pass_a_sequence(name, tied):
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
     norms, expected, predictor, _ = measure(model, batch_of(), causal=causal)
     assert predictor.slow_parameters == ()
-    assert predictor.gathered == ("before the decoder" if name == "opt" else "before the head")
+    assert str(predictor.gathering) == f"before {_GATHERED[name]}"
     # some norms of transformers compute in float32 whatever the model's dtype
     assert_norms(norms.by_parameter, expected, rtol=1e-10 if wide else 1e-5)
     assert (norms.by_parameter[3] == 0).all()

@@ -43,7 +43,7 @@ def test_the_weighted_trace_is_exact_over_all_signs(make, causal, monkeypatch):
     fisher = dense_gauss_newton(model, [batch], causal=causal)
     weighted = flat(dict(model.named_parameters())).square() * fisher.diagonal()
     chosen = []
-    monkeypatch.setattr(probes, "random_signs", lambda shape, *_: chosen[0].expand(shape))
+    monkeypatch.setattr(probes, "signs_of_streams", lambda shape, *_: chosen[0].expand(shape))
     values, splits = [], []
     for signs in itertools.product((-1, 1), repeat=VOCAB):
         chosen[:] = [torch.tensor(signs)]

@@ -1,4 +1,4 @@
-"""Predicted positions gathered before the head, the decoder's input, the size of buffers, and what is refused."""
+"""Predicted positions gathered in the last layer, the decoder's input, the size of buffers, and what is refused."""
 
 import pytest
 import torch
@@ -37,11 +37,11 @@ class Mixing(nn.Module):
         return CausalLMOutput(logits=logits * logits.mean(dim=1, keepdim=True))
 
 
-@pytest.mark.parametrize(("after", "gathered"), [(False, "before the decoder"), (True, "after the head")])
+@pytest.mark.parametrize(("after", "gathered"), [(False, "before decoder"), (True, "after the head")])
 def test_positions_are_gathered_where_that_leaves_the_logits_as_they_are(after, gathered):
     torch.manual_seed(4)
     norms, expected, predictor, predictions = measure(Mixing(after).double(), batch_of(), causal=False)
-    assert predictor.gathered == gathered
+    assert str(predictor.gathering) == gathered
     assert (predictions.decoder is None) == after
     assert predictor.slow_parameters == ()
     assert_norms(norms.by_parameter, expected, rtol=1e-10)
@@ -64,6 +64,101 @@ def test_decoder_hidden_states_and_their_cotangent(name):
     assert predictions.rows.tolist() == chosen.nonzero()[:, 0].tolist()
     assert predictions.targets.tolist() == batch["labels"][:, shift:][chosen].tolist()
     assert predictions.num_sequences == 5
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_stations_cotangent_at_a_position_depends_on_the_logits_there_alone(name):
+    causal = ARCHITECTURES[name][3]
+    with Predictor(build(name), causal=causal) as predictor:
+        predictions = predictor.forward(batch_of(every=True))
+        stations = predictor.stations(predictions)
+        cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0)).double()
+        alone = torch.zeros_like(cotangent)
+        alone[1::2] = cotangent[1::2]
+        whole, part = (predictor.squared_norms(predictions, c).station_cotangents for c in (cotangent, alone))
+        first = predictor.station_cotangent(predictions, stations[0], cotangent)
+    assert len(stations) == (2 if name == "gpt-neox" else 3)
+    for ours, those in zip(whole, part, strict=True):
+        assert ours.shape == (*predictions.hidden.shape[:1], 16)
+        assert not those[::2].any()
+        # some norms of transformers compute in float32 whatever the model's dtype
+        torch.testing.assert_close(those[1::2], ours[1::2], rtol=1e-5, atol=1e-6)
+        assert ours.any(dim=1).all()
+    torch.testing.assert_close(first, whole[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("gpt2", ("transformer.h.1.attn.c_proj", "transformer.h.1.ln_2", "transformer.h.1.mlp.c_proj")),
+        (
+            "bert",
+            tuple(
+                f"bert.encoder.layer.1.{part}"
+                for part in ("attention.output.dense", "attention.output.LayerNorm", "output.dense")
+            ),
+        ),
+    ],
+)
+def test_the_stations_are_outputs_behind_the_last_attention(name, modules):
+    causal = ARCHITECTURES[name][3]
+    model, batch, outputs = build(name), batch_of(), {}
+    with Predictor(model, causal=causal) as predictor:
+        predictions = predictor.forward(batch)
+        cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0)).double()
+        found = predictor.squared_norms(predictions, cotangent).station_cotangents
+    for module in modules:
+        model.get_submodule(module).register_forward_hook(lambda _m, _a, y, module=module: outputs.update({module: y}))
+    labels = batch["labels"]
+    predicted = labels != -100
+    if causal:
+        predicted = torch.cat([predicted[:, 1:], torch.zeros_like(predicted[:, :1])], dim=1)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[predicted]
+    expected = torch.autograd.grad(logits, [outputs[module] for module in modules], cotangent)
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, plain[predicted])
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_attention_is_never_behind_the_place_whatever_the_batch_and_the_weights(name, sequences, dtype, kernel):
+    """All positions of one sequence in order, weights so small that attention hardly changes a logit."""
+    causal, model = ARCHITECTURES[name][3], build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.01)
+    model = model.to(dtype)
+    model.set_attn_implementation(kernel)
+    tokens = torch.randint(2, VOCAB, (sequences, 8), generator=torch.Generator().manual_seed(3))
+    with Predictor(model, causal=causal) as predictor:
+        predictor.forward({"input_ids": tokens, "labels": tokens})
+    last = {"gpt2": "h.1.attn.c_proj", "llama": "layers.1.self_attn.o_proj", "bert": "layer.1.attention.output.dense"}
+    assert str(predictor.gathering).endswith(last[name])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_positions_of_very_short_sequences(length):
+    """There is nothing to tell by where positions mix, and the norms are right."""
+    batch = batch_of(sequences=1, length=4, every=True)
+    batch = {key: value[:, :length] for key, value in batch.items()}
+    norms, expected, predictor, _ = measure(build("bert"), batch, causal=False)
+    assert str(predictor.gathering) == "after the head"
+    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+
+
+def test_another_place_is_found_where_the_last_one_no_longer_fits():
+    model = build("bert")
+    batch = batch_of()
+    with Predictor(model, causal=False) as predictor:
+        predictor.forward(batch)
+    model.bert.encoder.layer = model.bert.encoder.layer[:1]
+    norms, expected, predictor, _ = measure(model, batch, causal=False)
+    assert str(predictor.gathering) == "before bert.encoder.layer.0.attention.output.dense"
+    reached = [not name.startswith("bert.encoder.layer.1") for name in predictor.names]
+    assert all(reached)
+    assert_norms(norms.by_parameter, expected, rtol=1e-10)
 
 
 class Allocations(TorchDispatchMode):

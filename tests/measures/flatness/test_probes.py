@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -25,7 +26,7 @@ def cotangents_of_all_signs(monkeypatch, root_p, counts):
             taken, left[0] = left[0][: shape[0]], left[0][shape[0] :]
             return taken
 
-        monkeypatch.setattr(probes, "random_signs", signs)
+        monkeypatch.setattr(probes, "signs_of_streams", signs)
         found.append(probes.integrated_(root_p.clone(), counts, range(len(counts)), seed=0, probe=0))
     return torch.stack(found)
 
@@ -53,7 +54,7 @@ def test_the_covariance_is_the_fishers(monkeypatch):
 def test_observed_cotangents_are_signed_residuals(monkeypatch):
     _, p = softmax(3, 4)
     targets = torch.tensor([2, 0, 3])
-    monkeypatch.setattr(probes, "random_signs", lambda shape, *_: torch.tensor([[1], [-1]])[: shape[0]])
+    monkeypatch.setattr(probes, "signs_of_streams", lambda *_: torch.tensor([[1], [1], [-1]]))
     found = probes.observed_(p.sqrt(), targets, torch.tensor([1, 2]), range(2), seed=0)
     residual = p - F.one_hot(targets, 4)
     torch.testing.assert_close(found, residual * torch.tensor([[1], [1], [-1]]))
@@ -65,33 +66,69 @@ def test_signs_are_a_function_of_the_sequence_and_the_probe():
     assert torch.equal(first, probes.random_signs((50, 40), cpu, 3, "probes", 7, 0))
     assert set(first.unique().tolist()) == {-1, 1}
     assert abs(float(first.double().mean())) < 4 / 2000**0.5
-    for other in ((4, "probes", 7, 0), (3, "probes", 8, 0), (3, "probes", 7, 1)):
+    for other in ((4, "probes", 7, 0), (3, "probes", 8, 0), (3, "probes", 7, 1), (3, "tail", 7, 0)):
         assert not torch.equal(first, probes.random_signs((50, 40), cpu, *other))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 2], [8, 8]])
+def test_signs_of_several_streams_are_each_streams_own_end_to_end(counts):
+    cpu = torch.device("cpu")
+    streams = [(count, ("s", number)) for number, count in enumerate(counts)]
+    found = probes.signs_of_streams((sum(counts), 1), cpu, 5, streams)
+    own = [probes.random_signs((count, 1), cpu, 5, "s", number) for number, count in enumerate(counts)]
+    assert torch.equal(found, torch.cat(own))
+
+
+@pytest.mark.parametrize("chunk", [8, 60, 1 << 18])
+def test_cotangents_do_not_depend_on_how_many_are_made_at_a_time(chunk, monkeypatch):
+    _, p = softmax(7, 5)
+    counts = torch.tensor([2, 0, 1, 4])
+    expected = probes.integrated_(p.sqrt(), counts, range(3, 7), seed=2, probe=1)
+    monkeypatch.setattr(probes, "_CHUNK", {"cpu": chunk})
+    assert torch.equal(probes.integrated_(p.sqrt(), counts, range(3, 7), seed=2, probe=1), expected)
+    alone = probes.integrated_(p.sqrt()[3:], torch.tensor([4]), range(6, 7), seed=2, probe=1)
+    torch.testing.assert_close(alone, expected[3:])
 
 
 def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatch):
     _, p = softmax(3, 4, seed=1)
     draws = torch.Generator().manual_seed(2)
     hidden, weight = (torch.randn(n, 5, generator=draws, dtype=torch.float64) for n in (3, 4))
+    tails = torch.randn(2, 3, 4, 6, generator=draws, dtype=torch.float64)  # of two stations, other at each position
     decoder = Decoder(weight, None)
     rows = torch.tensor([0, 0, 2])  # the second sequence predicts nothing
     controls = probes.Controls(p.sqrt(), hidden, decoder, rows, 3)
     u = cotangents_of_all_signs(monkeypatch, p.sqrt(), torch.tensor([2, 0, 1]))
-    found = torch.stack([controls.centred(one, one @ weight) for one in u])
-    torch.testing.assert_close(found.mean(dim=0), torch.zeros(3, 4, dtype=torch.float64), rtol=0, atol=1e-12)
-    assert float(found[:, 0].std(dim=0).min()) > 0.1
-    assert not found[:, 2, 2:].any()  # one position has no pair
+    stations = torch.einsum("arv,srvw->asrw", u, tails)
+
+    def centred(place, *others):
+        return controls.centred(u[place], u[place] @ weight, list(stations[place]), [stations[o, 0] for o in others])
+
+    # the last one's mean is over draws of both its own and other signs
+    found = torch.stack([centred(place, len(u) - 1 - place, place ^ 1234) for place in range(len(u))])
+    torch.testing.assert_close(found.mean(dim=0), torch.zeros(3, 8, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert float(found[:, 0, [0, 1, 2, 3, 4, 5, 7]].std(dim=0).min()) > 0.1
+    assert not found[:, :, 6].any()  # there is no third station
+    assert not found[:, 2, 2:7].any()  # one position has no pair
     assert not found[:, 1].any()
     # differences between two draws need no mean: squared norms of the decoder's gradient and of what is below
     with_one = F.pad(hidden, (0, 1), value=1.0)
 
-    def plain(one):
+    def plain(place):
+        one = u[place]
         own = torch.einsum("rv,rd->rvd", one, with_one).square().sum(dim=(1, 2))
         below = (one @ weight).square().sum(dim=1)
         first, second, _ = one @ weight
         shared = weight.mean(dim=0)
-        pairs = torch.stack([2 * first @ second, 2 * (first @ shared) * (second @ shared)])
+        pairs = [first @ second, (first @ shared) * (second @ shared), *(b[0] @ b[1] for b in stations[place])]
+        pairs = 2 * torch.stack(pairs)
         squares = torch.stack([torch.stack([x[:2].sum(), x[2:].sum()]) for x in (own, below)], dim=1)
         return torch.cat([squares, torch.stack([pairs, torch.zeros_like(pairs)])], dim=1)
 
-    torch.testing.assert_close(found[1234][[0, 2]] - found[3001][[0, 2]], plain(u[1234]) - plain(u[3001]))
+    both = [0, 2]
+    difference = centred(1234)[both] - centred(3001)[both]
+    torch.testing.assert_close(difference[:, :6], plain(1234) - plain(3001))
+    assert not difference[:, 6:].any()  # without further probes there is nothing for the last one
+    norms = stations[:, 0].square().sum(dim=2)  # of the first station, by draw and position
+    by_sequence = torch.stack([norms[:, :2].sum(dim=1), norms[:, 2]], dim=1)
+    torch.testing.assert_close(centred(9, 40, 77)[both, 7], by_sequence[9] - by_sequence[[40, 77]].mean(dim=0))

@@ -95,6 +95,16 @@ def test_a_control_that_is_zero_nearly_everywhere_is_left_out(clusters):
     assert (shares.value, shares.stderr) == pytest.approx(expected[:2], rel=1e-12)
 
 
+@pytest.mark.parametrize(("clusters", "used"), [(79, 4), (80, 5)])
+def test_there_is_one_control_for_16_clusters(clusters, used):
+    a, m, d = random_rows(clusters, controls=6)
+    a[:, 0] += d.sum(dim=1)
+    d[:, 1] = 0  # not one of those that are counted
+    expected = reference(a, m, d[:, [0, 2, 3, 4, 5][:used]])
+    shares = filled(a, m, d).shares()
+    assert (shares.value, shares.stderr) == pytest.approx(expected[:2], rel=1e-12)
+
+
 def test_the_unit_of_a_control_does_not_matter():
     a, m, d = random_rows(101)
     a[:, 0] += d @ torch.tensor([3.0, 2.0], dtype=torch.float64)

@@ -5,7 +5,10 @@ Shapes: B sequences, T tokens in each, m predicted positions, d the width of the
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from isoloss.measures.flatness.factors import Places
 from isoloss.measures.flatness.rules import Contribution, Handle, Layout, Rule, rule_of
+
+_RESHAPES = (torch.Tensor.view, torch.Tensor.reshape)
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,16 @@ class Use:
         number: Which of the node's cotangents it is.
         shape: The output's shape; the cotangent has as many elements in the same order.
         contributions: How the cotangent gives each parameter's factor of the gradient.
+        gathered: Whether the output has the predicted positions alone.
+        work: Multiplications of matrices that gave the output.
     """
 
     node: Node
     number: int
     shape: torch.Size
     contributions: dict[str, Contribution]
+    gathered: bool
+    work: int
 
 
 @dataclass(frozen=True)
@@ -59,12 +68,15 @@ class _Linear:
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
+    before: int  # uses that were noted before it
 
 
 class Capture(TorchFunctionMode):
     """Notes the uses of parameters while it is entered, and gathers the predicted positions where it is told to.
 
-    What needs a gradient but no parameter above it gives one becomes a root of the graph.
+    What needs a gradient but no parameter above it gives one becomes a root of the graph. Once positions are gathered,
+    so is what meets them in a call: the residual stream that they are added to, or a scale for each position. A call
+    that gives them the shape of all positions gives them their own.
 
     Args:
         parameters: The parameters to watch, by name.
@@ -72,6 +84,7 @@ class Capture(TorchFunctionMode):
         gather_before: Gather them before the linear map with this weight.
 
     Attributes:
+        predicted: (B, T) the positions that are predicted.
         layout: How the tokens lie in activations at this point.
         uses: What was noted, in order.
         roots: Tensors without history that the cotangents reach last.
@@ -91,17 +104,22 @@ class Capture(TorchFunctionMode):
         self.roots: list[torch.Tensor] = []
         self.without_rule: set[str] = set()
         self._handles = {id(parameter): Handle(name) for name, parameter in parameters.items()}
+        self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
         self._aliases: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
-        self._predicted = predicted
+        self.predicted = predicted
         self._gather_before = gather_before
         self._last_linear: _Linear | None = None
+        self._source: Callable[[], torch.Tensor | None] = lambda: None  # what was gathered, while it lives
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if self.gathered:
+            args, kwargs = self._together(func, args, kwargs)
         if func is F.linear:
-            return self._linear(*args, **(kwargs or {}))
-        return self._watched(func, args, kwargs or {})
+            return self._linear(*args, **kwargs)
+        return self._watched(func, args, kwargs)
 
     def _linear(
         self,
@@ -109,10 +127,11 @@ class Capture(TorchFunctionMode):
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if weight is self._gather_before and input.shape[:2] == self._predicted.shape:
+        if weight is self._gather_before and input.shape[:2] == self.predicted.shape:
             input = self.gather(input)  # noqa: A001
+        before = len(self.uses)
         output: torch.Tensor = self._watched(F.linear, (input, weight, bias), {})
-        self._last_linear = _Linear(output, output._version, input, weight, bias)
+        self._last_linear = _Linear(output, output._version, input, weight, bias, before)
         return output
 
     def handle(self, value: Any) -> Handle | None:
@@ -125,8 +144,35 @@ class Capture(TorchFunctionMode):
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Return (1, m, ...) of values (B, T, ...): the predicted positions, as one sequence from here on."""
-        self.layout = Layout(self.layout.num_sequences, self.layout.length, Places.of(self._predicted))
-        return values[self._predicted][None]
+        rows = values[self.predicted][None]
+        self._source = weakref.ref(values)
+        self.layout = Layout(self.layout.num_sequences, self.layout.length, Places.of(self.predicted))
+        return rows
+
+    def _together(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, those with all positions gathered where others are, or a shape of all positions."""
+        places, everywhere = self.layout.places, tuple(self.predicted.shape)
+        assert places is not None
+        here = (1, len(places.rows))
+        # a constant of this shape is no activation, and needs no gradient
+        is_here = any(value.requires_grad and value.shape[:2] == here for value in _tensors((args, kwargs)))
+        source = self._source()
+
+        def gathered(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                is_met = is_here and value.ndim > 2 and value.shape[:2] == everywhere
+                return value[self.predicted][None] if is_met or value is source else value
+            if isinstance(value, (tuple, list)) and any(True for _ in _tensors(value)):
+                return type(value)(gathered(part) for part in value)
+            return value
+
+        if is_here and func in _RESHAPES:
+            shape = tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
+            if len(shape) > 2 and all(new in (-1, old) for new, old in zip(shape, everywhere, strict=False)):
+                return (args[0], here + shape[2:]), kwargs
+        return tuple(gathered(value) for value in args), {name: gathered(value) for name, value in kwargs.items()}
 
     @property
     def gathered(self) -> bool:
@@ -143,6 +189,11 @@ class Capture(TorchFunctionMode):
         return last.hidden, Decoder(last.weight.detach(), None if last.bias is None else last.bias.detach())
 
     @property
+    def before_last_linear(self) -> list[Use]:
+        """The uses that were noted before the last linear map."""
+        return [] if self._last_linear is None else self.uses[: self._last_linear.before]
+
+    @property
     def last_weight(self) -> torch.Tensor | None:
         """The weight of the last linear map."""
         return None if self._last_linear is None else self._last_linear.weight
@@ -157,7 +208,10 @@ class Capture(TorchFunctionMode):
             if result is not None:
                 if result.alias is not None:
                     self._add_alias(result.output, result.alias)
-                return self._noted(result.output, result.contributions) if result.contributions else result.output
+                if not result.contributions:
+                    return result.output
+                by_row = 0 if func is F.embedding else sum(self._matrices.get(name, 0) for name in result.contributions)
+                return self._noted(result.output, result.contributions, by_row)
         output = func(*args, **kwargs)
         if any(value.is_floating_point() and self.handle(value) is None for value in _tensors(output)):
             self.without_rule |= touched
@@ -168,7 +222,7 @@ class Capture(TorchFunctionMode):
             self._handles[id(value)] = handle
             self._aliases.append(value)
 
-    def _noted(self, output: torch.Tensor, contributions: dict[str, Contribution]) -> torch.Tensor:
+    def _noted(self, output: torch.Tensor, contributions: dict[str, Contribution], by_row: int) -> torch.Tensor:
         if not output.requires_grad:
             root = output.requires_grad_()
             self.roots.append(root)
@@ -177,7 +231,8 @@ class Capture(TorchFunctionMode):
         # a view that the model overwrites leaves the graph, what it is a view of stays in it
         whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
         edge = get_gradient_edge(base if base is not None and whole else output)
-        self.uses.append(Use(edge.node, edge.output_nr, output.shape, contributions))
+        work = by_row * math.prod(output.shape[:-1])
+        self.uses.append(Use(edge.node, edge.output_nr, output.shape, contributions, self.gathered, work))
         return output
 
 
@@ -195,7 +250,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _fits(rule: Rule, uses: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the rule has these arguments."""
     try:
-        inspect.signature(rule).bind(uses, *args, **kwargs)
+        _signature(rule).bind(uses, *args, **kwargs)
     except TypeError:
         return False
     return True
+
+
+@functools.cache
+def _signature(rule: Rule) -> inspect.Signature:
+    return inspect.signature(rule)

@@ -22,6 +22,9 @@ from isoloss.measures.flatness.measurement import Measurement, Norms, Stopping
 from isoloss.measures.flatness.predictions import Batch, Predictions
 
 _PAPER_LABELS = 50  # appendix B.1
+# further probes of the tail: of fewer the mean is too noisy, and more are not needed
+_FEWEST_TAIL_PROBES, _MOST_TAIL_PROBES = 4, 8
+_TAIL_COST = 0.1  # all of them, of a forward pass
 
 
 def fisher_trace(
@@ -160,6 +163,7 @@ class _Ghost(abc.ABC):
     ) -> None:
         self.num_probes = _at_least_one(1 if num_probes is None else num_probes)
         self.seed, self.causal = seed, is_causal(model) if causal is None else causal
+        self.settled: dict[str, int] = {}
         self._predictor = Predictor(model, causal=self.causal, parameters=parameters)
         self.names = self._predictor.names
 
@@ -188,7 +192,7 @@ class _Ghost(abc.ABC):
     def details(self) -> dict[str, Any]:
         """Return where positions were gathered, and which parameters took another path."""
         return {
-            "positions_gathered": self._predictor.gathered,
+            "positions_gathered": str(self._predictor.gathering),
             "parameters_without_gradient": list(self._predictor.unreached),
             "parameters_by_autograd": list(self._predictor.slow_parameters),
         }
@@ -209,6 +213,10 @@ class Integrated(_Ghost):
     method = "fisher, labels integrated out"
     num_controls = probes.Controls.NUMBER
 
+    def details(self) -> dict[str, Any]:
+        """Return what every source does, and the further probes of the last layer."""
+        return {**super().details(), "tail_probes": self.settled.get("tail_probes", 0)}
+
     def _probe(
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -217,6 +225,7 @@ class Integrated(_Ghost):
             controls = probes.Controls(
                 cotangent, predictions.hidden, predictions.decoder, predictions.rows, len(positions)
             )
+        others = [] if controls is None else self._tail(predictions, positions, first, probe)
         places = range(first, first + len(positions))
         probes.integrated_(cotangent, positions, places, seed=self.seed, probe=probe)
         norms = self._predictor.squared_norms(
@@ -224,7 +233,21 @@ class Integrated(_Ghost):
         )
         if controls is None or norms.hidden_cotangent is None:
             return norms.by_parameter, None
-        return norms.by_parameter, controls.centred(cotangent, norms.hidden_cotangent)
+        return norms.by_parameter, controls.centred(cotangent, norms.hidden_cotangent, norms.station_cotangents, others)
+
+    def _tail(self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int) -> list[torch.Tensor]:
+        """Return (m, d) cotangents of the first station for further probes, as many as are cheap."""
+        number = self.settled.setdefault("tail_probes", _tail_probes(self._predictor.tail_share))
+        stations = self._predictor.stations(predictions)
+        if not number or not stations:
+            return []
+        found = []
+        for further in range(probe * number, (probe + 1) * number):
+            cotangent = probes.root_probabilities(predictions.logits)
+            places = range(first, first + len(positions))
+            probes.integrated_(cotangent, positions, places, seed=self.seed, probe=further, stream="tail")
+            found.append(self._predictor.station_cotangent(predictions, stations[0], cotangent))
+        return found
 
 
 class Observed(_Ghost):
@@ -261,6 +284,7 @@ class SampledLabels:
         refuse_dropout(model)
         self.num_probes = _at_least_one(_PAPER_LABELS if num_probes is None else num_probes)
         self.seed, self.causal = seed, is_causal(model) if causal is None else causal
+        self.settled: dict[str, int] = {}
         self._model = model
         self._parameters = measured_parameters(model) if parameters is None else dict(parameters)
         self.names = list(self._parameters)
@@ -287,6 +311,12 @@ class SampledLabels:
 
 
 _METHODS: dict[str, type[Integrated | SampledLabels]] = {"ghost": Integrated, "paper": SampledLabels}
+
+
+def _tail_probes(share: float) -> int:
+    """Return how many backward passes of a tail, this share of a whole one, are worth their time."""
+    affordable = int(_TAIL_COST / share) if share else 0
+    return min(affordable, _MOST_TAIL_PROBES) if affordable >= _FEWEST_TAIL_PROBES else 0
 
 
 def _at_least_one(num_probes: int) -> int:

@@ -9,8 +9,9 @@ Shapes: B sequences, m predicted positions, d the width of the model, V vocabula
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -18,16 +19,19 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.measures.checks import device_of, refuse_dropout
 from isoloss.measures.flatness import factors
 from isoloss.measures.flatness.capture import Capture, Use
-from isoloss.measures.flatness.predictions import Batch, Gathering, Predictions, predict
+from isoloss.measures.flatness.gathering import Call, Gathering, calls
+from isoloss.measures.flatness.predictions import Batch, Predictions, predict
+from isoloss.measures.flatness.probes import NUM_STATIONS
 
-_GATHERINGS: tuple[Gathering, ...] = ("before the head", "before the decoder")
+# the last place that was right for a model, which is tried before all are
+_FOUND: weakref.WeakKeyDictionary[nn.Module, Gathering] = weakref.WeakKeyDictionary()
 _CHECKED = 2  # sequences: the fewest that can be mixed up
 
 
@@ -38,10 +42,20 @@ class SquaredNorms:
     Attributes:
         by_parameter: (B, P) float64 on the CPU: squared gradient norms of each sequence.
         hidden_cotangent: (m, d) the cotangent times the decoder's weight; None where there is no decoder.
+        station_cotangents: (m, d) of each of the stations (`Predictor.stations`).
     """
 
     by_parameter: torch.Tensor
     hidden_cotangent: torch.Tensor | None
+    station_cotangents: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Station:
+    """An output (m, d) behind the place where positions were gathered, by where the backward pass comes through it."""
+
+    node: Node
+    number: int
 
 
 class Predictor:
@@ -63,7 +77,8 @@ class Predictor:
 
     Attributes:
         names: The P parameters' names.
-        gathered: Where the predicted positions are picked from all: the head sees only these unless "after the head".
+        gathering: Where the predicted positions are picked from all: what comes later sees only these.
+        tail_share: The gathered part of the multiplications of a forward pass, as the first sequences showed.
 
     Raises:
         IsolossError: Dropout is on, or there is no parameter to measure.
@@ -77,8 +92,10 @@ class Predictor:
         >>> with Predictor(model, causal=False) as predictor:
         ...     predictions = predictor.forward(batch)
         ...     norms = predictor.squared_norms(predictions, torch.ones(2, 8))
-        >>> norms.by_parameter.shape == (2, len(predictor.names)), predictor.slow_parameters, predictor.gathered
-        (True, (), 'before the head')
+        >>> norms.by_parameter.shape == (2, len(predictor.names)), predictor.slow_parameters
+        (True, ())
+        >>> str(predictor.gathering)
+        'before bert.encoder.layer.0.attention.output.dense'
     """
 
     def __init__(self, model: nn.Module, *, causal: bool, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
@@ -90,13 +107,13 @@ class Predictor:
                 f"{type(model).__name__} has no trainable parameter: set requires_grad on what should count"
             )
         self.names = list(parameters)
-        self.gathered: Gathering = "after the head"
+        self.gathering = Gathering()
+        self.tail_share = 1.0
         self._model, self._causal, self._parameters = model, causal, dict(parameters)
         self._slow: set[str] = set()
         self._reached: set[str] = set()
         self._checked: set[tuple[str, bool]] = set()  # names, and whether several sequences were told apart
         self._calibrated = False
-        self._decoder_weight: torch.Tensor | None = None
         self._flags: list[tuple[nn.Parameter, bool]] = []
 
     def __enter__(self) -> Self:
@@ -155,22 +172,45 @@ class Predictor:
             keep: Whether it may be called again on the same predictions. If not, activations are freed on the way.
         """
         cotangent = cotangent.to(predictions.logits)
-        norms, hidden = self._ruled_norms(predictions, cotangent, separate=separate, keep=keep or bool(self._slow))
+        stations = self.stations(predictions)
+        keep = keep or bool(self._slow)
+        norms, found = self._ruled_norms(predictions, cotangent, stations, separate=separate, keep=keep)
         if self._slow:
             sequences = sorted(set(predictions.rows.tolist()))
             exact = self._exact_norms(predictions, cotangent, self.slow_parameters, sequences)
             columns = [self.names.index(name) for name in self.slow_parameters]
             norms[torch.tensor(sequences)[:, None], torch.tensor(columns)] = exact
+        hidden = found.hidden
         if predictions.decoder is not None and hidden is None:
             hidden = cotangent @ predictions.decoder.weight.to(cotangent)
-        return SquaredNorms(norms, hidden)
+        return SquaredNorms(norms, hidden, [found.stations[place] for place in sorted(found.stations)])
+
+    @staticmethod
+    def stations(predictions: Predictions) -> list[Station]:
+        """Return the first outputs with parameters behind the place where positions were gathered, at most 3.
+
+        They are (m, n) with n the width that most such outputs have, that of the model. The cotangent of each at a
+        position depends on the logits' cotangent at this position alone.
+        """
+        m, capture = len(predictions.rows), predictions.capture
+        uses = [use for use in capture.before_last_linear if use.gathered and use.shape[:-1].numel() == m]
+        widths = Counter(use.shape[-1] for use in uses)
+        found = [Station(use.node, use.number) for use in uses if widths[use.shape[-1]] == max(widths.values())]
+        return found[:NUM_STATIONS]
+
+    @staticmethod
+    def station_cotangent(predictions: Predictions, station: Station, cotangent: torch.Tensor) -> torch.Tensor:
+        """Return a station's cotangent (m, d) for one (m, V) on the logits: a backward pass of the tail alone."""
+        edge = GradientEdge(station.node, station.number)
+        (found,) = torch.autograd.grad(predictions.logits, edge, cotangent.to(predictions.logits), retain_graph=True)
+        return found.reshape(len(predictions.rows), -1)
 
     # --- forward ---
 
     def _run(self, batch: Batch) -> Predictions:
         """Run the model, again where it turns out that a parameter has no rule and must require a gradient."""
         while True:
-            predictions = self._attempt(batch, self.gathered)
+            predictions = self._attempt(batch, self.gathering)
             assert predictions is not None
             unknown = predictions.capture.without_rule - self._slow
             if not unknown:
@@ -183,9 +223,8 @@ class Predictor:
         return predictions
 
     def _attempt(self, batch: Batch, gathering: Gathering) -> Predictions | None:
-        weight = self._decoder_weight if gathering == "before the decoder" else None
         watched = {name: value for name, value in self._parameters.items() if name not in self._slow}
-        capture = Capture(watched, batch.predicted, gather_before=weight)
+        capture = Capture(watched, batch.predicted, gather_before=gathering.weight)
         return predict(self._model, batch, capture, gathering)
 
     def _switch_on(self, names: Iterable[str]) -> None:
@@ -196,21 +235,49 @@ class Predictor:
             self._parameters[name].requires_grad_()
 
     def _calibrate(self, batch: Batch) -> None:
-        """Find the earliest place to gather the positions that leaves the logits as they are, and check the rules."""
-        plain = self._attempt(batch, "after the head")
-        assert plain is not None
-        if plain.decoder is not None:
-            self._decoder_weight = plain.capture.last_weight
-        for gathering in _GATHERINGS:
-            try:
-                early = self._attempt(batch, gathering)
-            except Exception:  # noqa: S112  a head that needs all positions may fail in any way
-                continue
-            if early is not None and _agree(early.logits, plain.logits):
-                self.gathered = gathering
-                break
+        """Find the earliest place to gather the positions, and check the rules."""
+        self.gathering = self._earliest(batch.every_other())
         self._check(batch)
         self._calibrated = True
+
+    def _earliest(self, batch: Batch) -> Gathering:
+        """Return the earliest place to gather that leaves the logits as they are and behind which no positions mix."""
+        if len(batch.targets) < _CHECKED:
+            return Gathering()
+        try:
+            with calls(self._model, batch.predicted.shape) as made:
+                plain = self._attempt(batch, Gathering())
+        except IsolossError:  # of positions that need not be finite
+            return Gathering()
+        assert plain is not None
+        last = _FOUND.get(self._model)
+        if last is None or not self._gives(plain, batch, last):
+            last = self._search(plain, batch, made)
+        _FOUND[self._model] = last
+        return last
+
+    def _search(self, plain: Predictions, batch: Batch, made: list[Call]) -> Gathering:
+        """Try the calls from the last one back, for as long as they give what a plain pass did."""
+        found = Gathering()
+        if plain.decoder is not None:
+            decoder = Gathering(weight=plain.capture.last_weight)
+            found = decoder if self._gives(plain, batch, decoder) else found
+        for call in reversed(made):
+            if not self._gives(plain, batch, earlier := Gathering(call=call)):
+                break
+            found = earlier
+        return found
+
+    def _gives(self, plain: Predictions, batch: Batch, gathering: Gathering) -> bool:
+        """Whether gathering there gives the logits and the rules of a plain pass, and mixes no positions."""
+        try:
+            early = self._attempt(batch, gathering)
+        except Exception:  # what needs all positions may fail in any way
+            return False
+        if early is None or early.capture.without_rule - plain.capture.without_rule:
+            return False
+        is_same = early.logits.shape == plain.logits.shape and _agree(early.logits, plain.logits)
+        return is_same and _keeps_positions_apart(early)
 
     def _check(self, batch: Batch) -> None:
         """Move parameters to the slow path whose norms by rule are not those of automatic differentiation."""
@@ -226,6 +293,8 @@ class Predictor:
         ruled, _ = self._ruled_norms(predictions, cotangent)
         sequences = sorted(set(predictions.rows.tolist()))[:_CHECKED]
         exact = self._exact_norms(predictions, cotangent, self.names, sequences)
+        works = [(use.work, use.work * use.gathered) for use in capture.uses]
+        self.tail_share = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
         precision = torch.finfo(logits.dtype).eps
         total = exact.sum(dim=1, keepdim=True)
         far = (ruled[sequences] - exact).abs() > max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
@@ -235,12 +304,22 @@ class Predictor:
     # --- backward ---
 
     def _ruled_norms(
-        self, predictions: Predictions, cotangent: torch.Tensor, *, separate: bool = False, keep: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (B, P) norms by the rules, zero for slow parameters, and the cotangent (m, d) of the hidden states."""
+        self,
+        predictions: Predictions,
+        cotangent: torch.Tensor,
+        stations: Sequence[Station] = (),
+        *,
+        separate: bool = False,
+        keep: bool = True,
+    ) -> tuple[torch.Tensor, _Found]:
+        """Return (B, P) norms by the rules, zero for slow parameters, and what else the backward pass gave."""
         capture, states = predictions.capture, predictions.hidden_states
         found = _Found(capture, self.names, predictions.num_sequences, cotangent.device, separate=separate)
         hooks = [use.node.register_prehook(found.receiver(use)) for use in capture.uses]
+        hooks += [
+            station.node.register_prehook(partial(found.receive_station, place, station.number))
+            for place, station in enumerate(stations)
+        ]
         if not keep:
             capture.uses.clear()
         if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
@@ -254,7 +333,7 @@ class Predictor:
                 hook.remove()
         found.finish()
         self._reached |= found.reached
-        return found.norms.cpu(), found.hidden
+        return found.norms.cpu(), found
 
     def _exact_norms(
         self, predictions: Predictions, cotangent: torch.Tensor, names: Iterable[str], sequences: list[int]
@@ -285,6 +364,7 @@ class _Found:
         self._separate = separate
         self.norms = torch.zeros(num_sequences, len(names), dtype=torch.float64, device=device)
         self.hidden: torch.Tensor | None = None
+        self.stations: dict[int, torch.Tensor] = {}
         self.reached: set[str] = set()
         self._columns = {name: column for column, name in enumerate(names)}
         self._missing = Counter(name for use in capture.uses for name in use.contributions)
@@ -313,6 +393,12 @@ class _Found:
         if cotangent is not None:
             self.hidden = cotangent.reshape(-1, cotangent.shape[-1])
 
+    def receive_station(self, place: int, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
+        """Take the cotangent of a station."""
+        cotangent = cotangents[number]
+        if cotangent is not None:
+            self.stations[place] = cotangent.reshape(-1, cotangent.shape[-1])
+
     @torch.no_grad()
     def finish(self) -> None:
         """Take the norms of parameters with uses that the logits do not depend on."""
@@ -328,6 +414,20 @@ class _Found:
 
 def _used(capture: Capture) -> set[str]:
     return {name for use in capture.uses for name in use.contributions}
+
+
+def _keeps_positions_apart(predictions: Predictions) -> bool:
+    """Whether the last position's logits depend on no gathered output at another position."""
+    uses = [use for use in predictions.capture.uses if use.gathered]
+    logits = predictions.logits
+    if not uses or not logits.requires_grad:
+        return True
+    cotangent = torch.zeros_like(logits)
+    cotangent[-1] = torch.randn(logits.shape[1:], generator=seeds.generator(0, "check of the rules")).to(logits)
+    edges = [GradientEdge(use.node, use.number) for use in uses]
+    found = torch.autograd.grad(logits, edges, cotangent, allow_unused=True)
+    rows = [values.reshape(len(logits), -1) for values in found if values is not None]
+    return not any(bool(values[:-1].any()) for values in rows)
 
 
 def _agree(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -47,6 +47,7 @@ class Source(Protocol):
         num_probes: Random vectors or labels a position.
         seed: What they are drawn with.
         causal: Whether position t predicts label t + 1.
+        settled: What it chose at the first batch; with this set before, it does not choose.
     """
 
     method: str
@@ -55,6 +56,7 @@ class Source(Protocol):
     num_probes: int
     seed: int
     causal: bool
+    settled: dict[str, int]
 
     def __enter__(self) -> Self: ...
 
@@ -146,6 +148,7 @@ class Measurement:
             )
         source = self._source
         identity = {"method": source.method, "probes": source.num_probes, "seed": source.seed, "causal": source.causal}
+        identity["controls"] = source.num_controls
         if self._distributed:
             identity["first sequence"] = self._first
         with source:
@@ -176,7 +179,8 @@ class Measurement:
         stream: Iterator[Mapping[str, Any]] = iter(batches)
         if record is not None:
             if (done := record.read()) is not None:
-                self._place, self._tally = done
+                self._place, self._tally, settled = done
+                self._source.settled.update(settled)
             stream = record.after(stream, self._place)
         before, begun, look = self._place.seconds, time.perf_counter(), _next_look(len(self._tally))
         while self._place.sequences != stopping.num_sequences and (batch := next(stream, None)) is not None:
@@ -195,7 +199,7 @@ class Measurement:
             if stopping.seconds is not None and clusters >= _FIRST_LOOK and self._place.seconds >= stopping.seconds:
                 return "seconds"
             if record is not None:
-                record.write_sometimes(self._place, self._tally)
+                record.write_sometimes(self._place, self._tally, self._source.settled)
         return "end of the batches" if self._place.sequences != stopping.num_sequences else "num_sequences"
 
     def _add(self, batch: Mapping[str, Any]) -> None:

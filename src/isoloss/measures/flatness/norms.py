@@ -192,6 +192,7 @@ class _Weighted:
             raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
         self.num_probes, self.seed = num_probes, seed
         self.causal = is_causal(model) if causal is None else causal
+        self.settled: dict[str, int] = {}
         self._model = model
         self._parameters = measured_parameters(model) if parameters is None else dict(parameters)
         self.names = list(self._parameters)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +16,7 @@ from torch import nn
 from isoloss.errors import IsolossError
 from isoloss.languages.masking import IGNORED
 from isoloss.measures.flatness.capture import Capture, Decoder
-
-Gathering = Literal["before the head", "before the decoder", "after the head"]
+from isoloss.measures.flatness.gathering import Gathering, gathered_at
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,12 @@ class Batch:
         predicted = self.predicted[chosen]
         return Batch(inputs, predicted, targets[chosen][predicted])
 
+    def every_other(self) -> Batch:
+        """Return the batch with every second position predicted, whatever was: each has one before it that is not."""
+        predicted = torch.zeros_like(self.predicted)
+        predicted[:, 1::2] = True
+        return Batch(self.inputs, predicted, self.targets.new_zeros(int(predicted.sum())))
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -108,10 +113,10 @@ class Predictions:
 
 
 def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gathering) -> Predictions | None:
-    """Run the model once under a capture.
+    """Run the model once under a capture, which knows the weight of `gathering`.
 
     Returns:
-        The predictions; None if the model has no place to gather the positions as asked.
+        The predictions; None if the pass did not come to where the positions were to be gathered.
 
     Raises:
         IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite.
@@ -119,18 +124,10 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gatheri
     inputs = dict(batch.inputs)
     if "use_cache" not in inputs and "use_cache" in inspect.signature(model.forward).parameters:
         inputs["use_cache"] = False  # a cache copies keys and values
-    hooks = []
-    base = getattr(model, "base_model", None)
-    if gathering == "before the head" and isinstance(base, nn.Module) and base is not model:
-        hooks.append(base.register_forward_hook(lambda _module, _args, output: _gathered(capture, output)))
-    try:
-        with torch.enable_grad(), capture:
-            output = model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.enable_grad(), capture, gathered_at(model, gathering.call, capture):
+        output = model(**inputs)
     logits = getattr(output, "logits", None)
-    if gathering != "after the head" and not capture.gathered:
+    if gathering.is_early and not capture.gathered:
         return None
     shape = (1, len(batch.targets)) if capture.gathered else tuple(batch.predicted.shape)
     _check_logits(model, logits, shape, batch)
@@ -157,16 +154,6 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gatheri
         hidden_states=states if capture.gathered else None,
         needed=frozenset(id(parameter) for parameter in model.parameters() if parameter.requires_grad),
     )
-
-
-def _gathered(capture: Capture, output: Any) -> Any:
-    """Replace the last hidden states in a model's output by those at the predicted positions."""
-    states = getattr(output, "last_hidden_state", None)
-    if not isinstance(states, torch.Tensor) or states.ndim != 3 or capture.gathered:
-        return output
-    if states.shape[:2] == (capture.layout.num_sequences, capture.layout.length):
-        output["last_hidden_state"] = capture.gather(states)
-    return output
 
 
 def _check_logits(model: nn.Module, logits: Any, shape: tuple[int, ...], batch: Batch) -> None:

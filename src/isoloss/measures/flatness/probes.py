@@ -1,4 +1,4 @@
-"""Random cotangents of the logits whose covariance is the Fisher's, and control variates of known mean.
+"""Random cotangents of the logits whose covariance is the Fisher's, and control variates of mean 0.
 
 Shapes: m predicted positions of B sequences, V vocabulary, d width of the decoder's input.
 """
@@ -6,12 +6,14 @@ Shapes: m predicted positions of B sequences, V vocabulary, d width of the decod
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from isoloss import seeds
 from isoloss.measures.flatness.capture import Decoder
 
+NUM_STATIONS = 3  # whose cotangents are controls, at most
 # numbers worked on at a time, so that no second buffer of the logits' shape is needed; on a CPU they stay in its cache
 _CHUNK = {"cpu": 1 << 18}
 _CHUNK_ELSEWHERE = 1 << 22
@@ -25,7 +27,9 @@ def root_probabilities(logits: torch.Tensor) -> torch.Tensor:
     return wide
 
 
-def integrated_(root_p: torch.Tensor, counts: torch.Tensor, sequences: range, *, seed: int, probe: int) -> torch.Tensor:
+def integrated_(
+    root_p: torch.Tensor, counts: torch.Tensor, sequences: range, *, seed: int, probe: int, stream: str = "probes"
+) -> torch.Tensor:
     """Turn square roots of probabilities into u = S v, S = diag(sqrt p) - p sqrt(p)^T, in place, and return them.
 
     v are random signs, a function of the seed, the sequence and the probe. E[u u^T] = diag(p) - p p^T: the labels are
@@ -37,12 +41,19 @@ def integrated_(root_p: torch.Tensor, counts: torch.Tensor, sequences: range, *,
         sequences: Places of the B sequences in the stream.
         seed: The measurement's.
         probe: Which of several.
+        stream: The name of their random stream.
     """
-    start = 0
-    for sequence, count in zip(sequences, counts.tolist(), strict=True):
-        w = root_p[start : start + count]
-        w.mul_(random_signs(w.shape, w.device, seed, "probes", sequence, probe))
-        start += count
+    sizes, start, vocabulary = counts.tolist(), 0, root_p.shape[1]
+    step = max(1, _limit(root_p) // max(1, vocabulary * max(sizes)))  # sequences whose signs are made together
+    for first in range(0, len(sizes), step):
+        part = sizes[first : first + step]
+        streams = [
+            (count * vocabulary, (stream, sequence, probe))
+            for sequence, count in zip(sequences[first : first + step], part, strict=True)
+        ]
+        rows = root_p[start : start + sum(part)]
+        rows.mul_(signs_of_streams(rows.shape, rows.device, seed, streams))
+        start += len(rows)
     for w in _parts(root_p):
         w.sub_(w.square().mul_(w.sum(dim=-1, keepdim=True)))
     return root_p
@@ -57,23 +68,36 @@ def observed_(
     """
     root_p.square_()
     root_p[torch.arange(len(root_p), device=root_p.device), targets.to(root_p.device)] -= 1
-    signs = [
-        random_signs((count, 1), root_p.device, seed, "observed", sequence)
-        for sequence, count in zip(sequences, counts.tolist(), strict=True)
-    ]
-    return root_p.mul_(torch.cat(signs))
+    streams = [(count, ("observed", sequence)) for sequence, count in zip(sequences, counts.tolist(), strict=True)]
+    return root_p.mul_(signs_of_streams((len(root_p), 1), root_p.device, seed, streams))
 
 
 def random_signs(
     shape: torch.Size | tuple[int, ...], device: torch.device, seed: int, *names: str | int
 ) -> torch.Tensor:
     """Return `shape` random signs of the stream `names`, int8; a CUDA device draws its own, other than a CPU's."""
+    return signs_of_streams(shape, device, seed, [(math.prod(shape), names)])
+
+
+def signs_of_streams(
+    shape: torch.Size | tuple[int, ...],
+    device: torch.device,
+    seed: int,
+    streams: Sequence[tuple[int, tuple[str | int, ...]]],
+) -> torch.Tensor:
+    """Return `shape` random signs, int8: so many of each stream, end to end."""
     place = device if device.type == "cuda" else torch.device("cpu")
-    generator = torch.Generator(device=place).manual_seed(seeds.derive(seed, *names))
-    count = math.prod(shape)
-    octets = torch.randint(0, 256, ((count + 7) // 8, 1), generator=generator, dtype=torch.uint8, device=place)
-    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=place)).bitwise_and_(1).view(torch.int8)
-    return bits.mul_(2).sub_(1).view(-1)[:count].view(tuple(shape)).to(device)
+    generator = torch.Generator(device=place)
+    octets, sizes = [], [(count + 7) // 8 for count, _ in streams]
+    for size, (_, names) in zip(sizes, streams, strict=True):
+        generator.manual_seed(seeds.derive(seed, *names))
+        octets.append(torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8, device=place))
+    shifts = torch.arange(8, dtype=torch.uint8, device=place)
+    signs = (torch.cat(octets)[:, None] >> shifts).bitwise_and_(1).view(torch.int8).mul_(2).sub_(1).view(-1)
+    if any(count % 8 for count, _ in streams):
+        parts = torch.split(signs, [8 * size for size in sizes])
+        signs = torch.cat([part[:count] for part, (count, _) in zip(parts, streams, strict=True)])
+    return signs.view(tuple(shape)).to(device)
 
 
 class Controls:
@@ -88,7 +112,10 @@ class Controls:
     - `sum_{r != s} <g_r, g_s>`, with the mean 0: the cross terms of the layers below, were these a multiple of the
       identity;
     - `sum_{r != s} <g_r, w> <g_s, w>`, with the mean 0: the same along the direction that the decoder's rows share,
-      of which less reaches the layers or more than of all others.
+      of which less reaches the layers or more than of all others;
+    - `sum_{r != s} <b_r, b_s>`, with the mean 0, for each of up to 3 stations: outputs in the model whose cotangent b_r
+      at a position depends on u_r alone;
+    - `sum_r |b_r|^2` of the first station, with the mean over further probes in the place of its own.
 
     Args:
         root_p: (m, V) square roots of the probabilities.
@@ -98,7 +125,7 @@ class Controls:
         num_sequences: B.
     """
 
-    NUMBER = 4
+    NUMBER = 4 + NUM_STATIONS + 1
 
     def __init__(
         self, root_p: torch.Tensor, hidden: torch.Tensor, decoder: Decoder, rows: torch.Tensor, num_sequences: int
@@ -116,15 +143,33 @@ class Controls:
         own = self._squares * torch.cat(above)
         self._means = torch.stack([self._by_sequence(own), self._by_sequence(torch.cat(below))], dim=1)
 
-    def centred(self, cotangent: torch.Tensor, hidden_cotangent: torch.Tensor) -> torch.Tensor:
-        """Return (B, 4) float64: the control variates of cotangents (m, V) and W^T u (m, d), less their means."""
+    def centred(
+        self,
+        cotangent: torch.Tensor,
+        hidden_cotangent: torch.Tensor,
+        stations: Sequence[torch.Tensor] = (),
+        others: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """Return (B, 8) float64: the control variates less their means; 0 for those that there is nothing for.
+
+        Args:
+            cotangent: (m, V) u.
+            hidden_cotangent: (m, d) W^T u.
+            stations: The stations' cotangents, (m, any) each.
+            others: Those of the first station for other probes.
+        """
         hidden_cotangent = hidden_cotangent.to(cotangent.dtype)
         own = self._by_sequence(_squared_norms(cotangent) * self._squares)
         below = self._by_sequence(_squared_norms(hidden_cotangent))
         squares = torch.stack([own, below], dim=1) - self._means
         along = (hidden_cotangent @ self._shared)[:, None]
-        crossed = [self._crossed(values) for values in (hidden_cotangent, along)]
-        return torch.cat([squares, torch.stack(crossed, dim=1)], dim=1)
+        crossed = [self._crossed(values) for values in (hidden_cotangent, along, *stations)]
+        crossed += [torch.zeros_like(below)] * (NUM_STATIONS - len(stations))
+        first = torch.zeros_like(below)
+        if stations and others:
+            mean = sum(_squared_norms(values).double() for values in others) / len(others)
+            first = self._by_sequence(_squared_norms(stations[0]).double() - mean)
+        return torch.cat([squares, torch.stack([*crossed, first], dim=1)], dim=1)
 
     def _crossed(self, values: torch.Tensor) -> torch.Tensor:
         """Return (B,): the products of any two different rows (m, n) of a sequence, summed; 0 where there is one."""
@@ -146,5 +191,9 @@ def _squared_norms(rows: torch.Tensor) -> torch.Tensor:
 
 def _parts(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Split (m, V) so that each part has few enough numbers."""
-    limit = _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE)
-    return torch.split(rows, max(1, limit // max(1, rows.shape[1])))
+    return torch.split(rows, max(1, _limit(rows) // max(1, rows.shape[1])))
+
+
+def _limit(rows: torch.Tensor) -> int:
+    """Return how many numbers are worked on at a time."""
+    return _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE)

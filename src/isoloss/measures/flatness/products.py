@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from isoloss.errors import IsolossError
 from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
 from isoloss.measures.flatness.capture import Capture
+from isoloss.measures.flatness.gathering import Gathering
 from isoloss.measures.flatness.predictions import Batch, predict
 from isoloss.measures.flatness.reading import read_batches
 
@@ -170,7 +171,7 @@ def predicted_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
     Raises:
         IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite.
     """
-    predictions = predict(model, batch, Capture({}, batch.predicted), "after the head")
+    predictions = predict(model, batch, Capture({}, batch.predicted), Gathering())
     assert predictions is not None  # only an early gathering can fail
     return predictions.logits
 

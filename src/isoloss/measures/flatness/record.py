@@ -50,8 +50,8 @@ class Record:
         self._expected = ""
         self._written = time.perf_counter()
 
-    def read(self) -> tuple[Place, Tally] | None:
-        """Return where the file ends and what it holds, or None where there is none.
+    def read(self) -> tuple[Place, Tally, dict[str, int]] | None:
+        """Return where the file ends, what it holds and what had been settled, or None where there is none.
 
         Raises:
             IsolossError: It is damaged, or of another measurement.
@@ -69,7 +69,7 @@ class Record:
             what = ", ".join(other)
             raise IsolossError(f"{self._path} is the record of another measurement: it differs in {what}; remove it")
         self._expected = header["inputs"]
-        return Place(**header["place"]), Tally.from_state(state)
+        return Place(**header["place"]), Tally.from_state(state), header["settled"]
 
     def after(self, stream: Iterator[Mapping[str, Any]], place: Place) -> Iterator[Mapping[str, Any]]:
         """Yield the batches that follow `place`, and keep account of all.
@@ -87,11 +87,16 @@ class Record:
             if number > place.batches:
                 yield batch
 
-    def write_sometimes(self, place: Place, tally: Tally) -> None:
+    def write_sometimes(self, place: Place, tally: Tally, settled: Mapping[str, int]) -> None:
         """Write the file, in one step, if the last time was long ago; `place` is behind the last batch of `after`."""
         if time.perf_counter() - self._written < _EVERY_SECONDS:
             return
-        header = {"identity": self._identity, "inputs": self._inputs.hexdigest(), "place": asdict(place)}
+        header = {
+            "identity": self._identity,
+            "inputs": self._inputs.hexdigest(),
+            "place": asdict(place),
+            "settled": dict(settled),
+        }
         files.write_bytes(self._path, save(tally.state(), metadata={"measurement": json.dumps(header)}))
         self._written = time.perf_counter()
 

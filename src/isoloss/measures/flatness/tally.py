@@ -15,6 +15,7 @@ from isoloss.errors import IsolossError
 
 FOLDS = 8
 _FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
+_CLUSTERS_A_CONTROL = 16  # or more, as each coefficient that is fitted adds its own noise
 _SINGULAR = 1e-10  # of the largest eigenvalue of the controls' correlations
 
 
@@ -63,7 +64,8 @@ class Tally:
     residuals a_b - beta_{f(b)} d_b - R m_b. Least squares is linear in a, so the same formula for each parameter
     tensor's part of a gives values that add up to R.
 
-    A control that is other than 0 in fewer than 32 clusters has the coefficient 0.
+    A control that is other than 0 in fewer than 32 clusters has the coefficient 0, and of the rest, all but the first
+    N / 16 have.
 
     Args:
         num_parameters: K.
@@ -182,7 +184,8 @@ class Tally:
             raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {n}")
         folds, m, d = rows[:, 0].long(), rows[:, 2], rows[:, 3:]
         total, correction = float(m.sum()), n / (n - 1)
-        d = d * ((d != 0).sum(dim=0) >= _FEWEST)
+        used = (d != 0).sum(dim=0) >= _FEWEST
+        d = d * (used & (used.cumsum(dim=0) <= n // _CLUSTERS_A_CONTROL))
 
         def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             """Return the coefficients (F, C, K), the ratios (K,) and their errors."""
