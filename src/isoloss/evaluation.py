@@ -82,7 +82,8 @@ class Evaluator:
         start = time.perf_counter()
         evaluation = self.measure(measure, step, progress=progress)
         self.run.save(evaluation)
-        self.run.log("evaluated", measure=measure, step=step, seconds=round(time.perf_counter() - start, 3))
+        checkpoint = self.run.checkpoint(step).relative_to(self.run.path).as_posix()
+        self.run.log("evaluated", measure=measure, checkpoint=checkpoint, seconds=round(time.perf_counter() - start, 3))
         return evaluation
 
     def measure(self, measure: str, step: int, *, progress: Callable[[int], None] | None = None) -> Evaluation:

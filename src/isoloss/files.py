@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,22 @@ def read_json(path: Path) -> Any:
         raise IsolossError(f"{path} does not exist") from error
     except (OSError, ValueError) as error:
         raise IsolossError(f"{path} is not a readable JSON file: {error}") from error
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder in which nothing could be written, before the work whose results it is to hold.
+
+    The folder need not exist: then it is the nearest one above it that counts. Nothing is left behind.
+
+    Raises:
+        IsolossError: It, or what stands in its place, cannot be written in.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(prefix=TEMPORARY, dir=nearest):
+            pass
+    except OSError as error:
+        raise IsolossError(f"cannot write in {folder}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

@@ -25,6 +25,13 @@ Attention = Literal["sdpa", "eager"]
 
 _MASKED = ("ForMaskedLM", "ForPreTraining")
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+# these number positions from their padding id + 1 on, so that fewer are left than the config says
+_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"} | {
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -134,6 +141,23 @@ def load(
             f"{name} is a {architecture} without is_decoder in its config.json, so it sees the tokens it predicts"
         )
     return Loaded(model=model.to(target).eval(), kind=kind, name=name, architecture=architecture)
+
+
+def max_length(config: Any) -> int | None:
+    """Return how many tokens a model takes at most, or None where its config sets no bound.
+
+    Args:
+        config: The model's transformers config, that of its text part.
+
+    Example:
+        >>> from transformers import BertConfig, RobertaConfig
+        >>> max_length(BertConfig(max_position_embeddings=512)), max_length(RobertaConfig(max_position_embeddings=514))
+        (512, 512)
+    """
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    if positions is not None and config.model_type in _POSITIONS_AFTER_PADDING:
+        positions -= config.pad_token_id + 1
+    return positions
 
 
 @contextlib.contextmanager

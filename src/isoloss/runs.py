@@ -5,12 +5,14 @@ metrics.jsonl                         one line every `log_every` steps
 checkpoints/step-N/                   a Hugging Face folder, plus trainer.json and trainer.safetensors
 checkpoints/step-N/ema/               a Hugging Face folder with the averaged weights, if the run averages them
 evaluations/<measure>@step-N.json     an `Evaluation`
+evaluations/ema/                      the same of the averaged weights
 log.jsonl                             what the clock said: resumes, seconds; no result rests on it
 result.json                           written last: the run is complete
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import re
@@ -27,6 +29,7 @@ from isoloss.config import TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 
+AVERAGE = "ema"  # the folder of what belongs to the averaged weights
 _STEP = re.compile(r"step-(\d+)$")
 _EVALUATION = re.compile(r"(?P<measure>.+)@step-(?P<step>\d+)\.json$")
 
@@ -70,14 +73,25 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. Nothing is cached: every property reads the files."""
+    """A run directory. Nothing is cached: every property reads the files.
+
+    Attributes:
+        path: The folder.
+        is_average: Whether its checkpoints and evaluations are those of the averaged weights.
+    """
 
     path: Path
+    is_average: bool = False
 
     @property
     def name(self) -> str:
         """The folder's name."""
         return self.path.name
+
+    @property
+    def averaged(self) -> Run:
+        """The same run, with the checkpoints and evaluations of its averaged weights."""
+        return dataclasses.replace(self, is_average=True)
 
     @property
     def exists(self) -> bool:
@@ -100,8 +114,9 @@ class Run:
     @property
     def config(self) -> TrainConfig:
         """The resolved config."""
+        record = self.record
         try:
-            return configs.from_dict(TrainConfig, self.record["config"])
+            return configs.from_dict(TrainConfig, record["config"])
         except IsolossError as error:
             raise IsolossError(f"{self.path / 'run.json'} is not of this version of isoloss: {error}") from error
 
@@ -143,7 +158,8 @@ class Run:
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint at `step`, there or not."""
-        return self.path / "checkpoints" / f"step-{step}"
+        folder = self.path / "checkpoints" / f"step-{step}"
+        return folder / AVERAGE if self.is_average else folder
 
     def weights(self, step: int) -> str:
         """The SHA-256 of the weights at `step`, whose checkpoint must be there."""
@@ -157,13 +173,14 @@ class Run:
         """The steps that have a checkpoint, in order."""
         folder = self.path / "checkpoints"
         found = (_STEP.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
-        return sorted(int(match[1]) for match in found if match)
+        steps = sorted(int(match[1]) for match in found if match)
+        return [step for step in steps if self.checkpoint(step).is_dir()] if self.is_average else steps
 
     # --- evaluations
 
     def evaluation_path(self, measure: str, step: int) -> Path:
         """The file of a measure at a step, there or not."""
-        return self.path / "evaluations" / f"{measure}@step-{step}.json"
+        return self._evaluations / f"{measure}@step-{step}.json"
 
     def evaluation(self, measure: str, step: int) -> Evaluation | None:
         """The evaluation, or None if it has not been made."""
@@ -172,10 +189,15 @@ class Run:
 
     def evaluations(self) -> list[Evaluation]:
         """All evaluations, by measure and step."""
-        folder = self.path / "evaluations"
+        folder = self._evaluations
         found = (_EVALUATION.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
         keys = sorted((match["measure"], int(match["step"])) for match in found if match)
         return [evaluation for key in keys if (evaluation := self.evaluation(*key)) is not None]
+
+    @property
+    def _evaluations(self) -> Path:
+        folder = self.path / "evaluations"
+        return folder / AVERAGE if self.is_average else folder
 
     def save(self, evaluation: Evaluation) -> None:
         """Write an evaluation to its file."""
@@ -196,6 +218,20 @@ class Run:
                 file.write(json.dumps({"event": event, **values}) + "\n")
         except OSError as error:
             raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def checkpoint_of(path: Path) -> tuple[Run, int] | None:
+    """Return the run and the step of a checkpoint folder, or None if it does not lie in a run.
+
+    The run of the folder of averaged weights is `Run.averaged`.
+    """
+    folder = path.resolve()
+    step_folder = folder.parent if folder.name == AVERAGE else folder
+    run = Run(step_folder.parent.parent, is_average=folder != step_folder)
+    step = step_folder.name.removeprefix("step-")
+    if run.exists and step.isdecimal() and int(step) in run.steps() and run.checkpoint(int(step)) == folder:
+        return run, int(step)
+    return None
 
 
 def find_runs(folder: Path) -> list[Run]:

@@ -1,6 +1,7 @@
 """`isoloss theory` as a user meets it: tables, one JSON document, a figure, and what it refuses."""
 
 import json
+import math
 
 import pytest
 
@@ -52,17 +53,25 @@ def test_bartlett_as_json(capsys):
 
 def test_sgd_flow_prints_a_table_and_verdicts(capsys, tmp_path):
     text = call(capsys, *FLOW, "--model", "two-parameters", "--figure", str(tmp_path / "flow.pdf"))
-    assert "nats per example" in text
+    lines = text.splitlines()
+    start = 0.7 * 0.3 * (2.0**2 + (math.log(0.7 / 0.3) / 2.0) ** 2)  # v (a^2 + b^2)
+    assert lines[0] == f"Theorem 3.3, two parameters: at K = 1, from a trace of {start:.5g} nats per example"
     assert text.count("shown: two parameters: ") == 6
-    assert text.count(" -> 0 ") == 2 * 4  # batch sizes and times, in each of two tables
+    rows = [line.split() for line in lines[2 : lines.index("")]]  # of the last time, for each batch and step size
+    assert [row[:2] for row in rows[:2]] == [["1", "0.2"], ["1", "0.1"]]
+    assert len(rows) == 2 * 3
+    found = json.loads(call(capsys, *FLOW, "--model", "two-parameters", "--json"))
+    assert [row[2] for row in rows if row[1] == "0.1"] == [
+        f"{row['flow_trace']:.5f}" for row in found["rows"] if row["step_size"] == 0.1 and row["time"] > 0.9
+    ]
     assert (tmp_path / "flow.pdf").is_file()
 
 
 def test_sgd_flow_of_both_models(capsys):
     words = ["--step-sizes", "0.1", "0.05", "--trajectories", "16", "--times", "0.5", "--batch-sizes", "1"]
     text = call(capsys, "sgd-flow", *words)
-    assert "Theorem 3.3, two parameters: traces of the Hessian in nats per example" in text
-    assert "Theorem 3.3, masked LM, 88 parameters: traces of the Hessian" in text
+    assert "Theorem 3.3, two parameters: at K = 0.5, " in text
+    assert "Theorem 3.3, masked LM, 88 parameters: at K = 0.5, " in text
     assert text.count("shown: two parameters: ") == text.count("shown: masked LM, 88 parameters: ") == 6
     document = json.loads(call(capsys, "sgd-flow", *words, "--model", "masked-lm", "--json"))
     assert {row["model"] for row in document["rows"] + document["limits"]} == {"masked LM, 88 parameters"}

@@ -291,6 +291,26 @@ def test_a_study_that_is_none(capsys):
     assert "laptop" in refusal(capsys, "study", "status", "same-loss", "--scale", "galaxy")
 
 
+def test_a_folder_without_a_study_is_not_verified(capsys, tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        message = refusal(capsys, "study", "verify", "same-loss", "--folder", folder, alone=True)
+        assert message.endswith(f"{folder} holds no study: it has no study.json")
+
+
+def test_no_work_is_done_for_results_that_cannot_be_written(capsys, run, tmp_path):
+    (tmp_path / "file").write_text("x")
+    place = tmp_path / "file" / "below"
+    one, other = (run / "checkpoints" / f"step-{step}" for step in (10, 30))
+    for words in (
+        ("theory", "sgd-flow", "--figure", place / "a.svg"),
+        ("flatness", one, other, "--figure", place / "a.svg"),
+        ("flatness", one, "--resume", place / "state"),
+        ("transfer", run, "--task", "root", "--out", place),
+        ("embed", run, "--into", "d32", "--out", place / "model"),
+    ):
+        assert f"cannot write in {place}: Not a directory" in refusal(capsys, *words, alone=True)
+
+
 def test_a_report_needs_a_finished_study(capsys, tmp_path):
     message = refusal(capsys, "study", "report", "same-loss", "--scale", "smoke", "--folder", tmp_path / "s")
     assert "isoloss study run same-loss --scale smoke" in message

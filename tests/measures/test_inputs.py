@@ -16,6 +16,7 @@ from isoloss.config import CorpusConfig, ObjectiveConfig, PCFGConfig, TrainConfi
 from isoloss.errors import IsolossError
 from isoloss.languages import make, resolve
 from isoloss.languages.tokenizers import load_tokenizer
+from isoloss.lstm import LSTMConfig
 from isoloss.measures.inputs import check_model, language_inputs, read_inputs
 
 BERT = BertConfig(vocab_size=66, max_position_embeddings=32)
@@ -262,6 +263,18 @@ def test_text_that_will_not_do(text, vocab, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(IsolossError, match="there is no text"):
         read(tmp_path / "empty.txt", tokenizer=str(vocab))
+
+
+@pytest.mark.parametrize(("positions", "length"), [(32, 32), (20, 20), (128, 128), (512, 128)])
+def test_rows_are_as_long_as_the_model_takes_but_no_longer_than_128(save, positions, length):
+    config = BertConfig(vocab_size=66, max_position_embeddings=positions)
+    found = read(save(np.arange(1000) % 60), config=config, mask_id=MASK)
+    assert whole(found)["input_ids"].shape == (1000 // length, length)
+
+
+def test_a_model_without_a_longest_sequence_gets_rows_of_128(save):
+    found = read(save(np.arange(1000) % 60), config=LSTMConfig(vocab_size=66), mask_id=MASK)
+    assert whole(found)["input_ids"].shape == (7, 128)
 
 
 def test_longest_sequence_of_a_roberta(save):

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,9 +36,11 @@ def test_a_plan_is_carried_out_once(tmp_path):
     said: list[str] = []
     assert local.run(units, workers=2, logs=tmp_path / "logs", say=said.append) == 2
     assert [line for line in said if "started" in line] == ["train a: started", "measure a: started"]
+    assert said[0] == f"2 of 2 units to do, 2 at a time; what they say is in {tmp_path / 'logs'}"
     assert all(unit.done() for unit in units)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     assert local.run(units, workers=2, logs=tmp_path / "logs", say=said.append) == 0
+    assert said[-1].startswith("measure a: done in ")
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
@@ -53,6 +56,15 @@ def test_a_unit_that_ends_without_its_result_is_a_failure(tmp_path):
     unit = Unit(name="nothing", arguments=("--version",), done=lambda: False)
     with pytest.raises(IsolossError, match="nothing ended without its result"):
         local.run([unit], workers=1, logs=tmp_path, say=lambda _: None)
+
+
+def test_a_unit_that_says_nothing_is_said_to_be_at_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "HEARTBEAT_SECONDS", 0.0)
+    said: list[str] = []
+    local.run([training(tmp_path / "a", 5)], workers=1, logs=tmp_path / "logs", say=said.append)
+    quiet = [line for line in said if line.startswith("  ")]
+    assert quiet
+    assert re.fullmatch(r"  train a: at work for \d+ s", quiet[0])
 
 
 def test_at_least_one_worker(tmp_path):

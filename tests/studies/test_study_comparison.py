@@ -84,4 +84,4 @@ def test_models_of_different_loss_are_not_compared():
     result = compared(FLATTER, "trace", ("plain", "other"), pairs, where="All last.")
     assert result.verdict is Verdict.NOT_TESTED
     assert "the KL of other minus that of plain is 0.00000 ± 0.00071" in result.explanation
-    assert result.explanation.endswith("0.02000 ± 0.00071 nats per predicted token. All last.")
+    assert result.explanation.endswith("0.02000 ± 0.00071 nats per predicted token for each seed. All last.")

@@ -11,6 +11,7 @@ from isoloss.evaluation import Evaluator, pending
 from isoloss.languages import make
 from isoloss.pretraining import train
 from isoloss.runs import Run
+from isoloss.studies.same_loss.study import STUDY
 from isoloss.studies.verification import verify_run
 
 CONFIG = TrainConfig(
@@ -89,4 +90,15 @@ def test_an_unfinished_run_is_found(run):
 
 
 def test_no_run_is_found(tmp_path):
-    assert "no run.json" in problems(Run(tmp_path))[f"{tmp_path.name}: run.json"]
+    found = problems(Run(tmp_path))
+    assert found == {f"{tmp_path.name}: run.json": f"{tmp_path} is not a run directory: it has no run.json"}
+
+
+def test_a_study_says_the_same_of_a_run_once(tmp_path):
+    STUDY.prepare(tmp_path, "smoke")
+    checks = list(STUDY.verify(tmp_path, "smoke"))  # one run has two measurements
+    names = [
+        unit.name.removeprefix("train ") for unit in STUDY.plan(tmp_path, "smoke") if unit.name.startswith("train")
+    ]
+    assert sorted(check for check, _ in checks) == sorted(f"{name}: run.json" for name in names)
+    assert len(STUDY.plan(tmp_path, "smoke")) > 2 * len(names)

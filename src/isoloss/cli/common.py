@@ -6,22 +6,36 @@ import codecs
 import inspect
 import json
 import shlex
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
+from isoloss import files
 from isoloss.errors import IsolossError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from isoloss.theory.statements import Statement
 
 T = TypeVar("T")
 
-NARROW = 80  # columns of a terminal below which progress leaves out the bar and what follows a comma
+WIDEST = 100  # columns of a line of prose; a narrower terminal decides
+ROOMY = 100  # columns of a terminal below which progress has no bar
+NARROW = 80  # and below which it leaves out what follows a comma
+FIGURES = (".png", ".svg", ".pdf")
+LEAST_TEXT = 24  # columns in which the text of a table may fold, so that its numbers stay side by side
 LINE_EVERY_SECONDS = 30.0  # how often progress writes a line where there is no terminal
 
 
@@ -61,6 +75,23 @@ def use_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
+def check_figure(file: Path | None) -> None:
+    """Refuse a `--figure` that could not be written once it is made."""
+    if file is None:
+        return
+    if file.suffix.lower() not in FIGURES:
+        raise IsolossError(f"--figure is {file}; its name must end in {', '.join(FIGURES)}")
+    files.check_writable(file.parent)
+
+
+def save_figure(file: Path, figure: Figure) -> None:
+    """Write a figure to its file, and say so."""
+    from isoloss.report.flatness import save
+
+    save(figure, file)
+    note(f"figure: {file}")
+
+
 def emit_json(document: Any) -> None:
     """Print the one JSON document of a verb on stdout; where stdout is not UTF-8, other characters are escaped."""
     is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
@@ -72,23 +103,99 @@ def say(text: str) -> None:
     print(text)
 
 
+def say_wrapped(text: str, *, indent: int = 0) -> None:
+    """Print prose in lines of at most the terminal's width, further ones indented."""
+    width = min(WIDEST, shutil.get_terminal_size(fallback=(WIDEST, 24)).columns)
+    wrapper = textwrap.TextWrapper(
+        max(20, width),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + 2),
+        break_long_words=False,  # paths are
+        break_on_hyphens=False,  # and names have them
+    )
+    say(wrapper.fill(text))
+
+
+def say_statements(statements: Iterable[Statement]) -> None:
+    """Print each statement with its verdict and the figures behind it."""
+    for statement in statements:
+        say("")
+        say_wrapped(f"{statement.verdict}: {statement.text}")
+        say_wrapped(statement.found, indent=4)
+
+
 def note(text: str) -> None:
     """Print a line about what is going on, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> None:
-    """Print a table; the first `left` columns are text, the others numbers. Piped output is not cut to a width."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(_escape(str(cell)) for cell in row))
+    """Print a table; the first `left` columns are text, the others numbers.
+
+    Where a terminal is too narrow, headings fold, then long text; if that is not enough the numbers go into several
+    tables with the text in each. Piped output is not cut to a width.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
     console: Console = _Output()
+    whole = _table(columns, cells, left)
     if not console.is_terminal:
-        unbounded = Console(width=10_000)
-        console = _Output(width=max(unbounded.measure(table).maximum, len(title) + 1), color_system=None)
-    console.print(table)
+        unbounded = Console(width=_width(whole), color_system=None)
+        with unbounded.capture() as captured:
+            unbounded.print(whole)
+        say("\n".join([title, *(line.rstrip() for line in captured.get().splitlines())]))
+        return
+    console.print(Text(title, style="bold"))  # a table's own title would fold at the table's width
+    if _width(whole) <= console.width:
+        console.print(whole)
+    else:
+        folded = [_folded(heading, [row[place] for row in cells]) for place, heading in enumerate(columns)]
+        _print_parts(console, folded, cells, left)
+
+
+def _print_parts(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> None:
+    """Print as few tables as hold all numbers, the text in each; one alone where there is room for folded text."""
+
+    def part(places: Sequence[int]) -> Table:
+        chosen = [*range(left), *places]
+        return _table([columns[i] for i in chosen], [[row[i] for i in chosen] for row in rows], left)
+
+    def fits(places: Sequence[int]) -> bool:
+        return _width(part(places)) <= console.width
+
+    numbers = range(left, len(columns))
+    room = console.width - _width(_table([""] + [columns[i] for i in numbers], [["", *row[left:]] for row in rows], 1))
+    if left == 0 or (left == 1 and room >= LEAST_TEXT) or not all(fits([place]) for place in numbers):
+        console.print(part(numbers))
+        return
+    parts: list[list[int]] = [[]]
+    for place in numbers:
+        if not fits([*parts[-1], place]):
+            parts.append([])
+        parts[-1].append(place)
+    for index, places in enumerate(parts):
+        if index:
+            console.print()
+        console.print(part(places))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Table:
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(_escape, row))
+    return table
+
+
+def _width(table: Table) -> int:
+    """The columns of a terminal in which nothing of the table folds."""
+    return Console(width=10_000).measure(table).maximum
+
+
+def _folded(heading: str, cells: Sequence[str]) -> str:
+    """Return a heading in lines that are not wider than the cells below it, words left whole."""
+    width = max([1, *map(len, (*cells, *heading.split()))])
+    return "\n".join(textwrap.wrap(heading, width))
 
 
 def command(*words: object) -> str:
@@ -122,9 +229,10 @@ class Progress:
         console = Console(stderr=True)
         if console.is_terminal:
             self._narrow = console.width < NARROW
+            bar = [BarColumn()] if console.width >= ROOMY else []
             self._bar = Bar(
                 TextColumn("{task.description}"),
-                *([] if self._narrow else [BarColumn()]),
+                *bar,
                 MofNCompleteColumn(),
                 TextColumn(f"{self.unit}{{task.fields[note]}}"),
                 TimeRemainingColumn(),

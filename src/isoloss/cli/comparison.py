@@ -52,15 +52,17 @@ def print_tables(found: Comparison) -> None:
             ("", "loss", "trace", "95 % interval", "ratio of traces", "95 % interval"),
             differences,
         )
-    common.say(
-        f"\n{trace.num_inputs:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard error "
+    common.say("")
+    common.say_wrapped(
+        f"{trace.num_inputs:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard error "
         f"over {trace.samples:,} {trace.details['clusters']}"
     )
     if found.pairs:
-        common.say(_verdict(found, short))
+        for sentence in _verdict(found, short):
+            common.say_wrapped(sentence)
 
 
-def _verdict(found: Comparison, short: dict[str, str]) -> str:
+def _verdict(found: Comparison, short: dict[str, str]) -> list[str]:
     """Say in one sentence which model is the flattest, and in another what the losses do to this."""
     best, second = found.ranking[:2]
     pair = found.pair(best, second)
@@ -78,7 +80,7 @@ def _verdict(found: Comparison, short: dict[str, str]) -> str:
     low, high = pair.loss.ci95
     if low > 0 or high < 0:
         sentences.append("The two also differ in loss, so they are not compared at the same loss.")
-    return " ".join(sentences)
+    return sentences
 
 
 def _probability(share: float) -> str:
@@ -88,7 +90,7 @@ def _probability(share: float) -> str:
 
 
 def _ratio_of(pair: Pair, name: str) -> str:
-    return f"{pair.ratio if pair.first == name else 1 / pair.ratio:.3g}"
+    return f"{pair.ratio if pair.first == name else 1 / pair.ratio:.3f}"
 
 
 def short_names(names: list[str]) -> dict[str, str]:

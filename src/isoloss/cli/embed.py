@@ -11,11 +11,10 @@ import tyro
 
 from isoloss import files
 from isoloss.cli import common
-from isoloss.cli.transfer import checkpoint_of
 from isoloss.errors import IsolossError
 from isoloss.estimate import rounded
 from isoloss.models.sizes import shape
-from isoloss.runs import Run
+from isoloss.runs import Run, checkpoint_of
 
 if TYPE_CHECKING:
     from isoloss.loading import Loaded
@@ -49,8 +48,8 @@ class Args:
     """Text (.txt, .jsonl or a folder), or token ids (.npy); default, for runs: the run's language."""
     tokenizer: str | None = None
     """For text: a Hugging Face folder or name, or a vocab.txt; default: the checkpoint's own."""
-    length: int = 128
-    """Tokens in a sequence, for text and flat arrays."""
+    length: int | None = None
+    """Tokens in a sequence, for text and flat arrays; default: 128, or what the model takes at most."""
     mask_id: int | None = None
     """For masked models and token ids: the mask's id; default: the tokenizer's."""
     num_inputs: int = 128
@@ -125,6 +124,8 @@ def main(arguments: list[str]) -> int:
 def _check_out(out: Path | None) -> None:
     if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise IsolossError(f"{out} is there and not an empty folder: give --out another name")
+    if out is not None:
+        files.check_writable(out.parent)
 
 
 def _checkpoint(model: str) -> str:
@@ -202,7 +203,6 @@ def _print(args: Args, found: Result) -> None:
     common.say(f"\ntrace of the Fisher before: {found.before}, over {before:,} parameters")
     common.say(f"trace of the Fisher in {args.into}: {found.after}, over {after:,} parameters")
     change = rounded(found.change.value, found.change.stderr)
-    common.say(f"change: {change}, on the same {found.before.num_inputs:,} predicted tokens")
+    common.say(f"change: {change} nats per predicted token, on the same {found.before.num_inputs:,} predicted tokens")
     common.say(f"  scale {args.scale}; {found.before.details['device']}, {args.dtype}")
-    for statement in found.statements:
-        common.say(f"\n{statement.verdict}: {statement.text}\n  {statement.found}")
+    common.say_statements(found.statements)

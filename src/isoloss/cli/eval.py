@@ -13,11 +13,12 @@ from isoloss.cli.transfer import bounds
 from isoloss.config import EvalConfig
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.runs import Evaluation, Run
+from isoloss.runs import Evaluation, Run, checkpoint_of
 
 EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),
     ("isoloss eval runs/first --measures loss trace probe-root --steps 1000 2000", "chosen measures and steps"),
+    ("isoloss eval runs/first/checkpoints/step-2000/ema", "one checkpoint; this one holds averaged weights (--ema)"),
 ]
 
 
@@ -26,7 +27,7 @@ class Args:
     """Measure the checkpoints of a run: pre-training loss, flatness, linear probes."""
 
     run: tyro.conf.Positional[Path]
-    """The run directory."""
+    """The run directory, or one checkpoint in it: RUN/checkpoints/step-N, or step-N/ema for its averaged weights."""
     measures: tuple[str, ...] = ("loss", "trace")
     """loss, trace, probe-TASK, lookup-TASK (isoloss ls measures)."""
     steps: tuple[int, ...] = ()
@@ -45,11 +46,7 @@ def main(arguments: list[str]) -> int:
     args = common.parse(Args, "eval", arguments, examples=EXAMPLES)
     from isoloss.evaluation import MEASURES, Evaluator, pending
 
-    run = Run(args.run)
-    run.record  # noqa: B018  a folder that holds no run is refused here
-    steps = list(args.steps) or run.steps()
-    if not steps:
-        raise IsolossError(f"{run.path} has no checkpoint yet: isoloss train {run.path} goes on with it")
+    run, steps = _checkpoints(args)
     for name, value in dataclasses.asdict(args.settings).items():
         if value < 1 and name != "seed":
             raise IsolossError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
@@ -65,10 +62,27 @@ def main(arguments: list[str]) -> int:
                 evaluator.evaluate(measure, step)
     made = [e for s in steps for m in args.measures if (e := run.evaluation(m, s)) is not None]
     if args.json:
-        common.emit_json({"run": str(run.path), "evaluations": [e.to_dict() for e in made]})
+        checkpoint = {} if Run(args.run).exists else {"checkpoint": str(args.run)}
+        common.emit_json({"run": str(run.path), **checkpoint, "evaluations": [e.to_dict() for e in made]})
     else:
-        print_evaluations(str(run.path), made)
+        print_evaluations(str(args.run), made)
     return 0
+
+
+def _checkpoints(args: Args) -> tuple[Run, list[int]]:
+    """Return the run and the steps that the command line names."""
+    run = Run(args.run)
+    if run.exists:
+        steps = list(args.steps) or run.steps()
+        if not steps:
+            raise IsolossError(f"{run.path} has no checkpoint yet: {common.command('train', run.path)} goes on with it")
+        return run, steps
+    found = checkpoint_of(args.run)
+    if found is None:
+        raise IsolossError(f"{args.run} is neither a run directory (it has no run.json) nor a checkpoint in one")
+    if args.steps:
+        raise IsolossError(f"{args.run} is one checkpoint: leave out --steps, or name the run, {found[0].path}")
+    return found[0], [found[1]]
 
 
 def print_evaluations(title: str, evaluations: list[Evaluation]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from isoloss import files
 from isoloss.cli import common, comparison
-from isoloss.cli.transfer import checkpoint_of
 from isoloss.config import ObjectiveConfig, TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.estimate import rounded
-from isoloss.runs import Run
+from isoloss.runs import Run, checkpoint_of
 
 if TYPE_CHECKING:
     from isoloss.estimate import Estimate
@@ -60,8 +60,8 @@ class Args:
     batch_size: int | None = None
     """Sequences in a pass; default: as many, up to 256, as keep the logits of the predicted tokens below 256 MiB and
     the layers' activations around 1 GiB. It does not change the inputs or signs, only time and memory."""
-    length: int = 128
-    """Tokens in a sequence, for text and flat arrays."""
+    length: int | None = None
+    """Tokens in a sequence, for text and flat arrays; default: 128, or what the first model takes at most."""
     masking: Literal["one", "fraction"] = "fraction"
     """For masked models: hide one token of each sequence, or a fraction of all."""
     fraction: float = ObjectiveConfig.fraction
@@ -97,7 +97,6 @@ class Args:
 FOR_MASKED = ("masking", "fraction", "mask_id")  # options that say which tokens are hidden
 FOR_DATA = ("tokenizer", "length", *FOR_MASKED)  # options that say how --data is read
 FOR_ONE = ("resume", "method", "by_layer", "by_parameter")  # options that have no meaning for several models
-FIGURES = (".png", ".svg", ".pdf")
 
 
 def main(arguments: list[str]) -> int:
@@ -129,13 +128,14 @@ def _check(args: Args) -> None:
     if len(args.models) == 1:
         if args.figure is not None:
             raise IsolossError("--figure shows several models beside each other: name another one, or leave it out")
+        if args.resume is not None:
+            files.check_writable(args.resume.parent)
         return
     if twice := next((name for i, name in enumerate(args.models) if name in args.models[:i]), None):
         raise IsolossError(f"{twice} is named twice; a model is compared with others")
     if unused := _given(args, FOR_ONE):
         raise IsolossError(f"{', '.join(unused)}: only for one model, and {len(args.models)} are named")
-    if args.figure is not None and args.figure.suffix.lower() not in FIGURES:
-        raise IsolossError(f"--figure is {args.figure}; its name must end in {', '.join(FIGURES)}")
+    common.check_figure(args.figure)
 
 
 def _load(args: Args, name: str) -> Loaded:
@@ -201,37 +201,51 @@ _LEADING = 0.25  # of the squared error: more than one cluster should make up
 
 
 def _print(args: Args, trace: Estimate) -> None:
-    details = trace.details
     common.say(f"trace of the Fisher: {trace}")
-    relative = f"; the error is {100 * trace.stderr / trace.value:.1f} % of the value" if trace.value > 0 else ""
-    common.say(f"  95 % interval {comparison.interval(trace)}{relative}, over {trace.samples:,} {details['clusters']}")
-    if trace.samples >= _FEW and details["leading_cluster"] > _LEADING:
-        part = f"{100 * details['leading_cluster']:.0f} %"
-        common.say(
-            f"  one of the {details['clusters']} makes up {part} of the squared error: "
-            "its kind is too rare here for the error to be right; measure more"
-        )
-    common.say(
-        f"  {trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
-        f"{details['num_parameters']:,} parameters, {details['predicts']}"
-    )
-    drawn = "labels" if args.method == "paper" else "sign vectors"
-    common.say(
-        f"  {trace.method}, {trace.num_probes} {drawn if trace.num_probes > 1 else drawn[:-1]} per token; "
-        f"{details['device']}, {details['dtype']}, attention {details['attention']}; {trace.seconds:.1f} s"
-    )
-    if details.get("parameters_by_autograd"):
-        common.say(
-            f"  by automatic differentiation, a sequence at a time: {', '.join(details['parameters_by_autograd'])}"
-        )
-    if details["parameters_without_gradient"]:
-        common.say(f"  parameters without gradient: {', '.join(details['parameters_without_gradient'])}")
-    if args.rtol is not None and trace.stderr > args.rtol * trace.value:
-        common.say(f"  the error is above --rtol {args.rtol:g}: give more --num-inputs")
+    for line in _remarks(args, trace):
+        common.say_wrapped(line, indent=2)
     if args.by_layer:
         _print_shares("layer", trace, trace.by_layer or {}, trace.by_layer_stderr or {})
     if args.by_parameter:
         _print_shares("parameter", trace, trace.by_parameter or {}, trace.by_parameter_stderr or {})
+
+
+def _remarks(args: Args, trace: Estimate) -> Iterator[str]:
+    """What a trace rests on, and what is to be said of its error."""
+    details = trace.details
+    relative = f"; the error is {percent(trace.stderr / trace.value)} of the value" if trace.value > 0 else ""
+    yield f"95 % interval {comparison.interval(trace)}{relative}, over {trace.samples:,} {details['clusters']}"
+    if trace.samples >= _FEW and details["leading_cluster"] > _LEADING:
+        part = f"{100 * details['leading_cluster']:.0f} %"
+        yield (
+            f"one of the {details['clusters']} makes up {part} of the squared error: "
+            "its kind is too rare here for the error to be right; measure more"
+        )
+    yield (
+        f"{trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
+        f"{details['num_parameters']:,} parameters, {details['predicts']}"
+    )
+    drawn = "labels" if args.method == "paper" else "sign vectors"
+    yield (
+        f"{trace.method}, {trace.num_probes} {drawn if trace.num_probes > 1 else drawn[:-1]} per token; "
+        f"{details['device']}, {details['dtype']}, attention {details['attention']}; {trace.seconds:.1f} s"
+    )
+    if details.get("parameters_by_autograd"):
+        yield f"by automatic differentiation, a sequence at a time: {', '.join(details['parameters_by_autograd'])}"
+    if details["parameters_without_gradient"]:
+        yield f"parameters without gradient: {', '.join(details['parameters_without_gradient'])}"
+    if args.rtol is not None and trace.stderr > args.rtol * trace.value:
+        yield f"the error is above --rtol {args.rtol:g}: give more --num-inputs"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent with one decimal, or one significant digit where that would be 0.
+
+    Example:
+        >>> percent(0.0371), percent(0.00512), percent(0.00038)
+        ('3.7 %', '0.5 %', '0.04 %')
+    """
+    return f"{100 * share:{'.1f' if share >= 0.001 else '.1g'}} %"
 
 
 def _print_shares(part: str, trace: Estimate, shares: Mapping[str, float], errors: Mapping[str, float]) -> None:
@@ -281,7 +295,10 @@ def _several(args: Args) -> int:
         except InterruptedComparison as interruption:
             stop, found = interruption, interruption.complete
     if args.figure is not None and found is not None:
-        _draw(args.figure, found)
+        from isoloss.report.flatness import trace_against_loss
+
+        short = comparison.short_names([model.name for model in found.models])
+        common.save_figure(args.figure, trace_against_loss(found, short))
     if args.json:
         common.emit_json(
             {
@@ -367,13 +384,6 @@ def _check_tokenizers(names: list[str]) -> None:
                 f"{known[0]} and {name} have different tokenizers, so their losses per token are not of the same thing"
             )
         known = known or (name, vocabulary)
-
-
-def _draw(file: Path, found: Comparison) -> None:
-    from isoloss.report.flatness import save, trace_against_loss
-
-    save(trace_against_loss(found, comparison.short_names([model.name for model in found.models])), file)
-    common.note(f"figure: {file}")
 
 
 # --- both ------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
             continue
         title = f"{name} ({COUNTED})" if name in ("models", "sizes") else name
         cells = [["" if value is None else value for value in row.values()] for row in rows]
-        common.print_table(title, list(rows[0]), cells, left=len(rows[0]))
+        common.print_table(title, list(rows[0]), cells, left=1 if name == "sizes" else len(rows[0]))
         common.say("")
     return 0
 

@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> int:
     args = common.parse(Args, "show", arguments, examples=EXAMPLES)
     run = Run(args.run)
     record, config, evaluations = run.record, run.config, run.evaluations()
+    of_averages = run.averaged.evaluations()
     metrics = run.metrics()
     if args.json:
         common.emit_json(
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> int:
                 "checkpoints": run.steps(),
                 "metrics": metrics,
                 "evaluations": [e.to_dict() for e in evaluations],
+                "evaluations_of_averages": [e.to_dict() for e in of_averages],
             }
         )
         return 0
@@ -47,7 +49,7 @@ def main(arguments: list[str]) -> int:
     state = "complete" if run.complete else f"at step {last['step'] if last else 0} of {config.steps}"
     common.say(f"{run.path}: {state}, fingerprint {record['fingerprint']}, seed {config.seed}")
     made = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    common.say(f"made by {made}, commit {record['commit'] or 'unknown'}")
+    common.say_wrapped(f"made by {made}, commit {record['commit'] or 'unknown'}")
     if last:
         common.say(f"training loss {last['loss_nats']:.4f} nats per predicted token at step {last['step']}")
     common.say(f"checkpoints at steps {', '.join(map(str, run.steps())) or 'none yet'}")
@@ -58,4 +60,7 @@ def main(arguments: list[str]) -> int:
         print_evaluations("evaluations", evaluations)
     else:
         common.say("no evaluation yet: " + common.command("eval", run.path))
+    if of_averages:
+        common.say("")
+        print_evaluations("evaluations of the averaged weights", of_averages)
     return 0

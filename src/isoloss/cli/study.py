@@ -14,7 +14,7 @@ from isoloss.cli import common
 from isoloss.errors import IsolossError
 from isoloss.studies import find
 from isoloss.studies.engine import local
-from isoloss.studies.study import Study
+from isoloss.studies.study import Study, Summary, found
 
 EXAMPLES = [
     ("isoloss study run same-loss --scale laptop", "everything, ending with a report; the same command resumes"),
@@ -118,13 +118,21 @@ def _emit_summary(args: Args, study: Study, folder: Path, page: Path) -> int:
     if args.json:
         common.emit_json({"study": args.name, "scale": args.scale, "report": str(page), **summary.to_dict()})
         return 0
-    for table in summary.tables:
-        columns, rows = table.cells()
-        common.print_table(f"{args.name} at scale {args.scale}, {table.title}", columns, rows, left=table.left)
-        common.say("")
-    common.print_table("claims", ("claim", "verdict", "found"), summary.claims(), left=3)
+    print_summary(f"{args.name} at scale {args.scale}", summary)
     common.say(f"\nreport: {page}")
     return 0
+
+
+def print_summary(heading: str, summary: Summary) -> None:
+    """Print a study's tables of estimates, then every claim: its verdict, and the numbers behind that."""
+    for table in summary.tables:
+        columns, rows = table.cells()
+        common.print_table(f"{heading}, {table.title}", columns, rows, left=table.left)
+        common.say("")
+    for result in summary.results:
+        common.say_wrapped(f"{result.verdict}: {result.claim.statement} ({result.claim.id})")
+        for line in found(result):
+            common.say_wrapped(line, indent=4)
 
 
 def _verify(args: Args, study: Study, folder: Path) -> int:

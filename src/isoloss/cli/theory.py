@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +13,6 @@ from isoloss.errors import IsolossError
 from isoloss.estimate import rounded
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from isoloss.theory.bracket_language.study import Result
     from isoloss.theory.sgd_flow.study import Result as FlowResult
     from isoloss.theory.sgd_flow.study import Settings
@@ -39,9 +35,6 @@ examples:
       two models, three step sizes, three batch sizes, and a control without label noise
   isoloss theory brackets
       two solutions at zero loss, the flattest by descent, and what a head on each learns downstream"""
-
-FIGURES = (".png", ".svg", ".pdf")
-WIDEST = 100  # columns of a line of text; a narrower terminal decides
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ def main(arguments: list[str]) -> int:
 def _bartlett(arguments: list[str]) -> int:
     examples = [("isoloss theory bartlett --length 6", "sentences of six brackets")]
     args = common.parse(BartlettArgs, "theory bartlett", arguments, examples=examples)
-    _check_figure(args.figure)
+    common.check_figure(args.figure)
     common.use_threads(args.threads)
     from isoloss.theory import bartlett
 
@@ -147,7 +140,7 @@ def _bartlett(arguments: list[str]) -> int:
     if args.figure is not None:
         from isoloss.report.theory import bartlett_gap
 
-        _draw(args.figure, bartlett_gap(found))
+        common.save_figure(args.figure, bartlett_gap(found))
     if args.json:
         common.emit_json(_document(args, found.statements, rows=[dataclasses.asdict(row) for row in found.rows]))
         return 0
@@ -167,7 +160,7 @@ def _bartlett(arguments: list[str]) -> int:
         ]
         common.say("")
         common.print_table(model, columns, cells, left=0)
-    _print_statements(found.statements)
+    common.say_statements(found.statements)
     return 0
 
 
@@ -177,7 +170,7 @@ def _sgd_flow(arguments: list[str]) -> int:
         ("isoloss theory sgd-flow --coefficient 0.5", "a coefficient that the simulation refutes"),
     ]
     args = common.parse(FlowArgs, "theory sgd-flow", arguments, examples=examples)
-    _check_figure(args.figure)
+    common.check_figure(args.figure)
     common.use_threads(args.threads)
     from isoloss.theory.sgd_flow.study import study
 
@@ -189,7 +182,7 @@ def _sgd_flow(arguments: list[str]) -> int:
     if args.figure is not None:
         from isoloss.report.theory import sgd_and_flow
 
-        _draw(args.figure, sgd_and_flow(found))
+        common.save_figure(args.figure, sgd_and_flow(found))
     if args.json:
         tables = {
             part: [
@@ -206,7 +199,12 @@ def _sgd_flow(arguments: list[str]) -> int:
         if place:
             common.say("")
         _print_flow(settings, result)
-    _print_statements(statements)
+    common.say("")
+    common.say_wrapped(
+        "-> 0: extrapolated from all step sizes. distance^2: of SGD's parameters from the flow's, as a share of the "
+        "squared distance of the flow from the start. Other times: --json, or --figure."
+    )
+    common.say_statements(statements)
     return 0
 
 
@@ -226,28 +224,25 @@ def _flow_settings(args: FlowArgs) -> list[Settings]:
 
 
 def _print_flow(settings: Settings, found: FlowResult) -> None:
-    rows = sorted([*found.rows, *found.limits], key=lambda row: row.batch_size)  # which keeps their order otherwise
-    places = [(row.batch_size, f"{row.step_size:g}" if row.step_size else "-> 0", f"{row.time:g}") for row in rows]
-    traces = [(rounded(row.trace.value, row.trace.stderr), f"{row.flow_trace:.5f}", row.error_percent) for row in rows]
-    fits = [
-        (rounded(-row.coefficient.value, row.coefficient.stderr), rounded(row.distance.value, row.distance.stderr))
-        for row in rows
+    """Print the rows of the last time; those of the others are in the JSON document."""
+    at_end = {(row.batch_size, row.step_size): row for row in [*found.rows, *found.limits]}  # a later time replaces one
+    cells = [
+        (
+            size,
+            f"{eta:g}" if eta else "-> 0",
+            f"{row.flow_trace:.5f}",
+            row.error_percent,
+            rounded(-row.coefficient.value, row.coefficient.stderr),
+            rounded(row.distance.value, row.distance.stderr),
+        )
+        for (size, eta), row in sorted(at_end.items(), key=lambda item: item[0][0])  # which keeps their order otherwise
     ]
-    # side by side they would be wider than 80 columns
-    parts: list[tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]] = [
-        (f"traces of the Hessian in {settings.model.unit}", ("trace of SGD", "flow", "SGD less flow"), traces),
-        ("where SGD is", ("coefficient x B", "distance^2"), fits),
-    ]
-    for title, columns, cells in parts:
-        together = [(*place, *cell) for place, cell in zip(places, cells, strict=True)]
-        common.say(f"Theorem 3.3, {settings.model.name}: {title}")  # a table's own title folds at the table's width
-        common.print_table("", ("B", "eta", "K", *columns), together, left=0)
-        common.say("")
-    common.say(
-        "-> 0: extrapolated from all step sizes.\n"
-        "distance^2: of SGD's parameters from the flow's, as a share of the squared\n"
-        "distance of the flow from the start."
+    title = (
+        f"Theorem 3.3, {settings.model.name}: at K = {settings.times[-1]:g}, "
+        f"from a trace of {settings.flow_trace(0.0, 1):.5g} {settings.model.unit}"
     )
+    columns = ("B", "eta", "flow's trace", "SGD less flow", "coefficient x B", "distance^2")
+    common.print_table(title, columns, cells, left=0)
 
 
 def _brackets(arguments: list[str]) -> int:
@@ -255,7 +250,7 @@ def _brackets(arguments: list[str]) -> int:
         ("isoloss theory brackets --lengths 6 --figure brackets.pdf", "the shortest sentences alone, and a figure")
     ]
     args = common.parse(BracketsArgs, "theory brackets", arguments, examples=examples)
-    _check_figure(args.figure)
+    common.check_figure(args.figure)
     common.use_threads(args.threads)
     from isoloss.theory.bracket_language import study, verdicts
 
@@ -267,12 +262,12 @@ def _brackets(arguments: list[str]) -> int:
     if args.figure is not None:
         from isoloss.report.theory import bracket_solutions
 
-        _draw(args.figure, bracket_solutions(found))
+        common.save_figure(args.figure, bracket_solutions(found))
     if args.json:
         common.emit_json(_document(args, statements, **dataclasses.asdict(found)))
         return 0
     _print_brackets(found)
-    _print_statements(statements)
+    common.say_statements(statements)
     return 0
 
 
@@ -325,7 +320,7 @@ def _print_brackets(found: Result) -> None:
     common.say("")
     common.print_table("Random features needed for a loss", columns, cells, left=0)
     common.say("")
-    _say_wrapped(
+    common.say_wrapped(
         "(3) to (5): factors of the trace over its bound, 1 where the paper's condition holds. expect: probability "
         "that n strings lack positive or negative answers. predicted: features that fit every input exactly."
     )
@@ -338,32 +333,6 @@ STATEMENTS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def _check_figure(file: Path | None) -> None:
-    if file is not None and file.suffix.lower() not in FIGURES:
-        raise IsolossError(f"--figure is {file}; its name must end in {', '.join(FIGURES)}")
-
-
-def _draw(file: Path, figure: Figure) -> None:
-    from isoloss.report.flatness import save
-
-    save(figure, file)
-    common.note(f"figure: {file}")
-
-
 def _document(args: Any, statements: Iterable[Statement], **extra: Any) -> dict[str, Any]:
     given = {name: value for name, value in dataclasses.asdict(args).items() if name not in ("figure", "json")}
     return {"settings": given, "statements": [statement.to_dict() for statement in statements], **extra}
-
-
-def _print_statements(statements: Sequence[Statement]) -> None:
-    for statement in statements:
-        common.say("")
-        _say_wrapped(f"{statement.verdict}: {statement.text}")
-        _say_wrapped(statement.found, indent=4)
-
-
-def _say_wrapped(text: str, *, indent: int = 0) -> None:
-    """Print text in lines of at most the terminal's width, further ones indented."""
-    width = min(WIDEST, shutil.get_terminal_size(fallback=(WIDEST, 24)).columns)
-    lines = textwrap.wrap(text, max(20, width), initial_indent=" " * indent, subsequent_indent=" " * max(2, indent))
-    common.say("\n".join(lines))

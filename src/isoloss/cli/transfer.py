@@ -14,8 +14,6 @@ import tyro
 from isoloss import files
 from isoloss.cli import common, comparison
 from isoloss.cli.transfer_inputs import Subject, Tasks, subjects
-from isoloss.cli.transfer_inputs import checkpoint_of as checkpoint_of
-from isoloss.cli.transfer_inputs import find_checkpoint as find_checkpoint
 from isoloss.errors import IsolossError
 from isoloss.estimate import rounded
 
@@ -127,6 +125,8 @@ def main(arguments: list[str]) -> int:
     args = common.parse(Args, "transfer", arguments, examples=EXAMPLES)
     _check(args)
     found = subjects(args)
+    if args.out is not None:
+        files.check_writable(args.out)
     common.use_threads(args.threads)
     tasks = Tasks(args, found)
     from isoloss.pretraining import Interrupted
@@ -154,9 +154,12 @@ def main(arguments: list[str]) -> int:
             }
         )
         return 0
-    for name, (task, result) in results.items():
+    for place, (name, (task, result)) in enumerate(results.items()):
+        if place:
+            common.say("")
         _print(args, name, task, result)
     if pairs:
+        common.say("")
         _print_pairs(list(results), pairs)
     return 0
 
@@ -257,7 +260,7 @@ def _print_pairs(names: list[str], pairs: list[tuple[str, str, TransferCompariso
     ]
     columns = ("", "difference", "95 % interval (bootstrap)", "only one is right", "p (McNemar)")
     common.print_table("differences in accuracy on the same examples, percentage points", columns, rows)
-    common.say(
+    common.say_wrapped(
         f"± is the standard error over examples and seeds; the interval is that of {pairs[0][2].resamples:,} resamples "
         "of both; McNemar's exact test is of the votes of the seeds"
     )
@@ -270,12 +273,13 @@ def _print(args: Args, name: str, task: TaskData, result: TransferResult) -> Non
     accuracy = result.accuracy
     details = accuracy.details
     common.say(f"{task.name}, {args.how} of {name}: accuracy {accuracy}")
-    common.say(f"  {bounds(details)}")
-    common.say(
-        f"  {details['num_test']:,} test and {details['num_train']:,} training examples, "
-        f"{100 * task.overlap:.1f} % of the former among the latter"
+    common.say_wrapped(bounds(details), indent=2)
+    common.say_wrapped(
+        f"{details['num_test']:,} test and {details['num_train']:,} training examples, "
+        f"{100 * task.overlap:.1f} % of the former among the latter",
+        indent=2,
     )
-    common.say(f"  {accuracy.method}, {details['device']}; {_seeds(details)}")
+    common.say_wrapped(f"{accuracy.method}, {details['device']}; {_seeds(details)}", indent=2)
     _print_classes(result)
 
 
@@ -312,7 +316,7 @@ def _print_classes(result: TransferResult) -> None:
     common.print_table(title, ("class", "examples", "precision", "recall", "F1"), rows)
     if rest > 0:
         common.say(f"and {rest} rarer classes (--json has all)")
-    common.say("± is the standard error over the test examples\n")
+    common.say("± is the standard error over the test examples")
 
 
 def _document(task: TaskData, result: TransferResult) -> dict[str, Any]:

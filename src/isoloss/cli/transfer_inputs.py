@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss.cli import common
 from isoloss.config import CorpusConfig
 from isoloss.errors import IsolossError
-from isoloss.runs import Run
+from isoloss.runs import Run, checkpoint_of
 from isoloss.transfer.task_names import GLUE, REGRESSION
 
 if TYPE_CHECKING:
@@ -58,38 +58,16 @@ def subjects(args: Args) -> list[Subject]:
         raise IsolossError(f"{twice} is named twice; a model is compared with others")
     found = []
     for name in args.models:
-        if Run(Path(name)).exists:
-            run, step = find_checkpoint(Path(name))
+        run = Run(Path(name))
+        if run.exists:
+            if not run.steps():
+                raise IsolossError(f"{name} has no checkpoint yet: {common.command('train', name)} goes on with it")
+            step = run.steps()[-1]
             found.append(Subject(f"{name} at step {step}", str(run.checkpoint(step)), run))
         else:
             own = checkpoint_of(Path(name))
             found.append(Subject(name, name, None if own is None else own[0]))
     return found
-
-
-def find_checkpoint(path: Path) -> tuple[Run, int]:
-    """Return the run and the step that `path` names: a run (its last step) or a checkpoint in one."""
-    run = Run(path)
-    if run.exists:
-        if not run.steps():
-            raise IsolossError(f"{path} has no checkpoint yet: {common.command('train', path)} goes on with it")
-        return run, run.steps()[-1]
-    found = checkpoint_of(path)
-    if found is not None:
-        return found
-    raise IsolossError(f"{path} is neither a run directory nor a checkpoint in one, so its language is not known")
-
-
-def checkpoint_of(path: Path) -> tuple[Run, int] | None:
-    """Return the run and the step of a checkpoint folder, or of its average's, or None if it does not lie in a run."""
-    folder = path.resolve()
-    if folder.name == "ema":
-        folder = folder.parent
-    run = Run(folder.parent.parent)
-    step = folder.name.removeprefix("step-")
-    if run.exists and step.isdecimal() and int(step) in run.steps() and run.checkpoint(int(step)) == folder:
-        return run, int(step)
-    return None
 
 
 class Tasks:
@@ -156,6 +134,7 @@ class Tasks:
 
     def _make_text(self, subject: Subject, loaded: Loaded) -> TaskData:
         from isoloss.languages.tokenizers import load_tokenizer
+        from isoloss.loading import max_length
         from isoloss.transfer.labelled import make_text_task
 
         config = loaded.model.config.get_text_config()
@@ -171,7 +150,7 @@ class Tasks:
                 f"the tokenizer has {len(tokenizer):,} tokens, and {subject.name} knows {config.vocab_size:,} ids: it "
                 "is that of another model"
             )
-        longest = _positions(config)
+        longest = max_length(config)
         return make_text_task(
             self._source,
             tokenizer,
@@ -210,14 +189,6 @@ def _language(args: Args, subjects: list[Subject]) -> Any:
 def _tokenizer_of(subject: Subject) -> str:
     config = None if subject.run is None else subject.run.config.language
     return config.tokenizer if isinstance(config, CorpusConfig) else str(subject.checkpoint)
-
-
-def _positions(config: Any) -> int | None:
-    """Return how many tokens a model reads at most, where its config says so."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type.startswith(("roberta", "xlm-roberta", "camembert")):
-        positions -= config.pad_token_id + 1  # the first ones belong to padding
-    return positions
 
 
 def _source(args: Args) -> Any:

@@ -21,6 +21,7 @@ from isoloss.languages.base import Sentences
 from isoloss.languages.corpus import Corpus, brackets, pack
 from isoloss.languages.masking import IGNORED, Batch, SpecialIds, mask
 from isoloss.languages.next_tokens import objective_batch
+from isoloss.loading import max_length
 from isoloss.seeds import generator
 
 if TYPE_CHECKING:
@@ -33,15 +34,8 @@ FEWEST_DOCUMENTS = 20  # for an error that counts documents: with fewer the erro
 
 _LOGITS_BYTES = 1 << 28  # of the logits of a batch's predicted positions, in float32
 _ACTIVATION_BYTES = 1 << 30  # of what a forward pass keeps for the backward pass, roughly
+_LENGTH = 128  # tokens in a row, unless told
 _KEPT_VECTORS = 20  # of the model's width, that a transformer layer keeps for a token
-
-# these number positions from their padding id + 1 on, so that fewer are left than the config says
-_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"} | {
-    "roberta-prelayernorm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +110,7 @@ def read_inputs(
     config: Any,
     kind: Kind,
     tokenizer: PreTrainedTokenizerFast | str | None = None,
-    length: int = 128,
+    length: int | None = None,
     num_inputs: int | None = None,
     masking: ObjectiveConfig | None = None,
     mask_id: int | None = None,
@@ -145,7 +139,7 @@ def read_inputs(
         kind: Whether the model predicts hidden tokens or the next one.
         tokenizer: A tokenizer or what names one (see `isoloss.languages.tokenizers.load_tokenizer`); None: the
             checkpoint's own, which token ids can do without.
-        length: Tokens in a row, for text and for ids in one dimension.
+        length: Tokens in a row, for text and for ids in one dimension; None: 128, or as many as the model takes.
         num_inputs: Sequences wanted, if there are so many; None: all.
         masking: How hidden tokens are chosen; None: one a sequence.
         mask_id: The id that hides a token; None: the tokenizer's.
@@ -163,6 +157,8 @@ def read_inputs(
         raise IsolossError(
             f"there is no data {data}: give a .npy file of token ids, a .txt or .jsonl file, or a folder"
         )
+    text_config = config.get_text_config()
+    length = length or min(_LENGTH, max_length(text_config) or _LENGTH)
     is_text = data.suffix.lower() != ".npy"
     found = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
     if is_text:
@@ -170,7 +166,6 @@ def read_inputs(
         rows, origins = _from_text(data, found, kind, length)
     else:
         rows, origins = _from_array(data, length), None
-    text_config = config.get_text_config()
     _check_rows(rows, data, text_config, checkpoint)
 
     wanted = len(rows) if num_inputs is None else num_inputs
@@ -342,9 +337,7 @@ def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, lengt
 
 
 def _check_rows(rows: Ids, data: Path | str, config: Any, checkpoint: str) -> None:
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type in _POSITIONS_AFTER_PADDING:
-        positions -= config.pad_token_id + 1
+    positions = max_length(config)
     if positions is not None and rows.shape[1] > positions:
         raise IsolossError(
             f"the sequences have {rows.shape[1]} tokens and {checkpoint} takes {positions} at most: "

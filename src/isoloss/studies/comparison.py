@@ -138,10 +138,11 @@ def compared(
     """
     first, second = names
     if key != "kl" and not same_loss(pairs):
+        moves = ", ".join(str(difference(b["kl"], a["kl"])) for a, b in pairs)
         return not_tested(
             claim,
-            f"The two models do not have the same loss: the KL of {second} minus that of {first} is "
-            f"{', '.join(str(difference(b['kl'], a['kl'])) for a, b in pairs)}. {where}".rstrip(),
+            f"The two models are not shown to have the same loss, to within {SAME_LOSS_NATS} nats: the KL of {second} "
+            f"minus that of {first} is {moves}{' for each seed' if len(pairs) > 1 else ''}. {where}".rstrip(),
         )
     moved = change(pairs, key, factor=factor)
     what = "difference" if factor == 1 else f"{second} minus {factor:g} times {first}"

@@ -171,17 +171,26 @@ def _measured(run: Run, config: TrainConfig, measurement: Measurement) -> bool:
 
 
 def verify(folder: Path, design: Design) -> Iterator[tuple[str, str | None]]:
-    """Check every run of the study in `folder`; see `isoloss.studies.verification.verify_run`."""
+    """Check every run of the study in `folder`; see `isoloss.studies.verification.verify_run`.
+
+    Raises:
+        IsolossError: The folder holds no study.
+    """
+    if not (folder / "study.json").is_file():
+        raise IsolossError(f"{folder} holds no study: it has no study.json")
     import torch
 
     from isoloss.studies.verification import verify_run
 
     torch.set_num_threads(1)  # as the study's workers have
+    said = set()
     for name, experiment in design.experiments.items():
         for part in experiment.measurements:
-            yield from verify_run(
-                run_of(folder, name), experiment.config, part.measures, list(part.steps), part.settings
-            )
+            run, steps = run_of(folder, name), list(part.steps)
+            for check in verify_run(run, experiment.config, part.measures, steps, part.settings):
+                if check not in said:  # several measurements of one run look at the same files
+                    said.add(check)
+                    yield check
 
 
 def digest(folder: Path, design: Design) -> str:

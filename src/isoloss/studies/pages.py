@@ -2,18 +2,68 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import polars as pl
 from altair import ConcatChart
 from matplotlib.figure import Figure as Drawing
 
+from isoloss import files
 from isoloss.config import EvalConfig, PCFGConfig
 from isoloss.estimate import Estimate
 from isoloss.report import figures
-from isoloss.report.html import Cell, Figure, Table
+from isoloss.report.claims import ClaimResult
+from isoloss.report.html import Cell, Figure, Finding, Page, Table, checkpoint_table, render
 from isoloss.runs import Run
 from isoloss.studies.comparison import SAME_LOSS_NATS
 from isoloss.studies.study import SummaryTable
+
+
+def write(
+    folder: Path,
+    study: str,
+    scale: str,
+    *,
+    title: str,
+    lead: tuple[str, ...],
+    findings: tuple[Finding, ...],
+    claims: tuple[ClaimResult, ...],
+    draw: Callable[[Path], tuple[Figure, ...]],
+    checkpoints: pl.DataFrame,
+    settings: Mapping[str, str],
+    tables: Mapping[str, Table] | None = None,
+) -> Path:
+    """Write report/index.html of the finished study in `folder`, and its figures; return the page.
+
+    Args:
+        folder: The study's.
+        study: Its name.
+        scale: The name of its scale.
+        title: Heading, and so on as in `Page`.
+        lead: What the study is.
+        findings: What it found.
+        claims: What it says to each claim.
+        draw: Writes the figures' files under the folder that it is given, the page's, and returns the figures.
+        checkpoints: Every evaluated checkpoint (see `isoloss.report.data.prepare`).
+        settings: How the study was made.
+        tables: What was compared, by heading.
+    """
+    target = folder / "report" / "index.html"
+    page = Page(
+        title=title,
+        lead=lead,
+        findings=findings,
+        claims=claims,
+        figures=draw(target.parent),
+        tables=tables or {},
+        checkpoints=checkpoint_table(checkpoints),
+        command=shlex.join(["isoloss", "study", "run", study, "--scale", scale]),
+        settings=settings,
+    )
+    files.write_text(target, render(page))
+    return target
 
 
 def figure(folder: Path, name: str, title: str, chart: ConcatChart, drawing: Drawing, caption: str) -> Figure:

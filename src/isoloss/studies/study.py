@@ -74,13 +74,12 @@ class Summary:
     tables: tuple[SummaryTable, ...]
     results: Sequence[ClaimResult]
 
-    def claims(self) -> list[tuple[str, str, str]]:
-        """Return a row a claim: its name, the verdict, what was found."""
-        return [(result.claim.id, str(result.verdict), _found(result)) for result in self.results]
-
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""
-        claims = [{"claim": c, "verdict": v, "found": f} for c, v, f in self.claims()]
+        claims = [
+            {"claim": result.claim.id, "verdict": str(result.verdict), "found": "; ".join(found(result))}
+            for result in self.results
+        ]
         return {**{table.name: table.to_dict() for table in self.tables}, "claims": claims}
 
 
@@ -90,11 +89,11 @@ def cell(estimate: Estimate) -> str:
     return rounded(scale * estimate.value, scale * estimate.stderr)
 
 
-def _found(result: ClaimResult) -> str:
-    """The numbers of a claim, or why there are none."""
+def found(result: ClaimResult) -> list[str]:
+    """Return the numbers of a claim, one a line, or why there are none."""
     if result.verdict is Verdict.NOT_TESTED:
-        return result.explanation
-    return "; ".join(f"{name}: {text}" if name else text for name, text in result.lines)
+        return [result.explanation]
+    return [f"{name}: {text}" if name else text for name, text in result.lines]
 
 
 def _label(label: str | int) -> str:

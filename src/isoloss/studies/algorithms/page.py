@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
+from functools import partial
 from pathlib import Path
 
-from isoloss import files
 from isoloss.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 from isoloss.estimate import Estimate
 from isoloss.report import charts, figures
 from isoloss.report.data import KL, TRACE, Style, accuracy
-from isoloss.report.html import Figure, Finding, Page, checkpoint_table, render
+from isoloss.report.html import Figure, Finding
 from isoloss.studies import pages
 from isoloss.studies.algorithms.claims import judge_all
 from isoloss.studies.algorithms.design import ALGORITHMS, BASELINE, NAME, config_of, run_name, scale_of
@@ -38,20 +37,19 @@ CAPTIONS = {
 def write(folder: Path, scale_name: str) -> Path:
     """Write report/index.html of the finished study in `folder`, and its figures as PDF and PNG; return the page."""
     results = read(folder, scale_of(scale_name))
-    target = folder / "report" / "index.html"
-    page = Page(
+    return pages.write(
+        folder,
+        NAME,
+        scale_name,
         title=f"What the algorithms do: {NAME} at {scale_name} scale",
         lead=LEAD,
         findings=_findings(results),
         claims=judge_all(results),
         tables={_heading(found.title): pages.table(found, CAPTIONS[found.name]) for found in tables(results)},
-        figures=_figures(results, target.parent),
-        checkpoints=checkpoint_table(results.table()),
-        command=shlex.join(["isoloss", "study", "run", NAME, "--scale", scale_name]),
+        draw=partial(_figures, results),
+        checkpoints=results.table(),
         settings=_settings(results, scale_name),
     )
-    files.write_text(target, render(page))
-    return target
 
 
 def _heading(title: str) -> str:

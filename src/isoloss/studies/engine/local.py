@@ -54,6 +54,8 @@ def run(units: Sequence[Unit], *, workers: int, logs: Path, say: Callable[[str],
     running: list[_Worker] = []
     failed: _Worker | None = None
     heartbeat = time.monotonic()
+    if count:
+        say(f"{count} of {total} units to do, {workers} at a time; what they say is in {logs}")
     try:
         while todo or running:
             ready = [unit for unit in todo if done.issuperset(unit.after)] if failed is None else []
@@ -76,7 +78,7 @@ def run(units: Sequence[Unit], *, workers: int, logs: Path, say: Callable[[str],
             if time.monotonic() - heartbeat > HEARTBEAT_SECONDS:
                 heartbeat = time.monotonic()
                 for worker in running:
-                    say(f"  {_last_line(worker.log) or worker.unit.name}")
+                    say(f"  {_last_line(worker.log) or _at_work(worker)}")
     except BaseException:
         _stop(running)
         raise
@@ -124,6 +126,10 @@ def _close(worker: _Worker) -> None:
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _at_work(worker: _Worker) -> str:
+    return f"{worker.unit.name}: at work for {time.monotonic() - worker.start:.0f} s"
 
 
 def _failure(worker: _Worker) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
+from functools import partial
 from pathlib import Path
 
 import polars as pl
 
-from isoloss import files
 from isoloss.report import charts, figures
 from isoloss.report.data import KL, TRACE, Style, accuracy
-from isoloss.report.html import Figure, Finding, Page, checkpoint_table, render
+from isoloss.report.html import Figure, Finding
 from isoloss.studies import pages
 from isoloss.studies.comparison import difference
 from isoloss.studies.design import run_of
@@ -32,19 +31,18 @@ LEAD = (
 def write(folder: Path, scale_name: str) -> Path:
     """Write report/index.html of the finished study in `folder`, and its figures as PDF and PNG; return the page."""
     results = read(folder, scale_of(scale_name))
-    target = folder / "report" / "index.html"
-    page = Page(
+    return pages.write(
+        folder,
+        NAME,
+        scale_name,
         title=f"Same loss, different models: {NAME} at {scale_name} scale",
         lead=LEAD,
         findings=_findings(results),
         claims=judge_all(results),
-        figures=_figures(results, target.parent),
-        checkpoints=checkpoint_table(results.table()),
-        command=shlex.join(["isoloss", "study", "run", NAME, "--scale", scale_name]),
+        draw=partial(_figures, results),
+        checkpoints=results.table(),
         settings=_settings(results, scale_name),
     )
-    files.write_text(target, render(page))
-    return target
 
 
 def _findings(results: Results) -> tuple[Finding, ...]:

@@ -1,0 +1,180 @@
+"""Tables and claims on terminals of some width, and piped."""
+
+import re
+
+import pytest
+
+from isoloss.cli import common, ls, study
+from isoloss.estimate import Estimate
+from isoloss.report.claims import Claim, ClaimResult, Verdict, judged
+from isoloss.studies.study import Summary, SummaryTable
+
+COLUMNS = ("run", "step", "KL (nats/token)", "trace (nats/token)", "root (accuracy, %)", "prefix-4 (accuracy, %)")
+ROWS = [
+    ("adamw-d16", "8,000", "0.05980 ± 0.00095", "83 ± 11", "47.13 ± 0.78", "52.64 ± 0.78"),
+    ("sgd-d16", "16,000", "0.04125 ± 0.00074", "9.343 ± 0.082", "49.85 ± 0.79", "55.36 ± 0.78"),
+]
+
+
+def printed(capsys, monkeypatch, columns, show):
+    """The lines of what `show` prints on a terminal of this width; `None`: into a pipe."""
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    capsys.readouterr()
+    show()
+    return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+
+
+def table():
+    common.print_table("what was found", COLUMNS, ROWS, left=1)
+
+
+@pytest.mark.parametrize("columns", [120, 100, 80, 60, 40])
+def test_no_number_of_a_table_is_torn(capsys, monkeypatch, columns):
+    lines = printed(capsys, monkeypatch, columns, table)
+    assert max(map(len, lines)) <= columns
+    for row in ROWS:
+        own = " ".join(line for line in lines if line.startswith(row[0]))
+        for cell in row:
+            assert cell in own
+    tables = sum(line.startswith("run ") for line in lines)
+    assert tables == {120: 1, 100: 1, 80: 1, 60: 2, 40: 3}[columns]
+
+
+def test_headings_fold_between_words(capsys, monkeypatch):
+    lines = printed(capsys, monkeypatch, 80, table)
+    assert lines[0].strip() == "what was found"
+    assert [line.split() for line in lines[1:4]] == [
+        ["root", "prefix-4"],
+        ["trace", "(accuracy,", "(accuracy,"],
+        ["run", "step", "KL", "(nats/token)", "(nats/token)", "%)", "%)"],
+    ]
+
+
+def test_a_table_whose_text_fills_the_terminal_folds(capsys, monkeypatch):
+    text = "a sentence that alone is wider than the terminal is"
+    rows = [("first", text, "1"), ("second", text, "2")]
+    lines = printed(capsys, monkeypatch, 30, lambda: common.print_table("t", ("a", "b", "n"), rows, left=2))
+    assert max(map(len, lines)) <= 30
+    assert " ".join(" ".join(lines).split()).count("terminal") == 2
+
+
+def test_a_long_name_folds_and_a_heading_is_not_torn(capsys, monkeypatch):
+    name = "runs/" + "x" * 60
+    rows = [(name, str(value), "1") for value in range(3)]
+    columns = ("run", "trace (nats/token)", "samples that count")
+    lines = printed(capsys, monkeypatch, 50, lambda: common.print_table("t", columns, rows, left=1))
+    assert max(map(len, lines)) <= 50
+    assert "".join("".join(lines).split()).count("x") == 3 * 60
+    narrow = printed(capsys, monkeypatch, 30, lambda: common.print_table("t", columns, [("a", "1", "2")] * 2, left=1))
+    assert {"(nats/token)", "samples", "that", "count"} <= set(" ".join(narrow).split())
+
+
+@pytest.mark.parametrize("rows", [[], [("a name", "", "1"), ("another", "", "2")]])
+def test_a_column_of_nothing(capsys, monkeypatch, rows):
+    columns = ("", "", "a heading of many words, which is wider")
+    lines = printed(capsys, monkeypatch, 30, lambda: common.print_table("title", columns, rows, left=2))
+    assert max(map(len, lines)) <= 30
+    assert {word for row in rows for word in " ".join(row).split()} <= set(" ".join(lines).split())
+
+
+def test_long_text_folds_before_numbers_part(capsys, monkeypatch):
+    name = "bert.encoder.layer.*.attention.output.LayerNorm.weight"
+    rows = [(name, "4,096", "0.006301", "0.003151", "0.5000")] * 2
+    columns = ("parameter", "size", "before", "after", "ratio")
+    lines = printed(capsys, monkeypatch, 80, lambda: common.print_table("t", columns, rows, left=1))
+    assert sum(line.startswith("parameter") for line in lines) == 1
+    assert sum(line.split()[-4:] == list(rows[0][1:]) for line in lines) == 2
+    narrow = printed(capsys, monkeypatch, 50, lambda: common.print_table("t", columns, rows, left=1))
+    assert sum(line.startswith("parameter") for line in narrow) == 1  # no number fits beside the whole name
+
+
+def test_sizes_are_numbers(capsys, monkeypatch):
+    lines = printed(capsys, monkeypatch, 80, lambda: ls.main(["sizes"]))
+    rows = [line.split() for line in lines if line.startswith("d1920 ")]
+    assert [row[:2] for row in rows] == [["d1920", "1920"], ["d1920", "944,090,880"]]
+    assert "947,819,322" in rows[0]
+
+
+@pytest.mark.parametrize("columns", [None, 300])
+def test_a_table_with_room_or_in_a_pipe_is_one(capsys, monkeypatch, columns):
+    lines = printed(capsys, monkeypatch, columns, table)
+    assert len(lines) == 2 + len(ROWS)
+    assert re.split(r"\s{2,}", lines[1].strip()) == list(COLUMNS)
+    for line, row in zip(lines[2:], ROWS, strict=True):
+        assert re.split(r"\s{2,}", line.strip()) == list(row)
+    if columns is None:
+        assert lines == [line.rstrip() for line in lines]
+
+
+# --- a study's summary
+
+
+def estimate(value, stderr, unit="nats per predicted token"):
+    return Estimate(value=value, stderr=stderr, samples=9, unit=unit, num_inputs=9, method="known")
+
+
+def summary():
+    flatter = Claim(
+        id="sgd-flatter",
+        statement="SGD, started from a converged model, makes it flatter: the trace falls by at least half",
+        paper="theorem 3.3",
+        direction="decrease",
+    )
+    untested = Claim(id="adversarial", statement="A model is sharper", paper="table 2", direction="increase")
+    ours = {"AdamW's last": estimate(33.88, 0.13), "SGD's last": estimate(9.343, 0.082)}
+    results = (
+        judged(flatter, estimate(-7.6, 0.11), "They were compared.", ours={**ours, "half": estimate(-7.6, 0.11)}),
+        ClaimResult(claim=untested, ours="–", verdict=Verdict.NOT_TESTED, explanation="There is no such run."),
+    )
+    rows = [(("sgd-d64", 8000), {"kl": estimate(0.04125, 0.00074), "trace": estimate(9.343, 0.082)})]
+    return Summary((SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),), results)
+
+
+def test_each_claim_says_its_verdict_and_its_numbers(capsys, monkeypatch):
+    lines = printed(capsys, monkeypatch, 80, lambda: study.print_summary("small", summary()))
+    assert lines[0].strip() == "small, value ± standard error"
+    assert lines[4:] == [
+        "shown: SGD, started from a converged model, makes it flatter: the trace falls by",
+        "  at least half (sgd-flatter)",
+        "    AdamW's last: 33.88 ± 0.13 nats per predicted token",
+        "    SGD's last: 9.343 ± 0.082 nats per predicted token",
+        "    half: -7.60 ± 0.11 nats per predicted token",
+        "not tested at this scale: A model is sharper (adversarial)",
+        "    There is no such run.",
+    ]
+
+
+@pytest.mark.parametrize("columns", [None, 60, 40])
+def test_claims_fit_where_they_are_printed(capsys, monkeypatch, columns):
+    lines = printed(capsys, monkeypatch, columns, lambda: study.print_summary("small", summary()))
+    claims = lines[lines.index("") + 1 :]
+    assert max(map(len, claims)) <= (columns or common.WIDEST)
+    text = " ".join(" ".join(claims).split())
+    for name in ("sgd-flatter", "AdamW's last: 33.88 ± 0.13 nats per predicted token", "half: -7.60 ± 0.11"):
+        assert name in text
+
+
+# --- progress
+
+
+@pytest.mark.parametrize(
+    ("columns", "bar", "shown"),
+    [
+        (100, True, "  12/1000 steps, loss 3.5261 nats, 54,032 tokens/s"),
+        (80, False, "  12/1000 steps, loss 3.5261 nats, 54,032 tokens/s"),
+        (60, False, "  12/1000 steps, loss 3.5261 nats "),
+    ],
+)
+def test_progress_is_whole_on_a_terminal(capsys, monkeypatch, columns, bar, shown):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with common.Progress("training first", 1000, "steps") as progress:
+        progress(12, "loss 3.5261 nats, 54,032 tokens/s")
+    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", capsys.readouterr().err)
+    assert shown in said.replace("\n", "")
+    assert ("━" in said) == bar
