@@ -1,22 +1,26 @@
 """Pre-training against transformers.Trainer: tokens per second of one thread, and what each of our choices gives.
 
-The same model, the same sentences with the same masks, the same batch, in one process. The contenders take turns. The
-Trainer gets its batches drawn and collated beforehand; ours draws its own as it goes.
+The same model, the same sentences with the same masks, the same batch. The contenders take turns, each Trainer and our
+own run in a process of its own, which nobody else's settings reach. The Trainer gets its batches drawn and collated
+beforehand; ours draws its own as it goes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,16 +31,17 @@ for _name in ("OMP", "MKL", "OPENBLAS"):
 import torch  # noqa: E402
 from pretraining_page import page  # noqa: E402
 from timing import machine, versions  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from isoloss import languages  # noqa: E402
 from isoloss.config import PRESETS, ModelConfig, OptimizerConfig, TrainConfig  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
-from isoloss.models import bert  # noqa: E402
+from isoloss.models import bert, fused  # noqa: E402
 from isoloss.models.bert import build  # noqa: E402
 from isoloss.models.make import make_model  # noqa: E402
 from isoloss.pretraining import train  # noqa: E402
 from isoloss.pretraining.objectives import prediction_loss, training_batch  # noqa: E402
+from isoloss.pretraining.process import process_settings  # noqa: E402
 from isoloss.runs import Run  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -57,13 +62,19 @@ class Choices:
     padding: str = "none"
     attention: str = "eager"
     queries: str = "masked"
+    blocks: str = "fused"
+    products: str = "onednn"
+    memory: str = "kept"
     precision: str = "fp32"
 
 
 UNDONE = {
-    "queries of the last layer at every position": {"queries": "all"},
+    "queries, keys and values of the last layer at every position": {"queries": "all"},
     "head at every position, as the model's own forward": {"head": "all"},
-    "torch's dropout": {"dropout": "torch"},
+    "transformers' own blocks": {"blocks": "torch"},
+    "the blocks' products by MKL": {"products": "mkl"},
+    "memory given back to the system": {"memory": "returned"},
+    "torch's dropout, transformers' own blocks": {"dropout": "torch"},
     "AdamW by foreach": {"optimizer": "foreach"},
     "AdamW parameter by parameter": {"optimizer": "loop"},
     "an attention mask of ones": {"padding": "mask"},
@@ -112,21 +123,19 @@ class Workload:
             threads=1,
             save_every_seconds=1e9,
         )
-        self.tokens = batch_size * LANGUAGE.length
 
     def contenders(self) -> dict[str, Callable[[int], list[float]]]:
         """Return them by name, ours first."""
-        found: dict[str, Callable[[int], list[float]]] = {
+        trainer = self.trainer
+        return {
             OURS: self.ours,
             "the same step in a bare loop": self.bare(Choices()),
+            **{f"bare loop, but {name}": self.bare(replace(Choices(), **change)) for name, change in UNDONE.items()},
+            "transformers.Trainer, eager": partial(trainer, attention="eager"),
+            "transformers.Trainer, sdpa": partial(trainer, attention="sdpa"),
+            "transformers.Trainer, eager, bfloat16": partial(trainer, attention="eager", bf16=True),
+            "transformers.Trainer around our model and loss": partial(trainer, attention="eager", loss="ours"),
         }
-        for name, change in UNDONE.items():
-            found[f"bare loop, but {name}"] = self.bare(replace(Choices(), **change))
-        for attention in ("eager", "sdpa"):
-            found[f"transformers.Trainer, {attention}"] = partial(self.trainer, attention=attention)
-        found["transformers.Trainer, eager, bfloat16"] = partial(self.trainer, attention="eager", bf16=True)
-        found["transformers.Trainer around our model and loss"] = partial(self.trainer, attention="eager", loss="ours")
-        return found
 
     def ours(self, steps: int) -> list[float]:
         """Train a run, from an empty directory to its last step."""
@@ -136,23 +145,30 @@ class Workload:
         return differences(language.times)
 
     def bare(self, choices: Choices) -> Callable[[int], list[float]]:
-        """Return a plain loop of our step with some choices undone."""
-        if choices.dropout == "fast":
-            model: Any = make_model(self.config.model, self.language, seed=0)
-        else:
-            ids = {"vocab_size": self.language.model_vocab_size, "pad_id": self.language.pad_id}
-            model = build(self.config.model, max_length=self.language.max_length, seed=0, **ids)
-        model.set_attn_implementation(choices.attention)
-        kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
-        optimizer = torch.optim.AdamW(model.parameters(), **kinds[choices.optimizer])
-        attend = _attend_from_all if choices.queries == "all" else bert._attend_from_one
+        """Return a plain loop of our step with some choices undone; its model is made when it first runs."""
+
+        @cache
+        def made() -> tuple[Any, torch.optim.Optimizer]:
+            model = self._model(choices.dropout == "fast")
+            model.set_attn_implementation(choices.attention)
+            kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
+            return model, torch.optim.AdamW(model.parameters(), **kinds[choices.optimizer])
 
         def run(steps: int) -> list[float]:
-            with mock.patch.object(bert, "_attend_from_one", attend):
+            with contextlib.ExitStack() as stack:
+                if choices.memory == "kept":
+                    stack.enter_context(process_settings(1, CPU))
+                if choices.queries == "all":
+                    stack.enter_context(mock.patch.object(bert, "_attend_from_one", _attend_from_all))
+                if choices.blocks == "torch":
+                    stack.enter_context(mock.patch.object(fused, "is_usable", return_value=False))
+                if choices.products == "mkl":
+                    stack.enter_context(mock.patch.object(fused, "_ONEDNN", None))
                 return loop(steps)
 
         def loop(steps: int) -> list[float]:
             times = []
+            model, optimizer = made()
             for number in range(1, steps + 1):
                 times.append(time.process_time())
                 batch, _ = training_batch(self.language, self.config, number, CPU)
@@ -171,15 +187,19 @@ class Workload:
 
         return run
 
+    def _model(self, is_ours: bool) -> Any:
+        """Return the model of `isoloss train`, or the same one as transformers has it."""
+        if is_ours:
+            return make_model(self.config.model, self.language, seed=0)
+        ids = {"vocab_size": self.language.model_vocab_size, "pad_id": self.language.pad_id}
+        return build(self.config.model, max_length=self.language.max_length, seed=0, **ids)
+
     def trainer(self, steps: int, *, attention: str, loss: str = "own", bf16: bool = False) -> list[float]:
         """Train with the Trainer, on the batches of the same steps, which are in memory."""
         config, clock = self.config, Clock()
         batches = [training_batch(self.language, config, number, CPU).inputs for number in range(1, steps + 1)]
-        if loss == "ours":
-            model: Any = make_model(config.model, self.language, seed=0)
-        else:
-            ids = {"vocab_size": self.language.model_vocab_size, "pad_id": self.language.pad_id}
-            model = build(config.model, max_length=self.language.max_length, seed=0, **ids)
+        model = self._model(loss == "ours")
+        if loss != "ours":
             for batch in batches:  # as collators give it
                 batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         model.set_attn_implementation(attention)
@@ -204,7 +224,9 @@ class Workload:
                 bf16=bf16,
             )
             kind = OurLoss if loss == "ours" else Trainer
-            kind(model=model, args=arguments, train_dataset=batches, data_collator=_only, callbacks=[clock]).train()
+            made = kind(model=model, args=arguments, train_dataset=batches, data_collator=_only, callbacks=[clock])
+            made.remove_callback(PrinterCallback)
+            made.train()
         return differences(clock.times)
 
 
@@ -229,17 +251,53 @@ def differences(times: list[float]) -> list[float]:
     return [after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
 
 
+def process_of(name: str) -> str:
+    """Return the process in which a contender runs: the bare loops that have our memory setting share one."""
+    return "bare" if "bare loop" in name and "memory" not in name else name
+
+
+def serve(connection: Connection, size: str, batch_size: int) -> None:
+    """Run the contenders that are asked for, by name and number of steps, until the other side closes."""
+    torch.set_num_threads(1)
+    contenders = Workload(size, batch_size).contenders()
+    with contextlib.suppress(EOFError):
+        while True:
+            name, steps = connection.recv()
+            connection.send(contenders[name](steps))
+
+
+@contextlib.contextmanager
+def processes(names: list[str], size: str, batch_size: int) -> Iterator[Callable[[str, int], list[float]]]:
+    """Yield a function that lets a contender make steps in its process while all others wait."""
+    context, lines = multiprocessing.get_context("spawn"), {}
+    with contextlib.ExitStack() as stack:
+        for process in {process_of(name): None for name in names}:
+            ours, theirs = context.Pipe()
+            context.Process(target=serve, args=(theirs, size, batch_size), daemon=True).start()
+            theirs.close()
+            lines[process] = stack.enter_context(ours)
+
+        def run(name: str, steps: int) -> list[float]:
+            line = lines[process_of(name)]
+            line.send((name, steps))
+            found: list[float] = line.recv()
+            return found
+
+        yield run
+
+
 def compare(size: str, batch_size: int, rounds: int, steps: int) -> dict[str, Any]:
     """Let the contenders take turns, and return each one's processor seconds a step and ratio to ours."""
-    workload = Workload(size, batch_size)
-    found = workload.contenders()
-    seconds: dict[str, list[float]] = {name: [] for name in found}
-    for number in range(rounds + 1):
-        for name, run in found.items():
-            taken = run(steps if number else 2 * WARM_UP)
-            if number:  # the first round loads and compiles
-                seconds[name].append(statistics.median(taken))
-        print(f"{size}, batch {batch_size}: round {number} of {rounds}", flush=True)
+    names = list(Workload(size, batch_size).contenders())
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with processes(names, size, batch_size) as run:
+        for number in range(rounds + 1):
+            first = number % len(seconds)
+            for name in [*names[first:], *names[:first]]:
+                taken = run(name, steps if number else 2 * WARM_UP)
+                if number:  # the first round loads and compiles
+                    seconds[name].append(statistics.median(taken))
+            print(f"{size}, batch {batch_size}: round {number} of {rounds}", flush=True)
     rows = []
     for name, values in seconds.items():
         ratios = [theirs / ours for theirs, ours in zip(values, seconds[OURS], strict=True)]
@@ -248,7 +306,7 @@ def compare(size: str, batch_size: int, rounds: int, steps: int) -> dict[str, An
             {
                 "name": name,
                 "seconds_a_step": statistics.median(values),
-                "tokens_per_second": workload.tokens / statistics.median(values),
+                "tokens_per_second": batch_size * LANGUAGE.length / statistics.median(values),
                 "slowest": max(values),
                 "fastest": min(values),
                 "over_ours": statistics.median(ratios),

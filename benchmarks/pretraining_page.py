@@ -15,8 +15,9 @@ def page(record: dict[str, Any]) -> str:
         "without that of other processes: the median of a turn's steps; over the rounds, in which all take turns, the "
         "median and the range. The last column is the median over rounds of a contender's time over ours in the same "
         "round, and the quartiles. `isoloss train` is the whole run, which draws its sentences; the Trainer has its "
-        "batches collated in memory, its own fused AdamW, and neither clipping, logging nor saving. A bare loop makes "
-        "the same step as `isoloss train` with one choice undone.",
+        "batches collated in memory, its own fused AdamW, and neither clipping, logging nor saving. Each of these has "
+        "a process of its own, so that none has the other's settings. A bare loop makes the same step as "
+        "`isoloss train` with one choice undone; all of them share a process, but the one whose memory goes back.",
     ]
     for workload in record["workloads"]:
         lines += [

@@ -15,13 +15,12 @@ from transformers import AutoModelForMaskedLM
 
 from isoloss import config as configs
 from isoloss.cli.main import main
-from isoloss.cli.transfer import checkpoint_of
 from isoloss.config import GradientConfig, ModelConfig, SAMConfig
 from isoloss.errors import IsolossError
 from isoloss.loading import load
 from isoloss.pretraining import Interrupted, train
 from isoloss.pretraining.averaging import WeightAverage, averaged
-from isoloss.runs import Run
+from isoloss.runs import Run, checkpoint_of
 
 DECAY = 0.8
 EVERY = tuple(range(11))
@@ -109,7 +108,8 @@ def test_its_folder_is_a_checkpoint(tmp_path):
         assert torch.equal(parameter, saved[f"ema/{name}"])
         assert torch.equal(parameter, ours.get_parameter(name))
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
-    assert checkpoint_of(folder) == (run, 5)
+    assert checkpoint_of(folder) == (run.averaged, 5)
+    assert checkpoint_of(run.checkpoint(5)) == (run, 5)
     assert checkpoint_of(run.path / "ema") is None
     assert run.steps() == [5, 10]
 

@@ -349,13 +349,13 @@ def test_the_log_says_what_the_clock_said(tmp_path):
         ("complete", 10),
     ]
     assert events[0]["device"] == "cpu"
-    assert events[0]["threads"] == 1
+    assert (events[0]["threads"], events[0]["attention"], events[0]["blocks"]) == (1, "eager", "fused")
     assert events[-1]["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "message"),
-    [(4000, r"cannot write the checkpoint .*step-8"), (310, r"cannot write .*metrics\.jsonl: File too large")],
+    [(4000, r"cannot write the checkpoint .*step-8"), (350, r"cannot write .*metrics\.jsonl: File too large")],
 )
 def test_a_full_disk_loses_nothing_that_was_written(tmp_path, num_bytes, message):
     config = small(checkpoints=(4, 8), log_every=2)

@@ -110,8 +110,8 @@ def states(
 def selected(attention: Any, positions: torch.Tensor) -> Iterator[None]:
     """Let a block's attention give its output (n, T, d) at the positions alone, as (k, d), while this is open.
 
-    Its output projection and what follows run on these. With one position in each sentence and the eager kernel, the
-    queries do, too.
+    Its output projection and what follows run on these. With one position in each sentence and the eager kernel, all
+    products of the attention do, too.
     """
     rows = positions.flatten().nonzero()[:, 0]
     own, is_eager = attention.self, attention.self.config._attn_implementation == "eager"
@@ -135,13 +135,21 @@ def selected(attention: Any, positions: torch.Tensor) -> Iterator[None]:
 def _attend_from_one(
     module: Any, positions: torch.Tensor, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Return (n, d): what the eager kernel gives at each sentence's one position."""
-    n, length, _width = hidden.shape
-    shape = (n, length, module.num_attention_heads, module.attention_head_size)
-    query = module.query(hidden[positions]).view(n, *shape[2:])
-    key, value = module.key(hidden).view(shape), module.value(hidden).view(shape)
-    scores = torch.einsum("nhd,nthd->nht", query, key) * module.scaling
+    """Return (n, d): what the eager kernel gives at each sentence's one position.
+
+    No key and no value is computed: with q the query, K and V the projections, the score of a state x is (K^T q) . x
+    plus the bias's, and the mixed values are V times the mixed states. That is a product of d x d numbers a sentence
+    instead of one a token.
+    """
+    n, length, width = hidden.shape
+    heads = (module.num_attention_heads, module.attention_head_size)
+    query = module.query(hidden[positions]).view(n, *heads)
+    at = torch.einsum("nhe,hed->nhd", query, module.key.weight.view(*heads, width))
+    constant = torch.einsum("nhe,he->nh", query, module.key.bias.view(heads))
+    scores = (torch.einsum("nhd,ntd->nht", at, hidden) + constant[:, :, None]) * module.scaling
     if attention_mask is not None:
         scores = scores + attention_mask.expand(n, 1, length, length)[:, 0][positions][:, None]
     weights = nn.functional.dropout(scores.softmax(dim=-1), p=module.dropout.p, training=module.training)
-    return torch.einsum("nht,nthd->nhd", weights, value).flatten(1), None
+    mixed = torch.einsum("nht,ntd->nhd", weights, hidden)
+    values = torch.einsum("nhd,hed->nhe", mixed, module.value.weight.view(*heads, width))
+    return (values + weights.sum(dim=-1)[:, :, None] * module.value.bias.view(heads)).flatten(1), None

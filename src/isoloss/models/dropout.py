@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-_LEVELS = 1 << 16  # probabilities are rounded to multiples of 1 / _LEVELS
+LEVELS = 1 << 16  # probabilities are rounded to multiples of 1 / LEVELS
+
+
+def num_levels(probability: float) -> int:
+    """Return a probability in units of 1 / LEVELS."""
+    return round(probability * LEVELS)
+
+
+def random_bits(n: int) -> torch.Tensor:
+    """Return (n,) int16 of random bits, from a whole number of 64-bit draws of torch's generator on the CPU."""
+    return torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)[:n]
 
 
 class Dropout(nn.Dropout):
@@ -23,13 +33,11 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch's own name)
         """Return `input`, of any shape, with values dropped in training and as it is otherwise."""
-        levels = round(self.p * _LEVELS)
-        if not self.training or input.device.type != "cpu" or levels in (0, _LEVELS):
+        levels = num_levels(self.p)
+        if not self.training or input.device.type != "cpu" or levels in (0, LEVELS):
             return super().forward(input)
-        n = input.numel()
-        bits = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)
-        kept = (bits[:n] >= levels - _LEVELS // 2).view(input.shape)
-        return input * kept.to(input.dtype).mul_(_LEVELS / (_LEVELS - levels))
+        kept = (random_bits(input.numel()) >= levels - LEVELS // 2).view(input.shape)
+        return input * kept.to(input.dtype).mul_(LEVELS / (LEVELS - levels))
 
 
 def with_fast_dropout(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from isoloss.languages.next_tokens import start_of
 from isoloss.lstm import LSTMForMaskedLM
 from isoloss.models import bert, bert_pre_ln, lstm, opt
 from isoloss.models.dropout import with_fast_dropout
+from isoloss.models.fused_blocks import with_fused_blocks
 from isoloss.models.sizes import check_size
 
 _KNOWN = (BertForMaskedLM, RobertaPreLayerNormForMaskedLM, LSTMForMaskedLM, OPTForCausalLM)
@@ -26,7 +27,7 @@ _KNOWN = (BertForMaskedLM, RobertaPreLayerNormForMaskedLM, LSTMForMaskedLM, OPTF
 def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
     """Return a randomly initialised model of the sentences of `language`; its weights follow from the arguments.
 
-    Its dropout is `isoloss.models.dropout.Dropout`.
+    Its dropout is `isoloss.models.dropout.Dropout`, and its blocks those of `isoloss.models.fused_blocks`.
 
     Args:
         config: Architecture, size and dropout.
@@ -38,6 +39,7 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
     """
     model = _make(config, language, seed)
     with_fast_dropout(model)
+    with_fused_blocks(model)
     return model
 
 

@@ -19,6 +19,7 @@ from isoloss import files
 from isoloss.config import TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.base import Language
+from isoloss.models.fused_blocks import computed_by
 from isoloss.models.make import make_model
 from isoloss.models.sizes import check_size
 from isoloss.pretraining import checkpoints, data_parallel, metrics, objectives, rules, steps, trackers
@@ -250,6 +251,7 @@ class _Training:
             parallel=self.config.parallel if self.processes.world_size > 1 else None,
             threads=torch.get_num_threads(),
             attention=self.model.config._attn_implementation,
+            blocks=computed_by(self.model, self.config.precision),
             precision=self.config.precision,
         )
         checkpoints.remove_except(self.run, {*self.kept, started_at})

@@ -1,0 +1,209 @@
+"""Loops of a transformer's block between its matrix products, compiled for one thread of the CPU.
+
+Everything is float32. Dropout keeps a value where its 16 random bits, as an int16, are at least `level`, and multiplies
+what it keeps by `scale`. The lowest level, -2^15, keeps all, and then `bits` is not read.
+
+Shapes: N rows, m any width, d the model's width, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+Floats = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.int16]
+
+_F = np.float32
+_KEEP_ALL = np.int16(-(1 << 15))
+_LOG2_E, _LN2_HIGH, _LN2_LOW = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4)
+_ROOT_HALF, _ROOT_2PI = _F(0.7071067811865476), _F(0.3989422804014327)
+
+
+def _compiled(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Return a kernel that is compiled when first called, or read from the disk where an earlier process left it.
+
+    Sums over a row may be taken in another order, one that is fixed when the kernel is compiled, so that they fill the
+    vector registers. NaN and infinity stay what they are.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz"}}
+    try:
+        return numba.njit(cache=True, **options)(kernel)  # type: ignore[no-any-return]
+    except RuntimeError:  # no folder can be written
+        return numba.njit(**options)(kernel)  # type: ignore[no-any-return]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _float_of(_context: Any, _bits: Any) -> Any:
+    """Return the float32 whose bits are an int32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _exp(x: np.float32) -> np.float32:
+    """Return e^x for x up to 88, within 2 units in the last place; e^-87 for x below -87 (Cephes' expf)."""
+    x = _F(-87.0) if x < _F(-87.0) else x  # NaN stays
+    n = np.floor(x * _LOG2_E + _F(0.5))
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = _F(1.9875691500e-4)
+    p = p * r + _F(1.3981999507e-3)
+    p = p * r + _F(8.3334519073e-3)
+    p = p * r + _F(4.1665795894e-2)
+    p = p * r + _F(1.6666665459e-1)
+    p = p * r + _F(5.0000001201e-1)
+    p = p * r * r + r + _F(1.0)
+    return p * _float_of((np.int32(n) + np.int32(127)) << np.int32(23))  # type: ignore[no-any-return]
+
+
+@_compiled
+def gelu(x: Floats, bias: Floats, y: Floats) -> None:
+    """Set y (N, m) to the GELU of x + bias, and x to its derivative there.
+
+    The normal distribution function is Abramowitz and Stegun's 7.1.26, within 1e-7, as in torch's own kernel.
+    """
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            v = x[i, j] + bias[j]
+            a = abs(v) * _ROOT_HALF
+            t = _F(1) / (_F(1) + _F(0.3275911) * a)
+            e = _exp(-a * a)
+            p = _F(1.061405429)
+            p = p * t + _F(-1.453152027)
+            p = p * t + _F(1.421413741)
+            p = p * t + _F(-0.284496736)
+            p = p * t + _F(0.254829592)
+            tail = _F(0.5) * p * t * e
+            below = _F(1) - tail if v >= _F(0) else tail
+            y[i, j] = v * below
+            x[i, j] = below + v * _ROOT_2PI * e
+
+
+@_compiled
+def add_norm(
+    x: Floats,
+    bias: Floats,
+    residual: Floats,
+    bits: Bits,
+    level: np.int16,
+    scale: np.float32,
+    weight: Floats,
+    shift: Floats,
+    eps: np.float32,
+    inverse: Floats,
+    y: Floats,
+) -> None:
+    """Set y (N, d) to the layer norm of residual + dropout(x + bias), with `weight` and `shift`.
+
+    What the backward pass needs is left in x, the normalised rows, and in `inverse` (N,), by which they were scaled.
+    """
+    width = x.shape[1]
+    one = _F(1) / _F(width)
+    for i in range(x.shape[0]):
+        total = _F(0)
+        for j in range(width):
+            v = x[i, j] + bias[j]
+            if level != _KEEP_ALL:
+                v = v * scale if bits[i, j] >= level else _F(0)
+            v += residual[i, j]
+            x[i, j] = v
+            total += v
+        mean = total * one
+        total = _F(0)
+        for j in range(width):
+            v = x[i, j] - mean
+            total += v * v
+        r = _F(1) / np.sqrt(total * one + eps)
+        inverse[i] = r
+        for j in range(width):
+            v = (x[i, j] - mean) * r
+            x[i, j] = v
+            y[i, j] = v * weight[j] + shift[j]
+
+
+@_compiled
+def add_norm_backward(
+    d_y: Floats,
+    normalised: Floats,
+    inverse: Floats,
+    bits: Bits,
+    level: np.int16,
+    scale: np.float32,
+    weight: Floats,
+    d_x: Floats,
+    d_residual: Floats,
+    sums: Floats,
+) -> None:
+    """Set the gradients of `add_norm`: d_x, d_residual (N, d), and, added to `sums` (3, d), bias, weight and shift."""
+    width = d_y.shape[1]
+    one = _F(1) / _F(width)
+    for i in range(d_y.shape[0]):
+        plain, along = _F(0), _F(0)
+        for j in range(width):
+            v = d_y[i, j] * weight[j]
+            plain += v
+            along += v * normalised[i, j]
+        plain *= one
+        along *= one
+        r = inverse[i]
+        for j in range(width):
+            g, u = d_y[i, j], normalised[i, j]
+            v = r * (g * weight[j] - plain - u * along)
+            d_residual[i, j] = v
+            if level != _KEEP_ALL:
+                v = v * scale if bits[i, j] >= level else _F(0)
+            d_x[i, j] = v
+            sums[0, j] += v
+            sums[1, j] += g * u
+            sums[2, j] += g
+
+
+@_compiled
+def softmax(
+    scores: Floats, factor: np.float32, bits: Bits, level: np.int16, scale: np.float32, weights: Floats
+) -> None:
+    """Set scores (N, T) to the softmax p of factor * scores, row by row, and `weights` to dropout(p)."""
+    for i in range(scores.shape[0]):
+        highest = _F(-np.inf)
+        for j in range(scores.shape[1]):
+            highest = max(highest, scores[i, j])
+        total = _F(0)
+        for j in range(scores.shape[1]):
+            e = _exp((scores[i, j] - highest) * factor)
+            scores[i, j] = e
+            total += e
+        inverse = _F(1) / total
+        for j in range(scores.shape[1]):
+            v = scores[i, j] * inverse
+            scores[i, j] = v
+            if level != _KEEP_ALL:
+                v = v * scale if bits[i, j] >= level else _F(0)
+            weights[i, j] = v
+
+
+@_compiled
+def softmax_backward(
+    d_weights: Floats, p: Floats, factor: np.float32, bits: Bits, level: np.int16, scale: np.float32
+) -> None:
+    """Set d_weights (N, T), the gradient of the weights that `softmax` made, to that of its scores."""
+    for i in range(p.shape[0]):
+        mean = _F(0)
+        for j in range(p.shape[1]):
+            v = d_weights[i, j]
+            if level != _KEEP_ALL:
+                v = v * scale if bits[i, j] >= level else _F(0)
+            d_weights[i, j] = v
+            mean += v * p[i, j]
+        for j in range(p.shape[1]):
+            d_weights[i, j] = p[i, j] * (d_weights[i, j] - mean) * factor
