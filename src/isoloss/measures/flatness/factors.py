@@ -137,7 +137,8 @@ def squared_norms(factors: Sequence[Factor], num_sequences: int, *, separate: bo
 def _squares(factor: Factor) -> torch.Tensor:
     """Return (m,): the squared norms of the gathered rows' own gradients."""
     values = (factor.values,) if isinstance(factor, Dense) else (factor.left, factor.right)
-    parts = [torch.einsum("rn,rn->r", wide, wide).double() for wide in map(_wide, values)]  # needs no buffer (m, n)
+    norms: list[torch.Tensor] = [torch.linalg.vector_norm(_wide(each), dim=1) for each in values]  # no buffer (m, n)
+    parts = [norm.double().square() for norm in norms]
     return parts[0] if len(parts) == 1 else parts[0] * parts[1]
 
 
