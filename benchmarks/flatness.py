@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from flatness_contenders import (  # noqa: E402
     training_pass,
 )
 from flatness_page import page  # noqa: E402
+from processes import processes  # noqa: E402
 from timing import machine, versions  # noqa: E402
 from workloads import Batch, Workload, workloads  # noqa: E402
 
@@ -105,22 +108,41 @@ def spread(workload: Workload, contender: Contender, repeats: int) -> dict[str, 
     }
 
 
-def turns(workload: Workload, found: list[Contender], rounds: int) -> dict[str, list[float]]:
-    """Return processor seconds a sequence of each contender, round by round; all take turns."""
+def timed(key: str, weights: Path) -> dict[str, Callable[[], float]]:
+    """Return the contenders of a model, in a process of their own: each returns processor seconds a sequence."""
+    torch.set_num_threads(1)
+    workload = workloads()[key]
+    workload.model.load_state_dict(torch.load(weights))
     large = 256 if workload.causal else 512
-    data = {n: workload.batches(n, min(n, BATCH), "timing", n) for n in {large, BATCH, 4, 16}}
     jobs = [(FLOOR, training_pass, large), (OURS, ours, large), (ONE_BATCH, ours, BATCH)]
-    jobs += [(contender.name, contender.run, contender.sequences) for contender in found if contender.name != OURS]
-    seconds: dict[str, list[float]] = {name: [] for name, *_ in jobs}
-    for _ in range(rounds):
-        for name, run, n in jobs:
-            before = time.process_time()
-            run(workload, data[n], 0)
-            seconds[name].append((time.process_time() - before) / n)
+    known = contenders(causal=workload.causal)[0]
+    jobs += [(contender.name, contender.run, contender.sequences) for contender in known if contender.name != OURS]
+
+    def seconds(run: Any, n: int) -> float:
+        data = workload.batches(n, min(n, BATCH), "timing", n)
+        before = time.process_time()
+        run(workload, data, 0)
+        return (time.process_time() - before) / n
+
+    return {name: partial(seconds, run, n) for name, run, n in jobs}
+
+
+def turns(key: str, weights: Path, found: list[Contender], rounds: int) -> dict[str, list[float]]:
+    """Return processor seconds a sequence of each contender, round by round; all take turns, each in its process."""
+    names = [FLOOR, OURS, ONE_BATCH, *(contender.name for contender in found if contender.name != OURS)]
+    places = {name: OURS if name == ONE_BATCH else name for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with processes(places, timed, key, weights) as run:
+        for number in range(rounds + 1):
+            first = number % len(names)
+            for name in [*names[first:], *names[:first]]:
+                taken = run(name)
+                if number:  # the first round loads what is loaded at first use
+                    seconds[name].append(taken)
     return seconds
 
 
-def compare(workload: Workload, rounds: int, scale: float) -> dict[str, Any]:
+def compare(key: str, workload: Workload, weights: Path, rounds: int, scale: float) -> dict[str, Any]:
     """Check, measure and time all contenders of a model."""
     found, missing = contenders(causal=workload.causal)
     # the positions of a causal model see what is before them only, so that short sequences will do
@@ -141,7 +163,7 @@ def compare(workload: Workload, rounds: int, scale: float) -> dict[str, Any]:
             continue
         rows[contender.name] = {"quantity": contender.quantity, **checked, **measured}
     print(f"{workload.name}: timing", flush=True)
-    seconds = turns(workload, found, rounds)
+    seconds = turns(key, weights, found, rounds)
     return {
         "model": workload.name,
         "predictions": workload.describe(),
@@ -214,15 +236,11 @@ def memory(key: str, weights: Path, names: list[str]) -> dict[str, int]:
     return found
 
 
-def add_memory(result: dict[str, Any], key: str, workload: Workload) -> None:
+def add_memory(result: dict[str, Any], key: str, weights: Path) -> None:
     """Add the peak memory to the rows of a model; Linux only."""
     if not Path("/proc/self/clear_refs").exists():
         return
-    names = [row["name"] for row in result["results"]]
-    with tempfile.TemporaryDirectory() as folder:
-        weights = Path(folder) / "weights.pt"
-        torch.save(workload.model.state_dict(), weights)
-        found = memory(key, weights, names)
+    found = memory(key, weights, [row["name"] for row in result["results"]])
     for row in result["results"]:
         if row["name"] in found:
             row["peak_bytes"] = found[row["name"]]
@@ -252,8 +270,11 @@ def main() -> None:
     for key, workload in chosen.items():
         print(f"{workload.name}: training", flush=True)
         workload.train(options.steps)
-        results.append(compare(workload, options.rounds, options.scale))
-        add_memory(results[-1], key, workload)
+        with tempfile.TemporaryDirectory() as folder:
+            weights = Path(folder) / "weights.pt"
+            torch.save(workload.model.state_dict(), weights)
+            results.append(compare(key, workload, weights, options.rounds, options.scale))
+            add_memory(results[-1], key, weights)
     record = {
         "command": " ".join(["python", "benchmarks/flatness.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -25,8 +25,9 @@ def page(record: dict[str, Any]) -> str:
     """Return all tables."""
     lines = [
         *heading("Flatness: time to a standard error of 1 %, and memory, on one thread", record),
-        "Processor time, median of the rounds. The spread is the standard deviation of one sequence's value over fresh "
-        "sequences, in percent of the mean; for the libraries that take a batch as one, it is that of one call on a "
+        "Processor time, median of the rounds, each contender in a process of its own. "
+        "The spread is the standard deviation of one sequence's value over fresh sequences, in percent of the mean; "
+        "for the libraries that take a batch as one, it is that of one call on a "
         'fresh batch. Time to 1 % is cost times (spread / 1 %)^2, on fresh sequences; "same sequences" counts the '
         "noise of signs or labels alone. ± is one standard error over the repetitions. Memory is the peak of a process "
         "of its own over that of the loaded model, on 64 sequences at once. A ratio is given only where the mean "

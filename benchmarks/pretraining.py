@@ -11,16 +11,14 @@ import argparse
 import contextlib
 import datetime
 import json
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +28,7 @@ for _name in ("OMP", "MKL", "OPENBLAS"):
 
 import torch  # noqa: E402
 from pretraining_page import page  # noqa: E402
+from processes import processes  # noqa: E402
 from timing import machine, versions  # noqa: E402
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
@@ -256,41 +255,17 @@ def process_of(name: str) -> str:
     return "bare" if "bare loop" in name and "memory" not in name else name
 
 
-def serve(connection: Connection, size: str, batch_size: int) -> None:
-    """Run the contenders that are asked for, by name and number of steps, until the other side closes."""
+def contenders(size: str, batch_size: int) -> dict[str, Callable[[int], list[float]]]:
+    """Return a workload's contenders, in a process of their own."""
     torch.set_num_threads(1)
-    contenders = Workload(size, batch_size).contenders()
-    with contextlib.suppress(EOFError):
-        while True:
-            name, steps = connection.recv()
-            connection.send(contenders[name](steps))
-
-
-@contextlib.contextmanager
-def processes(names: list[str], size: str, batch_size: int) -> Iterator[Callable[[str, int], list[float]]]:
-    """Yield a function that lets a contender make steps in its process while all others wait."""
-    context, lines = multiprocessing.get_context("spawn"), {}
-    with contextlib.ExitStack() as stack:
-        for process in {process_of(name): None for name in names}:
-            ours, theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs, size, batch_size), daemon=True).start()
-            theirs.close()
-            lines[process] = stack.enter_context(ours)
-
-        def run(name: str, steps: int) -> list[float]:
-            line = lines[process_of(name)]
-            line.send((name, steps))
-            found: list[float] = line.recv()
-            return found
-
-        yield run
+    return Workload(size, batch_size).contenders()
 
 
 def compare(size: str, batch_size: int, rounds: int, steps: int) -> dict[str, Any]:
     """Let the contenders take turns, and return each one's processor seconds a step and ratio to ours."""
     names = list(Workload(size, batch_size).contenders())
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    with processes(names, size, batch_size) as run:
+    with processes({name: process_of(name) for name in names}, contenders, size, batch_size) as run:
         for number in range(rounds + 1):
             first = number % len(seconds)
             for name in [*names[first:], *names[:first]]:

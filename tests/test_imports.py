@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "isoloss"
 
 # from the ground up; a module may import its own layer and those before it
 LAYERS = [
-    ("errors", "seeds", "files"),
+    ("errors", "seeds", "files", "memory"),
     ("algorithms", "config", "estimate"),
     ("runs",),
     ("lstm",),

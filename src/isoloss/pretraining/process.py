@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from isoloss.memory import keep_freed
+
 
 @contextlib.contextmanager
 def process_settings(threads: int, device: torch.device) -> Iterator[None]:
@@ -19,9 +21,7 @@ def process_settings(threads: int, device: torch.device) -> Iterator[None]:
     devices = [torch.cuda.current_device() if device.index is None else device.index] if is_cuda else []
     if threads:
         torch.set_num_threads(threads)
-    # glibc gives what is freed back to the system beyond a threshold, which the largest block freed so far (up to 32
-    # MiB) raises: without this, the activations of a middle-sized model are fetched again, page by page, at every step
-    torch.empty(31 << 20, dtype=torch.uint8)
+    keep_freed()
     try:
         with torch.cuda.device(devices[0]) if is_cuda else contextlib.nullcontext(), torch.random.fork_rng(devices):
             yield

@@ -1,5 +1,6 @@
 """Tiny models of every architecture, batches for them, and their squared gradient norms by plain backward passes."""
 
+import numpy as np
 import torch
 import transformers
 
@@ -71,6 +72,12 @@ def batch_of(*, sequences=5, length=7, vocab=VOCAB, causal=False, every=False, s
     if every:
         labels = tokens.clone()
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def packed(signs, copies=1):
+    """Signs as `packed_signs` gives them: every 8 an octet, a list of streams end to end."""
+    octets = [torch.from_numpy(np.packbits((part > 0).numpy().astype(np.uint8), bitorder="little")) for part in signs]
+    return torch.cat(octets).expand(copies, -1)
 
 
 def reference(model, batch, cotangent, *, causal):

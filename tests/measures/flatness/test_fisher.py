@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_gradients import packed
 from torch import nn
 from transformers import (
     BertConfig,
@@ -134,10 +135,10 @@ def exact(model, batch, *, causal):
 def patch_signs(monkeypatch, chosen):
     """Let every sequence have the signs of `chosen[0]`, as many as it needs."""
 
-    def signs(shape, device, seed, streams):
-        return torch.cat([chosen[0][:count] for count, _ in streams]).view(shape)
+    def signs(streams, device, seed, *, copies=1):
+        return packed([chosen[0][:count] for count, _ in streams], copies)
 
-    monkeypatch.setattr(probes, "signs_of_streams", signs)
+    monkeypatch.setattr(probes, "packed_signs", signs)
 
 
 def expectation_over_signs(monkeypatch, model, batch, *, causal, positions, vocab, **options):
@@ -311,15 +312,18 @@ def test_further_probes_of_the_last_layer_take_noise_away_and_leave_the_mean(opt
 
 
 def test_no_signs_are_drawn_twice(monkeypatch):
-    draw, names = probes.signs_of_streams, []
+    draw, names, octets = probes.packed_signs, [], []
 
-    def signs(shape, device, seed, streams):
+    def signs(streams, device, seed, **options):
         names.extend(name for _, name in streams)
-        return draw(shape, device, seed, streams)
+        octets.extend(draw(streams, device, seed, **options))
+        return draw(streams, device, seed, **options)
 
-    monkeypatch.setattr(probes, "signs_of_streams", signs)
-    assert fisher_trace(bert(7, layers=3), [rows(6, 16, 7)], num_probes=2).details["tail_probes"] == 4
-    assert len(set(names)) == len(names) == 6 * 2 * (1 + 4)
+    monkeypatch.setattr(probes, "packed_signs", signs)
+    model, batch = bert(70, layers=4, size=16), rows(6, 16, 70)
+    assert fisher_trace(model, [batch], num_probes=2).details["tail_probes"] == 4
+    assert len(set(names)) == len(names) == 6 * 2 * 2
+    assert len({tuple(row.tolist()) for row in octets}) == len(octets) == 2 * (1 + 4)
 
 
 def test_a_resumed_measurement_keeps_the_number_of_further_probes(tmp_path, monkeypatch):
@@ -631,16 +635,16 @@ def test_two_processes_have_the_estimate_over_all_sequences(tmp_path, monkeypatc
     assert (first.value, first.stderr, first.by_parameter) == (second.value, second.stderr, second.by_parameter)
     assert (first.samples, first.num_inputs, first.details["processes"]) == (80, 80, 2)
     # the same in one process, whose second half has the places of a second process's sequences
-    draw = probes.signs_of_streams
+    draw = probes.packed_signs
 
-    def signs(shape, device, seed, streams):
+    def signs(streams, device, seed, **options):
         moved = [
             (count, (purpose, sequence if sequence < 40 else (1 << 40) + sequence - 40, probe))
             for count, (purpose, sequence, probe) in streams
         ]
-        return draw(shape, device, seed, moved)
+        return draw(moved, device, seed, **options)
 
-    monkeypatch.setattr(probes, "signs_of_streams", signs)
+    monkeypatch.setattr(probes, "packed_signs", signs)
     alone = fisher_trace(bert(7), cut(rows(80, 4, 7), [40, 40]), seed=3)
     assert first.value == pytest.approx(alone.value, rel=1e-12)
     assert first.stderr == pytest.approx(alone.stderr, rel=1e-12)

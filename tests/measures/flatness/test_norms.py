@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from dense_curvature import VOCAB, batch_of, bert, dense_gauss_newton, flat, gpt2, windows
+from plain_gradients import packed
 from torch import nn
 
 from isoloss.errors import IsolossError
@@ -43,7 +44,7 @@ def test_the_weighted_trace_is_exact_over_all_signs(make, causal, monkeypatch):
     fisher = dense_gauss_newton(model, [batch], causal=causal)
     weighted = flat(dict(model.named_parameters())).square() * fisher.diagonal()
     chosen = []
-    monkeypatch.setattr(probes, "signs_of_streams", lambda shape, *_: chosen[0].expand(shape))
+    monkeypatch.setattr(probes, "packed_signs", lambda streams, *_: packed([chosen[0]] * len(streams)))
     values, splits = [], []
     for signs in itertools.product((-1, 1), repeat=VOCAB):
         chosen[:] = [torch.tensor(signs)]

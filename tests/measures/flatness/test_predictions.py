@@ -76,7 +76,7 @@ def test_a_stations_cotangent_at_a_position_depends_on_the_logits_there_alone(na
         alone = torch.zeros_like(cotangent)
         alone[1::2] = cotangent[1::2]
         whole, part = (predictor.squared_norms(predictions, c).station_cotangents for c in (cotangent, alone))
-        first = predictor.station_cotangent(predictions, stations[0], cotangent)
+        hidden, first = predictor.tail_cotangents(predictions, stations[0], cotangent)
     assert len(stations) == (2 if name == "gpt-neox" else 3)
     for ours, those in zip(whole, part, strict=True):
         assert ours.shape == (*predictions.hidden.shape[:1], 16)
@@ -85,6 +85,7 @@ def test_a_stations_cotangent_at_a_position_depends_on_the_logits_there_alone(na
         torch.testing.assert_close(those[1::2], ours[1::2], rtol=1e-5, atol=1e-6)
         assert ours.any(dim=1).all()
     torch.testing.assert_close(first, whole[0])
+    torch.testing.assert_close(hidden, cotangent @ predictions.decoder.weight)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from plain_gradients import packed
 from torch.nn import functional as F
 
 from isoloss.measures.flatness import probes
@@ -20,13 +21,12 @@ def cotangents_of_all_signs(monkeypatch, root_p, counts):
     m, vocab = root_p.shape
     found = []
     for choice in itertools.product((-1, 1), repeat=m * vocab):
-        left = [torch.tensor(choice).view(m, vocab)]
+        left = torch.tensor(choice)
 
-        def signs(shape, *_, left=left):
-            taken, left[0] = left[0][: shape[0]], left[0][shape[0] :]
-            return taken
+        def signs(streams, *_, left=left):
+            return packed(left.split([count for count, _ in streams]))
 
-        monkeypatch.setattr(probes, "signs_of_streams", signs)
+        monkeypatch.setattr(probes, "packed_signs", signs)
         found.append(probes.integrated_(root_p.clone(), counts, range(len(counts)), seed=0, probe=0))
     return torch.stack(found)
 
@@ -54,7 +54,7 @@ def test_the_covariance_is_the_fishers(monkeypatch):
 def test_observed_cotangents_are_signed_residuals(monkeypatch):
     _, p = softmax(3, 4)
     targets = torch.tensor([2, 0, 3])
-    monkeypatch.setattr(probes, "signs_of_streams", lambda *_: torch.tensor([[1], [1], [-1]]))
+    monkeypatch.setattr(probes, "packed_signs", lambda *_: packed(torch.tensor([1, 1, -1]).split([1, 2])))
     found = probes.observed_(p.sqrt(), targets, torch.tensor([1, 2]), range(2), seed=0)
     residual = p - F.one_hot(targets, 4)
     torch.testing.assert_close(found, residual * torch.tensor([[1], [1], [-1]]))
@@ -74,9 +74,11 @@ def test_signs_are_a_function_of_the_sequence_and_the_probe():
 def test_signs_of_several_streams_are_each_streams_own_end_to_end(counts):
     cpu = torch.device("cpu")
     streams = [(count, ("s", number)) for number, count in enumerate(counts)]
-    found = probes.signs_of_streams((sum(counts), 1), cpu, 5, streams)
-    own = [probes.random_signs((count, 1), cpu, 5, "s", number) for number, count in enumerate(counts)]
+    found = probes.unpacked_signs(probes.packed_signs(streams, cpu, 5)[0], counts)
+    own = [probes.random_signs((count,), cpu, 5, "s", number) for number, count in enumerate(counts)]
     assert torch.equal(found, torch.cat(own))
+    several = probes.packed_signs(streams, cpu, 5, copies=3)
+    assert len({tuple(row.tolist()) for row in several}) == len(several) == 3
 
 
 @pytest.mark.parametrize("chunk", [8, 60, 1 << 18])
@@ -102,12 +104,13 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
     stations = torch.einsum("arv,srvw->asrw", u, tails)
 
     def centred(place, *others):
-        return controls.centred(u[place], u[place] @ weight, list(stations[place]), [stations[o, 0] for o in others])
+        further = [(stations[o, 0], controls.squares(u[o], u[o] @ weight)) for o in others]
+        return controls.centred(u[place], u[place] @ weight, list(stations[place]), further)
 
     # the last one's mean is over draws of both its own and other signs
     found = torch.stack([centred(place, len(u) - 1 - place, place ^ 1234) for place in range(len(u))])
-    torch.testing.assert_close(found.mean(dim=0), torch.zeros(3, 8, dtype=torch.float64), rtol=0, atol=1e-12)
-    assert float(found[:, 0, [0, 1, 2, 3, 4, 5, 7]].std(dim=0).min()) > 0.1
+    torch.testing.assert_close(found.mean(dim=0), torch.zeros(3, 10, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert float(found[:, 0, [0, 1, 2, 3, 4, 5, 7, 8, 9]].std(dim=0).min()) > 0.1
     assert not found[:, :, 6].any()  # there is no third station
     assert not found[:, 2, 2:7].any()  # one position has no pair
     assert not found[:, 1].any()
@@ -128,7 +131,8 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
     both = [0, 2]
     difference = centred(1234)[both] - centred(3001)[both]
     torch.testing.assert_close(difference[:, :6], plain(1234) - plain(3001))
-    assert not difference[:, 6:].any()  # without further probes there is nothing for the last one
+    assert not difference[:, 6:].any()  # without further probes there is nothing for the last three
     norms = stations[:, 0].square().sum(dim=2)  # of the first station, by draw and position
     by_sequence = torch.stack([norms[:, :2].sum(dim=1), norms[:, 2]], dim=1)
     torch.testing.assert_close(centred(9, 40, 77)[both, 7], by_sequence[9] - by_sequence[[40, 77]].mean(dim=0))
+    torch.testing.assert_close(centred(9, 40, 77)[:, 8:], (centred(40)[:, :2] + centred(77)[:, :2]) / 2)

@@ -225,7 +225,7 @@ class Integrated(_Ghost):
             controls = probes.Controls(
                 cotangent, predictions.hidden, predictions.decoder, predictions.rows, len(positions)
             )
-        others = [] if controls is None else self._tail(predictions, positions, first, probe)
+        others = [] if controls is None else self._tail(predictions, controls, positions, first, probe)
         places = range(first, first + len(positions))
         probes.integrated_(cotangent, positions, places, seed=self.seed, probe=probe)
         norms = self._predictor.squared_norms(
@@ -235,18 +235,21 @@ class Integrated(_Ghost):
             return norms.by_parameter, None
         return norms.by_parameter, controls.centred(cotangent, norms.hidden_cotangent, norms.station_cotangents, others)
 
-    def _tail(self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int) -> list[torch.Tensor]:
-        """Return (m, d) cotangents of the first station for further probes, as many as are cheap."""
+    def _tail(
+        self, predictions: Predictions, controls: probes.Controls, positions: torch.Tensor, first: int, probe: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the first station's cotangent (m, d) and `squares` (B, 2) for as many further probes as are cheap."""
         number = self.settled.setdefault("tail_probes", _tail_probes(self._predictor.tail_share))
         stations = self._predictor.stations(predictions)
         if not number or not stations:
             return []
+        logits, places = predictions.logits, range(first, first + len(positions))
+        streams = probes.streams_of(positions, logits.shape[1], places, "tail", probe)
         found = []
-        for further in range(probe * number, (probe + 1) * number):
-            cotangent = probes.root_probabilities(predictions.logits)
-            places = range(first, first + len(positions))
-            probes.integrated_(cotangent, positions, places, seed=self.seed, probe=further, stream="tail")
-            found.append(self._predictor.station_cotangent(predictions, stations[0], cotangent))
+        for octets in probes.packed_signs(streams, logits.device, self.seed, copies=number):
+            cotangent = probes.with_signs_(probes.root_probabilities(logits), positions, octets)
+            hidden, station = self._predictor.tail_cotangents(predictions, stations[0], cotangent)
+            found.append((station, controls.squares(cotangent, hidden)))
         return found
 
 

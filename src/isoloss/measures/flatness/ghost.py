@@ -199,11 +199,21 @@ class Predictor:
         return found[:NUM_STATIONS]
 
     @staticmethod
-    def station_cotangent(predictions: Predictions, station: Station, cotangent: torch.Tensor) -> torch.Tensor:
-        """Return a station's cotangent (m, d) for one (m, V) on the logits: a backward pass of the tail alone."""
-        edge = GradientEdge(station.node, station.number)
-        (found,) = torch.autograd.grad(predictions.logits, edge, cotangent.to(predictions.logits), retain_graph=True)
-        return found.reshape(len(predictions.rows), -1)
+    def tail_cotangents(
+        predictions: Predictions, station: Station, cotangent: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cotangents (m, d) of the decoder's input and of a station, by a backward pass of the tail alone.
+
+        Args:
+            predictions: What `forward` returned, with stations.
+            station: One of them.
+            cotangent: (m, V) on the logits.
+        """
+        assert predictions.hidden_states is not None
+        ends = [get_gradient_edge(predictions.hidden_states), GradientEdge(station.node, station.number)]
+        found = torch.autograd.grad(predictions.logits, ends, cotangent.to(predictions.logits), retain_graph=True)
+        hidden, outer = (values.reshape(len(predictions.rows), -1) for values in found)
+        return hidden, outer
 
     # --- forward ---
 

@@ -17,6 +17,7 @@ from isoloss.estimate import Estimate
 from isoloss.measures.checks import device_of
 from isoloss.measures.flatness.record import Place, Record
 from isoloss.measures.flatness.tally import Shares, Tally
+from isoloss.memory import keep_freed
 
 UNIT = "nats per predicted token"
 _OF_A_PROCESS = 1 << 40  # sequences; a process's own have places in the stream that no other process's have
@@ -146,6 +147,7 @@ class Measurement:
             raise IsolossError(
                 "rtol and seconds do not end all processes alike: leave them out where it is distributed"
             )
+        keep_freed()
         source = self._source
         identity = {"method": source.method, "probes": source.num_probes, "seed": source.seed, "causal": source.causal}
         identity["controls"] = source.num_controls

@@ -27,9 +27,7 @@ def root_probabilities(logits: torch.Tensor) -> torch.Tensor:
     return wide
 
 
-def integrated_(
-    root_p: torch.Tensor, counts: torch.Tensor, sequences: range, *, seed: int, probe: int, stream: str = "probes"
-) -> torch.Tensor:
+def integrated_(root_p: torch.Tensor, counts: torch.Tensor, sequences: range, *, seed: int, probe: int) -> torch.Tensor:
     """Turn square roots of probabilities into u = S v, S = diag(sqrt p) - p sqrt(p)^T, in place, and return them.
 
     v are random signs, a function of the seed, the sequence and the probe. E[u u^T] = diag(p) - p p^T: the labels are
@@ -41,19 +39,21 @@ def integrated_(
         sequences: Places of the B sequences in the stream.
         seed: The measurement's.
         probe: Which of several.
-        stream: The name of their random stream.
     """
-    sizes, start, vocabulary = counts.tolist(), 0, root_p.shape[1]
-    step = max(1, _limit(root_p) // max(1, vocabulary * max(sizes)))  # sequences whose signs are made together
+    streams = streams_of(counts, root_p.shape[1], sequences, "probes", probe)
+    return with_signs_(root_p, counts, packed_signs(streams, root_p.device, seed)[0])
+
+
+def with_signs_(root_p: torch.Tensor, counts: torch.Tensor, octets: torch.Tensor) -> torch.Tensor:
+    """Do as `integrated_` with the signs of one row of `packed_signs`, a stream for each sequence."""
+    sizes, vocabulary, start, read = counts.tolist(), root_p.shape[1], 0, 0
+    step = max(1, _limit(root_p) // max(1, vocabulary * max(sizes)))  # sequences whose signs are unpacked together
     for first in range(0, len(sizes), step):
-        part = sizes[first : first + step]
-        streams = [
-            (count * vocabulary, (stream, sequence, probe))
-            for sequence, count in zip(sequences[first : first + step], part, strict=True)
-        ]
-        rows = root_p[start : start + sum(part)]
-        rows.mul_(signs_of_streams(rows.shape, rows.device, seed, streams))
-        start += len(rows)
+        numbers = [count * vocabulary for count in sizes[first : first + step]]
+        rows = root_p[start : start + sum(numbers) // vocabulary]
+        length = sum(map(_octets, numbers))
+        rows.mul_(unpacked_signs(octets[read : read + length], numbers).view(rows.shape).to(rows.device))
+        start, read = start + len(rows), read + length
     for w in _parts(root_p):
         w.sub_(w.square().mul_(w.sum(dim=-1, keepdim=True)))
     return root_p
@@ -68,36 +68,52 @@ def observed_(
     """
     root_p.square_()
     root_p[torch.arange(len(root_p), device=root_p.device), targets.to(root_p.device)] -= 1
-    streams = [(count, ("observed", sequence)) for sequence, count in zip(sequences, counts.tolist(), strict=True)]
-    return root_p.mul_(signs_of_streams((len(root_p), 1), root_p.device, seed, streams))
+    octets = packed_signs(streams_of(counts, 1, sequences, "observed"), root_p.device, seed)[0]
+    return root_p.mul_(unpacked_signs(octets, counts.tolist())[:, None].to(root_p.device))
 
 
 def random_signs(
     shape: torch.Size | tuple[int, ...], device: torch.device, seed: int, *names: str | int
 ) -> torch.Tensor:
     """Return `shape` random signs of the stream `names`, int8; a CUDA device draws its own, other than a CPU's."""
-    return signs_of_streams(shape, device, seed, [(math.prod(shape), names)])
+    count = math.prod(shape)
+    octets = packed_signs([(count, names)], device, seed)[0]
+    return unpacked_signs(octets, [count]).view(tuple(shape)).to(device)
 
 
-def signs_of_streams(
-    shape: torch.Size | tuple[int, ...],
-    device: torch.device,
-    seed: int,
-    streams: Sequence[tuple[int, tuple[str | int, ...]]],
-) -> torch.Tensor:
-    """Return `shape` random signs, int8: so many of each stream, end to end."""
+Streams = Sequence[tuple[int, tuple[str | int, ...]]]  # how many signs, and the stream's name
+
+
+def streams_of(counts: torch.Tensor, width: int, sequences: range, purpose: str, *probe: int) -> Streams:
+    """Return the streams of B sequences, each of `width` signs for each of its `counts` (B,) positions."""
+    pairs = zip(sequences, counts.tolist(), strict=True)
+    return [(count * width, (purpose, sequence, *probe)) for sequence, count in pairs]
+
+
+def packed_signs(streams: Streams, device: torch.device, seed: int, *, copies: int = 1) -> torch.Tensor:
+    """Return (copies, octets) uint8: independent random signs of streams, 8 to the octet, end to end."""
     place = device if device.type == "cuda" else torch.device("cpu")
     generator = torch.Generator(device=place)
-    octets, sizes = [], [(count + 7) // 8 for count, _ in streams]
-    for size, (_, names) in zip(sizes, streams, strict=True):
+    octets = []
+    for count, names in streams:
         generator.manual_seed(seeds.derive(seed, *names))
-        octets.append(torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8, device=place))
-    shifts = torch.arange(8, dtype=torch.uint8, device=place)
-    signs = (torch.cat(octets)[:, None] >> shifts).bitwise_and_(1).view(torch.int8).mul_(2).sub_(1).view(-1)
-    if any(count % 8 for count, _ in streams):
-        parts = torch.split(signs, [8 * size for size in sizes])
-        signs = torch.cat([part[:count] for part, (count, _) in zip(parts, streams, strict=True)])
-    return signs.view(tuple(shape)).to(device)
+        size = (copies, _octets(count))
+        octets.append(torch.randint(0, 256, size, generator=generator, dtype=torch.uint8, device=place))
+    return torch.cat(octets, dim=1)
+
+
+def unpacked_signs(octets: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return the signs of a row of `packed_signs`, int8, end to end: `counts` of each stream."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=octets.device)
+    signs = (octets[:, None] >> shifts).bitwise_and_(1).view(torch.int8).mul_(2).sub_(1).view(-1)
+    if not any(count % 8 for count in counts):
+        return signs
+    parts = torch.split(signs, [8 * _octets(count) for count in counts])
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _octets(count: int) -> int:
+    return (count + 7) // 8
 
 
 class Controls:
@@ -115,7 +131,8 @@ class Controls:
       of which less reaches the layers or more than of all others;
     - `sum_{r != s} <b_r, b_s>`, with the mean 0, for each of up to 3 stations: outputs in the model whose cotangent b_r
       at a position depends on u_r alone;
-    - `sum_r |b_r|^2` of the first station, with the mean over further probes in the place of its own.
+    - `sum_r |b_r|^2` of the first station, with the mean over further probes in the place of its own;
+    - the first two, their mean over these probes, which takes from the noise of that mean.
 
     Args:
         root_p: (m, V) square roots of the probabilities.
@@ -125,7 +142,7 @@ class Controls:
         num_sequences: B.
     """
 
-    NUMBER = 4 + NUM_STATIONS + 1
+    NUMBER = 4 + NUM_STATIONS + 3
 
     def __init__(
         self, root_p: torch.Tensor, hidden: torch.Tensor, decoder: Decoder, rows: torch.Tensor, num_sequences: int
@@ -148,28 +165,33 @@ class Controls:
         cotangent: torch.Tensor,
         hidden_cotangent: torch.Tensor,
         stations: Sequence[torch.Tensor] = (),
-        others: Sequence[torch.Tensor] = (),
+        others: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> torch.Tensor:
-        """Return (B, 8) float64: the control variates less their means; 0 for those that there is nothing for.
+        """Return (B, 10) float64: the control variates less their means; 0 for those that there is nothing for.
 
         Args:
             cotangent: (m, V) u.
             hidden_cotangent: (m, d) W^T u.
             stations: The stations' cotangents, (m, any) each.
-            others: Those of the first station for other probes.
+            others: For each of the further probes, the first station's cotangent and the probe's `squares`.
         """
-        hidden_cotangent = hidden_cotangent.to(cotangent.dtype)
-        own = self._by_sequence(_squared_norms(cotangent) * self._squares)
-        below = self._by_sequence(_squared_norms(hidden_cotangent))
-        squares = torch.stack([own, below], dim=1) - self._means
-        along = (hidden_cotangent @ self._shared)[:, None]
+        along = (hidden_cotangent.to(cotangent.dtype) @ self._shared)[:, None]
         crossed = [self._crossed(values) for values in (hidden_cotangent, along, *stations)]
-        crossed += [torch.zeros_like(below)] * (NUM_STATIONS - len(stations))
-        first = torch.zeros_like(below)
+        crossed += [torch.zeros_like(crossed[0])] * (NUM_STATIONS - len(stations))
+        first, further = torch.zeros_like(crossed[0]), torch.zeros_like(self._means)
         if stations and others:
-            mean = sum(_squared_norms(values).double() for values in others) / len(others)
+            mean = sum(_squared_norms(values).double() for values, _ in others) / len(others)
             first = self._by_sequence(_squared_norms(stations[0]).double() - mean)
-        return torch.cat([squares, torch.stack([*crossed, first], dim=1)], dim=1)
+            further = torch.stack([squares for _, squares in others]).mean(dim=0)
+        return torch.cat(
+            [self.squares(cotangent, hidden_cotangent), torch.stack([*crossed, first], dim=1), further], dim=1
+        )
+
+    def squares(self, cotangent: torch.Tensor, hidden_cotangent: torch.Tensor) -> torch.Tensor:
+        """Return (B, 2) float64: the first two control variates of u (m, V) and W^T u (m, d), less their means."""
+        own = self._by_sequence(_squared_norms(cotangent) * self._squares)
+        below = self._by_sequence(_squared_norms(hidden_cotangent.to(cotangent.dtype)))
+        return torch.stack([own, below], dim=1) - self._means
 
     def _crossed(self, values: torch.Tensor) -> torch.Tensor:
         """Return (B,): the products of any two different rows (m, n) of a sequence, summed; 0 where there is one."""
