@@ -25,10 +25,9 @@ from isoloss.config import TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.loading import quiet
 from isoloss.pretraining.averaging import averaged
-from isoloss.runs import Run
+from isoloss.runs import AVERAGE, Run
 
 WEIGHTS = "model.safetensors"
-AVERAGE = "ema"
 TRAINER_TENSORS = "trainer.safetensors"
 TRAINER = "trainer.json"
 
