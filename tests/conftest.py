@@ -1,11 +1,20 @@
-"""What several test files need: the real data beside the checkout, where it is, and a small tokenizer."""
+"""What several test files need: a terminal's width, the real data beside the checkout, and a small tokenizer."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 WORDS = [f"{first}{second}" for first in "abcdefghij" for second in "uvwxyz"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def wide_terminal() -> Iterator[None]:
+    """Let lines be as wide as they get, wherever the tests run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "100")
+        yield
 
 
 @pytest.fixture(scope="session")
