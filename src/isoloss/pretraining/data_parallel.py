@@ -142,7 +142,9 @@ class Sharded(Alone):
         self._root = _Applied(model)
         for module in [*(block for blocks in lists for block in blocks), self._root]:
             module.register_forward_hook(_own_memory)
-            fully_shard(module, mesh=mesh)
+            sharded = fully_shard(module, mesh=mesh)
+            if mesh.device_type == "cpu":  # gloo's own average is a sum in torch 2.8
+                sharded.set_force_sum_reduction_for_comms(True)
 
     def loss(self, function: Function, *arguments: Any) -> torch.Tensor:
         """Return a loss whose backward pass ends with the average in pieces; see `Alone.loss`."""

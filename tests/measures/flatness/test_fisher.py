@@ -631,7 +631,7 @@ def test_two_processes_have_the_estimate_over_all_sequences(tmp_path, monkeypatc
     ]
     outputs = [worker.communicate(timeout=300) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], outputs
-    first, second = (Estimate.from_dict(json.loads(out)) for out, _ in outputs)
+    first, second = (Estimate.from_dict(json.loads(out.splitlines()[-1])) for out, _ in outputs)
     assert (first.value, first.stderr, first.by_parameter) == (second.value, second.stderr, second.by_parameter)
     assert (first.samples, first.num_inputs, first.details["processes"]) == (80, 80, 2)
     # the same in one process, whose second half has the places of a second process's sequences
