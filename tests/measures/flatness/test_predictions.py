@@ -47,6 +47,26 @@ def test_positions_are_gathered_where_that_leaves_the_logits_as_they_are(after, 
     assert_norms(norms.by_parameter, expected, rtol=1e-10)
 
 
+class Bare(nn.Module):
+    """Positions mix outside any submodule, and the decoder is a function of the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+
+    def forward(self, input_ids, attention_mask=None):
+        states = self.embed(input_ids).cumsum(dim=1).tanh()
+        return CausalLMOutput(logits=nn.functional.linear(states, self.embed.weight))
+
+
+def test_positions_are_gathered_before_a_decoder_that_is_no_submodule():
+    torch.manual_seed(4)
+    norms, expected, predictor, predictions = measure(Bare().double(), batch_of(), causal=False)
+    assert str(predictor.gathering) == "before the decoder"
+    assert predictions.hidden.shape == (len(predictions.rows), 8)
+    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "opt", "llama"])
 def test_decoder_hidden_states_and_their_cotangent(name):
     causal = ARCHITECTURES[name][3]
