@@ -19,6 +19,7 @@ from transformers import (
 
 from isoloss.cli import comparison
 from isoloss.cli.main import main
+from isoloss.measures import inputs
 from isoloss.measures.flatness import InterruptedEstimate, fisher, fisher_trace
 from isoloss.measures.flatness.compare import compare
 from isoloss.measures.flatness.tally import Shares
@@ -80,6 +81,31 @@ def test_the_output_says_what_was_measured(capsys, folder):
     assert "1,400 predicted tokens in 200 sequences" in lines[2]
     assert "fisher, labels integrated out, 1 sign vector per token; cpu, float32, attention sdpa" in lines[3]
     assert "model.embed_tokens.weight" in out
+
+
+def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
+    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(0, VOCAB, (4000, 8)))
+    few = ("--num-inputs", "400")
+    for name, hidden in (("a", ()), ("bert", ("--mask-id", "19", "--masking", "one"))):
+        words = (folder / name, "--data", tmp_path / "ids.npy", *few, *hidden)
+        details = json.loads(call(capsys, *words, "--json").out)["fisher_trace"]["details"]
+        assert (details["sequences"], details["pool_sequences"], details["unlike_pool"]) == (400, 4000, False)
+        number = details["pool_directions"]
+        assert number >= 8
+        line = f"  adjusted to the tokens of all 4,000 sequences ({number} directions of a sequence's mean embedding)"
+        assert line in call(capsys, *words).out.splitlines()
+    out = call(capsys, folder / "a", folder / "b", "--data", tmp_path / "ids.npy", *few).out
+    assert "adjusted to the tokens of all 4,000 sequences" in out
+    out = call(capsys, folder / "a", "--data", folder / "ids.npy").out  # all that there is
+    assert "adjusted" not in out
+
+
+def test_sequences_unlike_the_rest_are_said(capsys, folder, tmp_path, monkeypatch):
+    ids = np.random.default_rng(1).integers(0, VOCAB // 2, (4000, 8))
+    np.save(tmp_path / "ids.npy", ids)
+    monkeypatch.setattr(inputs.Rows, "__iter__", lambda rows: iter([{"input_ids": torch.from_numpy(ids) + VOCAB // 2}]))
+    out = call(capsys, folder / "a", "--data", tmp_path / "ids.npy", "--num-inputs", "400").out
+    assert "  not adjusted to the tokens of the rest of the data: those measured are not like them" in out.splitlines()
 
 
 def test_a_tolerance_stops_early_or_says_that_it_was_not_reached(capsys, folder):

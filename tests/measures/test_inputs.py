@@ -373,6 +373,30 @@ def test_few_documents_are_no_clusters_and_that_is_said(text, bos, save):
     assert "documents" not in ids.batches[0]
 
 
+def test_the_pool_has_all_rows_as_they_are(text, vocab, save):
+    ids = np.random.default_rng(0).integers(0, 60, (2500, 6))
+    ids[ids[:, 3] < 5, 3:] = -1
+    inputs = read(save(ids), config=GPT, kind="causal", num_inputs=100)
+    batches = list(inputs.pool)
+    assert [len(batch["input_ids"]) for batch in batches] == [1024, 1024, 452]
+    found = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    assert torch.equal(torch.where(found["attention_mask"] == 1, found["input_ids"], -1), torch.from_numpy(ids))
+    assert set(found) == {"input_ids", "attention_mask"}
+    assert inputs.shuffled(0).cut(7).pool is inputs.pool
+
+    inputs = read(text, tokenizer=str(vocab), length=10, masking=HALF, num_inputs=40)
+    (batch,) = inputs.pool
+    shown = whole(inputs)
+    tokens = torch.where(shown["labels"] == -100, shown["input_ids"], shown["labels"])
+    rows = torch.cat([batch["input_ids"], batch["documents"][:, None]], dim=1).tolist()
+    assert all(row in rows for row in torch.cat([tokens, shown["documents"][:, None]], dim=1).tolist())
+    assert len(rows) == int(inputs.description.split(" drawn from the ")[1].split(" ")[0])
+
+    few = read(text, tokenizer=str(vocab), length=10, masking=HALF, num_inputs=10)  # of less than 20 documents
+    assert "documents" not in few.batches[0]
+    assert "documents" not in next(iter(few.pool))
+
+
 def test_cutting_changes_only_the_batches(text, vocab):
     inputs = read(text, tokenizer=str(vocab), length=10, masking=HALF, batch_size=7)
     cut = inputs.cut(4)

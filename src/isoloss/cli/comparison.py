@@ -57,6 +57,8 @@ def print_tables(found: Comparison) -> None:
         f"{trace.num_inputs:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard error "
         f"over {trace.samples:,} {trace.details['clusters']}"
     )
+    if trace.details["pool_directions"]:
+        common.say_wrapped(f"adjusted to the tokens of {pool(trace)}")
     if found.pairs:
         for sentence in _verdict(found, short):
             common.say_wrapped(sentence)
@@ -97,6 +99,13 @@ def short_names(names: list[str]) -> dict[str, str]:
     """Return each name without the folders that all have in common."""
     shared = len(Path(os.path.commonpath(names)).parts) if len({Path(name).is_absolute() for name in names}) == 1 else 0
     return {name: str(Path(*Path(name).parts[shared:])) if len(Path(name).parts) > shared else name for name in names}
+
+
+def pool(trace: Estimate) -> str:
+    """Return what a trace was adjusted to."""
+    number = trace.details["pool_directions"]
+    directions = f"{number} direction{'s' if number > 1 else ''}"
+    return f"all {trace.details['pool_sequences']:,} sequences ({directions} of a sequence's mean embedding)"
 
 
 def interval(estimate: Estimate) -> str:

@@ -159,6 +159,7 @@ def _one(args: Args, name: str) -> int:
     loaded = _load(args, name)
     inputs = _inputs(args, name, loaded.kind, loaded.model.config)
     from isoloss.measures.flatness import InterruptedEstimate, fisher_trace
+    from isoloss.measures.flatness.pool import input_embeddings
 
     inputs = inputs.cut(args.batch_size or inputs.fitting_batch_size(loaded.model.config))
     common.note(f"{name}: {loaded.architecture}, {loaded.kind}; {inputs.description}")
@@ -174,6 +175,7 @@ def _one(args: Args, name: str) -> int:
                 rtol=args.rtol,
                 seconds=args.seconds,
                 causal=loaded.kind == "causal",
+                pool=None if input_embeddings(loaded.model) is None else inputs.pool,
                 resume=args.resume,
                 progress=progress,
             )
@@ -225,6 +227,10 @@ def _remarks(args: Args, trace: Estimate) -> Iterator[str]:
         f"{trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
         f"{details['num_parameters']:,} parameters, {details['predicts']}"
     )
+    if details["pool_directions"]:
+        yield f"adjusted to the tokens of {comparison.pool(trace)}"
+    elif details["unlike_pool"]:
+        yield "not adjusted to the tokens of the rest of the data: those measured are not like them"
     drawn = "labels" if args.method == "paper" else "sign vectors"
     yield (
         f"{trace.method}, {trace.num_probes} {drawn if trace.num_probes > 1 else drawn[:-1]} per token; "
@@ -266,6 +272,7 @@ class _Candidate:
     architecture: str
     outline: Outline
     config: Any
+    has_embeddings: bool
 
 
 def _several(args: Args) -> int:
@@ -290,6 +297,7 @@ def _several(args: Args) -> int:
                 rtol=args.rtol,
                 seconds=args.seconds,
                 causal=candidates[0].kind == "causal",
+                pool=inputs.pool if candidates[0].has_embeddings else None,
                 progress=lambda name, done: progress(places[name] * inputs.num_sequences + done, name),
             )
         except InterruptedComparison as interruption:
@@ -321,10 +329,12 @@ def _several(args: Args) -> int:
 def _candidate(args: Args, name: str) -> _Candidate:
     """Load a model to see what it is, and drop it."""
     from isoloss.measures.flatness.compare import Outline
+    from isoloss.measures.flatness.pool import input_embeddings
 
     loaded = _load(args, name)
     outline = Outline.of(name, loaded.model, loaded.kind == "causal")
-    return _Candidate(name, loaded.kind, loaded.architecture, outline, loaded.model.config)
+    has_embeddings = input_embeddings(loaded.model) is not None
+    return _Candidate(name, loaded.kind, loaded.architecture, outline, loaded.model.config, has_embeddings)
 
 
 def _model(args: Args, name: str) -> Any:

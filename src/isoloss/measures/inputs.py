@@ -38,6 +38,32 @@ _LENGTH = 128  # tokens in a row, unless told
 _KEPT_VECTORS = 20  # of the model's width, that a transformer layer keeps for a token
 
 
+_ROWS_AT_ONCE = 1024  # of a pool
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """All sequences that a file holds, as batches of `input_ids`, `attention_mask` and, if known, `documents`.
+
+    Attributes:
+        ids: (n, T) int64, negative where there is none.
+        origins: (n,) the document in which each row begins; None: errors do not count documents.
+    """
+
+    ids: Ids
+    origins: Ids | None
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches of 1,024 sequences."""
+        for start in range(0, len(self.ids), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            ids = torch.from_numpy(self.ids[rows])
+            batch = {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long()}
+            if self.origins is not None:
+                batch["documents"] = torch.from_numpy(self.origins[rows])
+            yield batch
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What a checkpoint is measured on.
@@ -50,12 +76,14 @@ class Inputs:
         num_predicted: Positions that the model predicts: labels other than -100, for a causal model without those of
             the first column, which nothing comes before.
         description: One line: how many sequences of what length, and where they came from.
+        pool: Of inputs from a file, all sequences that it holds, those of `batches` among them.
     """
 
     batches: list[Batch]
     num_sequences: int
     num_predicted: int
     description: str
+    pool: Rows | None = None
 
     def shuffled(self, seed: int) -> Inputs:
         """Return the same sequences in random order, those of a document together.
@@ -170,6 +198,7 @@ def read_inputs(
 
     wanted = len(rows) if num_inputs is None else num_inputs
     description = _description(data, len(rows), rows.shape[1], wanted)
+    pool = Rows(rows, origins)
     if wanted < len(rows):
         chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
         places = np.sort(chosen.numpy())
@@ -187,8 +216,9 @@ def read_inputs(
         if number >= FEWEST_DOCUMENTS:
             whole["documents"] = torch.from_numpy(origins)
         else:
+            pool = replace(pool, origins=None)
             description += ", too few for an error that counts documents: it counts sequences"
-    return _inputs(_cut(whole, batch_size), kind, description)
+    return replace(_inputs(_cut(whole, batch_size), kind, description), pool=pool)
 
 
 def check_model(inputs: Inputs, config: Any, checkpoint: str) -> None:

@@ -197,12 +197,12 @@ def test_the_chance_of_two_models_is_the_normal_one_and_draws_agree():
     )
     influences -= influences.mean(dim=1, keepdim=True)
     deviation = float((influences[0] - influences[1]).square().sum() / (50 * 49)) ** 0.5
-    chances = _flattest([1.0, 1.0 + 1.3 * deviation], influences)
+    chances = _flattest([1.0, 1.0 + 1.3 * deviation], influences, 50)
     normal = torch.distributions.Normal(0.0, 1.0)
     assert chances[0] == pytest.approx(float(normal.cdf(torch.tensor(1.3))), abs=1e-6)
     assert sum(chances) == pytest.approx(1)
     far = torch.cat([influences, torch.zeros(1, 50, dtype=torch.float64)])
-    three = _flattest([1.0, 1.0 + 1.3 * deviation, 1e6], far)  # the third is out of the running
+    three = _flattest([1.0, 1.0 + 1.3 * deviation, 1e6], far, 50)  # the third is out of the running
     # the binomial standard deviation over 200,000 draws is 0.0007
     assert three == pytest.approx([*chances, 0.0], abs=0.003)
 
@@ -210,7 +210,7 @@ def test_the_chance_of_two_models_is_the_normal_one_and_draws_agree():
 def test_three_independent_models_of_one_trace_share_the_first_place():
     influences = torch.eye(3, dtype=torch.float64).repeat(1, 20)
     influences -= influences.mean(dim=1, keepdim=True)
-    assert _flattest([2.0, 2.0, 2.0], influences) == pytest.approx([1 / 3] * 3, abs=0.005)
+    assert _flattest([2.0, 2.0, 2.0], influences, 60) == pytest.approx([1 / 3] * 3, abs=0.005)
 
 
 def test_the_ranking_starts_with_the_flattest():

@@ -8,7 +8,8 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.measures import statistics
-from isoloss.measures.flatness.tally import FOLDS, Tally
+from isoloss.measures.flatness import tally as tallies
+from isoloss.measures.flatness.tally import FOLDS, Clusters, PoolMeans, Tally
 
 
 def random_rows(n, parameters=3, controls=2, seed=0):
@@ -22,9 +23,9 @@ def random_rows(n, parameters=3, controls=2, seed=0):
     return torch.from_numpy(a), torch.from_numpy(m), torch.from_numpy(d)
 
 
-def filled(a, m, d, documents=None, sizes=(7, 1, 20)):
-    """A tally that was given the rows in batches of changing size."""
-    tally = Tally(a.shape[1], d.shape[1])
+def filled(a, m, d, documents=None, sizes=(7, 1, 20), pool=None, groups=None):
+    """A tally that was given the rows in batches of changing size; the last controls may be those of a pool."""
+    tally = Tally(a.shape[1], d.shape[1] - (0 if pool is None else len(pool.variances)), groups, pool)
     start, index = 0, 0
     while start < len(a):
         part = slice(start, start + sizes[index % len(sizes)])
@@ -203,6 +204,151 @@ def test_processes_add_up():
     assert merged.value == pytest.approx(whole.value, rel=1e-12)
     assert merged.stderr == pytest.approx(whole.stderr, rel=1e-12)
     np.testing.assert_allclose(merged.by_parameter_stderr, whole.by_parameter_stderr, rtol=1e-9)
+
+
+# --- controls with means from a pool ---------------------------------------------------------------------------------
+
+
+def pool_of(variances, num_sequences):
+    return PoolMeans(torch.tensor(variances, dtype=torch.float64), num_sequences)
+
+
+def pool_rows(n, seed=0):
+    """Rows whose norms lean on 3 controls, the last 2 of a pool, and documents of two sequences."""
+    a, m, d = random_rows(n, controls=3, seed=seed)
+    a = a + 3 * (d[:, 1:].sum(dim=1, keepdim=True) + 2) * m[:, None]
+    return a, m, d, torch.arange(n) // 2
+
+
+def reference_with_pool(a, m, d, sequences, variances):
+    """The same as `reference`, and what the error of the pool's means adds; a, m, d and sequences by cluster."""
+    value, stderr, _, errors = reference(a, m, d)
+    folds, n = np.arange(len(a)) % FOLDS, sequences.double().numpy()
+    slopes = 0
+    for fold in range(FOLDS):
+        rest = folds != fold
+        y = (a[rest] - a[rest].sum(0) / m[rest].sum() * m[rest, None]).numpy()
+        beta = np.linalg.lstsq(d[rest].numpy(), y, rcond=None)[0][-len(variances) :]
+        slopes = slopes + n[~rest].sum() * beta / float(m.sum())
+    total = slopes.sum(axis=1)
+    squares = np.array([error**2 for error in errors]) + np.array(variances) @ slopes**2
+    return value, math.sqrt(stderr**2 + float(np.array(variances) @ total**2)), np.sqrt(squares)
+
+
+def test_the_error_of_the_means_joins_that_of_the_clusters():
+    a, m, d, documents = pool_rows(202)
+    variances = [0.002, 0.004]
+    shares = filled(a, m, d, documents, pool=pool_of(variances, 404), groups=[0, 1, 1]).shares()
+    rows = [x.reshape(101, 2, *x.shape[1:]).sum(dim=1) for x in (a, m, d)]
+    twice = torch.full((101,), 2)
+    value, stderr, errors = reference_with_pool(*rows, twice, variances)
+    assert stderr > 1.05 * reference(*rows)[1]
+    assert (shares.value, shares.stderr) == pytest.approx((value, stderr), rel=1e-11)
+    np.testing.assert_allclose(shares.by_parameter_stderr, errors, rtol=1e-9)
+    grouped = reference_with_pool(torch.stack([rows[0][:, 0], rows[0][:, 1:].sum(1)], 1), *rows[1:], twice, variances)
+    np.testing.assert_allclose(shares.by_group_stderr, grouped[2], rtol=1e-9)
+    assert (shares.clusters, shares.pool_directions, shares.unlike_pool) == (101, 2, False)
+    assert shares.influence.shape == (103,)
+    assert float(shares.influence.square().sum()) / (101 * 100) == pytest.approx(stderr**2, rel=1e-11)
+
+
+def test_a_difference_of_values_has_the_difference_of_their_slopes():
+    a, m, d, _ = pool_rows(202)
+    pool = pool_of([0.01, 0.02], 404)
+    first, second = filled(a, m, d, pool=pool).shares(), filled(3 * a, m, d, pool=pool).shares()
+    both = filled(2 * a, m, d, pool=pool).shares()  # what is measured is linear, so this is the difference
+    difference = second.influence - first.influence
+    assert second.value - first.value == pytest.approx(both.value, rel=1e-11)
+    assert math.sqrt(float(difference.square().sum()) / (202 * 201)) == pytest.approx(both.stderr, rel=1e-11)
+
+
+@pytest.mark.parametrize(("num_sequences", "used"), [(203, 0), (404, 2)])
+def test_a_pool_of_less_than_twice_the_sequences_is_left_out(num_sequences, used):
+    a, m, d, documents = pool_rows(202)
+    shares = filled(a, m, d, documents, pool=pool_of([1e-3, 1e-3], num_sequences)).shares()
+    without = filled(a, m, d[:, :1], documents).shares()
+    assert (shares.pool_directions, shares.unlike_pool) == (used, False)
+    assert ((shares.value, shares.stderr) == (without.value, without.stderr)) == (not used)
+
+
+def test_clusters_that_were_not_drawn_as_the_pool_are_told():
+    a, m, d, documents = pool_rows(202)
+    without = filled(a, m, d[:, :1], documents).shares()
+    d[:, 2] += 0.6
+    shares = filled(a, m, d, documents, pool=pool_of([1e-3, 1e-3], 10_000)).shares()
+    assert (shares.pool_directions, shares.unlike_pool) == (0, True)
+    assert (shares.value, shares.stderr) == (without.value, without.stderr)
+    # a mean that is known no better than that is no reason
+    assert not filled(a, m, d, documents, pool=pool_of([1e-3, 1.0], 10_000)).shares().unlike_pool
+
+
+def test_the_chance_of_being_as_far_from_the_pool_is_uniform():
+    generator = np.random.default_rng(3)
+    chances = []
+    for _ in range(400):
+        rows = torch.from_numpy(generator.normal(size=(256, 2)) @ np.array([[1.0, 0.5], [0.0, 2.0]]))
+        means = torch.from_numpy(generator.normal(size=2)) * torch.tensor([0.1, 0.05])
+        variances = torch.tensor([0.01, 0.0025], dtype=torch.float64)
+        chances.append(tallies._chance(torch.ones(256, dtype=torch.float64), rows - means, variances))
+    for quantile in (0.01, 0.1, 0.5):
+        deviation = math.sqrt(quantile * (1 - quantile) / 400)
+        assert abs(np.mean(np.array(chances) < quantile) - quantile) < 4 * deviation
+
+
+@pytest.mark.parametrize(("size", "within"), [(2, True), (2, False), (8, True), (8, False)])
+def test_coverage_and_bias_with_a_pool(size, within):
+    """As without one, over fresh pools of `size` times the clusters, the measured ones among them or not."""
+    repetitions, n, truth = 1000, 128, 2.0
+    generator = np.random.default_rng(7)
+    covered, errors, unlike = 0, [], 0
+    for _ in range(repetitions):
+        features = generator.exponential(size=(size * n, 2)) @ np.array([[1.0, 0.3], [-0.5, 1.0]])
+        mean = features.mean(axis=0)
+        variances, directions = np.linalg.eigh(np.cov(features.T) / (size * n))
+        measured = features[:n] if within else generator.exponential(size=(n, 2)) @ np.array([[1.0, 0.3], [-0.5, 1.0]])
+        m = generator.integers(1, 4, n)
+        a = m * (1.7 + 0.3 * generator.exponential(size=n)) + (measured - [0.5, 1.3]) @ [0.8, 0.6]
+        summed = Tally(1, 0, pool=PoolMeans(torch.from_numpy(variances), size * n))
+        d = torch.from_numpy((measured - mean) @ directions)
+        summed.add(torch.from_numpy(a)[:, None], torch.from_numpy(m), d)
+        shares = summed.shares()
+        errors.append(shares.value - truth)
+        covered += abs(errors[-1]) < 1.98 * shares.stderr  # Student's t with 127 degrees of freedom
+        unlike += shares.unlike_pool
+    assert unlike == 0
+    assert abs(covered / repetitions - 0.95) < 0.015 + 4 * math.sqrt(0.05 * 0.95 / repetitions)
+    assert abs(np.mean(errors)) < 4 * np.std(errors) / math.sqrt(repetitions)
+    slope = np.array([[1.0, 0.3], [-0.5, 1.0]]) @ [0.8, 0.6]  # of a by each exponential
+    explained, left = float(slope @ slope), 0.09 * 14 / 3
+    expected = math.sqrt((left + explained / size) / n) / 2
+    assert np.std(errors) == pytest.approx(expected, rel=0.08)
+
+
+def test_a_pool_survives_a_state_and_joins_those_of_processes():
+    a, m, d, documents = pool_rows(256)
+    pool = pool_of([0.002, 0.004], 1000)
+    whole = filled(a, m, d, documents, pool=pool).shares()
+    begun = filled(a[:51], m[:51], d[:51], documents[:51], pool=pool)
+    resumed = Tally.from_state({name: value.clone() for name, value in begun.state().items()})
+    resumed.add(a[51:], m[51:], d[51:], documents[51:])
+    assert torch.equal(resumed.shares().influence, whole.influence)
+    halves = [filled(a[i], m[i], d[i], documents[i], pool=pool) for i in (slice(0, 128), slice(128, 256))]
+    merged = Tally.merged(halves).shares()
+    assert (merged.value, merged.stderr) == pytest.approx((whole.value, whole.stderr), rel=1e-11)
+    assert merged.pool_directions == 2
+
+
+def test_rows_of_a_document_are_summed_wherever_batches_end():
+    rows = torch.arange(24.0).reshape(12, 2)
+    documents = torch.tensor([5, 5, 5, 2, 2, 9, 9, 9, 9, 5, 1, 1])
+    for sizes in ((12,), (1,) * 12, (2, 5, 3, 2)):
+        clusters, found = Clusters(2), []
+        for part, ids in zip(rows.split(sizes), documents.split(sizes), strict=True):
+            found.append(clusters.add(part, ids))
+        found.append(clusters.close())
+        expected = torch.stack([rows[i:j].sum(dim=0) for i, j in ((0, 3), (3, 5), (5, 9), (9, 10), (10, 12))])
+        assert torch.equal(torch.cat(found), expected.double())
+        assert clusters.close().shape == (0, 2)
 
 
 def test_one_cluster_is_refused():

@@ -22,6 +22,7 @@ from isoloss.loading import load
 from isoloss.measures.checks import is_causal
 from isoloss.measures.flatness.fisher import Integrated
 from isoloss.measures.flatness.measurement import UNIT, InterruptedEstimate, Measurement, Stopping
+from isoloss.measures.flatness.pool import Pool
 from isoloss.measures.flatness.predictions import Predictions
 from isoloss.measures.flatness.tally import Tally
 
@@ -193,6 +194,7 @@ def compare(
     rtol: float | None = None,
     seconds: float | None = None,
     causal: bool | None = None,
+    pool: Iterable[Mapping[str, Any]] | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Comparison:
     """Compare the flatness of models, each measured on the same inputs with the same random signs.
@@ -214,6 +216,8 @@ def compare(
         rtol: As for `fisher_trace`; the first model decides, and the others are measured on as many sequences.
         seconds: As for `fisher_trace`; the first model decides, and the others are measured on as many sequences.
         causal: Whether position t predicts token t + 1. None: by each model's class.
+        pool: As for `fisher_trace`; it is read once, by the embeddings of the first model, which need not be the one
+            that is measured: they only tell the sequences apart.
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
@@ -243,6 +247,7 @@ def compare(
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
         batches = list(batches)
     first: Outline | None = None
+    read: Pool | None = None
     done: list[_Influence] = []
     for name, given in named.items():
         step = None if progress is None else _progress_of(name, progress)
@@ -252,7 +257,9 @@ def compare(
             first = first or outline
             first.check(outline)
             source = WithLoss(model, num_probes=num_probes, seed=seed, causal=outline.causal, parameters=None)
-            one = _measure(name, model, source, batches, stopping, step)
+            if pool is not None and read is None:
+                read = Pool.read(model, pool)
+            one = _measure(name, Measurement(model, source, pool=read), source, batches, stopping, step)
         except InterruptedEstimate as stop:
             raise InterruptedComparison(_comparison(done) if done else None, name, stop.partial) from stop
         except KeyboardInterrupt as stop:
@@ -327,7 +334,10 @@ def _surprise(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Influence:
-    """A model's estimates, and (N,) what each cluster adds to their errors."""
+    """A model's estimates, and what each of N clusters adds to their errors: (N,) on the loss.
+
+    On the trace it is (N + r,), with each of the r means of a pool, which are the same for all models.
+    """
 
     name: str
     trace: Estimate
@@ -338,13 +348,12 @@ class _Influence:
 
 def _measure(
     name: str,
-    model: nn.Module,
+    measurement: Measurement,
     source: WithLoss,
     batches: Iterable[Mapping[str, Any]],
     stopping: Stopping,
     progress: Callable[[int], None] | None,
 ) -> _Influence:
-    measurement = Measurement(model, source)
     try:
         trace = measurement.run(batches, stopping, progress=progress)
     except IsolossError as error:
@@ -378,7 +387,9 @@ def _progress_of(name: str, progress: Callable[[str, int], None]) -> Callable[[i
 
 
 def _comparison(done: list[_Influence]) -> Comparison:
-    chances = _flattest([one.trace.value for one in done], torch.stack([one.on_trace for one in done]))
+    chances = _flattest(
+        [one.trace.value for one in done], torch.stack([one.on_trace for one in done]), done[0].trace.samples
+    )
     return Comparison(
         models=tuple(
             Measured(name=one.name, trace=one.trace, loss=one.loss, flattest=chance)
@@ -401,7 +412,7 @@ def _pair(a: _Influence, b: _Influence) -> Pair:
 
 
 def _paired(value: float, influence: torch.Tensor, like: Estimate, unit: str) -> Estimate:
-    n = len(influence)
+    n = like.samples
     return Estimate(
         value=value,
         stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1))),
@@ -413,9 +424,9 @@ def _paired(value: float, influence: torch.Tensor, like: Estimate, unit: str) ->
     )
 
 
-def _flattest(values: list[float], influences: torch.Tensor) -> list[float]:
-    """Return for each of L models the probability that its trace is the smallest, given (L, N) influences."""
-    number, n = influences.shape
+def _flattest(values: list[float], influences: torch.Tensor, n: int) -> list[float]:
+    """Return for each of L models the probability that its trace is the smallest, given influences on n clusters."""
+    number = len(values)
     if number == 1:
         return [1.0]
     if number == 2:

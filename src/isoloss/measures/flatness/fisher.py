@@ -19,6 +19,7 @@ from isoloss.measures.checks import device_of, is_causal, measured_parameters, r
 from isoloss.measures.flatness import literal, probes
 from isoloss.measures.flatness.ghost import Predictor
 from isoloss.measures.flatness.measurement import Measurement, Norms, Stopping
+from isoloss.measures.flatness.pool import Pool
 from isoloss.measures.flatness.predictions import Batch, Predictions
 
 _PAPER_LABELS = 50  # appendix B.1
@@ -39,6 +40,7 @@ def fisher_trace(
     seconds: float | None = None,
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
+    pool: Pool | Iterable[Mapping[str, Any]] | None = None,
     resume: Path | None = None,
     distributed: bool = False,
     progress: Callable[[int], None] | None = None,
@@ -82,6 +84,12 @@ def fisher_trace(
         seconds: Stop at the first batch that ends later than this after the start, once there are 64 clusters.
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters to sum over, by name; None: all trainable ones.
+        pool: Many more sequences, drawn as those of the batches are, which these may be among: batches of `input_ids`
+            and, as the measured ones have them, `labels`, `attention_mask` and `documents`. Only their tokens are read:
+            what a sequence's words say of its value then adds no more to the error than it does over the whole pool
+            (`isoloss.measures.flatness.pool.Pool`). It is of use with at least twice as many sequences as are measured
+            and one measured cluster for each 16 controls; the details' `pool_directions` says how many were used. None:
+            the error is that of the measured sequences alone.
         resume: A file to go on from, and to write what has been summed to every half minute. It is removed at the end.
         distributed: Whether each process of the torch.distributed group measures batches of its own; every one gets the
             estimate over all of them. A process's signs are other ones than another's.
@@ -93,8 +101,9 @@ def fisher_trace(
 
     Raises:
         IsolossError: Dropout is on, no parameter is trainable, there are no batches, a batch predicts nothing or does
-            not fit the model, a logit or gradient is not finite, there are fewer than two clusters, `resume` is of
-            another measurement, or it is to be distributed without a process group or with `rtol` or `seconds`.
+            not fit the model, a logit or gradient is not finite, there are fewer than two clusters, the pool cannot be
+            read, `resume` is of another measurement, or it is to be distributed without a process group or with `rtol`
+            or `seconds`.
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
@@ -108,12 +117,18 @@ def fisher_trace(
         >>> trace = fisher_trace(model, [{"input_ids": input_ids, "labels": labels}])
         >>> trace.num_inputs, trace.samples, trace.value > 0, trace.stderr < 0.1 * trace.value
         (64, 64, True, True)
+        >>> pool = [{"input_ids": torch.randint(0, 8, (640, 4))}]
+        >>> fisher_trace(model, [{"input_ids": input_ids, "labels": labels}], pool=pool).details["pool_directions"]
+        2
     """
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if method not in _METHODS:
         raise IsolossError(f"method is {method!r}; it is one of {', '.join(_METHODS)}")
     source = _METHODS[method](model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
-    return Measurement(model, source, distributed=distributed).run(batches, stopping, resume=resume, progress=progress)
+    if pool is not None and not isinstance(pool, Pool):
+        pool = Pool.read(model, pool)
+    measurement = Measurement(model, source, distributed=distributed, pool=pool)
+    return measurement.run(batches, stopping, resume=resume, progress=progress)
 
 
 def empirical_fisher_trace(

@@ -15,8 +15,9 @@ from torch import nn
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.measures.checks import device_of
+from isoloss.measures.flatness.pool import Pool
 from isoloss.measures.flatness.record import Place, Record
-from isoloss.measures.flatness.tally import Shares, Tally
+from isoloss.measures.flatness.tally import PoolMeans, Shares, Tally
 from isoloss.memory import keep_freed
 
 UNIT = "nats per predicted token"
@@ -113,20 +114,24 @@ class Measurement:
         source: Where its squared norms come from.
         distributed: Whether every process of the torch.distributed group measures batches of its own, and all get the
             result of all.
+        pool: Gives further controls; where it is distributed, the same one to every process.
 
     Raises:
         IsolossError: It is to be distributed, and torch.distributed has no process group.
     """
 
-    def __init__(self, model: nn.Module, source: Source, *, distributed: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, source: Source, *, distributed: bool = False, pool: Pool | None = None
+    ) -> None:
         if distributed and not (dist.is_available() and dist.is_initialized()):
             raise IsolossError("distributed is set, but torch.distributed has no process group: start it with torchrun")
-        self._model, self._source, self._distributed = model, source, distributed
+        self._model, self._source, self._distributed, self._pool = model, source, distributed, pool
         self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
         self._layers = list(dict.fromkeys(layer_of(name) for name in source.names))
         groups = [self._layers.index(layer_of(name)) for name in source.names]
-        self._tally = Tally(len(source.names), source.num_controls, groups)
-        self._place = Place()
+        means = None if pool is None else PoolMeans(pool.variances, pool.num_sequences)
+        self._tally = Tally(len(source.names), source.num_controls, groups, means)
+        self._place = Place(seconds=0.0 if pool is None else pool.seconds)
 
     def shares(self) -> Shares:
         """Return what the result is made of, and the influence of each cluster, which errors of differences rest on."""
@@ -150,7 +155,7 @@ class Measurement:
         keep_freed()
         source = self._source
         identity = {"method": source.method, "probes": source.num_probes, "seed": source.seed, "causal": source.causal}
-        identity["controls"] = source.num_controls
+        identity |= {"controls": source.num_controls, "pool": str(self._pool or "none")}
         if self._distributed:
             identity["first sequence"] = self._first
         with source:
@@ -213,10 +218,15 @@ class Measurement:
         documents = batch.get("documents")
         if place.batches and place.by_document != (documents is not None):
             raise IsolossError(f"batch {place.batches}: all batches have `documents`, or none has")
+        if self._pool is not None and self._pool.by_document != (documents is not None):
+            raise IsolossError("both the batches and their pool have `documents`, or neither has")
         try:
             norms = self._source.measure(
                 {name: value for name, value in batch.items() if name != "documents"}, self._first + place.sequences
             )
+            controls = norms.controls
+            if self._pool is not None:
+                controls = torch.cat([controls, self._pool.features(batch)], dim=1)
         except IsolossError as error:
             raise IsolossError(f"batch {place.batches}: {error}") from error
         if not bool(norms.square_norms.isfinite().all()):
@@ -225,7 +235,7 @@ class Measurement:
                 f"batch {place.batches}: the gradient of {self._source.names[column]} is not finite "
                 f"(sequence {row} of the batch); use a wider dtype"
             )
-        self._tally.add(norms.square_norms, norms.positions, norms.controls, documents)
+        self._tally.add(norms.square_norms, norms.positions, controls, documents)
         self._place = Place(
             batches=place.batches + 1,
             sequences=place.sequences + len(norms.positions),
@@ -269,6 +279,9 @@ class Measurement:
                 **described(self._model, counted, causal=source.causal),
                 "sequences": self._place.sequences,
                 "leading_cluster": shares.leading,
+                "pool_sequences": 0 if self._pool is None else self._pool.num_sequences,
+                "pool_directions": shares.pool_directions,
+                "unlike_pool": shares.unlike_pool,
                 "clusters": "documents" if self._place.by_document else "sequences",
                 "processes": dist.get_world_size() if self._distributed else 1,
                 "seed": source.seed,

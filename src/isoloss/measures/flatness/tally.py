@@ -1,6 +1,7 @@
 """What a trace is computed from: sums over independent clusters, with control variates whose mean is known.
 
-Shapes: n sequences of a batch, K parameter tensors, C control variates, F folds, N clusters.
+Shapes: n sequences of a batch, K parameter tensors, C control variates, r of them with means from a pool, F folds,
+N clusters.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +19,9 @@ FOLDS = 8
 _FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
 _CLUSTERS_A_CONTROL = 16  # or more, as each coefficient that is fitted adds its own noise
 _SINGULAR = 1e-10  # of the largest eigenvalue of the controls' correlations
+_FEWEST_OF_POOL = 2  # times the measured sequences: a mean over fewer is hardly better known
+_CONTROLS = 4  # the first column of the controls in a cluster's row
+_UNLIKE = 1e-9  # the chance that sequences drawn as the pool was are as far from its mean
 
 
 @dataclass(frozen=True)
@@ -30,9 +35,12 @@ class Shares:
         by_parameter_stderr: (K,) float64.
         by_group: (G,) float64, the sums of `by_parameter` over the groups of parameters.
         by_group_stderr: (G,) float64.
-        influence: (N,) float64 with mean 0: what each cluster adds to the error; `value`'s standard error is their
-            standard deviation over the root of N, and that of the difference of two values on the same clusters is
-            the same of the differences of their influences.
+        influence: (N + r,) float64: what each cluster, and each of the pool's means, adds to the error. `value`'s
+            standard error is the root of the sum of their squares over N (N - 1), and that of the difference of two
+            values on the same clusters and means is the same of the differences of their influences.
+        clusters: N.
+        pool_directions: How many of the r controls were used.
+        unlike_pool: Whether the clusters are too far from the pool's means to have been drawn alike, so that none was.
     """
 
     value: float
@@ -42,6 +50,9 @@ class Shares:
     influence: torch.Tensor
     by_group: torch.Tensor
     by_group_stderr: torch.Tensor
+    clusters: int
+    pool_directions: int
+    unlike_pool: bool
 
     @property
     def leading(self) -> float:
@@ -50,7 +61,64 @@ class Shares:
         Near 1 a single cluster decides the error, and clusters like it are too rare in these data for it to be right.
         """
         squares = self.influence.square()
-        return float(squares.max() / squares.sum()) if bool(squares.any()) else 0.0
+        return float(squares[: self.clusters].max() / squares.sum()) if bool(squares.any()) else 0.0
+
+
+class PoolMeans(NamedTuple):
+    """How well the means of the last r controls are known.
+
+    Attributes:
+        variances: (r,) float64, of the errors of the means, which are uncorrelated.
+        num_sequences: The sequences that they were taken over.
+    """
+
+    variances: torch.Tensor
+    num_sequences: int
+
+
+class Clusters:
+    """Rows of numbers summed over clusters: consecutive sequences of one document, or one sequence.
+
+    Args:
+        width: Numbers in a row.
+
+    Attributes:
+        open: (width,) float64, the sums of the document that goes on.
+        document: Its id; None: there is none.
+
+    Example:
+        >>> clusters = Clusters(1)
+        >>> clusters.add(torch.ones(3, 1), torch.tensor([7, 7, 8])), clusters.close()
+        (tensor([[2.]], dtype=torch.float64), tensor([[1.]], dtype=torch.float64))
+    """
+
+    def __init__(self, width: int) -> None:
+        self.open = torch.zeros(width, dtype=torch.float64)
+        self.document: int | None = None
+
+    def add(self, rows: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+        """Add rows (n, width), and return the sums over each cluster that is complete by now.
+
+        Args:
+            rows: (n, width).
+            documents: (n,) ids: consecutive sequences of one id are one cluster. None: each is its own.
+        """
+        rows = rows.double()
+        if documents is None:
+            return torch.cat([self.close(), rows])
+        complete = []
+        for document, row in zip(documents.tolist(), rows, strict=True):
+            if document != self.document:
+                complete.append(self.close())
+                self.document = document
+            self.open += row
+        return torch.cat(complete) if complete else rows[:0]
+
+    def close(self) -> torch.Tensor:
+        """Return the sums of the document that goes on, as one row or none, and end it."""
+        sums = self.open[None] if self.document is not None else self.open[None][:0]
+        self.open, self.document = torch.zeros_like(self.open), None
+        return sums
 
 
 class Tally:
@@ -67,10 +135,17 @@ class Tally:
     A control that is other than 0 in fewer than 32 clusters has the coefficient 0, and of the rest, all but the first
     N / 16 have.
 
+    The last r controls may be measured from means that are estimates themselves, those of a pool
+    (`isoloss.measures.flatness.pool.Pool`). With n_b the sequences of cluster b, R moves by
+    g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^2 times the variance of each
+    mean joins the squared error. These controls are left out where the pool has fewer than twice as many sequences as
+    the clusters, and where Hotelling's T^2 says that the clusters were not drawn as the pool was (chance below 1e-9).
+
     Args:
         num_parameters: K.
-        num_controls: C, which may be 0.
+        num_controls: C - r, which may be 0.
         groups: The group of each parameter, from 0 to G - 1; None: there are no groups.
+        pool: How well the means of r further controls are known; None: there are none.
 
     Example:
         >>> tally = Tally(num_parameters=2, num_controls=0)
@@ -80,19 +155,27 @@ class Tally:
         (2.0, [1.6666666666666667, 0.3333333333333333], 0.5774)
     """
 
-    def __init__(self, num_parameters: int, num_controls: int, groups: Sequence[int] | None = None) -> None:
-        self._rows = [torch.zeros(0, 3 + num_controls, dtype=torch.float64)]  # fold, a, m, d of closed clusters
+    def __init__(
+        self,
+        num_parameters: int,
+        num_controls: int,
+        groups: Sequence[int] | None = None,
+        pool: PoolMeans | None = None,
+    ) -> None:
+        self._pool = pool or PoolMeans(torch.zeros(0, dtype=torch.float64), 0)
+        num_controls += len(self._pool.variances)
+        # fold, a, n, m, d of closed clusters
+        self._rows = [torch.zeros(0, _CONTROLS + num_controls, dtype=torch.float64)]
         # by fold and parameter: the sums of a, a^2, a m, a d
         self._moments = torch.zeros(FOLDS, 3 + num_controls, num_parameters, dtype=torch.float64)
         self._groups = torch.tensor(groups or [], dtype=torch.int64)
         size = int(self._groups.max()) + 1 if groups else 0
         self._group_moments = torch.zeros(FOLDS, 3 + num_controls, size, dtype=torch.float64)
-        self._open = torch.zeros(num_parameters + 1 + num_controls, dtype=torch.float64)  # a by parameter, m, d
-        self._document: int | None = None  # of the open cluster; None: there is none
+        self._clusters = Clusters(num_parameters + 2 + num_controls)  # a by parameter, n, m, d
 
     def __len__(self) -> int:
         """Return the number of clusters, the open one included."""
-        return sum(len(rows) for rows in self._rows) + (self._document is not None)
+        return sum(len(rows) for rows in self._rows) + (self._clusters.document is not None)
 
     def add(
         self,
@@ -109,61 +192,53 @@ class Tally:
             controls: (n, C), each with expectation 0.
             documents: (n,) ids: consecutive sequences of one id are one cluster. None: each is its own.
         """
-        rows = torch.cat([square_norms.double(), positions.double()[:, None], controls.double()], dim=1).cpu()
-        if documents is None:
-            self._close()
-            self._record(rows)
-            return
-        for document, row in zip(documents.tolist(), rows, strict=True):
-            if document != self._document:
-                self._close()
-                self._document = document
-            self._open += row
-
-    def _close(self) -> None:
-        if self._document is not None:
-            self._record(self._open[None])
-            self._open = torch.zeros_like(self._open)
-            self._document = None
+        ones = torch.ones(len(positions), 1, dtype=torch.float64)
+        values = square_norms.double().cpu(), ones, positions.double()[:, None].cpu(), controls.double().cpu()
+        self._record(self._clusters.add(torch.cat(values, dim=1), documents))
 
     def _record(self, rows: torch.Tensor) -> None:
-        first, parameters = len(self), self._moments.shape[2]
+        first, parameters = sum(len(known) for known in self._rows), self._moments.shape[2]
         folds = torch.arange(first, first + len(rows)) % FOLDS
         a, rest = rows[:, :parameters], rows[:, parameters:]
         self._rows.append(torch.cat([folds[:, None].double(), a.sum(dim=1, keepdim=True), rest], dim=1))
-        _add_moments(self._moments, folds, a, rest)
+        _add_moments(self._moments, folds, a, rest[:, 1:])
         if len(self._groups):
             by_group = torch.zeros(len(a), self._group_moments.shape[2], dtype=torch.float64)
-            _add_moments(self._group_moments, folds, by_group.index_add_(1, self._groups, a), rest)
+            _add_moments(self._group_moments, folds, by_group.index_add_(1, self._groups, a), rest[:, 1:])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything as tensors, from which `from_state` goes on."""
         self._rows = [torch.cat(self._rows)]
-        document = torch.tensor([self._document is not None, self._document or 0])
+        document = self._clusters.document
         return {
             "rows": self._rows[0],
             "moments": self._moments,
             "groups": self._groups,
             "group_moments": self._group_moments,
-            "open": self._open,
-            "document": document,
+            "open": self._clusters.open,
+            "document": torch.tensor([document is not None, document or 0]),
+            "pool_variances": self._pool.variances,
+            "pool_sequences": torch.tensor(self._pool.num_sequences),
         }
 
     @classmethod
     def from_state(cls, state: dict[str, torch.Tensor]) -> Tally:
         """Return the tally that `state` described."""
-        tally = cls(state["moments"].shape[2], state["rows"].shape[1] - 3, state["groups"].tolist())
-        tally._rows, tally._moments, tally._open = [state["rows"]], state["moments"].clone(), state["open"].clone()
+        pool = PoolMeans(state["pool_variances"], int(state["pool_sequences"]))
+        num_controls = state["rows"].shape[1] - _CONTROLS - len(pool.variances)
+        tally = cls(state["moments"].shape[2], num_controls, state["groups"].tolist(), pool)
+        tally._rows, tally._moments = [state["rows"]], state["moments"].clone()
         tally._group_moments = state["group_moments"].clone()
+        tally._clusters.open = state["open"].clone()
         is_open, document = state["document"].tolist()
-        tally._document = document if is_open else None
+        tally._clusters.document = document if is_open else None
         return tally
 
     @classmethod
     def merged(cls, parts: list[Tally]) -> Tally:
         """Return the tally of several processes, none of which shares a cluster with another."""
         for part in parts:
-            part._close()
+            part._record(part._clusters.close())
         states = [part.state() for part in parts]
         joined = cls.from_state(states[0])
         joined._rows = [state["rows"] for state in states]
@@ -177,36 +252,71 @@ class Tally:
         Raises:
             IsolossError: There are fewer than two clusters.
         """
-        self._close()
+        self._record(self._clusters.close())
         rows = torch.cat(self._rows)
         n = len(rows)
         if n < 2:
             raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {n}")
-        folds, m, d = rows[:, 0].long(), rows[:, 2], rows[:, 3:]
+        folds, sequences, m, d = rows[:, 0].long(), rows[:, 2], rows[:, 3], rows[:, _CONTROLS:]
         total, correction = float(m.sum()), n / (n - 1)
-        used = (d != 0).sum(dim=0) >= _FEWEST
-        d = d * (used & (used.cumsum(dim=0) <= n // _CLUSTERS_A_CONTROL))
+        used, unlike = self._used(sequences, d)
+        d, of_pool = d * used, d.shape[1] - len(self._pool.variances)
+        by_fold = torch.zeros(FOLDS, dtype=torch.float64).index_add_(0, folds, sequences)
 
-        def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            """Return the coefficients (F, C, K), the ratios (K,) and their errors."""
+        def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+            """Return the coefficients (F, C, K), the slopes (r, K), the ratios (K,) and their errors."""
             sums = _Sums.of(folds, m, d, moments)
             beta = _coefficients(sums)
             ratios = (sums.a - (beta * sums.d[:, :, None]).sum(dim=1)).sum(dim=0) / total
-            return beta, ratios, (correction * sums.square_residuals(beta, ratios)).sqrt() / total
+            slopes = (by_fold[:, None, None] * beta[:, of_pool:]).sum(dim=0) / total
+            squares = correction * sums.square_residuals(beta, ratios) / total**2
+            return beta, slopes, ratios, (squares + self._pool.variances @ slopes.square()).sqrt()
 
-        beta, ratios, errors = split(self._moments)
-        _, by_group, by_group_stderr = split(self._group_moments)
+        beta, slopes, ratios, errors = split(self._moments)
+        _, _, by_group, by_group_stderr = split(self._group_moments)
         value = math.fsum(ratios.tolist())
         residuals = rows[:, 1] - (beta.sum(dim=2)[folds] * d).sum(dim=1) - value * m
+        of_means = slopes.sum(dim=1) * self._pool.variances.sqrt()
+        influence = torch.cat([residuals * (n / total), of_means * math.sqrt(n * (n - 1))])
         return Shares(
             value=value,
-            stderr=math.sqrt(correction * float(residuals.square().sum())) / total,
+            stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1))),
             by_parameter=ratios,
             by_parameter_stderr=errors,
-            influence=residuals * (n / total),
+            influence=influence,
             by_group=by_group,
             by_group_stderr=by_group_stderr,
+            clusters=n,
+            pool_directions=int(used[of_pool:].sum()),
+            unlike_pool=unlike,
         )
+
+    def _used(self, sequences: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Return which controls (C,) have coefficients, and whether those of the pool have none for their means."""
+        known = d.shape[1] - len(self._pool.variances)
+        used = (d != 0).sum(dim=0) >= _FEWEST
+        used[known:] &= self._pool.num_sequences >= _FEWEST_OF_POOL * float(sequences.sum())
+        used &= used.cumsum(dim=0) <= len(d) // _CLUSTERS_A_CONTROL
+        chosen = used[known:]
+        unlike = _chance(sequences, d[:, known:][:, chosen], self._pool.variances[chosen]) < _UNLIKE
+        used[known:] &= not unlike
+        return used, unlike
+
+
+def _chance(sequences: torch.Tensor, d: torch.Tensor, variances: torch.Tensor) -> float:
+    """Return the chance that the mean of d (N, r) over the sequences is as far from 0 as it is; of r = 0 it is 1.
+
+    By Hotelling's T^2, which is close to chi-squared where N is much more than r: there are at least 16 r clusters.
+    """
+    n, total, directions = len(d), float(sequences.sum()), d.shape[1]
+    if not directions:
+        return 1.0
+    mean = d.sum(dim=0) / total
+    residuals = d - sequences[:, None] * mean
+    covariance = residuals.T @ residuals * (n / (n - 1) / total**2) + torch.diag(variances)
+    square = float(mean @ torch.linalg.solve(covariance, mean))
+    half = torch.tensor([directions / 2, square / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def _add_moments(moments: torch.Tensor, folds: torch.Tensor, a: torch.Tensor, rest: torch.Tensor) -> None:
