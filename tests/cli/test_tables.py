@@ -1,12 +1,15 @@
 """Tables and claims on terminals of some width, and piped."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from isoloss.cli import common, ls, study
+from isoloss.config import PCFGConfig, TrainConfig
 from isoloss.estimate import Estimate
 from isoloss.report.claims import Claim, ClaimResult, Verdict, judged
+from isoloss.runs import Run
 from isoloss.studies.study import Summary, SummaryTable
 
 COLUMNS = ("run", "step", "KL (nats/token)", "trace (nats/token)", "root (accuracy, %)", "prefix-4 (accuracy, %)")
@@ -92,6 +95,25 @@ def test_long_text_folds_before_numbers_part(capsys, monkeypatch):
     assert sum(line.startswith("parameter") for line in narrow) == 1  # no number fits beside the whole name
 
 
+def test_numbers_part_beside_names_of_many_words(capsys, monkeypatch):
+    names = [f"adamw-d{width}/checkpoints/step-16000" for width in (16, 32)]
+    columns = ("", "loss", "trace", "95 % interval", "ratio of traces", "95 % interval of that")
+    rows = [(" less ".join(names), "-0.0027 ± 0.0068", "16.8 ± 1.2", "14.5 to 19.2", "1.476", "1.411 to 1.545")]
+    lines = printed(capsys, monkeypatch, 80, lambda: common.print_table("t", columns, rows, left=1))
+    assert max(map(len, lines)) <= 80
+    first, second = (re.split(r"\s{2,}", line.strip()) for line in lines if line.startswith(names[0]))
+    assert first[1:] == list(rows[0][1:4])
+    assert second[1:] == list(rows[0][4:])
+    assert sum(line.split()[-1:] == [names[1]] for line in lines) == 2
+
+
+def test_a_wide_number_does_not_fold_as_text_does(capsys, monkeypatch):
+    number = "0.041250 ± 0.000740 nats per token"
+    rows = [("r", number, number)]
+    lines = printed(capsys, monkeypatch, 70, lambda: common.print_table("t", ("run", "a", "b"), rows))
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("r ")] == [number, number]
+
+
 def test_sizes_are_numbers(capsys, monkeypatch):
     lines = printed(capsys, monkeypatch, 80, lambda: ls.main(["sizes"]))
     rows = [line.split() for line in lines if line.startswith("d1920 ")]
@@ -108,6 +130,84 @@ def test_a_table_with_room_or_in_a_pipe_is_one(capsys, monkeypatch, columns):
         assert re.split(r"\s{2,}", line.strip()) == list(row)
     if columns is None:
         assert lines == [line.rstrip() for line in lines]
+
+
+# --- tables of text alone
+
+
+def below(lines, name):
+    """All that stands in the rows of this name, a line a table."""
+    return [line.removeprefix(name).strip() for line in lines if re.match(rf"{re.escape(name)}(\s|$)", line)]
+
+
+@pytest.mark.parametrize("columns", [80, 60, 40])
+@pytest.mark.parametrize("what", ["languages", "models", "tasks", "measures", "studies"])
+def test_no_word_of_a_list_is_torn(capsys, monkeypatch, what, columns):
+    lines = printed(capsys, monkeypatch, columns, lambda: ls.main([what]))
+    assert max(map(len, lines)) <= columns
+    whole = printed(capsys, monkeypatch, None, lambda: ls.main([what]))
+    assert set(" ".join(lines).split()) == set(" ".join(whole).split())
+
+
+def test_models_part_and_keep_their_ranges(capsys, monkeypatch):
+    lines = printed(capsys, monkeypatch, 80, lambda: ls.main(["models"]))
+    headings = [re.split(r"\s{2,}", line.strip()) for line in lines if line.startswith("architecture")]
+    assert headings == [
+        ["architecture", "objective", "sizes", "parameters"],
+        ["architecture", "AdamW in float32", "what"],
+    ]
+    counts, memory = below(lines, "bert")
+    assert re.split(r"\s{2,}", counts) == ["masked", "d16 to d1920", "524,570 to 947,813,562"]
+    assert memory.startswith("0.01 GB to 15.17 GB  BERT: ")
+
+
+def test_runs_keep_their_paths(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    paths = [Path("runs", "x" * width) for width in (10, 45)]
+    for path in paths:
+        Run(path).create(TrainConfig(language=PCFGConfig()))
+    lines = printed(capsys, monkeypatch, 80, lambda: ls.main(["runs"]))
+    assert max(map(len, lines)) <= 80
+    for path in paths:
+        found = [re.split(r"\s{2,}", row) for row in below(lines, str(path))]
+        assert found == [["bert d64", "pcfg", "1000"], ["step 0", "0"]]
+
+
+def test_a_plan_has_each_command_on_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "same-loss"]))
+    assert max(map(len, lines)) <= 80
+    run = "runs/same-loss-laptop/runs/adamw-d16"
+    assert below(lines, "train adamw-d16") == ["to do", f"isoloss train {run}"]
+    assert below(lines, "measure adamw-d16") == ["to do  train adamw-d16", f"isoloss eval {run}"]
+
+
+def test_a_plan_in_a_deep_folder_is_a_list(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    folder = "x" * 58
+    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "same-loss", "--folder", folder]))
+    assert max(map(len, lines)) <= 80
+    assert lines[1:9] == [
+        "train adamw-d16",
+        "  state: to do",
+        "  command: isoloss train",
+        f"    {folder}/runs/adamw-d16",
+        "measure adamw-d16",
+        "  state: to do",
+        "  after: train adamw-d16",
+        "  command: isoloss eval",
+    ]
+
+
+def test_text_shares_what_room_there_is(capsys, monkeypatch):
+    sentence = "a word or two and some more to fold"
+    rows = [("first", sentence, "short", sentence)]
+    lines = printed(capsys, monkeypatch, 66, lambda: common.print_table("t", ("a", "b", "c", "d"), rows, key=1))
+    assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:]] == [
+        ["a", "b", "c", "d"],
+        ["first", "a word or two and some", "short", "a word or two and some"],
+        ["more to fold", "more to fold"],
+    ]
 
 
 # --- a study's summary

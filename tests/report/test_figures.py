@@ -6,6 +6,7 @@ import sys
 import matplotlib as mpl
 import polars as pl
 import pytest
+from notes import note_of
 
 from isoloss.errors import IsolossError
 from isoloss.report import figures
@@ -72,6 +73,22 @@ def test_what_is_drawn_is_the_table(table):
         [0.11 - 1.96 * 0.0012, 0.11 + 1.96 * 0.0012], 1e-4
     )
     assert vertical.get_segments()[0][:, 1].tolist() == pytest.approx([55 - 1.96 * 0.6, 55 + 1.96 * 0.6], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("scatter_pair", "Bars: 95 % confidence intervals"),
+        ("curves", "Bars and bands: 95 % confidence intervals"),
+        ("sizes", "Bars: 95 % confidence intervals; lines: a group's means"),
+    ],
+)
+def test_a_figure_says_what_its_bars_are(table, name, text):
+    assert note_of(draw(name, table)) == text
+
+
+def test_the_note_has_room_in_a_single_panel(table):
+    assert note_of(figures.sizes(table, (KL,))).startswith("Bars: 95 %")
 
 
 def test_panels_of_one_vertical_measure_share_and_name_it_once(table):

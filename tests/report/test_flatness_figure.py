@@ -1,6 +1,7 @@
 """The figure of a comparison: what stands where, and files that are the same bytes every time."""
 
 import pytest
+from notes import note_of
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
@@ -31,6 +32,21 @@ def test_each_model_is_a_point_with_its_intervals():
     assert horizontal[:, 0].tolist() == pytest.approx(list(estimate(3.0, 0.1).ci95))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["m0", "second"]
     assert ax.get_yscale() == "linear"
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_it_says_what_its_bars_are(count):
+    assert note_of(trace_against_loss(comparison(*range(10, 10 + count)))) == "Bars: 95 % confidence intervals"
+
+
+@pytest.mark.parametrize("folders", ["runs/first", "runs/" + 8 * "a-name-as-long-as-some-are/"])
+def test_long_names_stay_in_the_figure(folders):
+    found = comparison(10.0, 12.0, 14.0, 15.0)
+    names = {model.name: f"{folders}/{model.name}/checkpoints/step-16000" for model in found.models}
+    figure = trace_against_loss(found, names)
+    assert note_of(figure).startswith("Bars: ")
+    texts = [text.get_text().replace("\n", "") for text in figure.legends[0].get_texts()]
+    assert texts == list(names.values())
 
 
 def test_far_apart_traces_get_a_logarithmic_axis():

@@ -1,6 +1,7 @@
 """The figures of the theory's programs: what stands where."""
 
 import pytest
+from notes import note_of
 
 from isoloss.report.flatness import save
 from isoloss.report.theory import bartlett_gap, bracket_solutions, sgd_and_flow
@@ -19,6 +20,10 @@ def test_the_gap_over_the_kl(tmp_path):
     points = ax.containers[0].lines[0].get_xydata().tolist()
     assert points == [[row.kl_nats, row.gap] for row in rows]
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    bars = ax.containers[1].lines[2][0].get_segments()[0]
+    other = next(row for row in found.rows if row.model != "softmax" and row.radius > 0)
+    assert bars[:, 1].tolist() == pytest.approx([other.gap - other.gap_stderr, other.gap + other.gap_stderr])
+    assert note_of(figure) == "Bars: standard errors"
     save(figure, tmp_path / "gap.pdf")
     assert (tmp_path / "gap.pdf").read_bytes().startswith(b"%PDF")
 
@@ -41,6 +46,7 @@ def test_sgd_beside_the_flow(tmp_path):
         texts = [label.get_text() for label in right.get_legend().get_texts()]
         assert texts == [f"eta = {settings.step_sizes[0]:g}", f"eta = {eta:g}", "eta to 0"]
         assert left.get_title() == settings.model.name
+    assert note_of(figure) == "Bars: standard errors"
     save(figure, tmp_path / "flow.png")
 
 
@@ -57,6 +63,6 @@ def test_solutions_of_the_brackets(tmp_path):
     assert right.lines[0].get_xydata().tolist() == [[4, 32], [6, 132]]
     assert right.containers[2].lines[0].get_xydata().tolist() == [[4, 32], [6, 132]]
     assert (middle.get_yscale(), right.get_yscale(), left.get_yscale()) == ("log", "log", "linear")
-    figure.canvas.draw()
+    assert note_of(figure).startswith("Bars: standard errors; coloured lines in the middle: ")
     assert not any("$" in label.get_text() for ax in figure.axes for label in ax.get_yticklabels())
     save(figure, tmp_path / "brackets.svg")

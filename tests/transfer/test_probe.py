@@ -16,8 +16,9 @@ from isoloss.errors import IsolossError
 from isoloss.languages.pcfg import PCFG
 from isoloss.models.bert import build
 from isoloss.transfer.convex import fit
+from isoloss.transfer.convex_probe import _folds
 from isoloss.transfer.features import extract
-from isoloss.transfer.probe import _folds, linear_probe, probe_task
+from isoloss.transfer.probe import linear_probe, probe_task
 from isoloss.transfer.results import TransferResult
 from isoloss.transfer.stored_features import store
 from isoloss.transfer.tasks import make_task

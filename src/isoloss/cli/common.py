@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -35,7 +36,8 @@ WIDEST = 100  # columns of a line of prose; a narrower terminal decides
 ROOMY = 100  # columns of a terminal below which progress has no bar
 NARROW = 80  # and below which it leaves out what follows a comma
 FIGURES = (".png", ".svg", ".pdf")
-LEAST_TEXT = 24  # columns in which the text of a table may fold, so that its numbers stay side by side
+LEAST_TEXT = 24  # columns in which the text of a table may fold, so that its columns stay side by side
+GAP = 2  # columns between those of a table
 LINE_EVERY_SECONDS = 30.0  # how often progress writes a line where there is no terminal
 
 
@@ -129,12 +131,17 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> None:
-    """Print a table; the first `left` columns are text, the others numbers.
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1, key: int | None = None
+) -> None:
+    """Print a table; the first `left` columns are text, the others numbers. With `key`, all are text.
 
     Where a terminal is too narrow, headings fold, then long text; if that is not enough the numbers go into several
-    tables with the text in each. Piped output is not cut to a width.
+    tables with the text in each. With `key`, text folds between words only and parts into several tables with the first
+    `key` columns in each; where a word has no room even so, every row becomes a list. Piped output is not cut to a
+    width.
     """
+    left = left if key is None else len(columns)
     cells = [[str(cell) for cell in row] for row in rows]
     console: Console = _Output()
     whole = _table(columns, cells, left)
@@ -148,40 +155,77 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     if _width(whole) <= console.width:
         console.print(whole)
     else:
-        folded = [_folded(heading, [row[place] for row in cells]) for place, heading in enumerate(columns)]
-        _print_parts(console, folded, cells, left)
+        _print_folded(console, columns, cells, left, key)
 
 
-def _print_parts(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> None:
-    """Print as few tables as hold all numbers, the text in each; one alone where there is room for folded text."""
+def _print_folded(
+    console: Console, columns: Sequence[str], cells: Sequence[Sequence[str]], left: int, key: int | None
+) -> None:
+    """Print a table that is wider than the terminal: folded, parted or as a list."""
+    folded = [_folded(heading, [row[place] for row in cells]) for place, heading in enumerate(columns)]
+    room = console.width - _width(_table(["", *folded[left:]], [["", *row[left:]] for row in cells], 1))
+    is_one = key is None and (left == 0 or (left == 1 and room >= LEAST_TEXT))
+    if not is_one and (parts := _parts(console.width, folded, cells, left, left if key is None else key)):
+        for index, part in enumerate(parts):
+            if index:
+                console.print()
+            console.print(part)
+    elif key is None:
+        console.print(_table(folded, cells, left))
+    else:
+        _print_list(columns, cells)
 
-    def part(places: Sequence[int]) -> Table:
-        chosen = [*range(left), *places]
-        return _table([columns[i] for i in chosen], [[row[i] for i in chosen] for row in rows], left)
 
-    def fits(places: Sequence[int]) -> bool:
-        return _width(part(places)) <= console.width
+def _parts(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, key: int) -> list[Table]:
+    """Return as few tables as leave text readable and numbers whole, the first `key` columns in each.
 
-    numbers = range(left, len(columns))
-    room = console.width - _width(_table([""] + [columns[i] for i in numbers], [["", *row[left:]] for row in rows], 1))
-    if left == 0 or (left == 1 and room >= LEAST_TEXT) or not all(fits([place]) for place in numbers):
-        console.print(part(numbers))
-        return
-    parts: list[list[int]] = [[]]
-    for place in numbers:
-        if not fits([*parts[-1], place]):
-            parts.append([])
+    There are none if a word or a number would be torn.
+    """
+    sizes = [_measure(_table([heading], [[row[i]] for row in rows], 1)) for i, heading in enumerate(columns)]
+    sizes[left:] = [Measurement(size.maximum, size.maximum) for size in sizes[left:]]
+    parts = [[*range(key)]]
+    for place in range(key, len(columns)):
+        wanted = [min(sizes[i].maximum, max(sizes[i].minimum, LEAST_TEXT)) for i in (*parts[-1], place)]
+        if len(parts[-1]) > key and sum(wanted) + GAP * (len(wanted) - 1) > width:
+            parts.append([*range(key)])
         parts[-1].append(place)
-    for index, places in enumerate(parts):
-        if index:
-            console.print()
-        console.print(part(places))
+    shares = [_shares([sizes[i] for i in part], width - GAP * (len(part) - 1)) for part in parts]
+    if not all(shares):
+        return []
+    return [
+        _table([columns[i] for i in part], [[row[i] for i in part] for row in rows], left, share)
+        for part, share in zip(parts, shares, strict=True)
+    ]
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Table:
+def _shares(sizes: Sequence[Measurement], room: int) -> list[int]:
+    """Return the width of each column: no less than its longest word, as equal as may be; none if there is no room."""
+    widths = [size.minimum for size in sizes]
+    if sum(widths) > room:
+        return []
+    for _ in range(room - sum(widths)):
+        folding = [i for i, size in enumerate(sizes) if widths[i] < size.maximum]
+        if folding:
+            widths[min(folding, key=widths.__getitem__)] += 1
+    return widths
+
+
+def _print_list(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print each row below its first cell, a line a column; what is empty is left out."""
+    for first, *others in rows:
+        say_wrapped(first)
+        for heading, cell in zip(columns[1:], others, strict=True):
+            if cell:
+                say_wrapped(f"{heading}: {cell}", indent=2)
+
+
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, widths: Sequence[int] | None = None
+) -> Table:
     table = Table(header_style="bold", box=None, pad_edge=False)
     for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < left else "right", overflow="fold")
+        width = None if widths is None else widths[place]
+        table.add_column(column, justify="left" if place < left else "right", overflow="fold", width=width)
     for row in rows:
         table.add_row(*map(_escape, row))
     return table
@@ -189,7 +233,12 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> 
 
 def _width(table: Table) -> int:
     """The columns of a terminal in which nothing of the table folds."""
-    return Console(width=10_000).measure(table).maximum
+    return _measure(table).maximum
+
+
+def _measure(table: Table) -> Measurement:
+    """The columns of a terminal in which no word of the table is torn (minimum), and in which nothing of it folds."""
+    return Console(width=10_000).measure(table)
 
 
 def _folded(heading: str, cells: Sequence[str]) -> str:

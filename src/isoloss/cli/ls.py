@@ -24,6 +24,7 @@ What = Literal["all", "languages", "models", "sizes", "tasks", "measures", "stud
 VOCABULARY, LENGTH = 30_522, 128  # that sizes are given for: BERT's vocabulary, and its usual sequences
 TRAINING_BYTES = 16  # a parameter's value, gradient and AdamW's two moments, in float32
 MEMORY = "AdamW in float32"
+KEYS = {"sizes": None, "studies": 2}  # columns that name a row of text; where it is not one
 COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 
 
@@ -57,11 +58,11 @@ def main(arguments: list[str]) -> int:
         return 0
     for name, rows in chosen.items():
         if not rows:
-            common.say(f"{name}: none in {args.folder}")
+            common.say_wrapped(f"{name}: none in {args.folder}")
             continue
         title = f"{name} ({COUNTED})" if name in ("models", "sizes") else name
         cells = [["" if value is None else value for value in row.values()] for row in rows]
-        common.print_table(title, list(rows[0]), cells, left=1 if name == "sizes" else len(rows[0]))
+        common.print_table(title, list(rows[0]), cells, key=KEYS.get(name, 1))
         common.say("")
     return 0
 
@@ -144,7 +145,7 @@ def _studies() -> list[Row]:
     from isoloss.studies import STUDIES, find
 
     return [
-        {"study": name, "what": text, "scale": scale, "size": size.text}
+        {"study": name, "scale": scale, "what": text, "size": size.text}
         for name, text in STUDIES.items()
         for scale, size in find(name).scales.items()
     ]

@@ -69,11 +69,12 @@ def _status(args: Args, study: Study, folder: Path) -> int:
             (unit.name, state, ", ".join(unit.after), _command(unit.arguments))
             for unit, state in zip(units, states, strict=True)
         ]
-        common.print_table(f"{args.name} at scale {args.scale}", ("unit", "state", "after", "command"), cells, left=4)
+        columns = ("unit", "state", "after", "command")
+        common.print_table(f"{args.name} at scale {args.scale}", columns, cells, key=1)
     else:
         lines = [(unit.name, state) for unit, state in zip(units, states, strict=True)]
         common.print_table(str(folder), ("unit", "state"), lines, left=2)
-    common.say(f"{states.count('done')} of {len(units)} units done in {folder}")
+    common.say_wrapped(f"{states.count('done')} of {len(units)} units done in {folder}")
     return 0
 
 

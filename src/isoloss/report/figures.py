@@ -44,6 +44,7 @@ _RC: dict[Any, Any] = {
     "savefig.dpi": 200,
 }
 _PANEL = (3.1, 2.6)  # inches
+_FOOT = 0.35  # inches, of the note
 
 
 def scatter_pair(
@@ -82,6 +83,7 @@ def scatter(table: pl.DataFrame, axes: Sequence[tuple[Measure, Measure]], *, sty
             _x_axis(ax, across, own[across])
             _y_axis(ax, up, ends[up], titled=data.titled(axes, i))
         _legend(figure, style)
+        _note(figure, "Bars: 95 % confidence intervals")
     return figure
 
 
@@ -112,6 +114,7 @@ def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None
             ax.set_xlabel("Step")
             _y_axis(ax, measure, ends[measure])
         _legend(figure, style)
+        _note(figure, "Bars and bands: 95 % confidence intervals")
     return figure
 
 
@@ -136,6 +139,7 @@ def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None 
             ax.set_xlabel("Parameters")
             _y_axis(ax, measure, ends[measure])
         _legend(figure, style)
+        _note(figure, "Bars: 95 % confidence intervals; lines: a group's means")
     return figure
 
 
@@ -180,7 +184,7 @@ def _style() -> Iterator[None]:
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
     columns = data.columns(count)
     rows = -(-count // columns)
-    figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows + 0.4))
+    figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows + _FOOT))
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", wspace=0.05, hspace=0.06)
     axes = [figure.add_subplot(rows, columns, i + 1) for i in range(count)]
@@ -242,4 +246,20 @@ def _legend(figure: Figure, style: Style) -> None:
     if len(style.markers) > 1:
         for name, (_, marker) in style.markers.items():
             entries.append(Line2D([], [], color="#444444", marker=marker, linestyle="none", label=name))
-    figure.legend(handles=entries, loc="outside upper left", ncols=data.columns(len(entries), 6), frameon=False)
+    _legend_above(figure, data.columns(len(entries), 6), handles=entries)
+
+
+def _legend_above(figure: Figure, most: int, **entries: Any) -> None:
+    """Put the legend above the panels, in as many columns, at most `most`, as have room; the figure grows by it."""
+    for columns in range(most, 0, -1):
+        legend = figure.legend(loc="outside upper left", ncols=columns, frameon=False, **entries)
+        place = legend.get_window_extent()
+        if columns == 1 or place.width <= figure.bbox.width:
+            break
+        legend.remove()
+    figure.set_figheight(figure.get_figheight() + place.height / figure.dpi)
+
+
+def _note(figure: Figure, text: str) -> None:
+    """Say below the panels what their bars, bands and lines are."""
+    figure.supxlabel(text, x=0.99, ha="right", fontsize=7, color="#555555")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from isoloss.measures.flatness.compare import Comparison
 from isoloss.report import figures
 from isoloss.report.data import COLOURS, MARKERS, TRACE
 
-_SIZE = (4.6, 3.4)  # inches
+_SIZE = (4.6, 3.2)  # inches, without the legend
+_NAME = 50  # letters of a name on a line, such as fit the figure
 _WIDE = 4.0  # ratio of the largest trace to the smallest, from which the axis is logarithmic
 _METADATA: dict[str, dict[str, Any]] = {  # no clock and no version in the files
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
@@ -55,14 +57,15 @@ def trace_against_loss(found: Comparison, names: Mapping[str, str] | None = None
                 markersize=6,
                 markeredgecolor="white",
                 markeredgewidth=0.6,
-                label=labels[model.name],
+                label=textwrap.fill(labels[model.name], _NAME),
             )
         ax.margins(0.12)
         ax.set_xlabel("Loss (nats per token)")
         ax.set_ylabel(TRACE.axis_title)
         if max(traces) > _WIDE * min(traces):
             _logarithmic(ax)
-        figure.legend(loc="outside upper left", ncols=min(len(traces), 3), frameon=False)
+        figures._legend_above(figure, min(len(traces), 3))
+        figures._note(figure, "Bars: 95 % confidence intervals")
     return figure
 
 

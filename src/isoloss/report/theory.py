@@ -19,6 +19,7 @@ from isoloss.theory.bracket_language import study
 from isoloss.theory.bracket_language.heads import sign_missing
 from isoloss.theory.sgd_flow.study import Result, Settings
 
+_BARS = "Bars: standard errors"
 _ERRORS: dict[str, Any] = {"elinewidth": 0.8, "markersize": 4.5}
 
 
@@ -29,7 +30,7 @@ def bartlett_gap(found: bartlett.Result) -> Figure:
     """
     with figures._style():
         figure, (ax,) = figures._panels(1)
-        figure.set_size_inches(4.6, 3.4)
+        figure.set_size_inches(4.6, 3.2)
         rows = [row for row in found.rows if row.radius > 0]
         for place, name in enumerate(dict.fromkeys(row.model for row in rows)):
             own = [row for row in rows if row.model == name]
@@ -49,7 +50,8 @@ def bartlett_gap(found: bartlett.Result) -> Figure:
             _plain_powers(axis)
         ax.set_xlabel("KL from the true conditionals (nats per token)")
         ax.set_ylabel("|covariance - Hessian| / |Hessian|")
-        figure.legend(loc="outside upper left", ncols=3, frameon=False)
+        figures._legend_above(figure, 3)
+        figures._note(figure, _BARS)
     return figure
 
 
@@ -63,6 +65,7 @@ def sgd_and_flow(found: Sequence[tuple[Settings, Result]]) -> Figure:
         for (settings, result), left, right in zip(found, axes[::2], axes[1::2], strict=True):
             _traces(left, settings, result)
             _step_errors(right, settings, result)
+        figures._note(figure, _BARS)
     return figure
 
 
@@ -159,6 +162,7 @@ def bracket_solutions(found: study.Result) -> Figure:
         _plain_powers(right.yaxis)
         for ax in (left, middle, right):
             ax.legend()
+        figures._note(figure, f"{_BARS}; coloured lines in the middle: how probably a training set lacks a sign")
     return figure
 
 

@@ -18,7 +18,7 @@ from isoloss import seeds as streams
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.transfer.checks import check_labels
-from isoloss.transfer.convex import fit
+from isoloss.transfer.convex_probe import convex_probe
 from isoloss.transfer.features import Pooling, extract_to
 from isoloss.transfer.results import TransferResult, score
 from isoloss.transfer.stored_features import StoredFeatures, rows_at_once
@@ -27,7 +27,6 @@ from isoloss.transfer.tasks import TaskData
 Solver = Literal["adamw", "convex"]
 
 MEMORY_BYTES = 2**31  # of the features of a split that stay in memory
-FOLDS = 5  # of the training examples, to choose a strength by
 _METHODS = {"adamw": "linear probe, AdamW", "convex": "linear probe, convex"}
 
 
@@ -116,35 +115,25 @@ def linear_probe(
     _check_splits(train_x, train_y, test_x, test_y, num_classes)
     centre, scale = _centre_and_scale(train_x, where) if standardize else (torch.zeros((), device=where), 1.0)
     train_rows, test_rows = (_standardized(x, centre, scale) for x in (train_x, test_x))
-
-    settings: dict[str, Any] = {"standardize": standardize}
     if solver == "convex":
-        weight, bias, found = _convex(train_x, train_y, num_classes, regularisation, centre, scale, seed)
+        weight, bias, found = convex_probe(train_x, train_y, num_classes, regularisation, centre, scale, seed)
         weight, bias = weight.expand(seeds, -1, -1), bias.expand(seeds, -1, -1)
-        settings |= {"solver": solver, **found}
     else:
-        optimizer = {"learning_rate": learning_rate, "weight_decay": weight_decay}
-        generators = [streams.generator(seed, "probe", index) for index in range(seeds)]
-        weight, bias = _initial(generators, train_x.shape[1], num_classes, train_y.device)
-        _train(weight, bias, train_rows, train_y, generators, epochs=epochs, batch_size=batch_size, **optimizer)
-        settings |= {"epochs": epochs, **optimizer, "batch_size": batch_size, "seed": seed}
-
-    predictions = _predict(weight, bias, test_rows, len(test_y))
+        found = {"epochs": epochs, "learning_rate": learning_rate, "weight_decay": weight_decay}
+        found |= {"batch_size": batch_size, "seed": seed}
+        weight, bias = _adamw(train_rows, train_y, (seeds, num_classes, train_x.shape[1]), **found)
     train_accuracy = (_predict(weight, bias, train_rows, len(train_y)) == train_y).double().mean()
-    settings |= {
-        "train_accuracy": float(train_accuracy),
-        "num_train": len(train_y),
-        "num_features": train_x.shape[1],
-        "features": "in memory" if isinstance(train_x, torch.Tensor) else "in a file",
-        "num_classes": num_classes,
-        "device": train_y.device.type,
-    }
     return score(
-        predictions,
+        _predict(weight, bias, test_rows, len(test_y)),
         test_y,
         classes or [str(index) for index in range(num_classes)],
         method=_METHODS[solver],
-        settings=settings,
+        settings={
+            "standardize": standardize,
+            **found,
+            "train_accuracy": float(train_accuracy),
+            **_described(train_x, train_y, num_classes),
+        },
         bayes=bayes,
         seconds=time.perf_counter() - began,
     )
@@ -258,6 +247,31 @@ def _standardized(x: torch.Tensor | StoredFeatures, centre: torch.Tensor, scale:
     return lambda rows: (x[rows].to(centre) - centre) / scale
 
 
+def _adamw(
+    rows: Rows,
+    y: torch.Tensor,
+    shape: tuple[int, int, int],
+    *,
+    epochs: int,
+    learning_rate: float,
+    weight_decay: float,
+    batch_size: int,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights of `shape`, (S, C, D), and biases (S, 1, C): what AdamW makes of each seed's initial ones."""
+    num_seeds, num_classes, num_features = shape
+    generators = [streams.generator(seed, "probe", index) for index in range(num_seeds)]
+    weight, bias = _initial(generators, num_features, num_classes, y.device)
+    optimizer = torch.optim.AdamW([weight, bias], lr=learning_rate, weight_decay=weight_decay)
+    for _ in range(epochs):
+        orders = torch.stack([torch.randperm(len(y), generator=g) for g in generators]).to(y.device)
+        for start in range(0, len(y), batch_size):
+            chosen = orders[:, start : start + batch_size]
+            weight.grad, bias.grad = _gradients(weight, bias, rows(chosen), y[chosen])
+            optimizer.step()
+    return weight, bias
+
+
 def _initial(
     generators: list[torch.Generator], num_features: int, num_classes: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,97 +280,6 @@ def _initial(
     drawn = [torch.rand(num_classes, num_features + 1, generator=g) * (2 * bound) - bound for g in generators]
     stacked = torch.stack(drawn).to(device)
     return stacked[:, :, :-1].contiguous(), stacked[:, None, :, -1].contiguous()
-
-
-def _train(
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    rows: Rows,
-    y: torch.Tensor,
-    generators: list[torch.Generator],
-    *,
-    epochs: int,
-    batch_size: int,
-    learning_rate: float,
-    weight_decay: float,
-) -> None:
-    """Train the probes of all seeds by AdamW, in place; a seed's generator gives its order of the examples."""
-    optimizer = torch.optim.AdamW([weight, bias], lr=learning_rate, weight_decay=weight_decay)
-    for _ in range(epochs):
-        orders = torch.stack([torch.randperm(len(y), generator=g) for g in generators]).to(y.device)
-        for start in range(0, len(y), batch_size):
-            chosen = orders[:, start : start + batch_size]
-            weight.grad, bias.grad = _gradients(weight, bias, rows(chosen), y[chosen])
-            optimizer.step()
-
-
-def _convex(
-    train_x: torch.Tensor | StoredFeatures,
-    train_y: torch.Tensor,
-    num_classes: int,
-    regularisation: float | Sequence[float],
-    centre: torch.Tensor,
-    scale: float,
-    seed: int,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return the minimum's weights and intercepts, of centred and scaled features, and what there is to say of it."""
-    strengths = [regularisation] if isinstance(regularisation, float | int) else list(regularisation)
-    weight, bias, found = _minimum(train_x, train_y, num_classes, strengths, scale, seed)
-    # of the features as they are, and so of centred and scaled ones
-    bias = bias + (weight @ centre.double().expand(weight.shape[2])[:, None]).transpose(1, 2)
-    return (weight * scale).float(), bias.float(), found
-
-
-def _minimum(
-    x: torch.Tensor | StoredFeatures,
-    y: torch.Tensor,
-    num_classes: int,
-    strengths: list[float],
-    scale: float,
-    seed: int,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return weights (1, C, D) and biases (1, 1, C) of the convex probe in float64, and what was found.
-
-    They are of the features as they are, whose penalty is `scale` squared times that of scaled ones. A class of which
-    there is no training example has a bias of minus infinity.
-    """
-    present = torch.tensor(sorted(set(y.tolist())), device=y.device)
-    if len(present) < 2:
-        raise IsolossError(f"all {len(y)} training labels are {int(y[0])}: a convex probe needs two classes")
-    targets = torch.searchsorted(present, y)
-    folds = _folds(targets.cpu(), streams.generator(seed, "probe", "folds")) if len(strengths) > 1 else None
-    splits = [torch.ones(len(y), dtype=torch.bool)] + ([] if folds is None else [folds != k for k in range(FOLDS)])
-    found = fit(
-        x,
-        targets,
-        classes=len(present),
-        regularisation=[strength * scale**2 for strength in strengths],
-        splits=splits,
-        device=y.device,
-    )
-    best, details = 0, {}
-    if folds is not None:
-        right = found.predict(x)[1:] == targets  # (folds, R, n)
-        held_out = torch.stack([folds == k for k in range(FOLDS)])[:, None].to(right.device)
-        accuracies = ((right & held_out).sum(dim=(0, 2)).double() / held_out.sum()).tolist()
-        best = max(range(len(strengths)), key=lambda index: (accuracies[index], strengths[index]))
-        details = {"strengths": strengths, "held_out_accuracies": accuracies}
-    weight = torch.zeros(1, num_classes, x.shape[1], dtype=torch.float64, device=y.device)
-    bias = torch.full((1, 1, num_classes), -math.inf, dtype=torch.float64, device=y.device)
-    weight[0, present] = found.weights[0, best].T
-    bias[0, 0, present] = found.intercepts[0, best]
-    reached = {"objective_nats": float(found.objectives[0, best]), "gap_nats": float(found.gaps[0, best])}
-    return weight, bias, {"regularisation": strengths[best], **details, **reached}
-
-
-def _folds(y: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the fold of each example (n,), the classes spread evenly; a class's only example is held out in none."""
-    folds = torch.full_like(y, -1)
-    for label in sorted(set(y.tolist())):
-        members = (y == label).nonzero()[:, 0]
-        if len(members) > 1:
-            folds[members[torch.randperm(len(members), generator=generator)]] = torch.arange(len(members)) % FOLDS
-    return folds
 
 
 def _gradients(
@@ -380,6 +303,17 @@ def _predict(weight: torch.Tensor, bias: torch.Tensor, rows: Rows, count: int) -
         logits = (rows(slice(first, first + size)) @ stacked).view(-1, *weight.shape[:2]) + bias[:, 0]
         classes.append(logits.argmax(dim=2))
     return torch.cat(classes).T.contiguous()
+
+
+def _described(x: torch.Tensor | StoredFeatures, y: torch.Tensor, num_classes: int) -> dict[str, Any]:
+    """What an accuracy says of the examples it comes from."""
+    return {
+        "num_train": len(y),
+        "num_features": x.shape[1],
+        "features": "in memory" if isinstance(x, torch.Tensor) else "in a file",
+        "num_classes": num_classes,
+        "device": y.device.type,
+    }
 
 
 def _check_settings(counts: dict[str, int], learning_rate: float, weight_decay: float) -> None:
