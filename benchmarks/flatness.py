@@ -29,6 +29,7 @@ from flatness_contenders import (  # noqa: E402
     FISHER,
     OURS,
     PEERS,
+    POOLED,
     Contender,
     contenders,
     exact_trace,
@@ -162,6 +163,8 @@ def compare(key: str, workload: Workload, weights: Path, rounds: int, scale: flo
             found.remove(contender)
             continue
         rows[contender.name] = {"quantity": contender.quantity, **checked, **measured}
+    if OURS in rows and POOLED in rows:
+        check_pooled(rows[POOLED], rows[OURS])
     print(f"{workload.name}: timing", flush=True)
     seconds = turns(key, weights, found, rounds)
     return {
@@ -172,6 +175,13 @@ def compare(key: str, workload: Workload, weights: Path, rounds: int, scale: flo
         "missing": missing,
         "results": finish(rows, seconds, [c.name for c in found if not c.by_sequence]),
     }
+
+
+def check_pooled(row: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Compare the mean over fresh sequences with that on the same ones without a pool: it is of no fixed sequences."""
+    error = math.hypot(row["mean_stderr"], alone["mean_stderr"])
+    row |= {"check_mean": row["mean"], "check_stderr": row["mean_stderr"], "check_against": alone["mean"]}
+    row["agrees"] = abs(row["mean"] - alone["mean"]) <= SIGMAS * error
 
 
 def finish(
@@ -192,9 +202,10 @@ def finish(
         a / b for a, b in zip(seconds[ONE_BATCH], seconds[FLOOR], strict=True)
     )
     for row in rows.values():
-        row["ratio"] = row["seconds_to_1_percent"] / mine["seconds_to_1_percent"]
-        parts = [r["seconds_to_1_percent_stderr"] / r["seconds_to_1_percent"] for r in (row, mine)]
-        row["ratio_stderr"] = row["ratio"] * math.hypot(*parts)
+        for key, one in (("ratio", mine), ("ratio_to_pooled", rows[POOLED])):
+            row[key] = row["seconds_to_1_percent"] / one["seconds_to_1_percent"]
+            parts = [r["seconds_to_1_percent_stderr"] / r["seconds_to_1_percent"] for r in (row, one)]
+            row[f"{key}_stderr"] = row[key] * math.hypot(*parts)
         row["same_sequences_ratio"] = row["same_sequences_seconds"] / mine["same_sequences_seconds"]
     taken = seconds[FLOOR]
     floor_row = {"name": FLOOR, "seconds_a_sequence": statistics.median(taken), "rounds": len(taken)}

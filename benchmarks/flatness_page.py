@@ -14,8 +14,9 @@ _COLUMNS = (
     "over forward and backward",
     "spread of a sequence or call, %",
     "CPU s to 1 %",
-    "times ours",
-    "times ours, same sequences",
+    "times isoloss",
+    "times isoloss with a pool",
+    "times isoloss, same sequences",
     "peak memory, MiB",
     "over a training step's",
 )
@@ -29,7 +30,9 @@ def page(record: dict[str, Any]) -> str:
         "The spread is the standard deviation of one sequence's value over fresh sequences, in percent of the mean; "
         "for the libraries that take a batch as one, it is that of one call on a "
         'fresh batch. Time to 1 % is cost times (spread / 1 %)^2, on fresh sequences; "same sequences" counts the '
-        "noise of signs or labels alone. ± is one standard error over the repetitions. Memory is the peak of a process "
+        "noise of signs or labels alone. With a pool, further sequences are drawn and read for their tokens alone; the "
+        "time of both counts, and the mean is compared with that of isoloss without a pool, both over fresh sequences. "
+        "± is one standard error over the repetitions. Memory is the peak of a process "
         "of its own over that of the loaded model, on 64 sequences at once. A ratio is given only where the mean "
         "on the check's sequences is within 4 standard errors of the exact trace, or the quantity is another.",
     ]
@@ -64,10 +67,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
     if "peak_bytes" in row:
         memory = [f"{row['peak_bytes'] / 2**20:.0f}", f"{row['peak_over_training']:.2f}"]
     if "quantity" not in row:
-        return [row["name"], "", cost, "1", "", "", "", "", *memory]
+        return [row["name"], "", cost, "1", "", "", "", "", "", *memory]
     other = row["quantity"].endswith("another quantity")
     name = row["name"] + (f" ({row['quantity']})" if other else "")
-    checked = f"{row['check_mean']:.4g} ± {row['check_stderr']:.2g}, n={row['check_repeats']}"
+    against = f", against {row['check_against']:.4g}" if "check_against" in row else ""
+    checked = f"{row['check_mean']:.4g} ± {row['check_stderr']:.2g}{against}, n={row['check_repeats']}"
     spread = 100 * math.sqrt(row["relative_variance"])
     error = 100 * row["relative_variance_stderr"] / (2 * math.sqrt(row["relative_variance"]))
     cells = [
@@ -78,10 +82,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{spread:.3g} ± {error:.1g}, n={row['repeats']}x{row['sequences']}",
     ]
     if not (row["agrees"] or other):
-        return [*cells, "the mean is not the exact trace", "", "", *memory]
+        return [*cells, "the mean is not the exact trace", "", "", "", *memory]
     cells += [
         f"{row['seconds_to_1_percent']:.3g} ± {row['seconds_to_1_percent_stderr']:.1g}",
-        f"{row['ratio']:.3g} ± {row['ratio_stderr']:.1g}" if row["ratio"] != 1 else "1",
+        *(f"{row[k]:.3g} ± {row[f'{k}_stderr']:.1g}" if row[k] != 1 else "1" for k in ("ratio", "ratio_to_pooled")),
         f"{row['same_sequences_ratio']:.3g}" if math.isfinite(row["same_sequences_ratio"]) else "",
     ]
     return [*cells, *memory]
