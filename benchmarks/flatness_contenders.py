@@ -184,10 +184,8 @@ def contenders(*, causal: bool) -> tuple[list[Contender], list[str]]:
         Contender(POOLED, FISHER, 256 if causal else 512, True, pooled),
         Contender(PAPER, FISHER, 4 if causal else 16, True, paper(1)),
     ]
-    name, share = (
-        f"paper's estimator, {MANY_LABELS} labels",
-        1 / 8 if causal else 1 / 3,
-    )  # minutes a call at all positions
+    name = f"paper's estimator, {MANY_LABELS} labels"
+    share = 1 / 8 if causal else 1 / 3  # at all positions a call takes minutes
     found.append(Contender(name, FISHER, 4 if causal else 16, True, paper(MANY_LABELS), share))
     products = f"Hutch++, {MATVECS} products"
     peers: list[tuple[str, str, str, Callable[[Workload, list[Batch], int], Call]]] = [
