@@ -84,20 +84,22 @@ def test_the_output_says_what_was_measured(capsys, folder):
 
 
 def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
-    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(0, VOCAB, (4000, 8)))
-    few = ("--num-inputs", "400")
-    for name, hidden in (("a", ()), ("bert", ("--mask-id", "19", "--masking", "one"))):
-        words = (folder / name, "--data", tmp_path / "ids.npy", *few, *hidden)
-        details = json.loads(call(capsys, *words, "--json").out)["fisher_trace"]["details"]
-        assert (details["sequences"], details["pool_sequences"], details["unlike_pool"]) == (400, 4000, False)
-        number = details["pool_directions"]
-        assert number >= 8
-        line = f"  adjusted to the tokens of all 4,000 sequences ({number} directions of a sequence's mean embedding)"
-        assert line in call(capsys, *words).out.splitlines()
-    out = call(capsys, folder / "a", folder / "b", "--data", tmp_path / "ids.npy", *few).out
-    assert "adjusted to the tokens of all 4,000 sequences" in out
-    out = call(capsys, folder / "a", "--data", folder / "ids.npy").out  # all that there is
-    assert "adjusted" not in out
+    loud = LlamaForCausalLM.from_pretrained(folder / "a")
+    with torch.no_grad():  # less of a gradient comes to large embeddings
+        loud.get_input_embeddings().weight[:2] = 20 * loud.get_input_embeddings().weight[2:4]
+    loud.save_pretrained(tmp_path / "loud")
+    draws = np.random.default_rng(1)  # sequences of loud words or of the others
+    ids = np.where(draws.random((4000, 1)) < 0.5, draws.integers(0, 2, (4000, 8)), draws.integers(2, VOCAB, (4000, 8)))
+    np.save(tmp_path / "ids.npy", ids)
+    data = ("--data", tmp_path / "ids.npy", "--num-inputs", "400")
+    details = json.loads(call(capsys, tmp_path / "loud", *data, "--json").out)["fisher_trace"]["details"]
+    assert (details["sequences"], details["pool_sequences"], details["pool_directions"]) == (400, 4000, 16)
+    line = "adjusted to the tokens of all 4,000 sequences (16 directions of a sequence's mean embedding)"
+    assert f"  {line}" in call(capsys, tmp_path / "loud", *data).out.splitlines()
+    assert line in call(capsys, tmp_path / "loud", folder / "b", *data).out.splitlines()
+    masked = (folder / "bert", *data, "--mask-id", "19", "--masking", "one", "--json")
+    assert json.loads(call(capsys, *masked).out)["fisher_trace"]["details"]["pool_sequences"] == 4000
+    assert "adjusted" not in call(capsys, folder / "a", "--data", folder / "ids.npy").out  # all that there is
 
 
 def test_sequences_unlike_the_rest_are_said(capsys, folder, tmp_path, monkeypatch):

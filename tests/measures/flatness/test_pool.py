@@ -160,6 +160,13 @@ class Topical(nn.Module):
         return types.SimpleNamespace(logits=self.head(words + words.mean(dim=1, keepdim=True)))
 
 
+class Untold(Topical):
+    """A model that does not look at its words."""
+
+    def forward(self, input_ids):
+        return types.SimpleNamespace(logits=self.head(0 * self.words(input_ids) + 1))
+
+
 def measure(model, batch, *, num_probes=8, **options):
     return fisher_trace(model, [batch], causal=False, num_probes=num_probes, **options)
 
@@ -266,6 +273,16 @@ def test_models_share_a_pool_in_a_comparison():
     same = compare({"a": first, "b": first}, [batch], pool=pool, causal=False)
     assert (same.pair("a", "b").trace.value, same.pair("a", "b").trace.stderr) == (0.0, 0.0)
     assert [m.flattest for m in same.models] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(("names", "used"), [(("untold", "topical"), 0), (("topical", "untold"), 8)])
+def test_the_first_model_decides_for_all(names, used):
+    models = {"untold": Untold(), "topical": Topical()}
+    batch, pool = topical(300, "measured"), [topical(3000, "pool")]
+    found = compare({name: models[name] for name in names}, [batch], num_probes=8, pool=pool, causal=False)
+    assert [model.trace.details["pool_directions"] for model in found.models] == [used, used]
+    alone = measure(models[names[1]], batch, pool=pool).details["pool_directions"]
+    assert alone == 8 - used
 
 
 # --- going on --------------------------------------------------------------------------------------------------------

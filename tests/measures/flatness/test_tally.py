@@ -282,6 +282,20 @@ def test_clusters_that_were_not_drawn_as_the_pool_are_told():
     assert not filled(a, m, d, documents, pool=pool_of([1e-3, 1.0], 10_000)).shares().unlike_pool
 
 
+@pytest.mark.parametrize(("slope", "used"), [(0.0, 0), (1.0, 2)])
+def test_a_pool_that_tells_nothing_is_left_out(slope, used):
+    draws = torch.Generator().manual_seed(0)
+    a, d = (torch.randn(256, k, generator=draws, dtype=torch.float64) for k in (1, 2))
+    a, m = 10 + a + slope * d.sum(dim=1, keepdim=True), torch.ones(256)
+    without = filled(a, m, d[:, :0]).shares()
+    shares = filled(a, m, d, pool=pool_of([1e-3, 1e-3], 1000)).shares()
+    assert shares.pool_directions == used
+    assert shares.stderr == without.stderr if used == 0 else shares.stderr < 0.8 * without.stderr
+    required = filled(a, m, d, pool=pool_of([1e-3, 1e-3], 1000)._replace(required=True)).shares()
+    assert required.pool_directions == 2
+    assert required.stderr > without.stderr if used == 0 else required.stderr == shares.stderr
+
+
 def test_the_chance_of_being_as_far_from_the_pool_is_uniform():
     generator = np.random.default_rng(3)
     chances = []
@@ -326,12 +340,13 @@ def test_coverage_and_bias_with_a_pool(size, within):
 
 def test_a_pool_survives_a_state_and_joins_those_of_processes():
     a, m, d, documents = pool_rows(256)
-    pool = pool_of([0.002, 0.004], 1000)
+    pool = pool_of([0.002, 0.004], 1000)._replace(required=True)
     whole = filled(a, m, d, documents, pool=pool).shares()
     begun = filled(a[:51], m[:51], d[:51], documents[:51], pool=pool)
     resumed = Tally.from_state({name: value.clone() for name, value in begun.state().items()})
     resumed.add(a[51:], m[51:], d[51:], documents[51:])
     assert torch.equal(resumed.shares().influence, whole.influence)
+    assert resumed._pool.required
     halves = [filled(a[i], m[i], d[i], documents[i], pool=pool) for i in (slice(0, 128), slice(128, 256))]
     merged = Tally.merged(halves).shares()
     assert (merged.value, merged.stderr) == pytest.approx((whole.value, whole.stderr), rel=1e-11)

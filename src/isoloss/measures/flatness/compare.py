@@ -217,7 +217,7 @@ def compare(
         seconds: As for `fisher_trace`; the first model decides, and the others are measured on as many sequences.
         causal: Whether position t predicts token t + 1. None: by each model's class.
         pool: As for `fisher_trace`; it is read once, by the embeddings of the first model, which need not be the one
-            that is measured: they only tell the sequences apart.
+            that is measured: they only tell the sequences apart. The first model decides whether it is used.
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
@@ -266,6 +266,12 @@ def compare(
             if not done:
                 raise
             raise InterruptedComparison(_comparison(done), name, None) from stop
+        if not done and read is not None:
+            if one.trace.details["pool_directions"]:
+                read = dataclasses.replace(read, required=True)
+            else:
+                pool = read = None
+                one = dataclasses.replace(one, on_trace=one.on_trace[: one.trace.samples])
         if not done and (rtol is not None or seconds is not None):
             stopping = Stopping(num_sequences=one.trace.details["sequences"])
         done.append(one)

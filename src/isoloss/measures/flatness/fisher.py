@@ -87,9 +87,9 @@ def fisher_trace(
         pool: Many more sequences, drawn as those of the batches are, which these may be among: batches of `input_ids`
             and, as the measured ones have them, `labels`, `attention_mask` and `documents`. Only their tokens are read:
             what a sequence's words say of its value then adds no more to the error than it does over the whole pool
-            (`isoloss.measures.flatness.pool.Pool`). It is of use with at least twice as many sequences as are measured
-            and one measured cluster for each 16 controls; the details' `pool_directions` says how many were used. None:
-            the error is that of the measured sequences alone.
+            (`isoloss.measures.flatness.pool.Pool`). It takes at least twice as many sequences as are measured, and 16
+            measured clusters for each direction; the details' `pool_directions` says how many were used, 0 where the
+            error is smaller without. None: the error is that of the measured sequences alone.
         resume: A file to go on from, and to write what has been summed to every half minute. It is removed at the end.
         distributed: Whether each process of the torch.distributed group measures batches of its own; every one gets the
             estimate over all of them. A process's signs are other ones than another's.
@@ -118,8 +118,8 @@ def fisher_trace(
         >>> trace.num_inputs, trace.samples, trace.value > 0, trace.stderr < 0.1 * trace.value
         (64, 64, True, True)
         >>> pool = [{"input_ids": torch.randint(0, 8, (640, 4))}]
-        >>> fisher_trace(model, [{"input_ids": input_ids, "labels": labels}], pool=pool).details["pool_directions"]
-        2
+        >>> fisher_trace(model, [{"input_ids": input_ids, "labels": labels}], pool=pool).details["pool_sequences"]
+        640
     """
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if method not in _METHODS:

@@ -129,7 +129,7 @@ class Measurement:
         self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
         self._layers = list(dict.fromkeys(layer_of(name) for name in source.names))
         groups = [self._layers.index(layer_of(name)) for name in source.names]
-        means = None if pool is None else PoolMeans(pool.variances, pool.num_sequences)
+        means = None if pool is None else PoolMeans(pool.variances, pool.num_sequences, pool.required)
         self._tally = Tally(len(source.names), source.num_controls, groups, means)
         self._place = Place(seconds=0.0 if pool is None else pool.seconds)
 

@@ -41,6 +41,8 @@ class Pool:
         num_sequences: How many were read.
         by_document: Whether errors count documents as independent, not sequences.
         seconds: The time that it took.
+        required: Whether it is used even where the error without it is smaller: of several models all use it, or none
+            does, so that what they have in common cancels.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -60,6 +62,7 @@ class Pool:
     num_sequences: int
     by_document: bool
     seconds: float
+    required: bool = False
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Self:

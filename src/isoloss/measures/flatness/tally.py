@@ -70,10 +70,12 @@ class PoolMeans(NamedTuple):
     Attributes:
         variances: (r,) float64, of the errors of the means, which are uncorrelated.
         num_sequences: The sequences that they were taken over.
+        required: Whether the controls are used even where the error without them is smaller.
     """
 
     variances: torch.Tensor
     num_sequences: int
+    required: bool = False
 
 
 class Clusters:
@@ -139,7 +141,8 @@ class Tally:
     (`isoloss.measures.flatness.pool.Pool`). With n_b the sequences of cluster b, R moves by
     g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^2 times the variance of each
     mean joins the squared error. These controls are left out where the pool has fewer than twice as many sequences as
-    the clusters, and where Hotelling's T^2 says that the clusters were not drawn as the pool was (chance below 1e-9).
+    the clusters, where Hotelling's T^2 says that the clusters were not drawn as the pool was (chance below 1e-9), and
+    where the error without them is smaller, unless they are required.
 
     Args:
         num_parameters: K.
@@ -218,13 +221,14 @@ class Tally:
             "open": self._clusters.open,
             "document": torch.tensor([document is not None, document or 0]),
             "pool_variances": self._pool.variances,
-            "pool_sequences": torch.tensor(self._pool.num_sequences),
+            "pool_sequences": torch.tensor([self._pool.num_sequences, self._pool.required]),
         }
 
     @classmethod
     def from_state(cls, state: dict[str, torch.Tensor]) -> Tally:
         """Return the tally that `state` described."""
-        pool = PoolMeans(state["pool_variances"], int(state["pool_sequences"]))
+        pool_sequences, required = state["pool_sequences"].tolist()
+        pool = PoolMeans(state["pool_variances"], pool_sequences, bool(required))
         num_controls = state["rows"].shape[1] - _CONTROLS - len(pool.variances)
         tally = cls(state["moments"].shape[2], num_controls, state["groups"].tolist(), pool)
         tally._rows, tally._moments = [state["rows"]], state["moments"].clone()
@@ -254,13 +258,20 @@ class Tally:
         """
         self._record(self._clusters.close())
         rows = torch.cat(self._rows)
-        n = len(rows)
-        if n < 2:
-            raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {n}")
-        folds, sequences, m, d = rows[:, 0].long(), rows[:, 2], rows[:, 3], rows[:, _CONTROLS:]
+        if len(rows) < 2:
+            raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {len(rows)}")
+        used, unlike = self._used(rows[:, 2], rows[:, _CONTROLS:])
+        found = self._fitted(rows, used, unlike=unlike)
+        if found.pool_directions and not self._pool.required:
+            used[len(used) - len(self._pool.variances) :] = False
+            found = min(found, self._fitted(rows, used, unlike=unlike), key=lambda shares: shares.stderr)
+        return found
+
+    def _fitted(self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool) -> Shares:
+        """Return the shares of closed clusters with these controls (C,)."""
+        n, of_pool = len(rows), len(used) - len(self._pool.variances)
+        folds, sequences, m, d = rows[:, 0].long(), rows[:, 2], rows[:, 3], rows[:, _CONTROLS:] * used
         total, correction = float(m.sum()), n / (n - 1)
-        used, unlike = self._used(sequences, d)
-        d, of_pool = d * used, d.shape[1] - len(self._pool.variances)
         by_fold = torch.zeros(FOLDS, dtype=torch.float64).index_add_(0, folds, sequences)
 
         def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
