@@ -22,7 +22,7 @@ FISHER, HESSIAN = "Fisher = Gauss-Newton", "true Hessian on given labels: anothe
 OURS, PAPER = "isoloss", "paper's estimator, 1 label"
 MANY_LABELS = 50  # the paper's, appendix B.1
 MATVECS = 9  # of Hutch++
-POOL = 32  # sequences that are read for each one that is measured
+POOL = 16  # sequences that are read for each one that is measured
 POOLED = f"{OURS}, {POOL} more sequences read for each"
 _POOL_BATCH = 512
 PEER_BATCH = 16  # sequences

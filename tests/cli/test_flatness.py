@@ -94,9 +94,13 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
     data = ("--data", tmp_path / "ids.npy", "--num-inputs", "400")
     details = json.loads(call(capsys, tmp_path / "loud", *data, "--json").out)["fisher_trace"]["details"]
     assert (details["sequences"], details["pool_sequences"], details["pool_directions"]) == (400, 4000, 16)
-    line = "adjusted to the tokens of all 4,000 sequences (16 directions of a sequence's mean embedding)"
-    assert f"  {line}" in call(capsys, tmp_path / "loud", *data).out.splitlines()
-    assert line in call(capsys, tmp_path / "loud", folder / "b", *data).out.splitlines()
+    assert details["pool_bigrams"]
+    sentence = (
+        "adjusted to all 4,000 sequences by their tokens: how probable each is after the one before "
+        "and 16 directions of their mean embedding"
+    )
+    assert sentence in " ".join(call(capsys, tmp_path / "loud", *data).out.split())
+    assert sentence in " ".join(call(capsys, tmp_path / "loud", folder / "b", *data).out.split())
     masked = (folder / "bert", *data, "--mask-id", "19", "--masking", "one", "--json")
     assert json.loads(call(capsys, *masked).out)["fisher_trace"]["details"]["pool_sequences"] == 4000
     assert "adjusted" not in call(capsys, folder / "a", "--data", folder / "ids.npy").out  # all that there is
@@ -107,7 +111,7 @@ def test_sequences_unlike_the_rest_are_said(capsys, folder, tmp_path, monkeypatc
     np.save(tmp_path / "ids.npy", ids)
     monkeypatch.setattr(inputs.Rows, "__iter__", lambda rows: iter([{"input_ids": torch.from_numpy(ids) + VOCAB // 2}]))
     out = call(capsys, folder / "a", "--data", tmp_path / "ids.npy", "--num-inputs", "400").out
-    assert "  not adjusted to the tokens of the rest of the data: those measured are not like them" in out.splitlines()
+    assert "  not adjusted to the rest of the data by its tokens: those that were measured are not like them" in out
 
 
 def test_a_tolerance_stops_early_or_says_that_it_was_not_reached(capsys, folder):

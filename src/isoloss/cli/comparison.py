@@ -57,8 +57,8 @@ def print_tables(found: Comparison) -> None:
         f"{trace.num_inputs:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard error "
         f"over {trace.samples:,} {trace.details['clusters']}"
     )
-    if trace.details["pool_directions"]:
-        common.say_wrapped(f"adjusted to the tokens of {pool(trace)}")
+    if is_adjusted(trace):
+        common.say_wrapped(f"adjusted to {pool(trace)}")
     if found.pairs:
         for sentence in _verdict(found, short):
             common.say_wrapped(sentence)
@@ -101,11 +101,17 @@ def short_names(names: list[str]) -> dict[str, str]:
     return {name: str(Path(*Path(name).parts[shared:])) if len(Path(name).parts) > shared else name for name in names}
 
 
+def is_adjusted(trace: Estimate) -> bool:
+    """Whether a pool was used."""
+    return bool(trace.details["pool_bigrams"] or trace.details["pool_directions"])
+
+
 def pool(trace: Estimate) -> str:
     """Return what a trace was adjusted to."""
     number = trace.details["pool_directions"]
-    directions = f"{number} direction{'s' if number > 1 else ''}"
-    return f"all {trace.details['pool_sequences']:,} sequences ({directions} of a sequence's mean embedding)"
+    used = ["how probable each is after the one before"] if trace.details["pool_bigrams"] else []
+    used += [f"{number} direction{'s' if number > 1 else ''} of their mean embedding"] if number else []
+    return f"all {trace.details['pool_sequences']:,} sequences by their tokens: {' and '.join(used)}"
 
 
 def interval(estimate: Estimate) -> str:

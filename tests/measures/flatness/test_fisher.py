@@ -453,6 +453,7 @@ def test_the_estimate_says_what_was_done_and_survives_json():
         "sequences": 8,
         "clusters": "sequences",
         "pool_sequences": 0,
+        "pool_bigrams": False,
         "pool_directions": 0,
         "unlike_pool": False,
         "processes": 1,

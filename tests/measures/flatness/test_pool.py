@@ -1,19 +1,22 @@
 """Pools of sequences that are only read: against plain loops, in the estimate, and everything that they refuse."""
 
 import dataclasses
+import itertools
 import math
 import types
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from isoloss.errors import IsolossError
-from isoloss.measures.flatness import fisher_trace, record
+from isoloss.measures.flatness import bigrams, fisher_trace, record
+from isoloss.measures.flatness.bigrams import Bigrams
 from isoloss.measures.flatness.compare import _paired, compare
-from isoloss.measures.flatness.pool import Pool
+from isoloss.measures.flatness.pool import Pool, _Tokens
 from isoloss.seeds import generator
 
 VOCAB, LENGTH, TOPICS = 24, 8, 4
@@ -60,43 +63,143 @@ def cut(batch, sizes):
 # --- what is read ----------------------------------------------------------------------------------------------------
 
 
-def reference(weight, batch, clusters):
-    """Each sequence's mean embedding, their mean, and the covariance of its error, by loops."""
-    ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
+def shown(batch):
+    """Each sequence's tokens, without padding and with those that are hidden."""
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).tolist()
-    means = []
-    for row, shown, present in zip(ids, labels, mask, strict=True):
-        tokens = [y if y != -100 else i for i, y, here in zip(row, shown, present, strict=True) if here]
-        means.append(sum(weight[i].double().numpy() for i in tokens) / len(tokens))
-    means = np.array(means)
-    mean = means.mean(axis=0)
+    rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), mask, strict=True)
+    return [[y if y != -100 else i for i, y, here in zip(*row, strict=True) if here] for row in rows]
+
+
+def log_probabilities(sequences, halves, vocabulary):
+    """The mean log-probability of each token after the one before, by the other half, with plain dictionaries."""
+    values = []
+    for tokens, half in zip(sequences, halves, strict=True):
+        others = [other for other, its in zip(sequences, halves, strict=True) if its != half]
+        pairs = [pair for other in others for pair in itertools.pairwise(other)]
+        logs = []
+        for i, j in itertools.pairwise(tokens):
+            frequency = (sum(b == j for _, b in pairs) + 0.5) / (len(pairs) + 0.5 * vocabulary)
+            after = sum(a == i for a, _ in pairs)
+            logs.append(math.log((pairs.count((i, j)) + 5 * frequency) / (after + 5)))
+        values.append(math.fsum(logs) / max(1, len(logs)))
+    return values
+
+
+def reference(weight, batch, clusters, halves):
+    """Each sequence's features, their mean, and the covariance of its error, by loops."""
+    sequences = shown(batch)
+    means = np.array([sum(weight[i].double().numpy() for i in tokens) / len(tokens) for tokens in sequences])
+    values = np.column_stack([log_probabilities(sequences, halves, len(weight)), means])
+    mean = values.mean(axis=0)
     sums = {}
-    for cluster, values in zip(clusters, means - mean, strict=True):
-        sums[cluster] = sums.get(cluster, 0) + values
+    for cluster, value in zip(clusters, values - mean, strict=True):
+        sums[cluster] = sums.get(cluster, 0) + value
     number, scatter = len(sums), sum(np.outer(s, s) for s in sums.values())
-    return means, mean, scatter * number / (number - 1) / len(means) ** 2
+    return values, mean, scatter * number / (number - 1) / len(values) ** 2
+
+
+def halves_of(batch):
+    tokens = _Tokens.of(batch, VOCAB)
+    return Bigrams(VOCAB)._split(tokens.ids, tokens.present, tokens.documents)[0].tolist()
 
 
 @pytest.mark.parametrize("sizes", [[90], [1] * 90, [40, 7, 43]])
 @pytest.mark.parametrize("by_document", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", ["", "left", "right"])
 def test_means_and_their_errors_are_those_of_plain_loops(sizes, by_document, padded):
     model, batch = bert(), topical(90, "pool")
     if padded:
-        batch["attention_mask"] = (torch.arange(LENGTH) < 1 + torch.arange(90)[:, None] % LENGTH).long()
+        mask = (torch.arange(LENGTH) < 1 + torch.arange(90)[:, None] % LENGTH).long()
+        batch["attention_mask"] = mask.flip(1) if padded == "left" else mask
     clusters = list(range(90))
     if by_document:
         batch["documents"] = torch.arange(90) // 4 + 70
         clusters = batch["documents"].tolist()
-    pool = Pool.read(model, cut(batch, sizes))
-    means, mean, covariance = reference(model.get_input_embeddings().weight.detach(), batch, clusters)
+    pool = Pool.read(model, iter(cut(batch, sizes)))
+    halves = halves_of(batch)
+    values, mean, covariance = reference(model.get_input_embeddings().weight.detach(), batch, clusters, halves)
     assert (pool.num_sequences, pool.by_document) == (90, by_document)
     np.testing.assert_allclose(pool.mean, mean, rtol=1e-6)
     along = pool.directions.numpy()
-    np.testing.assert_allclose(along.T @ along, np.eye(8), atol=1e-12)
-    np.testing.assert_allclose(along.T @ covariance @ along, np.diag(pool.variances), atol=1e-6 * covariance.max())
-    assert pool.variances.tolist() == sorted(pool.variances.tolist(), reverse=True)
-    np.testing.assert_allclose(pool.features(batch), (means - mean) @ along, atol=1e-6)
+    np.testing.assert_allclose(along.T @ along, np.eye(9), atol=1e-12)
+    assert along[0].tolist() == [1.0] + [0.0] * 8
+    np.testing.assert_allclose(pool.covariance, along.T @ covariance @ along, atol=1e-6 * covariance.max())
+    embedded = pool.covariance[1:, 1:]
+    variances = embedded.diagonal()
+    np.testing.assert_allclose(embedded, torch.diag(variances), atol=1e-6 * float(variances.max()))
+    assert variances.tolist() == sorted(variances.tolist(), reverse=True)
+    np.testing.assert_allclose(pool.features(batch), (values - mean) @ along, atol=1e-6)
+
+
+def test_a_sequence_is_in_one_half_whatever_is_hidden_or_padded():
+    batch = topical(400, "pool")
+    halves = halves_of(batch)
+    assert 150 < sum(halves) < 250
+    assert halves_of(topical(400, "pool", hide=False)) == halves
+    wide = {name: F.pad(value, (0, 3), value=7) for name, value in batch.items()}
+    wide["attention_mask"] = F.pad(torch.ones(400, LENGTH), (0, 3))
+    assert halves_of(wide) == halves
+    assert halves_of({name: value[17:40] for name, value in batch.items()}) == halves[17:40]
+    moved = {name: value.roll(1, dims=1) for name, value in batch.items()}
+    assert halves_of(moved) != halves
+    documents = torch.arange(400) // 3
+    by_document = halves_of({**batch, "documents": documents})
+    assert 150 < sum(by_document) < 250
+    assert all(len(set(by_document[i : i + 3])) == 1 for i in range(0, 399, 3))
+
+
+def test_a_measured_sequence_is_scored_alike_in_the_pool_and_out_of_it():
+    """Its own tokens are not among those that it is scored by."""
+    model, batch = bert(), topical(60, "pool")
+    inside = Pool.read(model, [batch]).features(batch)
+    for row in range(0, 60, 7):
+        rest = {name: torch.cat([value[:row], value[row + 1 :]]) for name, value in batch.items()}
+        one = {name: value[row : row + 1] for name, value in batch.items()}
+        outside = Pool.read(model, [rest])
+        here = outside.features(one)[0, 0] + outside.mean[0]
+        assert float(here) == pytest.approx(float(inside[row, 0] + Pool.read(model, [batch]).mean[0]), rel=1e-12)
+
+
+@pytest.mark.parametrize("by_document", [False, True])
+@pytest.mark.parametrize("within", [False, True])
+def test_features_have_the_mean_and_the_error_that_they_say(within, by_document):
+    """Of measured sequences in a pool, whose pairs it counts, and of others; the first feature alone, in its error."""
+    model, n, size = bert(), 60, 240
+    draws = generator(0, "markov", int(within))
+    transitions = torch.rand(VOCAB, VOCAB, generator=draws).pow(20)
+    transitions = (transitions / transitions.sum(dim=1, keepdim=True)).cumsum(dim=1)
+    deviations = []
+    for _ in range(300):
+        ids = torch.randint(VOCAB, (size + n, 1), generator=draws)
+        for _ in range(LENGTH - 1):
+            drawn = torch.rand(size + n, 1, generator=draws)
+            following = (transitions[ids[:, -1]] < drawn).sum(dim=1, keepdim=True).clamp(max=VOCAB - 1)
+            ids = torch.cat([ids, following], dim=1)
+        documents = torch.arange(size + n) // 3
+        batch = {"input_ids": ids, **({"documents": documents} if by_document else {})}
+        whole = {name: value[:size] for name, value in batch.items()}
+        measured = {name: value[:n] if within else value[size:] for name, value in batch.items()}
+        pool = Pool.read(model, [whole])
+        of_pool = float(pool.covariance[0, 0])
+        variance = of_pool * size / n + (
+            -of_pool if within else of_pool
+        )  # of a part of the pool, or of others, less it
+        deviations.append(float(pool.features(measured)[:, 0].mean()) / math.sqrt(variance))
+    assert abs(np.mean(deviations)) < 4 / math.sqrt(300)
+    assert np.std(deviations) == pytest.approx(1, abs=4 / math.sqrt(600))
+
+
+def test_pairs_of_a_large_vocabulary_share_counts(monkeypatch):
+    ids = torch.randint(6, (300, 10), generator=generator(0, "ids"))
+    whole, few = Bigrams(6), None
+    monkeypatch.setattr(bigrams, "_MOST", 7)
+    few = Bigrams(6)
+    for table in (whole, few):
+        table.add(ids, None, None)
+    assert [len(counts) for counts in few._counts] == [14, 12, 12]
+    assert float(few._counts[0].sum()) == float(whole._counts[0].sum()) == 2700
+    assert float(few._counts[0].max()) < 300
+    assert not torch.allclose(few.log_probability(ids, None, None), whole.log_probability(ids, None, None))
 
 
 def test_there_are_at_most_16_directions_those_of_the_largest_variance():
@@ -104,25 +207,25 @@ def test_there_are_at_most_16_directions_those_of_the_largest_variance():
     pool = Pool.read(model, [batch])
     values = model.get_input_embeddings().weight.detach()[batch["input_ids"]].mean(dim=1).double()
     largest = torch.linalg.eigvalsh(torch.cov(values.T)).flip(0)[:16] / 500
-    assert pool.directions.shape == (32, 16)
-    np.testing.assert_allclose(pool.variances, largest, rtol=1e-5)
+    assert pool.directions.shape == (33, 17)
+    np.testing.assert_allclose(pool.covariance.diagonal()[1:], largest, rtol=1e-5)
 
 
 def test_directions_without_variance_are_left_out():
     ids = torch.tensor([[1, 1], [2, 2], [3, 3]])[torch.randint(3, (60,), generator=generator(0, "ids"))]
-    assert Pool.read(bert(), [{"input_ids": ids}]).directions.shape == (8, 2)  # three points lie in a plane
+    assert Pool.read(bert(), [{"input_ids": ids}]).directions.shape == (9, 3)  # three points lie in a plane
     same = Pool.read(bert(), [{"input_ids": torch.ones(60, 2, dtype=torch.int64)}])
-    assert same.directions.shape == (8, 0)
-    assert same.features({"input_ids": torch.ones(5, 2, dtype=torch.int64)}).shape == (5, 0)
+    assert same.directions.shape == (9, 1)
+    assert same.features({"input_ids": torch.ones(5, 2, dtype=torch.int64)}).shape == (5, 1)
 
 
 def test_hidden_tokens_count_as_what_they_are():
-    hidden, shown = topical(50, "pool"), topical(50, "pool", hide=False)
-    assert not torch.equal(hidden["input_ids"], shown["input_ids"])
+    hidden, whole = topical(50, "pool"), topical(50, "pool", hide=False)
+    assert not torch.equal(hidden["input_ids"], whole["input_ids"])
     model = bert()
-    assert torch.equal(Pool.read(model, [hidden]).mean, Pool.read(model, [shown]).mean)
-    pool = Pool.read(model, [shown])
-    assert torch.equal(pool.features(hidden), pool.features({"input_ids": shown["input_ids"]}))
+    assert torch.equal(Pool.read(model, [hidden]).mean, Pool.read(model, [whole]).mean)
+    pool = Pool.read(model, [whole])
+    assert torch.equal(pool.features(hidden), pool.features({"input_ids": whole["input_ids"]}))
 
 
 def test_embeddings_of_any_dtype_are_read():
@@ -130,8 +233,8 @@ def test_embeddings_of_any_dtype_are_read():
     exact = Pool.read(model.double(), [batch])
     rough = Pool.read(model.bfloat16(), [batch])
     np.testing.assert_allclose(rough.mean, exact.mean, atol=0.01)
-    np.testing.assert_allclose(rough.variances, exact.variances, rtol=0.1)
-    assert rough.variances.dtype == torch.float64
+    np.testing.assert_allclose(rough.covariance.diagonal(), exact.covariance.diagonal(), rtol=0.1)
+    assert rough.covariance.dtype == torch.float64
 
 
 # --- in the estimate -------------------------------------------------------------------------------------------------
@@ -214,7 +317,7 @@ def test_a_causal_model_of_transformers_takes_a_pool():
     measured["labels"] = measured["input_ids"]
     pooled, alone = fisher_trace(model, [measured], pool=[pool]), fisher_trace(model, [measured])
     assert pooled.details["pool_directions"] == 8
-    assert pooled.stderr < 0.97 * alone.stderr
+    assert pooled.stderr < 0.98 * alone.stderr
     assert pooled.value == pytest.approx(alone.value, abs=4 * alone.stderr)
 
 

@@ -25,7 +25,7 @@ def random_rows(n, parameters=3, controls=2, seed=0):
 
 def filled(a, m, d, documents=None, sizes=(7, 1, 20), pool=None, groups=None):
     """A tally that was given the rows in batches of changing size; the last controls may be those of a pool."""
-    tally = Tally(a.shape[1], d.shape[1] - (0 if pool is None else len(pool.variances)), groups, pool)
+    tally = Tally(a.shape[1], d.shape[1] - (0 if pool is None else len(pool.covariance)), groups, pool)
     start, index = 0, 0
     while start < len(a):
         part = slice(start, start + sizes[index % len(sizes)])
@@ -209,8 +209,10 @@ def test_processes_add_up():
 # --- controls with means from a pool ---------------------------------------------------------------------------------
 
 
-def pool_of(variances, num_sequences):
-    return PoolMeans(torch.tensor(variances, dtype=torch.float64), num_sequences)
+def pool_of(covariance, num_sequences, number=None):
+    """Means with these variances, or this covariance."""
+    covariance = torch.tensor(covariance, dtype=torch.float64)
+    return PoolMeans(covariance if covariance.ndim == 2 else torch.diag(covariance), num_sequences, number)
 
 
 def pool_rows(n, seed=0):
@@ -220,7 +222,7 @@ def pool_rows(n, seed=0):
     return a, m, d, torch.arange(n) // 2
 
 
-def reference_with_pool(a, m, d, sequences, variances):
+def reference_with_pool(a, m, d, sequences, covariance):
     """The same as `reference`, and what the error of the pool's means adds; a, m, d and sequences by cluster."""
     value, stderr, _, errors = reference(a, m, d)
     folds, n = np.arange(len(a)) % FOLDS, sequences.double().numpy()
@@ -228,33 +230,33 @@ def reference_with_pool(a, m, d, sequences, variances):
     for fold in range(FOLDS):
         rest = folds != fold
         y = (a[rest] - a[rest].sum(0) / m[rest].sum() * m[rest, None]).numpy()
-        beta = np.linalg.lstsq(d[rest].numpy(), y, rcond=None)[0][-len(variances) :]
+        beta = np.linalg.lstsq(d[rest].numpy(), y, rcond=None)[0][-len(covariance) :]
         slopes = slopes + n[~rest].sum() * beta / float(m.sum())
     total = slopes.sum(axis=1)
-    squares = np.array([error**2 for error in errors]) + np.array(variances) @ slopes**2
-    return value, math.sqrt(stderr**2 + float(np.array(variances) @ total**2)), np.sqrt(squares)
+    squares = np.array([error**2 for error in errors]) + np.diag(slopes.T @ np.array(covariance) @ slopes)
+    return value, math.sqrt(stderr**2 + float(total @ np.array(covariance) @ total)), np.sqrt(squares)
 
 
 def test_the_error_of_the_means_joins_that_of_the_clusters():
     a, m, d, documents = pool_rows(202)
-    variances = [0.002, 0.004]
-    shares = filled(a, m, d, documents, pool=pool_of(variances, 404), groups=[0, 1, 1]).shares()
+    covariance = [[0.002, 0.001], [0.001, 0.004]]
+    shares = filled(a, m, d, documents, pool=pool_of(covariance, 404, 2), groups=[0, 1, 1]).shares()
     rows = [x.reshape(101, 2, *x.shape[1:]).sum(dim=1) for x in (a, m, d)]
     twice = torch.full((101,), 2)
-    value, stderr, errors = reference_with_pool(*rows, twice, variances)
+    value, stderr, errors = reference_with_pool(*rows, twice, covariance)
     assert stderr > 1.05 * reference(*rows)[1]
     assert (shares.value, shares.stderr) == pytest.approx((value, stderr), rel=1e-11)
     np.testing.assert_allclose(shares.by_parameter_stderr, errors, rtol=1e-9)
-    grouped = reference_with_pool(torch.stack([rows[0][:, 0], rows[0][:, 1:].sum(1)], 1), *rows[1:], twice, variances)
+    grouped = reference_with_pool(torch.stack([rows[0][:, 0], rows[0][:, 1:].sum(1)], 1), *rows[1:], twice, covariance)
     np.testing.assert_allclose(shares.by_group_stderr, grouped[2], rtol=1e-9)
-    assert (shares.clusters, shares.pool_directions, shares.unlike_pool) == (101, 2, False)
+    assert (shares.clusters, shares.pool_controls, shares.unlike_pool) == (101, (True, True), False)
     assert shares.influence.shape == (103,)
     assert float(shares.influence.square().sum()) / (101 * 100) == pytest.approx(stderr**2, rel=1e-11)
 
 
 def test_a_difference_of_values_has_the_difference_of_their_slopes():
     a, m, d, _ = pool_rows(202)
-    pool = pool_of([0.01, 0.02], 404)
+    pool = pool_of([0.01, 0.02], 404, 2)
     first, second = filled(a, m, d, pool=pool).shares(), filled(3 * a, m, d, pool=pool).shares()
     both = filled(2 * a, m, d, pool=pool).shares()  # what is measured is linear, so this is the difference
     difference = second.influence - first.influence
@@ -262,12 +264,12 @@ def test_a_difference_of_values_has_the_difference_of_their_slopes():
     assert math.sqrt(float(difference.square().sum()) / (202 * 201)) == pytest.approx(both.stderr, rel=1e-11)
 
 
-@pytest.mark.parametrize(("num_sequences", "used"), [(203, 0), (404, 2)])
+@pytest.mark.parametrize(("num_sequences", "used"), [(403, False), (404, True)])
 def test_a_pool_of_less_than_twice_the_sequences_is_left_out(num_sequences, used):
     a, m, d, documents = pool_rows(202)
     shares = filled(a, m, d, documents, pool=pool_of([1e-3, 1e-3], num_sequences)).shares()
     without = filled(a, m, d[:, :1], documents).shares()
-    assert (shares.pool_directions, shares.unlike_pool) == (used, False)
+    assert (shares.pool_controls, shares.unlike_pool) == ((used, used), False)
     assert ((shares.value, shares.stderr) == (without.value, without.stderr)) == (not used)
 
 
@@ -276,34 +278,40 @@ def test_clusters_that_were_not_drawn_as_the_pool_are_told():
     without = filled(a, m, d[:, :1], documents).shares()
     d[:, 2] += 0.6
     shares = filled(a, m, d, documents, pool=pool_of([1e-3, 1e-3], 10_000)).shares()
-    assert (shares.pool_directions, shares.unlike_pool) == (0, True)
+    assert (shares.pool_controls, shares.unlike_pool) == ((False, False), True)
     assert (shares.value, shares.stderr) == (without.value, without.stderr)
-    # a mean that is known no better than that is no reason
+    # two means that are wrong alike are no reason, where their errors are known to be
+    d[:, 1] += 0.6
+    alike = [[1.0, 0.999], [0.999, 1.0]]
+    assert not filled(a, m, d, documents, pool=pool_of(alike, 10_000)).shares().unlike_pool
+    d[:, 1] -= 1.2
+    assert filled(a, m, d, documents, pool=pool_of(alike, 10_000)).shares().unlike_pool
+    # nor is a mean that is known no better than that
+    d[:, 1] += 0.6
     assert not filled(a, m, d, documents, pool=pool_of([1e-3, 1.0], 10_000)).shares().unlike_pool
 
 
-@pytest.mark.parametrize(("slope", "used"), [(0.0, 0), (1.0, 2)])
-def test_a_pool_that_tells_nothing_is_left_out(slope, used):
+@pytest.mark.parametrize(("slopes", "used"), [((0.0, 0.0), 0), ((1.0, 0.0), 1), ((0.0, 1.0), 2), ((1.0, 1.0), 2)])
+def test_as_much_of_a_pool_is_used_as_makes_the_error_smallest(slopes, used):
     draws = torch.Generator().manual_seed(0)
     a, d = (torch.randn(256, k, generator=draws, dtype=torch.float64) for k in (1, 2))
-    a, m = 10 + a + slope * d.sum(dim=1, keepdim=True), torch.ones(256)
-    without = filled(a, m, d[:, :0]).shares()
+    a, m = 10 + a + d @ torch.tensor(slopes, dtype=torch.float64)[:, None], torch.ones(256)
+    fixed = [filled(a, m, d, pool=pool_of([1e-3, 1e-3], 1000, number)).shares() for number in range(3)]
+    assert [sum(shares.pool_controls) for shares in fixed] == [0, 1, 2]
+    assert fixed[0].stderr == filled(a, m, d[:, :0]).shares().stderr
     shares = filled(a, m, d, pool=pool_of([1e-3, 1e-3], 1000)).shares()
-    assert shares.pool_directions == used
-    assert shares.stderr == without.stderr if used == 0 else shares.stderr < 0.8 * without.stderr
-    required = filled(a, m, d, pool=pool_of([1e-3, 1e-3], 1000)._replace(required=True)).shares()
-    assert required.pool_directions == 2
-    assert required.stderr > without.stderr if used == 0 else required.stderr == shares.stderr
+    assert shares.pool_controls == (used > 0, used > 1)
+    assert shares.stderr == fixed[used].stderr == min(each.stderr for each in fixed)
 
 
 def test_the_chance_of_being_as_far_from_the_pool_is_uniform():
     generator = np.random.default_rng(3)
     chances = []
+    covariance = torch.tensor([[0.01, 0.002], [0.002, 0.0025]], dtype=torch.float64)
     for _ in range(400):
         rows = torch.from_numpy(generator.normal(size=(256, 2)) @ np.array([[1.0, 0.5], [0.0, 2.0]]))
-        means = torch.from_numpy(generator.normal(size=2)) * torch.tensor([0.1, 0.05])
-        variances = torch.tensor([0.01, 0.0025], dtype=torch.float64)
-        chances.append(tallies._chance(torch.ones(256, dtype=torch.float64), rows - means, variances))
+        means = torch.linalg.cholesky(covariance) @ torch.from_numpy(generator.normal(size=2))
+        chances.append(tallies._chance(torch.ones(256, dtype=torch.float64), rows - means, covariance))
     for quantile in (0.01, 0.1, 0.5):
         deviation = math.sqrt(quantile * (1 - quantile) / 400)
         assert abs(np.mean(np.array(chances) < quantile) - quantile) < 4 * deviation
@@ -318,12 +326,12 @@ def test_coverage_and_bias_with_a_pool(size, within):
     for _ in range(repetitions):
         features = generator.exponential(size=(size * n, 2)) @ np.array([[1.0, 0.3], [-0.5, 1.0]])
         mean = features.mean(axis=0)
-        variances, directions = np.linalg.eigh(np.cov(features.T) / (size * n))
+        covariance = np.cov(features.T) / (size * n)
         measured = features[:n] if within else generator.exponential(size=(n, 2)) @ np.array([[1.0, 0.3], [-0.5, 1.0]])
         m = generator.integers(1, 4, n)
         a = m * (1.7 + 0.3 * generator.exponential(size=n)) + (measured - [0.5, 1.3]) @ [0.8, 0.6]
-        summed = Tally(1, 0, pool=PoolMeans(torch.from_numpy(variances), size * n))
-        d = torch.from_numpy((measured - mean) @ directions)
+        summed = Tally(1, 0, pool=PoolMeans(torch.from_numpy(covariance), size * n))
+        d = torch.from_numpy(measured - mean)
         summed.add(torch.from_numpy(a)[:, None], torch.from_numpy(m), d)
         shares = summed.shares()
         errors.append(shares.value - truth)
@@ -340,17 +348,19 @@ def test_coverage_and_bias_with_a_pool(size, within):
 
 def test_a_pool_survives_a_state_and_joins_those_of_processes():
     a, m, d, documents = pool_rows(256)
-    pool = pool_of([0.002, 0.004], 1000)._replace(required=True)
+    pool = pool_of([[0.002, 0.001], [0.001, 0.004]], 1000, number=2)
     whole = filled(a, m, d, documents, pool=pool).shares()
     begun = filled(a[:51], m[:51], d[:51], documents[:51], pool=pool)
     resumed = Tally.from_state({name: value.clone() for name, value in begun.state().items()})
     resumed.add(a[51:], m[51:], d[51:], documents[51:])
     assert torch.equal(resumed.shares().influence, whole.influence)
-    assert resumed._pool.required
+    assert resumed._pool.number == 2
     halves = [filled(a[i], m[i], d[i], documents[i], pool=pool) for i in (slice(0, 128), slice(128, 256))]
     merged = Tally.merged(halves).shares()
     assert (merged.value, merged.stderr) == pytest.approx((whole.value, whole.stderr), rel=1e-11)
-    assert merged.pool_directions == 2
+    assert merged.pool_controls == (True, True)
+    other = filled(a, m, d, documents, pool=pool_of([0.002, 0.004], 1000))
+    assert Tally.from_state(other.state())._pool.number is None
 
 
 def test_rows_of_a_document_are_summed_wherever_batches_end():

@@ -217,7 +217,7 @@ def compare(
         seconds: As for `fisher_trace`; the first model decides, and the others are measured on as many sequences.
         causal: Whether position t predicts token t + 1. None: by each model's class.
         pool: As for `fisher_trace`; it is read once, by the embeddings of the first model, which need not be the one
-            that is measured: they only tell the sequences apart. The first model decides whether it is used.
+            that is measured: they only tell the sequences apart. The first model decides how much of it is used.
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
@@ -267,11 +267,7 @@ def compare(
                 raise
             raise InterruptedComparison(_comparison(done), name, None) from stop
         if not done and read is not None:
-            if one.trace.details["pool_directions"]:
-                read = dataclasses.replace(read, required=True)
-            else:
-                pool = read = None
-                one = dataclasses.replace(one, on_trace=one.on_trace[: one.trace.samples])
+            read = dataclasses.replace(read, number=sum(one.pool_controls))
         if not done and (rtol is not None or seconds is not None):
             stopping = Stopping(num_sequences=one.trace.details["sequences"])
         done.append(one)
@@ -342,7 +338,8 @@ def _surprise(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 class _Influence:
     """A model's estimates, and what each of N clusters adds to their errors: (N,) on the loss.
 
-    On the trace it is (N + r,), with each of the r means of a pool, which are the same for all models.
+    On the trace it is (N + r,), with each of the r means of a pool, which are the same for all models; it has (r,)
+    which of these were used.
     """
 
     name: str
@@ -350,6 +347,7 @@ class _Influence:
     loss: Estimate
     on_trace: torch.Tensor
     on_loss: torch.Tensor
+    pool_controls: tuple[bool, ...]
 
 
 def _measure(
@@ -367,7 +365,8 @@ def _measure(
     if trace.value <= 0:
         raise IsolossError(f"{name}: the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
     loss, on_loss = source.loss(batches, trace.details["sequences"])
-    return _Influence(name, trace, loss, measurement.shares().influence, on_loss)
+    shares = measurement.shares()
+    return _Influence(name, trace, loss, shares.influence, on_loss, shares.pool_controls)
 
 
 def _named(models: Mapping[str, Model] | Sequence[str]) -> dict[str, Model]:

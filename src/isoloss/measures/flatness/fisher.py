@@ -88,8 +88,8 @@ def fisher_trace(
             and, as the measured ones have them, `labels`, `attention_mask` and `documents`. Only their tokens are read:
             what a sequence's words say of its value then adds no more to the error than it does over the whole pool
             (`isoloss.measures.flatness.pool.Pool`). It takes at least twice as many sequences as are measured, and 16
-            measured clusters for each direction; the details' `pool_directions` says how many were used, 0 where the
-            error is smaller without. None: the error is that of the measured sequences alone.
+            measured clusters for each control; the details' `pool_bigrams` and `pool_directions` say what was used,
+            none where the error is smaller without. None: the error is that of the measured sequences alone.
         resume: A file to go on from, and to write what has been summed to every half minute. It is removed at the end.
         distributed: Whether each process of the torch.distributed group measures batches of its own; every one gets the
             estimate over all of them. A process's signs are other ones than another's.

@@ -129,7 +129,7 @@ class Measurement:
         self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
         self._layers = list(dict.fromkeys(layer_of(name) for name in source.names))
         groups = [self._layers.index(layer_of(name)) for name in source.names]
-        means = None if pool is None else PoolMeans(pool.variances, pool.num_sequences, pool.required)
+        means = None if pool is None else PoolMeans(pool.covariance, pool.num_sequences, pool.number)
         self._tally = Tally(len(source.names), source.num_controls, groups, means)
         self._place = Place(seconds=0.0 if pool is None else pool.seconds)
 
@@ -280,7 +280,8 @@ class Measurement:
                 "sequences": self._place.sequences,
                 "leading_cluster": shares.leading,
                 "pool_sequences": 0 if self._pool is None else self._pool.num_sequences,
-                "pool_directions": shares.pool_directions,
+                "pool_bigrams": any(shares.pool_controls[:1]),
+                "pool_directions": sum(shares.pool_controls[1:]),
                 "unlike_pool": shares.unlike_pool,
                 "clusters": "documents" if self._place.by_document else "sequences",
                 "processes": dist.get_world_size() if self._distributed else 1,

@@ -39,7 +39,7 @@ class Shares:
             standard error is the root of the sum of their squares over N (N - 1), and that of the difference of two
             values on the same clusters and means is the same of the differences of their influences.
         clusters: N.
-        pool_directions: How many of the r controls were used.
+        pool_controls: (r,) which of the pool's controls were used.
         unlike_pool: Whether the clusters are too far from the pool's means to have been drawn alike, so that none was.
     """
 
@@ -51,7 +51,7 @@ class Shares:
     by_group: torch.Tensor
     by_group_stderr: torch.Tensor
     clusters: int
-    pool_directions: int
+    pool_controls: tuple[bool, ...]
     unlike_pool: bool
 
     @property
@@ -68,14 +68,14 @@ class PoolMeans(NamedTuple):
     """How well the means of the last r controls are known.
 
     Attributes:
-        variances: (r,) float64, of the errors of the means, which are uncorrelated.
+        covariance: (r, r) float64, of the errors of the means.
         num_sequences: The sequences that they were taken over.
-        required: Whether the controls are used even where the error without them is smaller.
+        number: How many of the controls are used, the first ones; None: none, one or all, by which error is smallest.
     """
 
-    variances: torch.Tensor
+    covariance: torch.Tensor
     num_sequences: int
-    required: bool = False
+    number: int | None = None
 
 
 class Clusters:
@@ -139,10 +139,11 @@ class Tally:
 
     The last r controls may be measured from means that are estimates themselves, those of a pool
     (`isoloss.measures.flatness.pool.Pool`). With n_b the sequences of cluster b, R moves by
-    g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^2 times the variance of each
-    mean joins the squared error. These controls are left out where the pool has fewer than twice as many sequences as
-    the clusters, where Hotelling's T^2 says that the clusters were not drawn as the pool was (chance below 1e-9), and
-    where the error without them is smaller, unless they are required.
+    g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^T C g with the covariance C
+    of the means joins the squared error. These controls are left out where the pool has fewer than twice as many
+    sequences as the clusters, and where Hotelling's T^2 says that the clusters were not drawn as the pool was (chance
+    below 1e-9). Else it is all of them, the first one or none, whichever has the smallest error, unless a number is
+    given.
 
     Args:
         num_parameters: K.
@@ -165,8 +166,8 @@ class Tally:
         groups: Sequence[int] | None = None,
         pool: PoolMeans | None = None,
     ) -> None:
-        self._pool = pool or PoolMeans(torch.zeros(0, dtype=torch.float64), 0)
-        num_controls += len(self._pool.variances)
+        self._pool = pool or PoolMeans(torch.zeros(0, 0, dtype=torch.float64), 0)
+        num_controls += len(self._pool.covariance)
         # fold, a, n, m, d of closed clusters
         self._rows = [torch.zeros(0, _CONTROLS + num_controls, dtype=torch.float64)]
         # by fold and parameter: the sums of a, a^2, a m, a d
@@ -220,16 +221,17 @@ class Tally:
             "group_moments": self._group_moments,
             "open": self._clusters.open,
             "document": torch.tensor([document is not None, document or 0]),
-            "pool_variances": self._pool.variances,
-            "pool_sequences": torch.tensor([self._pool.num_sequences, self._pool.required]),
+            "pool_covariance": self._pool.covariance,
+            "pool_sequences": torch.tensor(self._pool.num_sequences),
+            "pool_number": torch.tensor([] if self._pool.number is None else [self._pool.number], dtype=torch.int64),
         }
 
     @classmethod
     def from_state(cls, state: dict[str, torch.Tensor]) -> Tally:
         """Return the tally that `state` described."""
-        pool_sequences, required = state["pool_sequences"].tolist()
-        pool = PoolMeans(state["pool_variances"], pool_sequences, bool(required))
-        num_controls = state["rows"].shape[1] - _CONTROLS - len(pool.variances)
+        number = state["pool_number"].tolist()
+        pool = PoolMeans(state["pool_covariance"], int(state["pool_sequences"]), number[0] if number else None)
+        num_controls = state["rows"].shape[1] - _CONTROLS - len(pool.covariance)
         tally = cls(state["moments"].shape[2], num_controls, state["groups"].tolist(), pool)
         tally._rows, tally._moments = [state["rows"]], state["moments"].clone()
         tally._group_moments = state["group_moments"].clone()
@@ -261,18 +263,22 @@ class Tally:
         if len(rows) < 2:
             raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {len(rows)}")
         used, unlike = self._used(rows[:, 2], rows[:, _CONTROLS:])
-        found = self._fitted(rows, used, unlike=unlike)
-        if found.pool_directions and not self._pool.required:
-            used[len(used) - len(self._pool.variances) :] = False
-            found = min(found, self._fitted(rows, used, unlike=unlike), key=lambda shares: shares.stderr)
-        return found
+        known = len(used) - len(self._pool.covariance)
+        available = int(used[known:].sum())
+        wanted = (0, 1, available) if self._pool.number is None else (self._pool.number,)
+        numbers = sorted({min(number, available) for number in wanted})
+        order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
+        found = [self._fitted(rows, used & (order <= number), unlike=unlike) for number in numbers]
+        return min(found, key=lambda shares: shares.stderr)
 
     def _fitted(self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool) -> Shares:
         """Return the shares of closed clusters with these controls (C,)."""
-        n, of_pool = len(rows), len(used) - len(self._pool.variances)
+        n, of_pool = len(rows), len(used) - len(self._pool.covariance)
         folds, sequences, m, d = rows[:, 0].long(), rows[:, 2], rows[:, 3], rows[:, _CONTROLS:] * used
         total, correction = float(m.sum()), n / (n - 1)
         by_fold = torch.zeros(FOLDS, dtype=torch.float64).index_add_(0, folds, sequences)
+        variances, vectors = torch.linalg.eigh(self._pool.covariance)
+        root = vectors * variances.clamp(min=0).sqrt()  # root root^T is the covariance
 
         def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             """Return the coefficients (F, C, K), the slopes (r, K), the ratios (K,) and their errors."""
@@ -281,13 +287,13 @@ class Tally:
             ratios = (sums.a - (beta * sums.d[:, :, None]).sum(dim=1)).sum(dim=0) / total
             slopes = (by_fold[:, None, None] * beta[:, of_pool:]).sum(dim=0) / total
             squares = correction * sums.square_residuals(beta, ratios) / total**2
-            return beta, slopes, ratios, (squares + self._pool.variances @ slopes.square()).sqrt()
+            return beta, slopes, ratios, (squares + (root.T @ slopes).square().sum(dim=0)).sqrt()
 
         beta, slopes, ratios, errors = split(self._moments)
         _, _, by_group, by_group_stderr = split(self._group_moments)
         value = math.fsum(ratios.tolist())
         residuals = rows[:, 1] - (beta.sum(dim=2)[folds] * d).sum(dim=1) - value * m
-        of_means = slopes.sum(dim=1) * self._pool.variances.sqrt()
+        of_means = root.T @ slopes.sum(dim=1)
         influence = torch.cat([residuals * (n / total), of_means * math.sqrt(n * (n - 1))])
         return Shares(
             value=value,
@@ -298,33 +304,34 @@ class Tally:
             by_group=by_group,
             by_group_stderr=by_group_stderr,
             clusters=n,
-            pool_directions=int(used[of_pool:].sum()),
+            pool_controls=tuple(used[of_pool:].tolist()),
             unlike_pool=unlike,
         )
 
     def _used(self, sequences: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return which controls (C,) have coefficients, and whether those of the pool have none for their means."""
-        known = d.shape[1] - len(self._pool.variances)
+        """Return which controls (C,) may have coefficients, and whether those of the pool have none for their means."""
+        known = d.shape[1] - len(self._pool.covariance)
         used = (d != 0).sum(dim=0) >= _FEWEST
         used[known:] &= self._pool.num_sequences >= _FEWEST_OF_POOL * float(sequences.sum())
         used &= used.cumsum(dim=0) <= len(d) // _CLUSTERS_A_CONTROL
         chosen = used[known:]
-        unlike = _chance(sequences, d[:, known:][:, chosen], self._pool.variances[chosen]) < _UNLIKE
+        unlike = _chance(sequences, d[:, known:][:, chosen], self._pool.covariance[chosen][:, chosen]) < _UNLIKE
         used[known:] &= not unlike
         return used, unlike
 
 
-def _chance(sequences: torch.Tensor, d: torch.Tensor, variances: torch.Tensor) -> float:
+def _chance(sequences: torch.Tensor, d: torch.Tensor, of_pool: torch.Tensor) -> float:
     """Return the chance that the mean of d (N, r) over the sequences is as far from 0 as it is; of r = 0 it is 1.
 
-    By Hotelling's T^2, which is close to chi-squared where N is much more than r: there are at least 16 r clusters.
+    `of_pool` (r, r) is the covariance of the error of what was taken from d. By Hotelling's T^2, which is close to
+    chi-squared where N is much more than r: there are at least 16 r clusters.
     """
     n, total, directions = len(d), float(sequences.sum()), d.shape[1]
     if not directions:
         return 1.0
     mean = d.sum(dim=0) / total
     residuals = d - sequences[:, None] * mean
-    covariance = residuals.T @ residuals * (n / (n - 1) / total**2) + torch.diag(variances)
+    covariance = residuals.T @ residuals * (n / (n - 1) / total**2) + of_pool
     square = float(mean @ torch.linalg.solve(covariance, mean))
     half = torch.tensor([directions / 2, square / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
