@@ -185,7 +185,7 @@ def contenders(*, causal: bool) -> tuple[list[Contender], list[str]]:
         Contender(PAPER, FISHER, 4 if causal else 16, True, paper(1)),
     ]
     name = f"paper's estimator, {MANY_LABELS} labels"
-    share = 1 / 8 if causal else 1 / 3  # at all positions a call takes minutes
+    share = 1 / 12 if causal else 1 / 3  # at all positions a call takes minutes
     found.append(Contender(name, FISHER, 4 if causal else 16, True, paper(MANY_LABELS), share))
     products = f"Hutch++, {MATVECS} products"
     peers: list[tuple[str, str, str, Callable[[Workload, list[Batch], int], Call]]] = [
