@@ -49,7 +49,7 @@ class Args:
     tokenizer: str | None = None
     """For text: a Hugging Face folder or name, or a vocab.txt; default: the first checkpoint's own."""
     num_inputs: int = 512
-    """Sequences to measure on, at most."""
+    """Sequences to measure on, at most; the tokens of all others in --data make the error smaller."""
     rtol: float | None = None
     """Stop when the standard error is at most this share of the value; looked at after 64, 128, 256, ... sequences or
     documents. Of several models the first decides."""

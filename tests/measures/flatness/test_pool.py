@@ -136,9 +136,10 @@ def test_a_sequence_is_in_one_half_whatever_is_hidden_or_padded():
     halves = halves_of(batch)
     assert 150 < sum(halves) < 250
     assert halves_of(topical(400, "pool", hide=False)) == halves
-    wide = {name: F.pad(value, (0, 3), value=7) for name, value in batch.items()}
-    wide["attention_mask"] = F.pad(torch.ones(400, LENGTH), (0, 3))
-    assert halves_of(wide) == halves
+    for sides in ((0, 3), (2, 0)):
+        wide = {name: F.pad(value, sides, value=7) for name, value in batch.items()}
+        wide["attention_mask"] = F.pad(torch.ones(400, LENGTH), sides)
+        assert halves_of(wide) == halves
     assert halves_of({name: value[17:40] for name, value in batch.items()}) == halves[17:40]
     moved = {name: value.roll(1, dims=1) for name, value in batch.items()}
     assert halves_of(moved) != halves

@@ -38,7 +38,8 @@ class Bigrams:
         self._vocabulary = vocabulary
         self._size = min(vocabulary**2, _MOST)
         # of pairs, first and second tokens, those of the second half behind those of the first
-        self._counts = [torch.zeros(2 * size, dtype=torch.float64) for size in (self._size, vocabulary, vocabulary)]
+        pairs = torch.zeros(2 * self._size)
+        self._counts = [pairs, *(torch.zeros(2 * vocabulary, dtype=torch.float64) for _ in range(2))]
 
     def add(self, ids: torch.Tensor, present: torch.Tensor | None, documents: torch.Tensor | None) -> None:
         """Count the pairs of sequences.
@@ -49,9 +50,8 @@ class Bigrams:
             documents: (B,) their ids; None: each sequence is its own.
         """
         halves, first, second, both = self._split(ids, present, documents)
-        ones = both.double().flatten()
         for counts, places in zip(self._counts, self._places(halves, first, second), strict=True):
-            counts.index_add_(0, places, ones)
+            counts.index_add_(0, places, both.to(counts.dtype).flatten())
 
     def log_probability(
         self, ids: torch.Tensor, present: torch.Tensor | None, documents: torch.Tensor | None
@@ -77,7 +77,7 @@ class Bigrams:
             present = torch.ones_like(ids, dtype=torch.bool)
         ids = ids * present
         if documents is None:
-            places = torch.arange(1, ids.shape[1] + 1) * _MIX  # wraps around
+            places = present.cumsum(dim=1) * _MIX  # wraps around; the same whatever padding there is
             keys = (_mixed(ids + places) * present).sum(dim=1)
         else:
             keys = documents.cpu()

@@ -97,9 +97,9 @@ class Pool:
             kinds.add(tokens.documents is not None)
         if len(kinds) == 2:
             raise IsolossError("all batches of the pool have `documents`, or none has")
-        number, sums, moments = _sums((_Tokens.of(batch, len(weight)) for batch in batches), weight, bigrams)
-        if number < 2:
-            raise IsolossError(f"the pool has {number} independent sequences or documents; it needs at least 2")
+        clusters, sums, moments = _sums((_Tokens.of(batch, len(weight)) for batch in batches), weight, bigrams)
+        if clusters < 2:
+            raise IsolossError(f"the pool has {clusters} independent sequences or documents; it needs at least 2")
         mean = sums[:-1] / sums[-1]
         centring = torch.cat([torch.eye(len(mean), dtype=torch.float64), -mean[None]])  # a cluster's sum less n means
         scatter = centring.T @ moments @ centring
@@ -109,7 +109,7 @@ class Pool:
             bigrams=bigrams,
             mean=mean,
             directions=directions,
-            covariance=directions.T @ scatter @ directions * (number / (number - 1)) / sums[-1].square(),
+            covariance=directions.T @ scatter @ directions * (clusters / (clusters - 1)) / sums[-1].square(),
             num_sequences=int(sums[-1]),
             by_document=kinds == {True},
             seconds=time.perf_counter() - begun,
