@@ -7,6 +7,8 @@ from typing import Any
 
 from timing import heading
 
+from isoloss.estimate import rounded
+
 _COLUMNS = (
     "estimator",
     "mean on the check (exact {exact:.4g})",
@@ -71,7 +73,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     other = row["quantity"].endswith("another quantity")
     name = row["name"] + (f" ({row['quantity']})" if other else "")
     against = f", against {row['check_against']:.4g}" if "check_against" in row else ""
-    checked = f"{row['check_mean']:.4g} ± {row['check_stderr']:.2g}{against}, n={row['check_repeats']}"
+    checked = f"{rounded(row['check_mean'], row['check_stderr'])}{against}, n={row['check_repeats']}"
     spread = 100 * math.sqrt(row["relative_variance"])
     error = 100 * row["relative_variance_stderr"] / (2 * math.sqrt(row["relative_variance"]))
     cells = [
@@ -79,13 +81,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
         checked,
         cost,
         f"{row['over_floor']:.3g}",
-        f"{spread:.3g} ± {error:.1g}, n={row['repeats']}x{row['sequences']}",
+        f"{rounded(spread, error)}, n={row['repeats']}x{row['sequences']}",
     ]
     if not (row["agrees"] or other):
         return [*cells, "the mean is not the exact trace", "", "", "", *memory]
     cells += [
-        f"{row['seconds_to_1_percent']:.3g} ± {row['seconds_to_1_percent_stderr']:.1g}",
-        *(f"{row[k]:.3g} ± {row[f'{k}_stderr']:.1g}" if row[k] != 1 else "1" for k in ("ratio", "ratio_to_pooled")),
+        rounded(row["seconds_to_1_percent"], row["seconds_to_1_percent_stderr"]),
+        *("1" if row[key] == 1 else rounded(row[key], row[f"{key}_stderr"]) for key in ("ratio", "ratio_to_pooled")),
         f"{row['same_sequences_ratio']:.3g}" if math.isfinite(row["same_sequences_ratio"]) else "",
     ]
     return [*cells, *memory]
