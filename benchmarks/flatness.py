@@ -224,10 +224,11 @@ def status_bytes(field: str) -> int:
 
 def own_memory(workload: Workload, name: str) -> int:
     """Return by how many bytes this process grows at its peak over the loaded model, on one batch."""
-    runs = {contender.name: contender.run for contender in contenders(causal=workload.causal)[0]}
-    run = training_pass if name == FLOOR else runs[name]
+    known = {contender.name: contender for contender in contenders(causal=workload.causal)[0]}
+    run = training_pass if name == FLOOR else known[name].run
+    number = known[name].sequences if name in known and known[name].one_by_one else BATCH
     run(workload, workload.batches(2, 2, "warm-up"), 0)  # loads what is loaded at first use
-    batches = workload.batches(BATCH, BATCH, "memory")
+    batches = workload.batches(number, BATCH, "memory")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = status_bytes("VmRSS")
     run(workload, batches, 0)

@@ -47,6 +47,7 @@ class Contender:
         by_sequence: Whether its value is a mean over independent sequences, with their signs or labels.
         run: Computes the trace on batches with a seed.
         share: Of the repetitions: fewer for what takes long, more for what is quick and varies much.
+        one_by_one: Whether it takes the sequences one at a time, so that its memory does not depend on their number.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Contender:
     by_sequence: bool
     run: Callable[[Workload, list[Batch], int], Call]
     share: float = 1.0
+    one_by_one: bool = False
 
 
 def installed(peer: str) -> bool:
@@ -182,11 +184,11 @@ def contenders(*, causal: bool) -> tuple[list[Contender], list[str]]:
     found = [
         Contender(OURS, FISHER, 256 if causal else 512, True, ours),
         Contender(POOLED, FISHER, 256 if causal else 512, True, pooled),
-        Contender(PAPER, FISHER, 4 if causal else 16, True, paper(1)),
+        Contender(PAPER, FISHER, 4 if causal else 16, True, paper(1), one_by_one=True),
     ]
     name = f"paper's estimator, {MANY_LABELS} labels"
     share = 1 / 12 if causal else 1 / 3  # at all positions a call takes minutes
-    found.append(Contender(name, FISHER, 4 if causal else 16, True, paper(MANY_LABELS), share))
+    found.append(Contender(name, FISHER, 4 if causal else 16, True, paper(MANY_LABELS), share, one_by_one=True))
     products = f"Hutch++, {MATVECS} products"
     peers: list[tuple[str, str, str, Callable[[Workload, list[Batch], int], Call]]] = [
         ("curvlinops", "GGN, Hutchinson", FISHER, curvlinops),

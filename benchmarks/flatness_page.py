@@ -34,9 +34,10 @@ def page(record: dict[str, Any]) -> str:
         'fresh batch. Time to 1 % is cost times (spread / 1 %)^2, on fresh sequences; "same sequences" counts the '
         "noise of signs or labels alone. With a pool, further sequences are drawn and read for their tokens alone; the "
         "time of both counts, and the mean is compared with that of isoloss without a pool, both over fresh sequences. "
-        "± is one standard error over the repetitions. Memory is the peak of a process "
-        "of its own over that of the loaded model, on 64 sequences at once. A ratio is given only where the mean "
-        "on the check's sequences is within 4 standard errors of the exact trace, or the quantity is another.",
+        "± is one standard error over the repetitions. Memory is the peak of a process of its own over that of the "
+        "loaded model, on 64 sequences at once; the paper's estimator takes them one by one. A ratio is given only "
+        "where the mean on the check's sequences is within 4 standard errors of the exact trace, or the quantity is "
+        "another.",
     ]
     for model in record["models"]:
         lines += _table(model)
