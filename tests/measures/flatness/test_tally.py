@@ -146,6 +146,20 @@ def test_documents_are_clusters_wherever_batches_end():
     assert len(shares.influence) == 40
 
 
+def test_looking_does_not_end_a_document():
+    a, m, d = random_rows(120)
+    documents = torch.arange(120) // 7
+    straight = filled(a, m, d, documents).shares()
+    looked = Tally(a.shape[1], d.shape[1])
+    for part in torch.arange(120).split(5):
+        looked.add(a[part], m[part], d[part], documents[part])
+        if int(part[-1]) > 20:
+            so_far = slice(int(part[-1]) + 1)
+            assert looked.shares().value == filled(a[so_far], m[so_far], d[so_far], documents[so_far]).shares().value
+    assert len(looked) == 18
+    assert torch.equal(looked.shares().influence, straight.influence)
+
+
 def test_influence_gives_the_error_of_a_difference():
     a, m, d = random_rows(101)
     noise = 0.01 * random_rows(101, seed=1)[0]

@@ -253,12 +253,13 @@ class Tally:
         return joined
 
     def shares(self) -> Shares:
-        """Return the ratio, its error, and its split over the parameters.
+        """Return the ratio, its error, and its split over the parameters, the document that goes on included.
 
         Raises:
             IsolossError: There are fewer than two clusters.
         """
-        self._record(self._clusters.close())
+        if self._clusters.document is not None:
+            return Tally.merged([Tally.from_state(self.state())]).shares()  # it ends in a copy, and may go on here
         rows = torch.cat(self._rows)
         if len(rows) < 2:
             raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {len(rows)}")
