@@ -36,8 +36,6 @@ _LOGITS_BYTES = 1 << 28  # of the logits of a batch's predicted positions, in fl
 _ACTIVATION_BYTES = 1 << 30  # of what a forward pass keeps for the backward pass, roughly
 _LENGTH = 128  # tokens in a row, unless told
 _KEPT_VECTORS = 20  # of the model's width, that a transformer layer keeps for a token
-
-
 _ROWS_AT_ONCE = 1024  # of a pool
 
 
