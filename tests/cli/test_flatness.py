@@ -20,7 +20,7 @@ from transformers import (
 from isoloss.cli import comparison
 from isoloss.cli.main import main
 from isoloss.measures import inputs
-from isoloss.measures.flatness import InterruptedEstimate, fisher, fisher_trace
+from isoloss.measures.flatness import InterruptedEstimate, fisher, fisher_trace, pool
 from isoloss.measures.flatness.compare import compare
 from isoloss.measures.flatness.tally import Shares
 
@@ -104,6 +104,16 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
     masked = (folder / "bert", *data, "--mask-id", "19", "--masking", "one", "--json")
     assert json.loads(call(capsys, *masked).out)["fisher_trace"]["details"]["pool_sequences"] == 4000
     assert "adjusted" not in call(capsys, folder / "a", "--data", folder / "ids.npy").out  # all that there is
+
+
+def test_a_model_without_input_embeddings_is_measured_alone(capsys, folder, tmp_path, monkeypatch):
+    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(0, VOCAB, (4000, 8)))
+    data = ("--data", tmp_path / "ids.npy", "--num-inputs", "100", "--json")
+    monkeypatch.setattr(pool, "input_embeddings", lambda model: None)
+    details = json.loads(call(capsys, folder / "a", *data).out)["fisher_trace"]["details"]
+    assert (details["sequences"], details["pool_sequences"]) == (100, 0)
+    found = json.loads(call(capsys, folder / "a", folder / "b", *data).out)["models"]
+    assert [model["trace"]["details"]["pool_sequences"] for model in found] == [0, 0]
 
 
 def test_sequences_unlike_the_rest_are_said(capsys, folder, tmp_path, monkeypatch):
