@@ -5,7 +5,7 @@ from notes import note_of
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.flatness.compare import Comparison, Measured
+from isoloss.measures.flatness.differences import Comparison, Measured
 from isoloss.report.flatness import save, trace_against_loss
 
 

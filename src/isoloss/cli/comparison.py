@@ -11,7 +11,7 @@ from isoloss.estimate import rounded
 
 if TYPE_CHECKING:
     from isoloss.estimate import Estimate
-    from isoloss.measures.flatness.compare import Comparison, Pair
+    from isoloss.measures.flatness.differences import Comparison, Pair
 
 _SURE = 0.975  # the probability from which the verdict names a model
 

@@ -20,7 +20,8 @@ from isoloss.runs import Run, checkpoint_of
 if TYPE_CHECKING:
     from isoloss.estimate import Estimate
     from isoloss.loading import Kind, Loaded
-    from isoloss.measures.flatness.compare import Comparison, InterruptedComparison, Outline
+    from isoloss.measures.flatness.compare import InterruptedComparison, Outline
+    from isoloss.measures.flatness.differences import Comparison
     from isoloss.measures.inputs import Inputs
 
 EXAMPLES = [

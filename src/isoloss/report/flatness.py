@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.flatness.compare import Comparison
+from isoloss.measures.flatness.differences import Comparison
 from isoloss.report import figures
 from isoloss.report.data import COLOURS, MARKERS, TRACE
 

@@ -12,13 +12,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from isoloss.errors import IsolossError
 from isoloss.measures.flatness import fisher_trace
-from isoloss.measures.flatness.compare import (
-    Comparison,
-    InterruptedComparison,
-    Outline,
-    _flattest,
-    compare,
-)
+from isoloss.measures.flatness.compare import InterruptedComparison, Outline, compare
+from isoloss.measures.flatness.differences import Comparison, _flattest
 
 VOCAB = 5
 

@@ -15,7 +15,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from isoloss.errors import IsolossError
 from isoloss.measures.flatness import bigrams, fisher_trace, record
 from isoloss.measures.flatness.bigrams import Bigrams
-from isoloss.measures.flatness.compare import _paired, compare
+from isoloss.measures.flatness.compare import compare
+from isoloss.measures.flatness.differences import _paired
 from isoloss.measures.flatness.pool import Pool, _Tokens
 from isoloss.seeds import generator
 
@@ -23,8 +24,8 @@ VOCAB, LENGTH, TOPICS = 24, 8, 4
 MASK = VOCAB - 1
 
 
-def bert(seed=0, *, size=8, vocab=VOCAB, cls=BertForMaskedLM):
-    torch.manual_seed(seed)
+def bert(*, size=8, vocab=VOCAB):
+    torch.manual_seed(0)
     config = BertConfig(
         vocab_size=vocab,
         hidden_size=size,
@@ -36,7 +37,7 @@ def bert(seed=0, *, size=8, vocab=VOCAB, cls=BertForMaskedLM):
         attention_probs_dropout_prob=0.0,
         initializer_range=0.4,
     )
-    return cls(config).eval()
+    return BertForMaskedLM(config).eval()
 
 
 def topical(n, *names, documents=None, hide=True):

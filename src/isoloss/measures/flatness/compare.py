@@ -1,13 +1,11 @@
 """Several models on the same inputs with the same random signs: paired differences of their flatness and loss.
 
-Shapes: m predicted positions, V vocabulary, N clusters, L models.
+Shapes: m predicted positions, V vocabulary, N clusters.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.loading import load
 from isoloss.measures.checks import is_causal
+from isoloss.measures.flatness.differences import Comparison, Influence, compared
 from isoloss.measures.flatness.fisher import Integrated
 from isoloss.measures.flatness.measurement import UNIT, InterruptedEstimate, Measurement, Stopping
 from isoloss.measures.flatness.pool import Pool
@@ -28,106 +26,7 @@ from isoloss.measures.flatness.tally import Tally
 
 Model = nn.Module | Callable[[], nn.Module]
 
-_DRAWS = 200_000  # for the probability of being the flattest, which is then within 0.003
-_TIE = 1e-9  # of a trace: differences below it are rounding
 _CHUNK = 1 << 22  # logits widened at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One of the models.
-
-    Attributes:
-        name: What it is called.
-        trace: The trace of its Fisher.
-        loss: Its cross-entropy on the same predicted positions.
-        flattest: The probability that its trace is the smallest of all.
-    """
-
-    name: str
-    trace: Estimate
-    loss: Estimate
-    flattest: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """The difference between two models; the errors are of the differences within each cluster.
-
-    Attributes:
-        first: A model's name.
-        second: The other's.
-        trace: The trace of the first less that of the second.
-        loss: The loss of the first less that of the second.
-        log_ratio: The logarithm of the ratio of the traces, first to second.
-    """
-
-    first: str
-    second: str
-    trace: Estimate
-    loss: Estimate
-    log_ratio: Estimate
-
-    @property
-    def ratio(self) -> float:
-        """The trace of the first over that of the second."""
-        return math.exp(self.log_ratio.value)
-
-    @property
-    def ratio_ci95(self) -> tuple[float, float]:
-        """Its 95 % confidence interval, that of the logarithm carried over."""
-        low, high = self.log_ratio.ci95
-        return math.exp(low), math.exp(high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What `compare` found.
-
-    Attributes:
-        models: The models, in the order in which they were given.
-        pairs: Each two of them, in this order.
-    """
-
-    models: tuple[Measured, ...]
-    pairs: tuple[Pair, ...]
-
-    @property
-    def ranking(self) -> tuple[str, ...]:
-        """The models' names, the flattest first."""
-        return tuple(model.name for model in sorted(self.models, key=lambda model: model.trace.value))
-
-    def pair(self, first: str, second: str) -> Pair:
-        """Return the pair of these two models, in this order or the other.
-
-        Raises:
-            IsolossError: There is none.
-        """
-        for pair in self.pairs:
-            if {pair.first, pair.second} == {first, second}:
-                return pair
-        names = ", ".join(model.name for model in self.models)
-        raise IsolossError(f"there is no pair of {first} and {second}; the models are {names}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
-        document = dataclasses.asdict(self)
-        return {name: list(parts) for name, parts in document.items()}
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Comparison:
-        """Return the comparison that `to_dict` wrote."""
-
-        def part(fields: Mapping[str, Any]) -> dict[str, Any]:
-            return {
-                name: Estimate.from_dict(value) if isinstance(value, Mapping) else value
-                for name, value in fields.items()
-            }
-
-        return cls(
-            models=tuple(Measured(**part(fields)) for fields in document["models"]),
-            pairs=tuple(Pair(**part(fields)) for fields in document["pairs"]),
-        )
 
 
 class InterruptedComparison(KeyboardInterrupt):
@@ -248,7 +147,7 @@ def compare(
         batches = list(batches)
     first: Outline | None = None
     read: Pool | None = None
-    done: list[_Influence] = []
+    done: list[Influence] = []
     for name, given in named.items():
         step = None if progress is None else _progress_of(name, progress)
         try:
@@ -261,18 +160,18 @@ def compare(
                 read = Pool.read(model, pool)
             one = _measure(name, Measurement(model, source, pool=read), source, batches, stopping, step)
         except InterruptedEstimate as stop:
-            raise InterruptedComparison(_comparison(done) if done else None, name, stop.partial) from stop
+            raise InterruptedComparison(compared(done) if done else None, name, stop.partial) from stop
         except KeyboardInterrupt as stop:
             if not done:
                 raise
-            raise InterruptedComparison(_comparison(done), name, None) from stop
+            raise InterruptedComparison(compared(done), name, None) from stop
         if not done and read is not None:
             read = dataclasses.replace(read, number=sum(one.pool_controls))
         if not done and (rtol is not None or seconds is not None):
             stopping = Stopping(num_sequences=one.trace.details["sequences"])
         done.append(one)
         del model, source  # so that two are never held
-    return _comparison(done)
+    return compared(done)
 
 
 class WithLoss(Integrated):
@@ -334,22 +233,6 @@ def _surprise(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.cat(losses).double()
 
 
-@dataclass(frozen=True)
-class _Influence:
-    """A model's estimates, and what each of N clusters adds to their errors: (N,) on the loss.
-
-    On the trace it is (N + r,), with each of the r means of a pool, which are the same for all models; it has (r,)
-    which of these were used.
-    """
-
-    name: str
-    trace: Estimate
-    loss: Estimate
-    on_trace: torch.Tensor
-    on_loss: torch.Tensor
-    pool_controls: tuple[bool, ...]
-
-
 def _measure(
     name: str,
     measurement: Measurement,
@@ -357,7 +240,7 @@ def _measure(
     batches: Iterable[Mapping[str, Any]],
     stopping: Stopping,
     progress: Callable[[int], None] | None,
-) -> _Influence:
+) -> Influence:
     try:
         trace = measurement.run(batches, stopping, progress=progress)
     except IsolossError as error:
@@ -366,7 +249,7 @@ def _measure(
         raise IsolossError(f"{name}: the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
     loss, on_loss = source.loss(batches, trace.details["sequences"])
     shares = measurement.shares()
-    return _Influence(name, trace, loss, shares.influence, on_loss, shares.pool_controls)
+    return Influence(name, trace, loss, shares.influence, on_loss, shares.pool_controls)
 
 
 def _named(models: Mapping[str, Model] | Sequence[str]) -> dict[str, Model]:
@@ -389,63 +272,3 @@ def _loader(name: str) -> Callable[[], nn.Module]:
 
 def _progress_of(name: str, progress: Callable[[str, int], None]) -> Callable[[int], None]:
     return lambda done: progress(name, done)
-
-
-def _comparison(done: list[_Influence]) -> Comparison:
-    chances = _flattest(
-        [one.trace.value for one in done], torch.stack([one.on_trace for one in done]), done[0].trace.samples
-    )
-    return Comparison(
-        models=tuple(
-            Measured(name=one.name, trace=one.trace, loss=one.loss, flattest=chance)
-            for one, chance in zip(done, chances, strict=True)
-        ),
-        pairs=tuple(_pair(a, b) for a, b in itertools.combinations(done, 2)),
-    )
-
-
-def _pair(a: _Influence, b: _Influence) -> Pair:
-    log_ratio = math.log(a.trace.value) - math.log(b.trace.value)
-    of_logs = a.on_trace / a.trace.value - b.on_trace / b.trace.value
-    return Pair(
-        first=a.name,
-        second=b.name,
-        trace=_paired(a.trace.value - b.trace.value, a.on_trace - b.on_trace, a.trace, UNIT),
-        loss=_paired(a.loss.value - b.loss.value, a.on_loss - b.on_loss, a.loss, UNIT),
-        log_ratio=_paired(log_ratio, of_logs, a.trace, "logarithm of a ratio"),
-    )
-
-
-def _paired(value: float, influence: torch.Tensor, like: Estimate, unit: str) -> Estimate:
-    n = like.samples
-    return Estimate(
-        value=value,
-        stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1))),
-        samples=n,
-        unit=unit,
-        num_inputs=like.num_inputs,
-        num_probes=like.num_probes,
-        method="paired difference",
-    )
-
-
-def _flattest(values: list[float], influences: torch.Tensor, n: int) -> list[float]:
-    """Return for each of L models the probability that its trace is the smallest, given influences on n clusters."""
-    number = len(values)
-    if number == 1:
-        return [1.0]
-    if number == 2:
-        difference = values[1] - values[0]
-        deviation = math.sqrt(float((influences[0] - influences[1]).square().sum()) / (n * (n - 1)))
-        if deviation == 0:
-            first = 0.5 + 0.5 * ((difference > 0) - (difference < 0))
-        else:
-            first = 0.5 * math.erfc(-difference / deviation / math.sqrt(2))
-        return [first, 1 - first]
-    root = torch.linalg.qr(influences.T / math.sqrt(n * (n - 1)), mode="r").R  # R^T R is the covariance
-    normals = torch.randn(_DRAWS, len(root), generator=seeds.generator(0, "flattest"), dtype=torch.float64)
-    drawn = torch.tensor(values, dtype=torch.float64) + normals @ root
-    least = drawn.min(dim=1, keepdim=True).values
-    smallest = (drawn <= least + _TIE * least.abs()).double()  # models that are the same share the place
-    chances: list[float] = (smallest / smallest.sum(dim=1, keepdim=True)).mean(dim=0).tolist()
-    return chances
