@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +58,8 @@ def print_tables(found: Comparison) -> None:
         f"{trace.num_inputs:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard error "
         f"over {trace.samples:,} {trace.details['clusters']}"
     )
-    if is_adjusted(trace):
-        common.say_wrapped(f"adjusted to {pool(trace)}")
+    for line in adjustment(trace):
+        common.say_wrapped(line)
     if found.pairs:
         for sentence in _verdict(found, short):
             common.say_wrapped(sentence)
@@ -101,17 +102,16 @@ def short_names(names: list[str]) -> dict[str, str]:
     return {name: str(Path(*Path(name).parts[shared:])) if len(Path(name).parts) > shared else name for name in names}
 
 
-def is_adjusted(trace: Estimate) -> bool:
-    """Whether a pool was used."""
-    return bool(trace.details["pool_bigrams"] or trace.details["pool_directions"])
-
-
-def pool(trace: Estimate) -> str:
-    """Return what a trace was adjusted to."""
-    number = trace.details["pool_directions"]
-    used = ["how probable each is after the one before"] if trace.details["pool_bigrams"] else []
+def adjustment(trace: Estimate) -> Iterator[str]:
+    """Say what of a pool was used, or that it was not like the measured sequences; nothing where there was no use."""
+    details = trace.details
+    number = details["pool_directions"]
+    used = ["how probable each is after the one before"] if details["pool_bigrams"] else []
     used += [f"{number} direction{'s' if number > 1 else ''} of their mean embedding"] if number else []
-    return f"all {trace.details['pool_sequences']:,} sequences by their tokens: {' and '.join(used)}"
+    if used:
+        yield f"adjusted to all {details['pool_sequences']:,} sequences by their tokens: {' and '.join(used)}"
+    elif details["unlike_pool"]:
+        yield "not adjusted to the rest of the data by its tokens: those that were measured are not like them"
 
 
 def interval(estimate: Estimate) -> str:

@@ -228,10 +228,7 @@ def _remarks(args: Args, trace: Estimate) -> Iterator[str]:
         f"{trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
         f"{details['num_parameters']:,} parameters, {details['predicts']}"
     )
-    if comparison.is_adjusted(trace):
-        yield f"adjusted to {comparison.pool(trace)}"
-    elif details["unlike_pool"]:
-        yield "not adjusted to the rest of the data by its tokens: those that were measured are not like them"
+    yield from comparison.adjustment(trace)
     drawn = "labels" if args.method == "paper" else "sign vectors"
     yield (
         f"{trace.method}, {trace.num_probes} {drawn if trace.num_probes > 1 else drawn[:-1]} per token; "
