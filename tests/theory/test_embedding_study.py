@@ -1,5 +1,6 @@
 """What becomes of the trace of a small model inside a large one, held against every label of every context."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -159,3 +160,56 @@ def test_differences_are_relative_to_the_largest():
     assert differences(small, half, [batch]).hidden == 0
     found = differences(small, embedded, [{name: value[:40] for name, value in batch.items()}, batch])
     assert found.hidden == pytest.approx(0.125 / float(last.abs().max()))
+
+
+def sentences(kind, n=192):
+    """Random sentences with one predicted token in some and two in the others; for a causal model, all but the first.
+
+    They are many enough for control variates to be fitted, and have cross terms between positions.
+    """
+    ids = torch.randint(0, TOKENS, (n, LENGTH), generator=torch.Generator().manual_seed(1))
+    if kind == "opt":
+        return {"input_ids": ids, "labels": ids}
+    hidden = torch.nn.functional.one_hot(torch.arange(n) % LENGTH, LENGTH).bool()
+    hidden[:, 0] = True
+    return {"input_ids": ids.masked_fill(hidden, MASK), "labels": ids.masked_fill(~hidden, -100)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("kind", "ratio"), [*itertools.product(["bert", "opt"], [2, 3, 4, 6]), ("pre-ln", 3)])
+def test_the_factors_are_shown_at_every_width(kind, ratio, dtype):
+    """Although the large model's layers, and so the control variates it would have by itself, are other ones."""
+    small = built(kind, dtype)
+    found = study(small, embed(small, Shape(4 * ratio, ratio, 3, 4 * ratio)), [sentences(kind)], causal=kind == "opt")
+    assert [statement.shown for statement in found.statements[:2]] == [True, True]
+    for share in found.shares[:-1]:
+        assert share.after == pytest.approx(share.factor * share.before, abs=1e-6 * found.before.value), share.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("kind", ["bert", "opt"])
+def test_a_wrong_rule_is_not_shown(kind, dtype):
+    """c^2 / n with one copy too many in n, for one parameter of the right expansion."""
+    small = built(kind, dtype)
+    embedded = embed(small, LARGE)
+    name = next(name for name in embedded.parts if name.endswith(("query.weight", "q_proj.weight")))
+    part = embedded.parts[name]
+    assert part.copies == 9
+    miscounted = dataclasses.replace(part, divisor=part.divisor * (9 / 10) ** 0.5)  # c^2 / 10 for c^2 / 9
+    wrong = dataclasses.replace(embedded, parts={**embedded.parts, name: miscounted})
+    found = study(small, wrong, [sentences(kind)], causal=kind == "opt")
+    assert [statement.shown for statement in found.statements[:2]] == [True, False]
+    assert f"({name.replace('.0.', '.*.')})" in found.statements[1].found
+
+
+def test_another_expansion_with_the_same_function_is_not_shown():
+    """Blocks W and 0 in a row add up to W h as W/2 and W/2 do, but the gradients are not equal."""
+    small = built("bert")
+    embedded = embed(small, Shape(8, 2, 1, 8))
+    part = embedded.parts["cls.predictions.transform.dense.weight"]
+    with torch.no_grad():
+        weight = embedded.model.get_parameter(part.name)
+        weight[:, :4] *= 2
+        weight[:, 4:] = 0
+    found = study(small, embedded, [sentences("bert")], causal=False)
+    assert [statement.shown for statement in found.statements[:2]] == [True, False]

@@ -19,7 +19,7 @@ from isoloss.loading import load
 from isoloss.measures.checks import is_causal
 from isoloss.measures.flatness.differences import Comparison, Influence, compared
 from isoloss.measures.flatness.fisher import Integrated
-from isoloss.measures.flatness.measurement import UNIT, InterruptedEstimate, Measurement, Stopping
+from isoloss.measures.flatness.measurement import UNIT, InterruptedEstimate, Measurement, Norms, Stopping
 from isoloss.measures.flatness.pool import Pool
 from isoloss.measures.flatness.predictions import Predictions
 from isoloss.measures.flatness.tally import Tally
@@ -94,6 +94,7 @@ def compare(
     seconds: float | None = None,
     causal: bool | None = None,
     pool: Iterable[Mapping[str, Any]] | None = None,
+    one_estimator: bool = False,
     progress: Callable[[str, int], None] | None = None,
 ) -> Comparison:
     """Compare the flatness of models, each measured on the same inputs with the same random signs.
@@ -117,6 +118,10 @@ def compare(
         causal: Whether position t predicts token t + 1. None: by each model's class.
         pool: As for `fisher_trace`; it is read once, by the embeddings of the first model, which need not be the one
             that is measured: they only tell the sequences apart. The first model decides how much of it is used.
+        one_estimator: Whether every estimate is the same linear function of the squared norms of the sequences'
+            gradients: all models are given the first one's control variates, and no norm is taken position by position
+            because of where its parameter stands. Two parameters whose squared norms have one ratio on every sequence
+            then have estimates of that ratio. False: what has the smallest error for each model and parameter.
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
@@ -147,6 +152,7 @@ def compare(
         batches = list(batches)
     first: Outline | None = None
     read: Pool | None = None
+    controls: torch.Tensor | None = None
     done: list[Influence] = []
     for name, given in named.items():
         step = None if progress is None else _progress_of(name, progress)
@@ -155,7 +161,10 @@ def compare(
             outline = Outline.of(name, model, causal)
             first = first or outline
             first.check(outline)
-            source = WithLoss(model, num_probes=num_probes, seed=seed, causal=outline.causal, parameters=None)
+            source = WithLoss(
+                model, num_probes=num_probes, seed=seed, causal=outline.causal, parameters=None, controls=controls
+            )
+            source.separate = not one_estimator
             if pool is not None and read is None:
                 read = Pool.read(model, pool)
             one = _measure(name, Measurement(model, source, pool=read), source, batches, stopping, step)
@@ -169,13 +178,19 @@ def compare(
             read = dataclasses.replace(read, number=sum(one.pool_controls))
         if not done and (rtol is not None or seconds is not None):
             stopping = Stopping(num_sequences=one.trace.details["sequences"])
+        if one_estimator and not done:
+            controls = torch.cat(source.own_controls)
         done.append(one)
         del model, source  # so that two are never held
     return compared(done)
 
 
 class WithLoss(Integrated):
-    """The integrated labels' cotangents, keeping the loss at the given labels of every sequence."""
+    """The integrated labels' cotangents, keeping the loss at the given labels of every sequence.
+
+    Attributes:
+        own_controls: The model's own control variates (B, C) of each batch, whether they were used or not.
+    """
 
     def __init__(
         self,
@@ -185,10 +200,21 @@ class WithLoss(Integrated):
         seed: int,
         causal: bool | None,
         parameters: Mapping[str, nn.Parameter] | None,
+        controls: torch.Tensor | None = None,
     ) -> None:
         super().__init__(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
+        self.own_controls: list[torch.Tensor] = []
+        self._controls = controls
         self._nats: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
+
+    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
+        """Measure a batch, with the given control variates where there are any."""
+        norms = super().measure(batch, first)
+        self.own_controls.append(norms.controls)
+        if self._controls is None:
+            return norms
+        return norms._replace(controls=self._controls[first : first + len(norms.positions)])
 
     def loss(self, batches: Iterable[Mapping[str, Any]], sequences: int) -> tuple[Estimate, torch.Tensor]:
         """Return the loss of the first `sequences` sequences, and (N,) the influence of each cluster on it."""

@@ -223,10 +223,15 @@ class _Ghost(abc.ABC):
 
 
 class Integrated(_Ghost):
-    """Labels integrated out: cotangents S v, with control variates."""
+    """Labels integrated out: cotangents S v, with control variates.
+
+    Attributes:
+        separate: Whether positions are squared one by one where that has less noise (`Predictor.squared_norms`).
+    """
 
     method = "fisher, labels integrated out"
     num_controls = probes.Controls.NUMBER
+    separate = True
 
     def details(self) -> dict[str, Any]:
         """Return what every source does, and the further probes of the last layer."""
@@ -244,7 +249,7 @@ class Integrated(_Ghost):
         places = range(first, first + len(positions))
         probes.integrated_(cotangent, positions, places, seed=self.seed, probe=probe)
         norms = self._predictor.squared_norms(
-            predictions, cotangent.to(predictions.logits.dtype), separate=True, keep=keep
+            predictions, cotangent.to(predictions.logits.dtype), separate=self.separate, keep=keep
         )
         if controls is None or norms.hidden_cotangent is None:
             return norms.by_parameter, None
