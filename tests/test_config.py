@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isoloss import config as configs
-from isoloss.config import CorpusConfig, GrammarConfig, OptimizerConfig, PCFGConfig, TrainConfig
+from isoloss.config import CorpusConfig, GrammarConfig, ModelConfig, OptimizerConfig, PCFGConfig, TrainConfig
 from isoloss.errors import IsolossError
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=20)
@@ -73,6 +73,17 @@ def test_the_fingerprint_is_over_what_decides_a_result():
             continue
         other = dataclasses.replace(base, **{field.name: {"language": PCFGConfig(seed=9)}.get(field.name, "other")})
         assert configs.fingerprint(other) != configs.fingerprint(base), field.name
+
+
+def test_a_config_without_later_fields_keeps_its_fingerprint():
+    """Runs are resumed by it: these two are of configs from before there were free shapes, written down then."""
+    assert configs.fingerprint(TrainConfig(language=PCFGConfig(seed=4))) == "a21946d08e2db84c"
+    lstm = TrainConfig(language=PCFGConfig(seed=4), model=ModelConfig(architecture="lstm", size="h64"))
+    assert configs.fingerprint(lstm) == "c42640b8f3784154"
+    for change in ({"heads": 2}, {"layers": 2}, {"width": 32}, {"ffn": 8}, {"directions": 1}):
+        free = dataclasses.replace(lstm, model=dataclasses.replace(lstm.model, **change))
+        assert configs.fingerprint(free) != configs.fingerprint(lstm)
+        assert configs.from_dict(TrainConfig, tomllib.loads(configs.to_toml(free))) == free
 
 
 def test_differences_name_the_fields():

@@ -51,14 +51,19 @@ def one_way(lstm, inputs):
 def logits_of(model, tokens):
     """The logits of one sentence without padding, token by token."""
     states = [model.lstm.embeddings.weight[t] for t in tokens]
-    for ahead, back in zip(model.lstm.forwards, model.lstm.backwards, strict=True):
-        from_left, from_right = one_way(ahead, states), one_way(back, states[::-1])[::-1]
+    for number, ahead in enumerate(model.lstm.forwards):
+        from_left = one_way(ahead, states)
+        if model.config.num_directions == 1:
+            states = from_left
+            continue
+        from_right = one_way(model.lstm.backwards[number], states[::-1])[::-1]
         states = [torch.cat(pair) for pair in zip(from_left, from_right, strict=True)]
     return torch.stack([model.lstm.embeddings.weight @ s + model.decoder.bias for s in states])
 
 
-def test_the_logits_are_those_of_a_loop_over_cells():
-    model = tiny()
+@pytest.mark.parametrize("directions", [1, 2])
+def test_the_logits_are_those_of_a_loop_over_cells(directions):
+    model = tiny(num_directions=directions)
     ids, mask = padded()
     logits = model(input_ids=ids, attention_mask=mask).logits
     assert logits.shape == (5, 6, 12)
@@ -68,8 +73,9 @@ def test_the_logits_are_those_of_a_loop_over_cells():
     torch.testing.assert_close(model(input_ids=ids[whole]).logits, logits[whole], rtol=1e-12, atol=1e-12)
 
 
-def test_the_logits_do_not_depend_on_padding():
-    model = tiny()
+@pytest.mark.parametrize("directions", [1, 2])
+def test_the_logits_do_not_depend_on_padding(directions):
+    model = tiny(num_directions=directions)
     ids, mask = padded()
     expected = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
     others, _ = padded(fill=3)
@@ -99,6 +105,20 @@ def test_every_logit_depends_on_every_token():
         changed = ids.clone()
         changed[0, place] = 9
         assert (model(input_ids=changed).logits - logits).abs().amax(dim=-1).min() > 1e-9
+
+
+def test_one_direction_knows_nothing_of_what_follows():
+    model = tiny(num_directions=1)
+    assert not model.lstm.backwards
+    assert model.lstm.embeddings.weight.shape == (12, 5)
+    ids = torch.arange(6)[None]
+    logits = model(input_ids=ids).logits
+    for place in range(6):
+        changed = ids.clone()
+        changed[0, place] = 9
+        moved = (model(input_ids=changed).logits - logits).abs().amax(dim=-1)[0]
+        assert (moved[:place] == 0).all()
+        assert moved[place:].min() > 1e-9
 
 
 def test_hidden_states_are_the_embeddings_and_every_layer():
@@ -134,8 +154,9 @@ def test_the_loss_is_the_mean_over_the_labels():
 # --- checkpoints
 
 
-def test_a_checkpoint_loads_as_any_other(tmp_path):
-    model = tiny().float()
+@pytest.mark.parametrize("directions", [1, 2])
+def test_a_checkpoint_loads_as_any_other(tmp_path, directions):
+    model = tiny(num_directions=directions).float()
     model.save_pretrained(tmp_path)
     document = json.loads((tmp_path / "config.json").read_text())
     assert (document["model_type"], document["architectures"]) == ("isoloss-lstm", ["LSTMForMaskedLM"])
@@ -156,6 +177,15 @@ def test_a_checkpoint_loads_as_any_other(tmp_path):
     states = model.lstm(ids, mask).last_hidden_state
     torch.testing.assert_close(base(ids, mask).last_hidden_state, states, rtol=0, atol=0)
     assert isinstance(AutoConfig.from_pretrained(tmp_path), LSTMConfig)
+
+
+def test_a_checkpoint_that_does_not_name_directions_reads_both_ways(tmp_path):
+    tiny().float().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    document = json.loads(path.read_text())
+    document.pop("num_directions", None)
+    path.write_text(json.dumps(document))
+    assert len(load(tmp_path).model.lstm.backwards) == 3
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
@@ -185,8 +215,9 @@ def predicting_batch():
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~hidden, -100)}
 
 
-def test_the_trace_knows_an_exact_rule_for_every_parameter():
-    model, batch = tiny(), predicting_batch()
+@pytest.mark.parametrize("directions", [1, 2])
+def test_the_trace_knows_an_exact_rule_for_every_parameter(directions):
+    model, batch = tiny(num_directions=directions), predicting_batch()
     assert list(fisher_trace(model, [batch]).details["parameters_by_autograd"]) == []
     cotangent = torch.randn(5, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     with Predictor(model, causal=False) as predictor:

@@ -228,6 +228,16 @@ class ModelConfig:
     """Name of the shape: d16, d64, d768 of a transformer, h16, h128 of an LSTM."""
     dropout: float = 0.1
     """Dropout of hidden states and attention weights; between the layers of an LSTM."""
+    layers: int | None = _later(None)
+    """Number of layers; None: that of the size."""
+    width: int | None = _later(None)
+    """Width of the hidden states, in an LSTM of each direction; None: that of the size."""
+    heads: int | None = _later(None)
+    """Attention heads of a transformer's layer, a divisor of the width; None: those of the size."""
+    ffn: int | None = _later(None)
+    """Width inside a transformer's feed-forward blocks; None: 4 times the width, as in every size."""
+    directions: Literal[1, 2] = _later(2)
+    """Whether an LSTM reads from left to right only (1) or both ways (2)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""A bidirectional LSTM masked language model in transformers' form; importing this file makes it known to Auto classes.
+"""An LSTM masked language model in transformers' form; importing this file makes it known to Auto classes.
 
-Shapes: n sentences, T tokens, h the width of each direction, V token ids.
+Shapes: n sentences, T tokens, h the width of each of k directions, V token ids.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 
 class LSTMConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The shape of a bidirectional LSTM.
+    """The shape of an LSTM.
 
     Attributes:
         vocab_size: Token ids that the model knows, V.
-        hidden_size: Width h of the states of each direction; tokens are embedded in 2 h dimensions.
-        num_hidden_layers: Layers, each of both directions.
+        hidden_size: Width h of the states of each direction; tokens are embedded in k h dimensions.
+        num_hidden_layers: Layers, each of all directions.
+        num_directions: k; 2: from left to right and from right to left, 1: from left to right only.
         hidden_dropout_prob: Dropout between the layers.
         initializer_range: Standard deviation of the initial token embeddings.
         pad_token_id: Id of the padding.
@@ -34,6 +35,7 @@ class LSTMConfig(PreTrainedConfig):  # type: ignore[misc]
     vocab_size: int = 30522
     hidden_size: int = 128
     num_hidden_layers: int = 4
+    num_directions: int = 2
     hidden_dropout_prob: float = 0.1
     initializer_range: float = 0.02
     pad_token_id: int | None = 0
@@ -51,7 +53,8 @@ class LSTMPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 class LSTMModel(LSTMPreTrainedModel):
     """Token states from both sides: layers of two LSTMs, one from left to right and one from right to left.
 
-    A layer reads the states of both directions of the layer before it, as `torch.nn.LSTM(bidirectional=True)` does.
+    With one direction the second is left out, and a token's states know nothing of what follows it. Else a layer reads
+    the states of both directions of the layer before it, as `torch.nn.LSTM(bidirectional=True)` does.
     Tokens are moved to the front of their rows and, for the direction from right to left, reversed within the length of
     the row, so that padding comes last for both directions and reaches no token, wherever it stands. Without `eager`
     attention the LSTMs may use cuDNN's kernel, which is faster and has no second derivatives.
@@ -68,10 +71,11 @@ class LSTMModel(LSTMPreTrainedModel):
 
     def __init__(self, config: LSTMConfig) -> None:
         super().__init__(config)
-        h = config.hidden_size
-        self.embeddings = nn.Embedding(config.vocab_size, 2 * h, padding_idx=config.pad_token_id)
-        self.forwards = nn.ModuleList(nn.LSTM(2 * h, h, batch_first=True) for _ in range(config.num_hidden_layers))
-        self.backwards = nn.ModuleList(nn.LSTM(2 * h, h, batch_first=True) for _ in range(config.num_hidden_layers))
+        h, layers = config.hidden_size, range(config.num_hidden_layers)
+        width, reads_back = config.num_directions * h, config.num_directions == 2
+        self.embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        self.forwards = nn.ModuleList(nn.LSTM(width, h, batch_first=True) for _ in layers)
+        self.backwards = nn.ModuleList(nn.LSTM(width, h, batch_first=True) for _ in layers if reads_back)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.post_init()
 
@@ -90,7 +94,7 @@ class LSTMModel(LSTMPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutput:
-        """Return the states of every token, from both sides.
+        """Return the states of every token, from both sides or one.
 
         Args:
             input_ids: (n, T) int64.
@@ -98,18 +102,20 @@ class LSTMModel(LSTMPreTrainedModel):
             output_hidden_states: Whether the embeddings and every layer's states are returned as `hidden_states`.
 
         Returns:
-            `last_hidden_state` (n, T, 2 h); what it holds at padding means nothing.
+            `last_hidden_state` (n, T, k h); what it holds at padding means nothing.
         """
         order, reverse = _orders(input_ids, attention_mask)
         states = self.embeddings(_rows(input_ids, order))
         collected = [states]
         has_second_derivatives = self.config._attn_implementation == "eager"
         with _without_cudnn() if has_second_derivatives else contextlib.nullcontext():
-            for number, (ahead, back) in enumerate(zip(self.forwards, self.backwards, strict=True)):
+            for number, ahead in enumerate(self.forwards):
                 if number:
                     states = self.dropout(states)
-                from_left, from_right = ahead(states)[0], back(_rows(states, reverse))[0]
-                states = torch.cat([from_left, _rows(from_right, reverse)], dim=-1)
+                sides = [ahead(states)[0]]
+                if self.backwards:
+                    sides.append(_rows(self.backwards[number](_rows(states, reverse))[0], reverse))
+                states = torch.cat(sides, dim=-1)
                 collected.append(states)
         home = None if order is None else order.argsort(dim=1)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -137,7 +143,7 @@ class LSTMForMaskedLM(LSTMPreTrainedModel):
     def __init__(self, config: LSTMConfig) -> None:
         super().__init__(config)
         self.lstm = LSTMModel(config)
-        self.decoder = nn.Linear(2 * config.hidden_size, config.vocab_size)
+        self.decoder = nn.Linear(config.num_directions * config.hidden_size, config.vocab_size)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:

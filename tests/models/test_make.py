@@ -1,5 +1,6 @@
 """A model for a language by its architecture, and its predictions against those of the whole forward pass."""
 
+import dataclasses
 import types
 
 import pytest
@@ -56,10 +57,19 @@ def test_an_unknown_architecture_or_size_names_the_choices():
         make_model(ModelConfig(architecture="gpt"), LANGUAGE, seed=0)
 
 
+FREE = {
+    **{name: {"width": 24, "heads": 4, "layers": 2, "ffn": 20} for name in ("bert", "bert-pre-ln", "opt")},
+    "lstm": {"width": 7, "layers": 3, "directions": 1},
+}
+
+
 @pytest.mark.parametrize("architecture", KINDS)
 @pytest.mark.parametrize("is_padded", [True, False])
-def test_predictions_are_those_of_the_whole_model(architecture, is_padded):
-    model = make_model(settings(architecture, large=True), LANGUAGE, seed=0).double().eval()
+@pytest.mark.parametrize("is_free", [True, False])
+def test_predictions_are_those_of_the_whole_model(architecture, is_padded, is_free):
+    config = settings(architecture, large=True)
+    config = dataclasses.replace(config, **FREE[architecture]) if is_free else config
+    model = make_model(config, LANGUAGE, seed=0).double().eval()
     batch = batch_of(architecture)
     if not is_padded:
         whole = batch["attention_mask"].all(dim=1)

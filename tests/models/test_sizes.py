@@ -13,10 +13,11 @@ from isoloss.models.sizes import (
     ARCHITECTURES,
     LSTM_SIZES,
     SIZES,
+    LSTMShape,
     Shape,
     check_size,
+    configured_shape,
     find_architecture,
-    lstm_shape,
     num_parameters,
     shape,
     sizes_of,
@@ -80,11 +81,93 @@ def test_the_largest_model_has_the_papers_950_million():
     assert round(num_parameters(shape("d1920"), 30522, 512) / 1e6, -1) == 950
 
 
+FREE = [
+    ModelConfig(size="d16", width=24, heads=3, layers=2, ffn=20),
+    ModelConfig(size="d64", heads=4),
+    ModelConfig(architecture="bert-pre-ln", size="d16", layers=3, heads=8),
+    ModelConfig(architecture="opt", size="d32", width=12, heads=2),
+    ModelConfig(architecture="lstm", size="h16", layers=3, width=5),
+    ModelConfig(architecture="lstm", size="h32", layers=2, directions=1),
+    ModelConfig(architecture="lstm", size="h16", width=7, directions=1),
+]
+
+
+@pytest.mark.parametrize("config", FREE, ids=lambda config: config.architecture)
+def test_a_free_shape_is_what_is_built_and_counted(config):
+    build = {"bert": bert.build, "bert-pre-ln": bert_pre_ln.build, "lstm": lstm.build, "opt": opt.build}
+    settings = {"vocab_size": 13, "pad_id": 11, "seed": 0}
+    if config.architecture != "lstm":
+        settings["max_length"] = 6
+    if config.architecture == "opt":
+        settings |= {"start_id": 12, "end_id": None}
+    model = build[config.architecture](config, **settings)
+    size = sizes_of(config.architecture)[config.size]
+    built = model.config
+    assert built.num_hidden_layers == (config.layers or size.num_layers)
+    if config.architecture == "lstm":
+        assert built.hidden_size == (config.width or size.hidden)
+        assert built.num_directions == config.directions
+    else:
+        assert built.hidden_size == (config.width or size.d_model)
+        assert built.num_attention_heads == (config.heads or size.num_heads)
+        inner = built.ffn_dim if config.architecture == "opt" else built.intermediate_size
+        assert inner == (config.ffn or 4 * built.hidden_size)
+    counted = num_parameters(configured_shape(config), 13, 6, config.architecture, pad_id=11)
+    assert counted == sum(p.numel() for p in model.parameters())
+
+
+def test_a_size_without_changes_is_its_shape():
+    for architecture in ARCHITECTURES:
+        for name, size in sizes_of(architecture).items():
+            assert configured_shape(ModelConfig(architecture=architecture, size=name)) == size
+
+
+@pytest.mark.parametrize(("layers", "millions"), [(8, 67), (16, 134)])
+def test_the_papers_lstms_read_one_way(layers, millions):
+    """Without embeddings; the paper prints 67M and 135M."""
+    config = ModelConfig(architecture="lstm", size="h1024", layers=layers, directions=1)
+    with torch.device("meta"):
+        model = lstm.build(config, vocab_size=202, pad_id=200, seed=0)
+    inner = sum(p.numel() for name, p in model.lstm.named_parameters() if not name.startswith("embeddings"))
+    assert round(inner / 1e6) == millions
+    assert inner == num_parameters(LSTMShape(1024, layers, 1), 0, 1, "lstm")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ModelConfig(heads=3), "3 heads cannot share the width 64 evenly; .* can be 1, 2, 4, 8, 16, 32, 64"),
+        (ModelConfig(size="d192", width=64), "3 heads cannot share the width 64 evenly"),
+        (ModelConfig(layers=0), "layers is 0; it must be at least 1"),
+        (ModelConfig(width=-4), "width is -4; it must be at least 1"),
+        (ModelConfig(ffn=0), "ffn is 0; it must be at least 1"),
+        (ModelConfig(architecture="opt", directions=1), "directions is 1, but opt is no LSTM: leave it out"),
+        (
+            ModelConfig(architecture="lstm", size="h16", heads=2, ffn=3),
+            "an LSTM has no attention heads and no feed-forward blocks: leave out heads and ffn",
+        ),
+        (ModelConfig(architecture="lstm", size="h16", heads=2), "leave out heads$"),
+        (ModelConfig(architecture="lstm", size="h16", layers=0), "layers is 0; it must be at least 1"),
+        (ModelConfig(architecture="lstm", size="h16", directions=3), "directions is 3; it must be 1 or 2"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(config, message):
+    with pytest.raises(IsolossError, match=message):
+        configured_shape(config)
+
+
+def test_a_config_of_another_kind_is_not_built():
+    with pytest.raises(IsolossError, match="the architecture is bert, which is no LSTM"):
+        lstm.build(ModelConfig(), vocab_size=13, pad_id=11, seed=0)
+    with pytest.raises(IsolossError, match="the architecture is lstm, which is no transformer"):
+        bert.build(ModelConfig(architecture="lstm", size="h16"), vocab_size=13, max_length=6, pad_id=11, seed=0)
+
+
 def test_an_unknown_size_names_the_choices():
     with pytest.raises(IsolossError, match=r"no model size 'd65'; the sizes are d16, d32, d64, .*d1920"):
         shape("d65")
     with pytest.raises(IsolossError, match=r"lstm has no model size 'd64'; its sizes are h16, .*h1024"):
-        lstm_shape("d64")
+        check_size("lstm", "d64")
     with pytest.raises(IsolossError, match=r"opt has no model size 'h16'; its sizes are d16, .*d1920"):
         check_size("opt", "h16")
 
@@ -102,7 +185,7 @@ def test_a_shape_of_another_kind_is_refused():
     with pytest.raises(IsolossError, match="a Shape is not a shape of the architecture lstm"):
         num_parameters(shape("d16"), 10, 10, "lstm")
     with pytest.raises(IsolossError, match="a LSTMShape is not a shape of the architecture bert"):
-        num_parameters(lstm_shape("h16"), 10, 10)
+        num_parameters(LSTM_SIZES["h16"], 10, 10)
 
 
 def test_sizes_are_known_without_torch():

@@ -13,7 +13,7 @@ from isoloss import files
 from isoloss.cli import common
 from isoloss.errors import IsolossError
 from isoloss.estimate import rounded
-from isoloss.models.sizes import shape
+from isoloss.models.sizes import reshaped, shape
 from isoloss.runs import Run, checkpoint_of
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = [
     ("isoloss embed runs/first --into d128 --out first-d128", "the last checkpoint of a run, as a model of width 128"),
     ("isoloss embed runs/first --into d128 --scale balanced", "another way; without --out nothing is written"),
+    ("isoloss embed runs/heads --into d128 --heads 8", "a size with heads as narrow as those of a d64 of 4 heads"),
     ("isoloss embed CHECKPOINT --into d1536 --data text.txt", "any BERT, RoBERTa or OPT, measured on your text"),
 ]
 RECORD = "embedding.json"  # what was found, beside the weights
@@ -39,6 +40,14 @@ class Args:
     """A run (its last checkpoint), a checkpoint folder, or a name on the Hugging Face hub."""
     into: str
     """Size of the large model, e.g. d384 (isoloss ls sizes)."""
+    layers: int | None = None
+    """Layers of the large model; default: those of the size."""
+    width: int | None = None
+    """Width of its hidden states; default: that of the size."""
+    heads: int | None = None
+    """Its attention heads, which must be as wide as the small model's; default: those of the size."""
+    ffn: int | None = None
+    """Width inside its feed-forward blocks; default: 4 times the width."""
     out: Path | None = None
     """Folder to write the large model to, which must be new or empty."""
     scale: Literal["exact", "balanced", "paper"] = "exact"
@@ -73,7 +82,7 @@ def main(arguments: list[str]) -> int:
     args = common.parse(Args, "embed", arguments, examples=EXAMPLES)
     if args.num_inputs < 2:
         raise IsolossError(f"--num-inputs is {args.num_inputs}; an error bar needs at least 2")
-    into = shape(args.into)
+    into = reshaped(shape(args.into), layers=args.layers, width=args.width, heads=args.heads, ffn=args.ffn)
     _check_out(args.out)
     common.use_threads(args.threads)
     import torch
@@ -101,7 +110,8 @@ def main(arguments: list[str]) -> int:
         )
     document = {
         "model": name,
-        "into": args.into,
+        "into": _name_of(args),
+        "shape": dataclasses.asdict(into),
         "scale": args.scale,
         "dtype": args.dtype,
         "data": inputs.description,
@@ -119,6 +129,12 @@ def main(arguments: list[str]) -> int:
     else:
         _print(args, found)
     return 0
+
+
+def _name_of(args: Args) -> str:
+    """Return the large model's size and what is set beside it."""
+    own = [f"{name} {value}" for name in ("layers", "width", "heads", "ffn") if (value := getattr(args, name))]
+    return ", ".join([args.into, *own])
 
 
 def _check_out(out: Path | None) -> None:
@@ -201,7 +217,7 @@ def _print(args: Args, found: Result) -> None:
     common.print_table("share of the trace, nats per predicted token; * is any layer", columns, cells)
     before, after = (trace.details["num_parameters"] for trace in (found.before, found.after))
     common.say(f"\ntrace of the Fisher before: {found.before}, over {before:,} parameters")
-    common.say(f"trace of the Fisher in {args.into}: {found.after}, over {after:,} parameters")
+    common.say(f"trace of the Fisher in {_name_of(args)}: {found.after}, over {after:,} parameters")
     change = rounded(found.change.value, found.change.stderr)
     common.say(f"change: {change} nats per predicted token, on the same {found.before.num_inputs:,} predicted tokens")
     common.say(f"  scale {args.scale}; {found.before.details['device']}, {args.dtype}")

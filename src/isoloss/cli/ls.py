@@ -25,6 +25,10 @@ VOCABULARY, LENGTH = 30_522, 128  # that sizes are given for: BERT's vocabulary,
 TRAINING_BYTES = 16  # a parameter's value, gradient and AdamW's two moments, in float32
 MEMORY = "AdamW in float32"
 KEYS = {"sizes": None, "studies": 2}  # columns that name a row of text; where it is not one
+FREE_SHAPES = (
+    "Any other shape: a size with --layers, --width, --heads or --ffn of isoloss train (an LSTM: --layers, --width or "
+    "--directions 1)."
+)
 COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 
 
@@ -63,6 +67,8 @@ def main(arguments: list[str]) -> int:
         title = f"{name} ({COUNTED})" if name in ("models", "sizes") else name
         cells = [["" if value is None else value for value in row.values()] for row in rows]
         common.print_table(title, list(rows[0]), cells, key=KEYS.get(name, 1))
+        if name in ("models", "sizes"):
+            common.say_wrapped(FREE_SHAPES)
         common.say("")
     return 0
 
@@ -152,12 +158,13 @@ def _studies() -> list[Row]:
 
 
 def _runs(folder: Path) -> list[Row]:
+    from isoloss.models.sizes import described
     from isoloss.runs import find_runs
 
     return [
         {
             "run": str(run.path),
-            "model": f"{run.config.model.architecture} {run.config.model.size}",
+            "model": described(run.config.model),
             "language": run.config.language.kind,
             "steps": run.config.steps,
             "state": "complete" if run.complete else f"step {max(run.steps(), default=0)}",

@@ -27,7 +27,7 @@ from isoloss.config import (
     TrainConfig,
 )
 from isoloss.errors import IsolossError
-from isoloss.models.sizes import find_architecture
+from isoloss.models.sizes import default_size, find_architecture
 from isoloss.runs import Run
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = [
     ("isoloss train runs/first --language pcfg-laptop --size d32 --steps 2000", "a small BERT on a random grammar"),
+    ("isoloss train runs/heads --language pcfg-laptop --size d64 --heads 4 --layers 2", "a size with another shape"),
     (
         "isoloss train runs/novels --language novels/ --tokenizer vocab.txt --masking fraction --steps 300",
         "on real text",
@@ -77,8 +78,18 @@ class Args:
     """For text: how many documents are taken; default: all."""
     architecture: Literal["bert", "bert-pre-ln", "lstm", "opt"] = ModelConfig.architecture
     """Architecture (isoloss ls models): opt predicts each next token, the others hidden tokens."""
-    size: str = ModelConfig.size
-    """Model size (isoloss ls sizes): d64 and others of a transformer, h64 and others of an LSTM."""
+    size: str | None = None
+    """Model size (isoloss ls sizes), e.g. d64 of a transformer (default) or h64 of an LSTM (its default)."""
+    layers: int | None = None
+    """Number of layers; default: that of the size."""
+    width: int | None = None
+    """Width of the hidden states, in an LSTM of each direction; default: that of the size."""
+    heads: int | None = None
+    """Attention heads of a layer, which share the width evenly; default: those of the size. An LSTM has none."""
+    ffn: int | None = None
+    """Width inside the feed-forward blocks; default: 4 times the width. An LSTM has none."""
+    directions: Literal[1, 2] = ModelConfig.directions
+    """lstm: read both ways (2), or from left to right only (1)."""
     dropout: float = ModelConfig.dropout
     """Dropout in training."""
     objective: Literal["masked", "causal"] | None = None
@@ -286,7 +297,16 @@ def _from_options(args: Args) -> TrainConfig:
             split=args.split,
             max_documents=args.max_documents,
         ),
-        model=ModelConfig(architecture=args.architecture, size=args.size, dropout=args.dropout),
+        model=ModelConfig(
+            architecture=args.architecture,
+            size=args.size or default_size(args.architecture),
+            dropout=args.dropout,
+            layers=args.layers,
+            width=args.width,
+            heads=args.heads,
+            ffn=args.ffn,
+            directions=args.directions,
+        ),
         objective=ObjectiveConfig(
             kind=kind,
             masking=args.masking,

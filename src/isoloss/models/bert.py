@@ -27,7 +27,7 @@ def build(config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int,
     at short lengths, made of operations that repeat bit for bit, and with second derivatives.
 
     Args:
-        config: Size and dropout.
+        config: Shape and dropout.
         vocab_size: Token ids that the model knows, the special ones included.
         max_length: Longest sentence, in tokens.
         pad_id: Id of the padding; its embedding starts at 0.
@@ -37,7 +37,8 @@ def build(config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int,
         The model in float32 on the CPU, in training mode.
 
     Raises:
-        IsolossError: An unknown size, a dropout outside [0, 1), or a `pad_id` outside the vocabulary.
+        IsolossError: An unknown size or a shape that cannot be, a dropout outside [0, 1), or a `pad_id` outside the
+            vocabulary.
 
     Example:
         >>> model = build(ModelConfig(size="d16"), vocab_size=34, max_length=8, pad_id=32, seed=0)

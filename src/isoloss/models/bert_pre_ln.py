@@ -25,7 +25,7 @@ def build(
     belong to no token and have no gradient. The rest is as for `isoloss.models.bert.build`.
 
     Args:
-        config: Size and dropout.
+        config: Shape and dropout.
         vocab_size: Token ids that the model knows, the special ones included.
         max_length: Longest sentence, in tokens.
         pad_id: Id of the padding; its embedding starts at 0, and no token may have this id.
@@ -35,7 +35,8 @@ def build(
         The model in float32 on the CPU, in training mode.
 
     Raises:
-        IsolossError: An unknown size, a dropout outside [0, 1), or a `pad_id` outside the vocabulary.
+        IsolossError: An unknown size or a shape that cannot be, a dropout outside [0, 1), or a `pad_id` outside the
+            vocabulary.
 
     Example:
         >>> settings = ModelConfig(architecture="bert-pre-ln", size="d16")

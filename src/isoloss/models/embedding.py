@@ -218,7 +218,11 @@ def check_fits(small: Shape, large: Shape) -> None:
     fitting = ", ".join(name for name, other in SIZES.items() if _misfit(small, other) is None)
     raise IsolossError(
         f"a transformer of width {_described(small)} cannot be embedded in one of width {_described(large)}: {reason}; "
-        + (f"the sizes that hold it are {fitting}" if fitting else "no named size holds it")
+        + (
+            f"the sizes that hold it are {fitting}"
+            if fitting
+            else "no named size holds it with its own layers, heads and feed-forward width"
+        )
     )
 
 

@@ -9,17 +9,20 @@ import torch
 
 from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
-from isoloss.models.sizes import Shape, shape
+from isoloss.models.sizes import Shape, configured_shape
 from isoloss.seeds import derive
 
 
 def checked_shape(config: ModelConfig, *, vocab_size: int, pad_id: int) -> Shape:
-    """Return the shape of the transformer that `config` names.
+    """Return the shape of the transformer that `config` describes.
 
     Raises:
-        IsolossError: An unknown size, a dropout outside [0, 1), or a `pad_id` outside the vocabulary.
+        IsolossError: An unknown size or a shape that cannot be, a dropout outside [0, 1), or a `pad_id` outside the
+            vocabulary.
     """
-    sizes = shape(config.size)
+    sizes = configured_shape(config)
+    if not isinstance(sizes, Shape):
+        raise IsolossError(f"the architecture is {config.architecture}, which is no transformer")
     check_settings(config, vocab_size=vocab_size, pad_id=pad_id)
     return sizes
 

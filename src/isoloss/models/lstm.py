@@ -1,22 +1,23 @@
-"""The bidirectional LSTM masked language model at a named size: how one is made."""
+"""The LSTM masked language model of a config's shape: how one is made."""
 
 from __future__ import annotations
 
 from isoloss.config import ModelConfig
+from isoloss.errors import IsolossError
 from isoloss.lstm import LSTMConfig, LSTMForMaskedLM
 from isoloss.models.initial import check_settings, seeded_weights
-from isoloss.models.sizes import lstm_shape
+from isoloss.models.sizes import LSTMShape, configured_shape
 
 
 def build(config: ModelConfig, *, vocab_size: int, pad_id: int, seed: int) -> LSTMForMaskedLM:
-    """Return a randomly initialised bidirectional LSTM whose decoder's weight is the token embedding.
+    """Return a randomly initialised LSTM whose decoder's weight is the token embedding; by default it reads both ways.
 
     The weights are a pure function of the arguments (embeddings normal with standard deviation 0.02, LSTM weights by
     Glorot's uniform rule, biases 0), and the caller's random state is left alone. Dropout lies between the layers. The
     paper (appendix A.4) names widths and numbers of layers; that both sides are read, it leaves unsaid.
 
     Args:
-        config: Size and dropout.
+        config: Shape and dropout.
         vocab_size: Token ids that the model knows, the special ones included.
         pad_id: Id of the padding; its embedding starts at 0.
         seed: The experiment's seed; the stream is `"weights"`.
@@ -25,19 +26,23 @@ def build(config: ModelConfig, *, vocab_size: int, pad_id: int, seed: int) -> LS
         The model in float32 on the CPU, in training mode, with second derivatives on every device.
 
     Raises:
-        IsolossError: An unknown size, a dropout outside [0, 1), or a `pad_id` outside the vocabulary.
+        IsolossError: Another architecture, an unknown size or a shape that cannot be, a dropout outside [0, 1), or a
+            `pad_id` outside the vocabulary.
 
     Example:
         >>> model = build(ModelConfig(architecture="lstm", size="h16"), vocab_size=34, pad_id=32, seed=0)
         >>> model.num_parameters()
         7522
     """
-    sizes = lstm_shape(config.size)
+    sizes = configured_shape(config)
+    if not isinstance(sizes, LSTMShape):
+        raise IsolossError(f"the architecture is {config.architecture}, which is no LSTM")
     check_settings(config, vocab_size=vocab_size, pad_id=pad_id)
     lstm_config = LSTMConfig(
         vocab_size=vocab_size,
         hidden_size=sizes.hidden,
         num_hidden_layers=sizes.num_layers,
+        num_directions=sizes.directions,
         hidden_dropout_prob=config.dropout,
         pad_token_id=pad_id,
         attn_implementation="eager",

@@ -19,7 +19,7 @@ from isoloss.lstm import LSTMForMaskedLM
 from isoloss.models import bert, bert_pre_ln, lstm, opt
 from isoloss.models.dropout import with_fast_dropout
 from isoloss.models.fused_blocks import with_fused_blocks
-from isoloss.models.sizes import check_size
+from isoloss.models.sizes import configured_shape
 
 _KNOWN = (BertForMaskedLM, RobertaPreLayerNormForMaskedLM, LSTMForMaskedLM, OPTForCausalLM)
 
@@ -30,12 +30,12 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
     Its dropout is `isoloss.models.dropout.Dropout`, and its blocks those of `isoloss.models.fused_blocks`.
 
     Args:
-        config: Architecture, size and dropout.
+        config: Architecture, shape and dropout.
         language: For the ids that the model knows, its padding, its start and the longest sentence.
         seed: The experiment's seed; the stream is `"weights"`.
 
     Raises:
-        IsolossError: There is no such architecture or size, or the dropout is outside [0, 1).
+        IsolossError: There is no such architecture or shape, or the dropout is outside [0, 1).
     """
     model = _make(config, language, seed)
     with_fast_dropout(model)
@@ -44,7 +44,7 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
 
 
 def _make(config: ModelConfig, language: Language, seed: int) -> PreTrainedModel:
-    check_size(config.architecture, config.size)
+    configured_shape(config)
     common: dict[str, Any] = {"vocab_size": language.model_vocab_size, "pad_id": language.pad_id, "seed": seed}
     if config.architecture == "bert":
         return bert.build(config, max_length=language.max_length, **common)

@@ -1,4 +1,4 @@
-"""Architectures and their sizes by name, with their numbers of parameters. Nothing here needs torch."""
+"""Architectures, their shapes by name or free, and their numbers of parameters. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
 
 TOKEN_TYPES = 2  # rows of the token-type embedding, as BERT's tokenizers expect when they pair two sentences
@@ -27,7 +28,7 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {
     "bert": Architecture("masked", "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder"),
     "bert-pre-ln": Architecture("masked", "BERT with pre-layer-norm blocks and a layer norm after the last one"),
-    "lstm": Architecture("masked", "LSTM layers that read both ways, a decoder tied to the token embedding"),
+    "lstm": Architecture("masked", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
     "opt": Architecture("causal", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
 }
 
@@ -66,15 +67,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class LSTMShape:
-    """The shape of a bidirectional LSTM.
+    """The shape of an LSTM.
 
     Attributes:
-        hidden: Width of the states of each direction; tokens are embedded in twice as many dimensions.
-        num_layers: Layers, each of both directions.
+        hidden: Width of the states of each direction; tokens are embedded in `directions` times as many dimensions.
+        num_layers: Layers, each of all directions.
+        directions: 2: from left to right and from right to left; 1: from left to right only.
     """
 
     hidden: int
     num_layers: int
+    directions: int = 2
 
 
 # Two for a laptop, and the rows of the paper's Tables 3 and 4, whose first two are the same. The feed-forward width is
@@ -122,6 +125,19 @@ def sizes_of(architecture: str) -> Mapping[str, Shape | LSTMShape]:
     return LSTM_SIZES if architecture == "lstm" else SIZES
 
 
+def default_size(architecture: str) -> str:
+    """Return the name of the size that an architecture has where none is named.
+
+    Raises:
+        IsolossError: There is no such architecture.
+
+    Example:
+        >>> default_size("bert"), default_size("lstm")
+        ('d64', 'h64')
+    """
+    return ModelConfig.size if sizes_of(architecture) is SIZES else "h64"
+
+
 def check_size(architecture: str, size: str) -> None:
     """Refuse a size that the architecture does not come in.
 
@@ -151,18 +167,88 @@ def shape(name: str) -> Shape:
     return SIZES[name]
 
 
-def lstm_shape(name: str) -> LSTMShape:
-    """Return the shape of an LSTM by the name of its size.
+def configured_shape(config: ModelConfig) -> Shape | LSTMShape:
+    """Return the shape that a config describes: that of its size, but for what it sets itself.
 
     Raises:
-        IsolossError: There is none of that name.
+        IsolossError: There is no such architecture or size, a number is below 1, the heads do not divide the width, or
+            the architecture has nothing of that name.
 
     Example:
-        >>> lstm_shape("h128")
-        LSTMShape(hidden=128, num_layers=4)
+        >>> configured_shape(ModelConfig(size="d64", heads=4))
+        Shape(d_model=64, num_heads=4, num_layers=1, intermediate=256)
+        >>> configured_shape(ModelConfig(architecture="lstm", size="h1024", layers=8, directions=1))
+        LSTMShape(hidden=1024, num_layers=8, directions=1)
     """
-    check_size("lstm", name)
-    return LSTM_SIZES[name]
+    check_size(config.architecture, config.size)
+    if config.architecture != "lstm":
+        if config.directions != 2:
+            raise IsolossError(f"directions is {config.directions}, but {config.architecture} is no LSTM: leave it out")
+        return reshaped(
+            SIZES[config.size], layers=config.layers, width=config.width, heads=config.heads, ffn=config.ffn
+        )
+    if config.heads is not None or config.ffn is not None:
+        given = " and ".join(name for name in ("heads", "ffn") if getattr(config, name) is not None)
+        raise IsolossError(f"an LSTM has no attention heads and no feed-forward blocks: leave out {given}")
+    if config.directions not in (1, 2):
+        raise IsolossError(f"directions is {config.directions}; it must be 1 or 2")
+    _check_positive(layers=config.layers, width=config.width)
+    named = LSTM_SIZES[config.size]
+    return LSTMShape(config.width or named.hidden, config.layers or named.num_layers, config.directions)
+
+
+def reshaped(
+    named: Shape,
+    *,
+    layers: int | None = None,
+    width: int | None = None,
+    heads: int | None = None,
+    ffn: int | None = None,
+) -> Shape:
+    """Return a transformer's shape with other numbers; None leaves what is there.
+
+    Args:
+        named: What is changed.
+        layers: Layers.
+        width: Width of the hidden states.
+        heads: Attention heads of each layer, a divisor of the width.
+        ffn: Width inside the feed-forward blocks; None with a width: 4 times that.
+
+    Raises:
+        IsolossError: A number is below 1, or the heads do not divide the width.
+
+    Example:
+        >>> reshaped(shape("d64"), width=96, heads=6)
+        Shape(d_model=96, num_heads=6, num_layers=1, intermediate=384)
+    """
+    _check_positive(layers=layers, width=width, heads=heads, ffn=ffn)
+    d_model, num_heads = width or named.d_model, heads or named.num_heads
+    if d_model % num_heads:
+        divisors = ", ".join(str(n) for n in range(1, d_model + 1) if d_model % n == 0)
+        raise IsolossError(
+            f"{num_heads} heads cannot share the width {d_model} evenly; the number of heads (--heads) can be "
+            f"{divisors}"
+        )
+    inner = ffn or (named.intermediate if width is None else 4 * width)
+    return Shape(d_model, num_heads, layers or named.num_layers, inner)
+
+
+def _check_positive(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise IsolossError(f"{name} is {number}; it must be at least 1")
+
+
+def described(config: ModelConfig) -> str:
+    """Return a config's architecture, size and what it sets beside the size, in a few words.
+
+    Example:
+        >>> described(ModelConfig(size="d64", heads=4)), described(ModelConfig())
+        ('bert d64, heads 4', 'bert d64')
+    """
+    own = [f"{name} {value}" for name in ("layers", "width", "heads", "ffn") if (value := getattr(config, name))]
+    own += [f"directions {config.directions}"] * (config.directions != 2)
+    return ", ".join([f"{config.architecture} {config.size}", *own])
 
 
 def num_parameters(
@@ -174,8 +260,8 @@ def num_parameters(
     4 (d^2 + d) + 2 d i + i + d + 4 d and the decoder is the token embedding. The rest of BERT is (V + T + 2 + 2) d in
     the embeddings and their layer norm and d^2 + d + 2 d + V in the head. With pre-layer-norm blocks it also has 2 d in
     the last layer norm and (P + 1) d in rows of the position embedding that no token uses, P the id of the padding. The
-    rest of OPT is (V + T + 2) d in the embeddings and 2 d in the last layer norm. An LSTM of width h in each direction
-    has 2 h V in the embedding, 24 h^2 + 16 h in each layer and V in the decoder's bias.
+    rest of OPT is (V + T + 2) d in the embeddings and 2 d in the last layer norm. An LSTM of width h in each of k
+    directions has k h V in the embedding, k (4 (k + 1) h^2 + 8 h) in each layer and V in the decoder's bias.
 
     Args:
         shape: A shape that the architecture comes in.
@@ -190,15 +276,15 @@ def num_parameters(
     Example:
         >>> num_parameters(shape("d64"), vocab_size=34, max_length=8)
         57250
-        >>> num_parameters(lstm_shape("h64"), vocab_size=34, max_length=8, architecture="lstm")
+        >>> num_parameters(LSTM_SIZES["h64"], vocab_size=34, max_length=8, architecture="lstm")
         203042
     """
     find_architecture(architecture)
     if isinstance(shape, LSTMShape) != (architecture == "lstm"):
         raise IsolossError(f"a {type(shape).__name__} is not a shape of the architecture {architecture}")
     if isinstance(shape, LSTMShape):
-        h = shape.hidden
-        return 2 * h * vocab_size + shape.num_layers * (24 * h * h + 16 * h) + vocab_size
+        h, k = shape.hidden, shape.directions
+        return k * h * vocab_size + shape.num_layers * k * (4 * (k + 1) * h * h + 8 * h) + vocab_size
     d, inner = shape.d_model, shape.intermediate
     layers = shape.num_layers * (4 * (d * d + d) + 2 * d * inner + inner + d + 4 * d)
     if architecture == "opt":

@@ -21,7 +21,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages.base import Language
 from isoloss.models.fused_blocks import computed_by
 from isoloss.models.make import make_model
-from isoloss.models.sizes import check_size
+from isoloss.models.sizes import configured_shape
 from isoloss.pretraining import checkpoints, data_parallel, metrics, objectives, rules, steps, trackers
 from isoloss.pretraining.adversary import Examples
 from isoloss.pretraining.averaging import WeightAverage, without_average
@@ -79,7 +79,7 @@ def validate(config: TrainConfig) -> None:
             f"prefetch is on and threads is {config.threads}; it must be 1, as making a batch may set the number of "
             "threads of the whole process"
         )
-    check_size(config.model.architecture, config.model.size)
+    configured_shape(config.model)
     if not 0 <= config.model.dropout < 1:
         raise IsolossError(f"the dropout is {config.model.dropout}; it must be at least 0 and below 1")
     if config.precision not in ("fp32", "bf16"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.models.sizes import num_parameters, shape
+from isoloss.models.sizes import configured_shape, num_parameters
 from isoloss.report.claims import Claim, ClaimResult, Verdict, judge, judged, not_tested
 from isoloss.runs import Run
 from isoloss.studies.design import Experiment
@@ -47,7 +47,9 @@ def row(run: str, group: str, experiment: Experiment, step: int, found: Found, t
     """Return a checkpoint's row of the table that `isoloss.report.data` takes."""
     config = experiment.config
     assert config.language.kind == "pcfg"
-    parameters = num_parameters(shape(config.model.size), config.language.vocab_size + 2, 2**config.language.levels)
+    parameters = num_parameters(
+        configured_shape(config.model), config.language.vocab_size + 2, 2**config.language.levels
+    )
     cells: dict[str, Any] = {
         "run": run,
         "group": group,

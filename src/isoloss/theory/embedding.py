@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -219,7 +220,7 @@ def _same_function(found: Differences, dtype: torch.dtype) -> Statement:
 
 
 def _root(share: float) -> float:
-    return max(0.0, share) ** 0.5  # control variates leave a share of 0 a little above or below it
+    return math.sqrt(max(0.0, share))  # control variates leave a share of 0 a little above or below it
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -230,7 +231,7 @@ def _factors(rows: Sequence[Share], trace: float, dtype: torch.dtype) -> Stateme
     """Judge the rule by the roots of shares: rounding moves a gradient by a part of the whole one, large or small."""
     allowed = GRADIENT_TOLERANCE[dtype]
     gaps = {
-        row.name: abs(_root(row.after) - _root(row.factor * row.before)) / trace**0.5
+        row.name: abs(_root(row.after) - _root(row.factor * row.before)) / math.sqrt(trace)
         for row in rows
         if row.factor is not None
     }

@@ -1,0 +1,99 @@
+"""Free shapes on the command line: trained, resumed, measured, listed, and refused in one sentence."""
+
+import json
+
+import pytest
+from speaking import as_json, refusal
+
+from isoloss.cli.main import main
+from isoloss.loading import load
+from isoloss.runs import Run
+
+QUICK = ("--batch-size", "8", "--device", "cpu", "--threads", "1")
+
+
+def train(path, *words, steps=3):
+    assert main(["train", str(path), "--language", "pcfg-laptop", "--steps", str(steps), *words, *QUICK]) == 0
+
+
+def test_four_heads_at_width_64_learn(tmp_path):
+    path = tmp_path / "run"
+    train(path, "--size", "d64", "--heads", "4", "--learning-rate", "0.003", steps=150)
+    model = load(path / "checkpoints" / "step-150").model
+    assert (model.config.hidden_size, model.config.num_attention_heads) == (64, 4)
+    losses = [line["loss_nats"] for line in Run(path).metrics()]
+    assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--architecture", "bert-pre-ln", "--size", "d16", "--layers", "2", "--heads", "2"),
+        ("--architecture", "opt", "--width", "24", "--heads", "3", "--ffn", "20"),
+        ("--architecture", "lstm", "--width", "6", "--layers", "3", "--directions", "1"),
+    ],
+)
+def test_every_architecture_trains_and_resumes_and_is_measured(tmp_path, words, capsys):
+    path = tmp_path / "run"
+    train(path, *words)
+    train(path, *words)  # complete: the config is the same
+    assert main(["eval", str(path), "--measures", "trace", "--trace-sentences", "64", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    [listed] = as_json(capsys, "ls", "runs", "--folder", tmp_path)["runs"]
+    assert listed["model"].startswith(words[1])
+    for name, value in zip(words[2::2], words[3::2], strict=True):
+        assert f"{name.removeprefix('--')} {value}".replace("size ", "") in listed["model"]
+
+
+def test_another_shape_is_another_run(tmp_path, capsys):
+    path = tmp_path / "run"
+    train(path, "--size", "d16", "--heads", "2")
+    words = ("--language", "pcfg-laptop", "--steps", "3", "--size", "d16", *QUICK)
+    assert "model.heads: 4 != 2" in refusal(capsys, "train", path, *words, "--heads", "4")
+    assert "model.heads: None != 2" in refusal(capsys, "train", path, *words)
+
+
+def test_a_run_from_before_free_shapes_resumes(tmp_path):
+    path = tmp_path / "run"
+    train(path, "--size", "d16")
+    record = json.loads((path / "run.json").read_text())
+    for field in ("layers", "width", "heads", "ffn", "directions"):
+        del record["config"]["model"][field]
+    (path / "run.json").write_text(json.dumps(record))
+    before = (path / "result.json").read_bytes()
+    train(path, "--size", "d16")
+    assert (path / "result.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--heads", "3"), "3 heads cannot share the width 64 evenly; the number of heads (--heads) can be 1, 2, 4"),
+        (("--architecture", "lstm", "--ffn", "8"), "an LSTM has no attention heads and no feed-forward blocks"),
+        (("--directions", "1"), "directions is 1, but bert is no LSTM: leave it out"),
+        (("--layers", "0"), "layers is 0; it must be at least 1"),
+    ],
+)
+def test_a_shape_that_cannot_be_leaves_nothing(tmp_path, capsys, words, message):
+    assert message in refusal(capsys, "train", tmp_path / "run", "--language", "pcfg-laptop", *words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("what", ["models", "sizes"])
+def test_the_lists_tell_of_free_shapes(capsys, what):
+    assert main(["ls", what]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Any other shape: a size with --layers, --width, --heads or --ffn of isoloss train" in printed
+
+
+def test_a_free_shape_inside_a_free_shape(tmp_path, capsys):
+    path = tmp_path / "run"
+    train(path, "--size", "d16", "--heads", "2")
+    common = ("--num-inputs", "32", "--device", "cpu")
+    assert "its heads have 8 dimensions, and those have 32" in refusal(capsys, "embed", path, "--into", "d32", *common)
+    large = ("--into", "d32", "--heads", "4", "--layers", "3", "--out", tmp_path / "large")
+    document = as_json(capsys, "embed", path, *large, *common)
+    assert document["into"] == "d32, layers 3, heads 4"
+    assert document["shape"] == {"d_model": 32, "num_heads": 4, "num_layers": 3, "intermediate": 128}
+    assert [statement["verdict"] for statement in document["statements"][:2]] == ["shown", "shown"]
+    assert load(tmp_path / "large").model.config.num_attention_heads == 4
