@@ -206,7 +206,7 @@ def test_one_estimator_is_right_for_models_that_are_not_alike():
     errors = values.std(axis=0, ddof=1) / math.sqrt(len(values))
     for value, error, model in zip(values.mean(axis=0), errors, models.values(), strict=True):
         assert abs(value - enumerated(model, batches[0])) < 4 * error
-        assert error < 0.02 * value
+        assert error < 0.05 * value
 
 
 # --- ranking ---------------------------------------------------------------------------------------------------------
