@@ -214,3 +214,13 @@ def test_options_that_cannot_be(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     assert message in refusal(capsys, *words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_symbol_that_is_left_out_is_one_line_on_stderr(capsys, tmp_path):
+    path = tmp_path / "g.txt"
+    path.write_text("S A A 1\nA a 1\nA b 1\nX rare 1\n")
+    assert main(["sample", str(path), "--n", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert {word for sentence in json.loads(out)["sentences"] for word in sentence["words"]} <= {"a", "b"}
+    message = "left out 1 symbol that cannot be reached from S: X (line 4); and 1 token that nothing else emits: rare"
+    assert err.splitlines() == [f"isoloss sample: warning: {path}: {message}"]

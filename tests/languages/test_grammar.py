@@ -1,5 +1,7 @@
 """Grammars as text: both formats, what they mean, the way there and back, and every mistake with its line."""
 
+import warnings
+
 import nltk
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from slow_grammar import error_of, random_rules
 
 from isoloss.config import PCFGConfig
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.languages.grammar import parse_grammar
 from isoloss.languages.random_grammar import random_grammar
 
@@ -141,8 +143,8 @@ ERRORS = [
     ("S S 1\nS a 1", "line 1: the unary rules run in a cycle: S -> S"),
     ("S a 1\nS A A 1\nA A A 1", "line 3: the symbol A derives no sentence"),
     ("S S S 1", "line 1: the start symbol S derives no sentence"),
-    ("S a 1\nB b 1", "line 2: the symbol B cannot be reached from S"),
-    ("S a 1\nS B 0\nB b 1", "line 3: the symbol B cannot be reached from S"),
+    ("S a 1\nS A A 1\nA A A 1\nX x 1", "line 3: the symbol A derives no sentence"),
+    ("%start B\nB -> C [1]\nS -> B [1]", "line 2: the symbol C has no rule"),
     ("S -> A B C [1.0]", "line 1: a right side of S has 3 symbols and tokens; it must have one or two"),
     ("S -> [1.0]", "line 1: a right side of S has 0 symbols and tokens"),
     (
@@ -176,6 +178,47 @@ def test_errors_name_the_line(text, message):
     assert message in error
 
 
+UNREACHED = [
+    ("S a 1\nB b 1", "S a 1", "left out 1 symbol that cannot be reached from S: B (line 2); and 1 token that nothing"),
+    ("S a 1\nB a 1", "S a 1", "left out 1 symbol that cannot be reached from S: B (line 2)"),
+    ("S a 1\nS B 0\nB b 1", "S a 1", "1 symbol that cannot be reached from S: B (line 3); and 1 token that nothing"),
+    # reached through each other only, from rules that never end, in a cycle, of weights that are all 0
+    (
+        "S a 1\nX Y Y 1\nY S y 1",
+        "S a 1",
+        "2 symbols that cannot be reached from S: X (line 2), Y (line 3); and 1 token",
+    ),
+    ("S a 1\nX X X 1", "S a 1", "X (line 2)"),
+    ("S a 1\nX Y 1\nY X 1\nX b 1", "S a 1", "X (line 2), Y (line 3)"),
+    ("S a 1\nX b 0", "S a 1", "X (line 2)"),
+    ("S -> 'a' [1]\nX -> Typo 'b' [1]", "S -> 'a' [1]", "X (line 2); and 1 token that nothing else emits: b"),
+    ("%start B\nS -> 'a' B [1]\nB -> 'b' [1]", "B -> 'b' [1]", "cannot be reached from B: S (line 2); and 1 token"),
+    # what a symbol of its own for a token in a pair is called does not depend on what is left out
+    ("S a S 1\nS b 1\nT/a c 1", "S a S 1\nS b 1", "T/a (line 3); and 1 token that nothing else emits: c"),
+]
+
+
+@pytest.mark.parametrize(("text", "without", "message"), UNREACHED)
+def test_symbols_that_cannot_be_reached_are_left_out(text, without, message):
+    with pytest.warns(IsolossWarning) as caught:
+        grammar = parse_grammar(text, source="g")
+    (warning,) = caught
+    assert str(warning.message).startswith("g: left out ")
+    assert message in str(warning.message)
+    assert same(grammar, parse_grammar(without))
+
+
+def test_of_many_symbols_the_first_are_named():
+    lines = [f"X{i} x{i} 1" for i in range(12)]
+    with pytest.warns(IsolossWarning) as caught:
+        parse_grammar("\n".join(["S x3 1", *lines]), source="g")
+    (warning,) = caught
+    assert str(warning.message) == (
+        "g: left out 12 symbols that cannot be reached from S: X0 (line 2), X1 (line 3), X2 (line 4), X3 (line 5), "
+        "X4 (line 6) and 7 more; and 11 tokens that nothing else emits: x0, x1, x2, x4, x5 and 6 more"
+    )
+
+
 def test_names_that_a_format_cannot_hold():
     spaced = parse_grammar("S -> 'x y' [1.0]")
     with pytest.raises(IsolossError, match="'x y' has a space"):
@@ -193,7 +236,9 @@ def test_names_that_a_format_cannot_hold():
 @given(st.text(alphabet="SA ab1.-[]'|>#\\%\n\"", max_size=60))
 def test_any_text_is_a_grammar_or_an_error_in_words(text):
     try:
-        grammar = parse_grammar(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", IsolossWarning)  # of symbols that are left out
+            grammar = parse_grammar(text)
     except IsolossError:
         return
     assert same(parse_grammar(grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")), grammar)

@@ -1,9 +1,11 @@
 """The language of a grammar: every exact number against enumeration, and every mistake in words."""
 
 import math
+import random
 from collections import defaultdict
 
 import nltk
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 from slow_grammar import SlowGrammar, random_rules
 
 from isoloss import config as configs
+from isoloss import languages
 from isoloss.config import GrammarConfig, LanguageConfig, PCFGConfig
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.languages.base import ExactLanguage
+from isoloss.languages.grammar import parse_grammar
 from isoloss.languages.pcfg import PCFG
 from isoloss.seeds import generator
 
@@ -393,3 +397,65 @@ def test_speed_and_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     language.conditional_entropy(tokens, lengths)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+
+
+# --- a symbol that no rule reaches
+
+
+def layered(*, unreached):
+    """Rule lines of the form that the paper's authors published: layers, repeated rules, words, and a stray symbol."""
+    rng = random.Random(3)
+    lines = [f"S S{i} {rng.random():.6f}" for i in range(1, 4)]
+    lines += [f"S{i} A1_{rng.randrange(3)} A1_{rng.randrange(2)} 1.0" for i in range(1, 4)] + ["S3 A1_2 A1_2 1.0"]
+    words = iter(["korean", "enter", "snow", "rare", "bird", "height", "korean", "poetry"])
+    for symbol in ["A1_0", "A1_1", "A1_2", *(["A1_9"] if unreached else [])]:
+        lines += [f"{symbol} A2_{rng.randrange(2)} A2_{rng.randrange(2)} {rng.random()}" for _ in range(6)]
+        lines.append(f"{symbol} {next(words)} {rng.random()}")
+    if not unreached:
+        next(words)
+    rng = random.Random(4)
+    return "\n".join(lines + [f"A2_{i} {next(words)} {rng.random()}" for i in range(2) for _ in range(2)]) + "\n"
+
+
+def test_a_published_grammar_with_a_symbol_that_no_rule_reaches(tmp_path):
+    text = layered(unreached=True)
+    (tmp_path / "rules.txt").write_text(text)
+    with pytest.warns(
+        IsolossWarning, match=r"rules.txt: left out 1 symbol .* A1_9 \(line 29\); and 1 token .*: rare"
+    ) as found:
+        language = PCFG.from_file(tmp_path / "rules.txt", max_length=4)
+    assert len(found) == 1
+    slow = SlowGrammar(parse_grammar(layered(unreached=False)))
+    assert language.vocabulary == ("bird", "enter", "height", "korean", "poetry", "snow")
+    sentences = some(language, 40)
+    whole = sum(acceptance(language, slow))
+    logs, truth = language.log_prob(*sentences[:2]), language.log_conditionals(*sentences[:2]).exp()
+    for row, sentence in enumerate(rows(sentences)):
+        assert logs[row].exp().item() == pytest.approx(slow.inside(0, sentence) / whole, rel=1e-13)
+        for position in range(len(sentence)):
+            exact = torch.tensor(slow.conditional(sentence, position), dtype=torch.float64)
+            assert (truth[row, position] - exact).abs().max() < 1e-14
+
+
+def test_however_a_grammar_comes_in_it_is_the_same(tmp_path):
+    text = layered(unreached=True)
+    without = PCFG.from_text(layered(unreached=False), max_length=4)
+    (tmp_path / "g.txt").write_text(text)
+    (tmp_path / "g.pcfg").write_text(without.to_text("nltk") + "X -> 'x' [0.5] | Y X [0.5]\n")
+    (tmp_path / "g.toml").write_text(f'kind = "grammar"\nmax_length = 4\nrules = """\n{text}"""\n')
+    ways = {
+        "grammar file": lambda: languages.make(languages.resolve(str(tmp_path / "g.txt"), length=4)),
+        "NLTK's format": lambda: languages.make(languages.resolve(str(tmp_path / "g.pcfg"), length=4)),
+        "TOML": lambda: languages.make(languages.resolve(str(tmp_path / "g.toml"))),
+        "config": lambda: languages.make(GrammarConfig(rules=text, max_length=4)),
+        "rules": lambda: PCFG.from_text(text, max_length=4),
+    }
+    for name, way in ways.items():
+        with pytest.warns(IsolossWarning, match="left out 1 symbol") as found:
+            language = way()
+        assert len(found) == 1, name
+        assert (language.symbols, language.vocabulary) == (without.symbols, without.vocabulary), name
+        for table in ("binary", "binary_probs", "unary", "unary_probs", "emission", "emission_probs"):
+            ours, theirs = getattr(language.grammar, table), getattr(without.grammar, table)
+            assert np.array_equal(ours, theirs), (name, table)
+        assert languages.make(language.config).vocabulary == without.vocabulary  # and no warning

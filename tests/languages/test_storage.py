@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from isoloss import config as configs
 from isoloss import languages
 from isoloss.config import PRESETS, CorpusConfig, DyckConfig, FileConfig, GrammarConfig, LanguageConfig
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.languages.corpus import Corpus
 from isoloss.languages.hmm import HMM
 from isoloss.languages.pcfg import PCFG
@@ -246,7 +246,6 @@ def stored(tmp_path):
         ({}, {"emission": [[1, 0], [1, 1]], "emission_probs": [0.5, 0.25]}, "the rules of B add up to 0"),
         ({}, {"unary": [[1, 1]]}, r"g\.safetensors: the unary rules run in a cycle: A -> A"),
         ({}, {"binary": [[0, 0, 1]]}, r"g\.safetensors: the start symbol S derives no sentence"),
-        ({}, {"unary": [[1, 0]], "emission": [[1, 0], [2, 1]]}, "g.safetensors: the symbol B cannot be reached"),
         ({"symbols": ["S", "A", "A"]}, {}, "the symbols must be different names"),
         ({"symbols": []}, {}, "the symbols must be different names, at least one, not ''"),
         ({"vocabulary": ["b", "a"]}, {}, "the vocabulary must be those of the rules"),
@@ -267,6 +266,21 @@ def test_a_broken_grammar(stored, changes, tables, message):
     assert "line 0" not in str(caught.value)
     if "max_length" not in str(caught.value) and "derives" not in message:
         assert str(stored) in str(caught.value)
+
+
+def test_a_symbol_of_the_tables_that_cannot_be_reached_is_left_out(stored):
+    rewritten(
+        stored, {"symbols": ["S", "B", "A"]}, {"binary": [[0, 2, 2]], "unary": [[1, 2]], "emission": [[2, 0], [1, 1]]}
+    )
+    rewritten(stored, tables={"unary_probs": [0.75], "emission_probs": [1.0, 0.25]})
+    with pytest.warns(
+        IsolossWarning, match="1 symbol that cannot be reached from S: B; and 1 token .* emits: b"
+    ) as caught:
+        language = languages.load(stored)
+    assert len(caught) == 1
+    assert_same(language, PCFG.from_text("S A A 1\nA a 1"))
+    languages.save(language, stored, overwrite=True)
+    assert_same(languages.load(stored), language)  # and no warning
 
 
 def test_rules_in_any_order_are_the_same_grammar(stored):

@@ -8,9 +8,12 @@ import io
 import os
 import sys
 import threading
-from typing import NoReturn
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 
 VERBS = {
     "ls": "list languages, model sizes, tasks, measures, studies and runs",
@@ -65,7 +68,8 @@ def main(arguments: list[str]) -> int:
         print(f"isoloss: no verb {verb!r}; the verbs are {', '.join(VERBS)}", file=sys.stderr)
         return 2
     try:
-        return int(importlib.import_module(f"isoloss.cli.{verb}").main(rest))
+        with _warnings_as_lines(verb):
+            return int(importlib.import_module(f"isoloss.cli.{verb}").main(rest))
     except IsolossError as error:
         print(f"isoloss {verb}: {error}", file=sys.stderr)
         return 2
@@ -78,6 +82,25 @@ def main(arguments: list[str]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"isoloss {verb}: {where}{error.strerror or error}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _warnings_as_lines(verb: str) -> Iterator[None]:
+    """Print an `IsolossWarning` as one line, without the place in the code, and each only once."""
+    said: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
+        if not issubclass(category, IsolossWarning):
+            as_before(message, category, *place, **options)
+        elif str(message) not in said:
+            said.add(str(message))
+            print(f"isoloss {verb}: warning: {message}", file=sys.stderr, flush=True)
+
+    with warnings.catch_warnings():
+        as_before = warnings.showwarning
+        warnings.showwarning = show
+        warnings.simplefilter("always", IsolossWarning)
+        yield
 
 
 def entry() -> NoReturn:

@@ -15,11 +15,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 
 Format = Literal["rules", "nltk"]
 
 LARGEST_WEIGHT = 1e100  # sums of weights stay finite below it
+_NAMED = 5  # symbols or tokens that a warning lists by name
 _SUM_TOLERANCE = (
     1e-12  # probabilities that add up to 1 within this are kept to the last digit, so that text round-trips
 )
@@ -125,12 +126,17 @@ def parse_grammar(text: str, *, source: str = "<text>") -> Grammar:
     are normalised, and rules of weight 0 are left out. Rules between two symbols (`A -> B`) are allowed. A token beside
     another right side (`A -> 'a' B`) gets a symbol of its own, named after it (`T/a`), that emits only it.
 
+    A symbol that cannot be reached from the start symbol has no part in any sentence. It is left out with its rules,
+    and so is a token that no other symbol emits; one `IsolossWarning` names them. Nothing is asked of their rules but
+    that they can be read: they may name a symbol that has no rule, or never end.
+
     Args:
         text: The rules.
         source: What errors call the text, e.g. the file's name.
 
     Raises:
-        IsolossError: A line cannot be read, or the rules make no valid grammar; the message names the line.
+        IsolossError: A line cannot be read, or the rules make no valid grammar: a symbol that can be reached has no
+            rule, or derives no sentence, or itself alone. The message names the line.
 
     Example:
         >>> grammar = parse_grammar("S A A 3\nS A 1\nA a 1\nA b 1")
@@ -149,7 +155,7 @@ def parse_grammar(text: str, *, source: str = "<text>") -> Grammar:
 
 
 def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
-    """Return the grammar of `rules`; arguments and errors as for `parse_grammar`."""
+    """Return the grammar of `rules`; arguments, warnings and errors as for `parse_grammar`."""
     merged: dict[tuple[str, tuple[tuple[str, bool], ...]], tuple[int, float]] = {}
     for rule in rules:
         line, weight = merged.get((rule.lhs, rule.rhs), (rule.line, 0.0))
@@ -157,10 +163,11 @@ def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
     by_symbol: dict[str, list[Rule]] = {start: []}
     for (lhs, rhs), (line, weight) in merged.items():
         by_symbol.setdefault(lhs, []).append(Rule(line, lhs, rhs, weight))
-    for lhs, own in by_symbol.items():
-        if not own:
-            raise IsolossError(f"{source}: the start symbol {lhs} has no rule")
-        by_symbol[lhs] = _normalised(own, source)
+    if not by_symbol[start]:
+        raise IsolossError(f"{source}: the start symbol {start} has no rule")
+    reached = _reachable(by_symbol, start)
+    left_out = _left_out(by_symbol, reached, start) if len(reached) < len(by_symbol) else None
+    by_symbol = {lhs: _normalised(own, source) for lhs, own in by_symbol.items() if lhs in reached}
     _add_preterminals(by_symbol)
     everything = [rule for own in by_symbol.values() for rule in own]
     for rule in everything:
@@ -169,7 +176,8 @@ def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
                 raise IsolossError(f"{_place(source, rule)}: the symbol {name} has no rule")
     _check_cycles(everything, source)
     _check_productive(by_symbol, start, source)
-    _check_reachable(by_symbol, start, source)
+    if left_out is not None:
+        warn(f"{source}: left out {left_out}")
     return _assemble(everything, tuple(by_symbol))
 
 
@@ -296,6 +304,37 @@ def _place(source: str, rule: Rule) -> str:
     return f"{source}, line {rule.line}" if rule.line else source
 
 
+def _reachable(by_symbol: dict[str, list[Rule]], start: str) -> set[str]:
+    """Return the symbols that a sentence may be derived through: those that rules above weight 0 lead to."""
+    reached, frontier = {start}, [start]
+    while frontier:
+        for rule in by_symbol[frontier.pop()]:
+            for name, is_token in rule.rhs if rule.weight > 0 else ():
+                if not is_token and name not in reached and name in by_symbol:
+                    reached.add(name)
+                    frontier.append(name)
+    return reached
+
+
+def _left_out(by_symbol: dict[str, list[Rule]], reached: set[str], start: str) -> str:
+    """Return how many symbols are not reached, how many tokens go with them, and what the first ones are called."""
+    kept = vocabulary_of(rule for lhs in reached for rule in by_symbol[lhs])
+    others = {lhs: own for lhs, own in by_symbol.items() if lhs not in reached}
+    symbols = [f"{lhs} (line {own[0].line})" if own[0].line else lhs for lhs, own in others.items()]
+    tokens = [token for token in vocabulary_of(rule for own in others.values() for rule in own) if token not in kept]
+    found = f"{_count(symbols, 'symbol')} that cannot be reached from {start}: {_first(symbols)}"
+    return f"{found}; and {_count(tokens, 'token')} that nothing else emits: {_first(tokens)}" if tokens else found
+
+
+def _count(names: Sequence[str], what: str) -> str:
+    return f"{len(names)} {what}{'' if len(names) == 1 else 's'}"
+
+
+def _first(names: Sequence[str]) -> str:
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def _normalised(own: Sequence[Rule], source: str) -> list[Rule]:
     """Return one symbol's rules with probabilities for weights, without those of probability 0."""
     total = math.fsum(rule.weight for rule in own)
@@ -358,21 +397,14 @@ def _check_productive(by_symbol: dict[str, list[Rule]], start: str, source: str)
             )
 
 
-def _check_reachable(by_symbol: dict[str, list[Rule]], start: str, source: str) -> None:
-    reachable, frontier = {start}, [start]
-    while frontier:
-        for rule in by_symbol[frontier.pop()]:
-            for name, is_token in rule.rhs:
-                if not is_token and name not in reachable:
-                    reachable.add(name)
-                    frontier.append(name)
-    for lhs, own in by_symbol.items():
-        if lhs not in reachable:
-            raise IsolossError(f"{_place(source, own[0])}: the symbol {lhs} cannot be reached from {start}")
+def vocabulary_of(rules: Iterable[Rule]) -> tuple[str, ...]:
+    """Return the tokens that rules emit with a weight above 0, in the natural order of a grammar's vocabulary."""
+    tokens = {name for rule in rules if rule.weight > 0 for name, is_token in rule.rhs if is_token}
+    return tuple(sorted(tokens, key=_natural))
 
 
 def _assemble(rules: Sequence[Rule], symbols: tuple[str, ...]) -> Grammar:
-    vocabulary = tuple(sorted({name for rule in rules for name, is_token in rule.rhs if is_token}, key=_natural))
+    vocabulary = vocabulary_of(rules)
     symbol_id = {name: index for index, name in enumerate(symbols)}
     token_id = {name: index for index, name in enumerate(vocabulary)}
     kinds: dict[tuple[int, bool], list[tuple[tuple[int, ...], float]]] = {(2, False): [], (1, False): [], (1, True): []}

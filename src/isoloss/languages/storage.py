@@ -281,7 +281,7 @@ def _build(header: _Header, tables: Tables, path: Path) -> Language:
 
 def _grammar(header: _Header, tables: Tables, path: Path) -> Grammar:
     """Return the grammar in a file's tables, checked as one that is read from text."""
-    from isoloss.languages.grammar import Rule, build_grammar
+    from isoloss.languages.grammar import Rule, build_grammar, vocabulary_of
 
     check_names(tables, (name for rules in _RULES for name in (rules, f"{rules}_probs")), path)
     symbols, vocabulary = header.symbols, header.vocabulary
@@ -299,12 +299,11 @@ def _grammar(header: _Header, tables: Tables, path: Path) -> Grammar:
         total = math.fsum(rule.weight for owner, rule in rules if owner == lhs)
         if abs(total - 1) > _TOLERANCE:
             raise IsolossError(f"{path}: the rules of {symbol} add up to {total:.9g}; they must add up to 1")
-    grammar = build_grammar((rule for _, rule in rules), start=symbols[0], source=str(path))
-    if (grammar.symbols, grammar.vocabulary) != (symbols, vocabulary):
+    if vocabulary_of(rule for _, rule in rules) != vocabulary:
         raise IsolossError(
-            f"{path}: the symbols and the vocabulary must be those of the rules, a token w2 before a token w10"
+            f"{path}: the tokens of the vocabulary must be those of the rules, a token w2 before a token w10"
         )
-    return grammar
+    return build_grammar((rule for _, rule in rules), start=symbols[0], source=str(path))
 
 
 def _check_rules(name: str, tables: Tables, path: Path, *, num_symbols: int, num_tokens: int) -> None:
