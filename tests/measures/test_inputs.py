@@ -437,3 +437,22 @@ def test_inputs_are_checked_for_other_models(save):
         check_model(inputs, GPT2Config(vocab_size=40, bos_token_id=0, eos_token_id=0), "small")
     with pytest.raises(IsolossError, match="8 tokens and short takes 4 at most"):
         check_model(inputs, GPT2Config(vocab_size=66, n_positions=4, bos_token_id=0, eos_token_id=0), "short")
+
+
+def test_text_that_the_tokenizer_does_not_know_is_told_and_never_all_of_a_row(tmp_path, vocab, bos):
+    path = tmp_path / "text.txt"
+    path.write_text("zz " * 12 + "av bv zz " * 4)  # rows of [CLS], six tokens, [SEP]: two without a word
+    found = read(path, tokenizer=str(vocab), length=8)
+    assert found.num_sequences == 2
+    assert found.description.startswith("all 2 sequences of 8 tokens in ")
+    assert (
+        "66.7 % of the tokens unknown to the tokenizer, 2 sequences of unknown tokens alone left out"
+        in found.description
+    )
+    assert (whole(found)["input_ids"][:, 1:7] != 2).any(dim=1).all()
+    causal = read(path, config=GPT, kind="causal", tokenizer=bos, length=8)
+    assert ", 66.7 % of the tokens unknown to the tokenizer" in causal.description
+    assert causal.num_sequences == 3  # <s> and 24 tokens, all of them predicted
+    path.write_text("zz " * 40)
+    with pytest.raises(IsolossError, match="holds no token that the tokenizer knows and that could be hidden"):
+        read(path, tokenizer=str(vocab), length=8)

@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.languages.pairs import encode_labelled_text, read_labelled_text
+from isoloss.languages.pairs import Coverage, encode_labelled_text, read_labelled_text
 from isoloss.languages.tokenizers import load_tokenizer
 from isoloss.transfer.labelled import TextTask, glue_task, make_text_task
 from isoloss.transfer.task_names import GLUE
@@ -173,3 +173,13 @@ def test_what_is_wrong_is_named(folder: Path, vocab: Path, tmp_path: Path) -> No
     alone = write(tmp_path / "alone" / "train.csv", ROWS)
     refused("none of the test splits dev, validation, .*; it has train", pairs(alone.parent))
     refused("max_length is 4; with 3 special tokens", pairs(folder), max_length=4)
+
+
+def test_what_is_cut_and_what_is_unknown_is_counted(tmp_path: Path, vocab: Path) -> None:
+    tokenizer = load_tokenizer(str(vocab))
+    rows = [("au bu", "cu", "yes"), ("zz", "bv cv", "no"), ("aw bw cw", "nobody knows", "yes"), ("", "bx", "no")]
+    source = pairs(tmp_path, train=str(write(tmp_path / "a.csv", rows)), test=str(write(tmp_path / "b.csv", rows[:2])))
+    # with [CLS] and two [SEP]: 6, 6, 8 and 4 tokens, and 6, 6; in them zz, nobody, knows, and zz again are not known
+    for max_length, cut in ((8, 0), (7, 1), (6, 1), (5, 5)):
+        found = make_text_task(source, tokenizer, max_length=max_length).coverage
+        assert found == Coverage(num_examples=6, num_cut=cut, num_tokens=18, num_unknown=4)

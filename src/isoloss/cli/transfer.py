@@ -18,6 +18,7 @@ from isoloss.errors import IsolossError
 from isoloss.estimate import rounded
 
 if TYPE_CHECKING:
+    from isoloss.languages.pairs import Coverage
     from isoloss.loading import Loaded
     from isoloss.transfer.comparison import TransferComparison
     from isoloss.transfer.results import TransferResult
@@ -279,8 +280,18 @@ def _print(args: Args, name: str, task: TaskData, result: TransferResult) -> Non
         f"{100 * task.overlap:.1f} % of the former among the latter",
         indent=2,
     )
+    if (text := task.coverage) is not None:
+        common.say_wrapped(
+            f"{text.num_cut:,} of these {text.num_examples:,} examples are cut; {100 * _unknown_rate(text):.1f} % of "
+            f"the {text.num_tokens:,} tokens of their texts are unknown to the tokenizer",
+            indent=2,
+        )
     common.say_wrapped(f"{accuracy.method}, {details['device']}; {_seeds(details)}", indent=2)
     _print_classes(result)
+
+
+def _unknown_rate(text: Coverage) -> float:
+    return text.num_unknown / max(1, text.num_tokens)
 
 
 def _seeds(details: Mapping[str, Any]) -> str:
@@ -322,7 +333,8 @@ def _print_classes(result: TransferResult) -> None:
 def _document(task: TaskData, result: TransferResult) -> dict[str, Any]:
     document = result.to_dict()
     document["accuracy"]["seconds"] = None  # the clock's: the document is a function of model and settings
-    return {"majority_rate": task.majority_rate, "overlap": task.overlap, **document}
+    text = {} if task.coverage is None else {"text": dataclasses.asdict(task.coverage)}
+    return {"majority_rate": task.majority_rate, "overlap": task.overlap, **text, **document}
 
 
 def _stem(args: Args, subject: Subject) -> str:

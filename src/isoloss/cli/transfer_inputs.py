@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss.cli import common
-from isoloss.config import CorpusConfig
-from isoloss.errors import IsolossError
+from isoloss.config import CorpusConfig, TeacherConfig
+from isoloss.errors import IsolossError, warn
 from isoloss.runs import Run, checkpoint_of
 from isoloss.transfer.task_names import GLUE, REGRESSION
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from isoloss.cli.transfer import Args
     from isoloss.loading import Loaded
     from isoloss.transfer.tasks import TaskData
@@ -133,33 +135,49 @@ class Tasks:
         )
 
     def _make_text(self, subject: Subject, loaded: Loaded) -> TaskData:
-        from isoloss.languages.tokenizers import load_tokenizer
         from isoloss.loading import max_length
         from isoloss.transfer.labelled import make_text_task
 
         config = loaded.model.config.get_text_config()
-        spec = self.args.tokenizer or _tokenizer_of(subject)
-        try:
-            tokenizer = load_tokenizer(spec, needs=["pad"])
-        except IsolossError as error:
-            if self.args.tokenizer is not None:
-                raise
-            raise IsolossError(f"{subject.name} has no tokenizer that suits ({error}): give --tokenizer") from error
+        tokenizer = self._tokenizer(subject)
         if len(tokenizer) > config.vocab_size:
             raise IsolossError(
                 f"the tokenizer has {len(tokenizer):,} tokens, and {subject.name} knows {config.vocab_size:,} ids: it "
                 "is that of another model"
             )
-        longest = max_length(config)
-        return make_text_task(
+        most = min(_MOST_TOKENS, max_length(config) or _MOST_TOKENS, tokenizer.model_max_length)
+        task = make_text_task(
             self._source,
             tokenizer,
             num_train=self.args.num_train,
             num_test=self.args.num_test,
-            max_length=self.args.max_length or min(_MOST_TOKENS, longest or _MOST_TOKENS),
+            max_length=self.args.max_length or most,
             token_types=getattr(config, "type_vocab_size", 1),
             seed=self.args.seed,
         )
+        text = task.coverage
+        if text is not None and text.num_cut and self.args.max_length is None:
+            warn(
+                f"{text.num_cut:,} of the {text.num_examples:,} examples of {self.args.task} have more than the {most} "
+                f"tokens that {subject.name} reads here, special ones included, and are cut"
+            )
+        return task
+
+    def _tokenizer(self, subject: Subject) -> PreTrainedTokenizerFast:
+        from isoloss import languages
+        from isoloss.languages.tokenizers import load_tokenizer
+
+        if self.args.tokenizer is not None:
+            return load_tokenizer(self.args.tokenizer, needs=["pad"])
+        language = None if subject.run is None else subject.run.config.language
+        spec = language.tokenizer if isinstance(language, CorpusConfig) else str(subject.checkpoint)
+        try:
+            return load_tokenizer(spec, needs=["pad"])
+        except IsolossError as error:
+            found = languages.make(language).tokenizer if isinstance(language, TeacherConfig) else None  # type: ignore[attr-defined]
+            if found is None:
+                raise IsolossError(f"{subject.name} has no tokenizer that suits ({error}): give --tokenizer") from error
+            return found  # of a checkpoint that was written without it
 
 
 def _is_given(args: Args, name: str) -> bool:
@@ -184,11 +202,6 @@ def _language(args: Args, subjects: list[Subject]) -> Any:
         known = known or (subject.name, config)
     assert known is not None
     return languages.make(known[1])
-
-
-def _tokenizer_of(subject: Subject) -> str:
-    config = None if subject.run is None else subject.run.config.language
-    return config.tokenizer if isinstance(config, CorpusConfig) else str(subject.checkpoint)
 
 
 def _source(args: Args) -> Any:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages import hub_datasets
 from isoloss.languages.documents import is_encodable
+from isoloss.languages.tokenizers import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -44,6 +46,26 @@ class LabelledText:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of some examples a tokenizer and a length let through.
+
+    Attributes:
+        num_examples: Examples.
+        num_cut: Those that are longer than the length and lose tokens at the end.
+        num_tokens: Tokens of their texts, before anything is cut, without special tokens.
+        num_unknown: Those for which the tokenizer has no token.
+    """
+
+    num_examples: int
+    num_cut: int
+    num_tokens: int
+    num_unknown: int
+
+    def __add__(self, other: Coverage) -> Coverage:
+        return Coverage(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 def read_labelled_text(
@@ -167,6 +189,24 @@ def encode_labelled_text(
         return_tensors="pt",
     )
     return {**encoded, "labels": torch.tensor(data.labels)}
+
+
+def coverage(tokenizer: PreTrainedTokenizerFast, data: LabelledText, *, max_length: int) -> Coverage:
+    """Return how many examples `encode_labelled_text` cuts, and how many of their tokens are unknown.
+
+    Args:
+        tokenizer: As for `encode_labelled_text`.
+        data: n examples.
+        max_length: As for `encode_labelled_text`.
+    """
+    lengths = np.full(len(data), tokenizer.num_special_tokens_to_add(pair=data.pairs is not None))
+    num_tokens = num_unknown = 0
+    for texts in (data.texts, data.pairs or ()):
+        for row, ids in enumerate(encode(tokenizer, texts)):
+            lengths[row] += len(ids)
+            num_tokens += len(ids)
+            num_unknown += int((ids == tokenizer.unk_token_id).sum())
+    return Coverage(len(data), int((lengths > max_length).sum()), num_tokens, num_unknown)
 
 
 def _number_first(name: str) -> tuple[bool, int, str]:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from isoloss.languages.base import Sentences
 from isoloss.languages.synthetic import Synthetic
 from isoloss.languages.teacher_scores import Prefix, Scorer, by_set, check_possible
 from isoloss.languages.teacher_truncated import Truncated, choose, gathered, truncate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _ROWS = 256  # sentences drawn or read together; part of what a seed stands for
 _COMPLETIONS = 1 << 12  # of several hidden tokens, at most
@@ -45,6 +48,7 @@ class Teacher(Synthetic):
         special_ids: None: ().
         model_vocab_size: K + 2.
         start_id: The model's id that every sentence begins after.
+        tokenizer: What makes ids of text, to be kept with checkpoints; None where the model comes without a tokenizer.
         device: Where the model runs.
         dtype: What it runs in: float32, or float64. Some architectures compute parts in float32 all the same, such as
             Llama's norms: conditionals are then right to about six digits in float64, too.
@@ -66,6 +70,7 @@ class Teacher(Synthetic):
         *,
         start_id: int | None = None,
         vocabulary: tuple[str, ...] | None = None,
+        tokenizer: PreTrainedTokenizerFast | None = None,
         config: TeacherConfig | None = None,
         source: str = "the teacher",
     ) -> None:
@@ -76,7 +81,8 @@ class Teacher(Synthetic):
             tokens: The model's ids of the language's tokens, in the language's order.
             length: Tokens of a sentence.
             start_id: The model's id that sentences begin after; None: its config's bos, eos or decoder start token.
-            vocabulary: K distinct token strings; default: t and the model's id.
+            vocabulary: K distinct token strings; default: the tokenizer's, or t and the model's id.
+            tokenizer: The model's, of which the language's is made (see `isoloss.languages.kept_tokens`).
             config: What the model was read from, where it was.
             source: What errors call the model.
 
@@ -90,7 +96,13 @@ class Teacher(Synthetic):
             raise IsolossError(f"{source}: the length is {length}; it must be {limit}")
         self.start_id = teacher_tokens.find_start(model, start_id, source)
         self.tokens = _checked_tokens(tuple(tokens), model, source)
-        self.vocabulary: tuple[str, ...] = vocabulary or tuple(f"t{index}" for index in self.tokens)
+        self.tokenizer = None if tokenizer is None else tokenizers.keep(tokenizer, self.tokens, length=length)
+        words = (
+            [f"t{index}" for index in self.tokens]
+            if self.tokenizer is None
+            else self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokens))))
+        )
+        self.vocabulary: tuple[str, ...] = vocabulary or tuple(words)
         if len(set(self.vocabulary)) != len(self.tokens) or len(self.vocabulary) != len(self.tokens):
             raise IsolossError(f"{source}: the vocabulary must be {len(self.tokens)} different strings, one a token")
         self.vocab_size = len(self.tokens)
@@ -130,12 +142,15 @@ class Teacher(Synthetic):
             tokenizer = None
         start_id = teacher_tokens.find_start(model, config.start_id, name)
         tokens = config.tokens or teacher_tokens.choose(model, tokenizer, start_id, config)
-        words = None
-        if tokenizer is not None:
-            words = tuple(str(word or f"t{i}") for i, word in zip(tokens, _words(tokenizer, tokens), strict=True))
         resolved = dataclasses.replace(config, checkpoint=name, tokens=tokens, start_id=start_id, content=found)
         return cls(
-            model, tokens, config.length, start_id=start_id, vocabulary=words, config=resolved, source=config.checkpoint
+            model,
+            tokens,
+            config.length,
+            start_id=start_id,
+            tokenizer=tokenizer,
+            config=resolved,
+            source=config.checkpoint,
         )
 
     @property
@@ -390,11 +405,6 @@ def _load(checkpoint: str) -> tuple[str, Any]:
     if loaded.kind != "causal":
         raise IsolossError(f"{checkpoint} is a {loaded.architecture}: a teacher is a causal model, which writes text")
     return name, loaded.model
-
-
-def _words(tokenizer: Any, tokens: tuple[int, ...]) -> list[str | None]:
-    words: list[str | None] = tokenizer.convert_ids_to_tokens(list(tokens))
-    return words
 
 
 def _checked_tokens(tokens: tuple[int, ...], model: Any, source: str) -> tuple[int, ...]:

@@ -15,7 +15,10 @@ import numpy as np
 from isoloss.errors import IsolossError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
+
+    from isoloss.languages.kept_tokens import KeptTokensTokenizer
 
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -63,9 +66,19 @@ def encode(
         texts: Documents; they are taken some 2 million characters at a time.
         add_special_tokens: Whether to add what the tokenizer puts around a text.
     """
+    from isoloss.languages.kept_tokens import KeptTokensTokenizer
+
+    if not isinstance(tokenizer, KeptTokensTokenizer):
+        yield from _encode(tokenizer.backend_tokenizer, texts, add_special_tokens)
+        return
+    around = tokenizer.build_inputs_with_special_tokens([]) if add_special_tokens else []
+    for ids in _encode(tokenizer.source, texts, False):
+        yield np.array([*around, *tokenizer.from_source(ids)], dtype=np.int64)
+
+
+def _encode(backend: Tokenizer, texts: Iterable[str], add_special_tokens: bool) -> Iterator[np.ndarray]:
     # said aloud, so that a later fork (a git call, a data loader) makes the library neither warn nor go single
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     as_before = backend.encode_special_tokens
@@ -81,9 +94,30 @@ def encode(
 
 def serialised(tokenizer: PreTrainedTokenizerFast) -> bytes:
     """Return what decides a tokenizer's ids, in a form that is equal for equal tokenizers."""
-    document = json.loads(tokenizer.backend_tokenizer.to_str())
+    from isoloss.languages.kept_tokens import KeptTokensTokenizer
+
+    is_kept = isinstance(tokenizer, KeptTokensTokenizer)
+    document = json.loads((tokenizer.source if is_kept else tokenizer.backend_tokenizer).to_str())
+    document |= {"kept_tokens": tokenizer.kept_tokens} if is_kept else {}
     document |= {"truncation": None, "padding": None, "special_tokens": tokenizer.special_tokens_map}
     return json.dumps(document, sort_keys=True, default=str).encode()
+
+
+def keep(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], *, length: int) -> KeptTokensTokenizer:
+    """Return the tokenizer of the language of some of a tokenizer's tokens; nothing is read from or written to disk.
+
+    Args:
+        tokenizer: The other tokenizer.
+        tokens: Its ids of the tokens that are kept, in the order of the language's ids.
+        length: The most tokens that a model of the language reads.
+    """
+    from isoloss.languages.kept_tokens import KeptTokensTokenizer
+
+    if isinstance(tokenizer, KeptTokensTokenizer):  # of another teacher's language: the kept ones among its kept ones
+        return KeptTokensTokenizer(
+            tokenizer.source, kept_tokens=[tokenizer.kept_tokens[index] for index in tokens], model_max_length=length
+        )
+    return KeptTokensTokenizer(tokenizer.backend_tokenizer, kept_tokens=tokens, model_max_length=length)
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
@@ -152,6 +186,8 @@ def _from_hub(name: str) -> PreTrainedTokenizerFast:
 def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    from isoloss.languages.kept_tokens import KeptTokensTokenizer
+
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)  # its guesses about a model it was not asked to load
@@ -161,7 +197,7 @@ def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrai
         raise IsolossError(message) from error
     finally:
         logger.setLevel(level)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+    if not isinstance(tokenizer, PreTrainedTokenizerFast | KeptTokensTokenizer):
         raise IsolossError(f"{spec} has a tokenizer without a fast form ({type(tokenizer).__name__})")
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise IsolossError(message)  # what transformers makes up for a checkpoint folder without a vocabulary

@@ -151,9 +151,10 @@ def read_inputs(
       For a masked model each row is [CLS], length - 2 tokens, [SEP], where the tokenizer has these two; for a causal
       model each document has the special tokens that the tokenizer itself adds, such as a first bos.
 
-    What is left at the end, less than one row, is dropped. Rows of text know the document they begin in; where these
-    are at least 20, the batches have them, see `Inputs`. If there are more rows than asked for, the rows taken are
-    drawn uniformly without replacement.
+    What is left at the end, less than one row, is dropped, and so is a row for a masked model that holds nothing but
+    special and unknown tokens, in which nothing could be hidden. Rows of text know the document they begin in; where
+    these are at least 20, the batches have them, see `Inputs`. If there are more rows than asked for, the rows taken
+    are drawn uniformly without replacement.
 
     For a masked model, tokens are hidden and predicted as `isoloss.languages.masking.mask` does, but never the special
     ones of the tokenizer, if there is one. For a causal model the labels are the ids themselves, unshifted.
@@ -189,13 +190,13 @@ def read_inputs(
     found = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
     if is_text:
         assert found is not None
-        rows, origins = _from_text(data, found, kind, length)
+        rows, origins, unknown = _from_text(data, found, kind, length)
     else:
-        rows, origins = _from_array(data, length), None
+        rows, origins, unknown = _from_array(data, length), None, ""
     _check_rows(rows, data, text_config, checkpoint)
 
     wanted = len(rows) if num_inputs is None else num_inputs
-    description = _description(data, len(rows), rows.shape[1], wanted)
+    description = _description(data, len(rows), rows.shape[1], wanted) + unknown
     pool = Rows(rows, origins)
     if wanted < len(rows):
         chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
@@ -342,18 +343,22 @@ def _from_array(data: Path, length: int) -> Ids:
     return ids
 
 
-def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int) -> tuple[Ids, Ids]:
-    """Return the rows, and the document in which each begins."""
+def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int) -> tuple[Ids, Ids, str]:
+    """Return the rows, the document in which each begins, and a note of tokens that the tokenizer does not know."""
     texts: Iterable[str] = (text for _, text in documents.read_documents([data]))
     around = brackets(tokenizer) if kind == "masked" else {}
     body = length - len([i for i in around.values() if i is not None])
     if body < 1:
         raise IsolossError(f"the length is {length}; with [CLS] and [SEP] it must be at least 3")
     sizes: list[int] = []
+    unknown: list[int] = []
+    is_causal = kind == "causal"
+    (added,) = tokenizers.encode(tokenizer, [""], add_special_tokens=is_causal)  # the unknown token may be among these
 
     def counted() -> Iterator[np.ndarray]:
-        for ids in tokenizers.encode(tokenizer, texts, add_special_tokens=kind == "causal"):
+        for ids in tokenizers.encode(tokenizer, texts, add_special_tokens=is_causal):
             sizes.append(len(ids))
+            unknown.append(int((ids == tokenizer.unk_token_id).sum() - (added == tokenizer.unk_token_id).sum()))
             yield ids
 
     packed = list(pack(counted(), length, **around))
@@ -361,7 +366,16 @@ def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, lengt
         raise IsolossError(f"the text in {data} is shorter than one sequence of {length} tokens")
     rows = np.concatenate(packed)
     firsts = body * np.arange(len(rows))
-    return rows, np.searchsorted(np.cumsum(sizes), firsts, side="right").astype(np.int64)
+    origins = np.searchsorted(np.cumsum(sizes), firsts, side="right").astype(np.int64)
+    share = sum(unknown) / max(1, sum(sizes) - len(sizes) * len(added))
+    note = f", {100 * share:.1f} % of the tokens unknown to the tokenizer" if share else ""
+    if kind == "masked":
+        some = ~np.isin(rows, tokenizer.all_special_ids).all(axis=1)
+        if not some.any():
+            raise IsolossError(f"{data} holds no token that the tokenizer knows and that could be hidden")
+        rows, origins = rows[some], origins[some]
+        note += f", {(~some).sum():,} sequences of unknown tokens alone left out" if not some.all() else ""
+    return rows, origins, note
 
 
 def _check_rows(rows: Ids, data: Path | str, config: Any, checkpoint: str) -> None:

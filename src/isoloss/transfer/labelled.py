@@ -13,7 +13,7 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages import hub_datasets
 from isoloss.languages.base import Sentences
-from isoloss.languages.pairs import SUFFIXES, LabelledText, encode_labelled_text, read_labelled_text
+from isoloss.languages.pairs import SUFFIXES, LabelledText, coverage, encode_labelled_text, read_labelled_text
 from isoloss.transfer.results import majority_rate
 from isoloss.transfer.task_names import GLUE, REGRESSION
 from isoloss.transfer.tasks import TaskData, overlap
@@ -150,6 +150,7 @@ def make_text_task(
         train_types=types[0],
         test_types=types[1],
         texts=tuple(zip(test.texts, *([] if test.pairs is None else [test.pairs]), strict=True)),
+        coverage=coverage(tokenizer, train, max_length=max_length) + coverage(tokenizer, test, max_length=max_length),
     )
 
 

@@ -14,6 +14,7 @@ from isoloss.languages.base import Sentences
 from isoloss.languages.dyck import Brackets
 from isoloss.languages.hmm import HMM
 from isoloss.languages.next_tokens import with_start
+from isoloss.languages.pairs import Coverage
 from isoloss.transfer.bayes import bayes_accuracy
 from isoloss.transfer.labelling import UNDEFINED, Labelled, Labelling, labelling
 from isoloss.transfer.results import majority_rate as majority_rate
@@ -46,6 +47,8 @@ class TaskData:
         train_types: (n_train, T) int64, 1 at the second text of a pair and 0 elsewhere, or None.
         test_types: The same of the test sentences.
         texts: The test examples as text, one or two strings each; None for a synthetic language.
+        coverage: Of examples of text, training and test together: how many are cut, and how many of their tokens are
+            unknown; None for a synthetic language.
     """
 
     name: str
@@ -61,6 +64,7 @@ class TaskData:
     train_types: torch.Tensor | None = None
     test_types: torch.Tensor | None = None
     texts: tuple[tuple[str, ...], ...] | None = None
+    coverage: Coverage | None = None
 
     def batch(self, split: str, rows: slice | torch.Tensor = slice(None)) -> dict[str, torch.Tensor]:
         """Return what a model takes of the sentences `rows` of `train` or `test`.
