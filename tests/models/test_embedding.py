@@ -121,6 +121,20 @@ def test_the_heads_layers_and_ratio_of_table_4s_farthest_pair(kind):
     assert gap(small, embed(small, Shape(60, 30, 20, 240)).model, padded()) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [("opt", "exact"), *itertools.product(["bert", "roberta", "pre-ln"], ["exact", "balanced", "paper"])],
+)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_single_head_becomes_wider_ones(kind, scale, heads):
+    """Six times as wide, and with three heads each of these twice as wide as the small model's."""
+    small = built(kind, Shape(6, 1, 2, 12))
+    found = embed(small, Shape(36, heads, 3, 72), scale=scale)
+    assert gap(small, found.model, padded()) < 1e-9
+    queries = [part for name, part in found.parts.items() if name.endswith(("query.weight", "q_proj.weight"))]
+    assert [part.share_factor for part in queries] == pytest.approx([(6 / heads) ** 0.5] * 2)
+
+
 @functools.cache
 def trained(kind):
     """A model after 60 steps of AdamW on sentences in which each token is the one before it plus one."""
@@ -307,6 +321,7 @@ def test_the_large_model_is_a_checkpoint(tmp_path):
     [
         (Shape(192, 3, 5, 768), "192 is no multiple of 128; the sizes that hold it are d128, d256, d384,"),
         (Shape(256, 8, 6, 1024), "its heads have 64 dimensions, and those have 32"),
+        (Shape(256, 2, 6, 1024), "its heads have 64 dimensions, and those have 128"),  # two heads do not become wider
         (Shape(256, 4, 6, 1000), "the feed-forward width 1000 is no multiple of 512"),
         (Shape(256, 4, 3, 1024), "3 layers do not hold 4"),
     ],

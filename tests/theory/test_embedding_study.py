@@ -213,3 +213,16 @@ def test_another_expansion_with_the_same_function_is_not_shown():
         weight[:, 4:] = 0
     found = study(small, embedded, [sentences("bert")], causal=False)
     assert [statement.shown for statement in found.statements[:2]] == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["bert", "pre-ln", "opt"])
+def test_shares_change_by_the_factors_where_one_head_becomes_a_wider_one(kind):
+    small, batch = built(kind), contexts(kind)
+    batch = {name: value[::9] for name, value in batch.items()}
+    found = embed(small, Shape(12, 1, 2, 12))
+    before, after = (enumerated(model, batch, kind == "opt") for model in (small, found.model))
+    factors = {name.split(".")[-2]: part.share_factor for name, part in found.parts.items() if name.endswith("weight")}
+    assert factors["q_proj" if kind == "opt" else "query"] == pytest.approx(3**0.5)
+    tolerance = (1e-6 if kind == "opt" else 1e-9) * sum(before.values())  # OPT's softmax is in float32
+    for name, part in found.parts.items():
+        assert after[part.name] == pytest.approx(part.share_factor * before[name], abs=tolerance), name

@@ -94,6 +94,7 @@ class _Family:
     Attributes:
         layers: The list of its blocks.
         last_norm: The layer norm whose output the decoder reads.
+        queries_and_keys: The linear layers of a block whose outputs meet in the attention scores.
         closing_norm: In a post-layer-norm block, the layer norm that ends it; None: blocks are pre-layer-norm.
         inner_width: The config's field for the width inside the feed-forward blocks.
         is_bare: Whether no layer norm follows the embeddings, and no transform the blocks.
@@ -102,6 +103,7 @@ class _Family:
     layers: str
     last_norm: str
     closing_norm: str | None
+    queries_and_keys: tuple[str, str] = ("query", "key")
     inner_width: str = "intermediate_size"
     is_bare: bool = False
 
@@ -110,7 +112,14 @@ _FAMILIES: dict[type[PreTrainedModel], _Family] = {
     BertForMaskedLM: _Family("bert.encoder.layer", "cls.predictions.transform.LayerNorm", "output.LayerNorm"),
     RobertaForMaskedLM: _Family("roberta.encoder.layer", "lm_head.layer_norm", "output.LayerNorm"),
     RobertaPreLayerNormForMaskedLM: _Family("roberta_prelayernorm.encoder.layer", "lm_head.layer_norm", None),
-    OPTForCausalLM: _Family("model.decoder.layers", "model.decoder.final_layer_norm", None, "ffn_dim", True),
+    OPTForCausalLM: _Family(
+        "model.decoder.layers",
+        "model.decoder.final_layer_norm",
+        None,
+        queries_and_keys=("q_proj", "k_proj"),
+        inner_width="ffn_dim",
+        is_bare=True,
+    ),
 }
 
 
@@ -118,7 +127,9 @@ def embed(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Emb
     """Return a model of the shape `into` with the same logits, whose hidden states are r copies side by side.
 
     A matrix becomes blocks of copies divided by the number of blocks in a row, W / r; vectors become copies. Heads are
-    copied whole. Of the added blocks all parameters are 0, so that they add nothing to the residual stream. Where a
+    copied whole. Where the large model's heads are s times as wide, which takes a small model of one head, each holds
+    s copies of it; queries and keys are then divided by a further s^(1/4), as s products add up in a score that is
+    divided by sqrt(s) times as much. Of the added blocks all parameters are 0, so that they add nothing to the residual stream. Where a
     block ends in a layer norm, which keeps only what is normalised already, the layer norms from the small model's last
     block on have weight 1 and bias 0, and the small model's last weight and bias stand in the large model's last block.
 
@@ -203,8 +214,9 @@ def check_fits(small: Shape, large: Shape) -> None:
     """Refuse a pair of shapes that the construction does not know how to fit together.
 
     Raises:
-        IsolossError: The large width is no multiple of the small one, heads differ in size, the feed-forward width is
-            no multiple, or there are fewer layers; with the named sizes that would do.
+        IsolossError: The large width is no multiple of the small one, heads differ in size (unless the small model has
+            one, whose size divides theirs), the feed-forward width is no multiple, or there are fewer layers; with the
+            named sizes that would do.
 
     Example:
         >>> check_fits(SIZES["d128"], SIZES["d384"])
@@ -231,7 +243,7 @@ def _misfit(small: Shape, large: Shape) -> str | None:
     if large.d_model % small.d_model:
         return f"{large.d_model} is no multiple of {small.d_model}"
     few, many = small.d_model // small.num_heads, large.d_model // large.num_heads
-    if few != many:
+    if few != many and (small.num_heads > 1 or many % few):
         return f"its heads have {few} dimensions, and those have {many}"
     if large.intermediate % small.intermediate:
         return f"the feed-forward width {large.intermediate} is no multiple of {small.intermediate}"
@@ -289,6 +301,7 @@ def _parts(
     """Return where each parameter of the small model lies; `outline` is the large one, without values."""
     large = dict(outline.named_parameters())
     tables = _embedding_tables(outline)
+    wider = _head_size(outline.config) / _head_size(model.config)
     parts = {}
     for name, parameter in model.named_parameters():
         place = _place(name, family, model.config.num_hidden_layers, outline.config.num_hidden_layers)
@@ -299,8 +312,15 @@ def _parts(
             divisor = ratio / embedding_divisor
         else:
             divisor = float(blocks[1]) if len(blocks) == 2 else 1.0
+        if name.split(".")[-2] in family.queries_and_keys:
+            divisor *= wider**0.25
         parts[name] = Part(name=place, blocks=blocks, divisor=divisor)
     return parts
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    size: int = config.hidden_size // config.num_attention_heads
+    return size
 
 
 def _place(name: str, family: _Family, few: int, many: int) -> str:
