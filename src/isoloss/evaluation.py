@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from isoloss.config import EvalConfig
@@ -12,6 +15,7 @@ from isoloss.errors import IsolossError
 from isoloss.runs import Evaluation, Run
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from transformers import PreTrainedModel
 
@@ -19,11 +23,15 @@ if TYPE_CHECKING:
     from isoloss.languages.base import Language
     from isoloss.languages.masking import Batch
     from isoloss.measures.loss import Truth
+    from isoloss.transfer.results import TransferResult
     from isoloss.transfer.tasks import TaskData
+
+    Arrays = Mapping[str, "np.ndarray[Any, Any]"]  # of each example, by name
 
 MEASURES = {
     "loss": "pre-training loss: conditional entropy + KL to the truth; for a corpus, held-out cross-entropy",
     "trace": "trace of the Fisher of that loss, which at saturation is the trace of its Hessian",
+    "trace-in-SIZE-SCALE": "the same of the model expanded into a size, e.g. trace-in-d64-paper (scale: isoloss embed)",
     "probe-TASK": "accuracy of a linear probe on the concatenated token embeddings, e.g. probe-root, probe-prefix-4",
     "lookup-TASK": "the same probe on the true conditionals: the look-up table, a model without parameters",
 }
@@ -38,7 +46,7 @@ def settings_of(measure: str, settings: EvalConfig) -> dict[str, Any]:
     names: tuple[str, ...]
     if measure == "loss":
         names = ("loss_sentences",)
-    elif measure == "trace":
+    elif measure == "trace" or _expansion(measure):
         names = ("trace_sentences",)
     elif measure.startswith(("probe-", "lookup-")) and not measure.endswith("-"):
         names = ("probe_train", "probe_test", "probe_seeds", "probe_epochs")
@@ -47,14 +55,24 @@ def settings_of(measure: str, settings: EvalConfig) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in (*names, "seed")}
 
 
+def _expansion(measure: str) -> tuple[str, str] | None:
+    """Return size and scale of a trace-in-SIZE-SCALE, or None for another measure."""
+    size, _, scale = measure.removeprefix("trace-in-").rpartition("-")
+    return (size, scale) if measure.startswith("trace-in-") and size and scale else None
+
+
 def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: EvalConfig) -> list[tuple[int, str]]:
-    """Return the (step, measure) pairs that have no evaluation of these weights under these settings."""
+    """Return the (step, measure) pairs that have no evaluation of these weights under these settings.
+
+    One whose file of examples is missing or is another one counts as not made.
+    """
     todo = []
     for step in steps:
         weights = run.weights(step)
         for measure in measures:
+            asked = settings_of(measure, settings)
             done = run.evaluation(measure, step)
-            if done is None or done.weights != weights or done.settings != settings_of(measure, settings):
+            if done is None or (done.weights, done.settings) != (weights, asked) or not run.has_examples(done):
                 todo.append((step, measure))
     return todo
 
@@ -80,14 +98,16 @@ class Evaluator:
     def evaluate(self, measure: str, step: int, *, progress: Callable[[int], None] | None = None) -> Evaluation:
         """Measure as `measure` does, save the result to its file and return it."""
         start = time.perf_counter()
-        evaluation = self.measure(measure, step, progress=progress)
-        self.run.save(evaluation)
+        evaluation, examples = self.measure(measure, step, progress=progress)
+        self.run.save(evaluation, examples)
         checkpoint = self.run.checkpoint(step).relative_to(self.run.path).as_posix()
         self.run.log("evaluated", measure=measure, checkpoint=checkpoint, seconds=round(time.perf_counter() - start, 3))
         return evaluation
 
-    def measure(self, measure: str, step: int, *, progress: Callable[[int], None] | None = None) -> Evaluation:
-        """Return the evaluation of the checkpoint at `step`.
+    def measure(
+        self, measure: str, step: int, *, progress: Callable[[int], None] | None = None
+    ) -> tuple[Evaluation, bytes]:
+        """Return the evaluation of the checkpoint at `step`, and the file of its examples (see `Run.examples`).
 
         Args:
             measure: One of `MEASURES`.
@@ -97,43 +117,80 @@ class Evaluator:
         Raises:
             IsolossError: No such measure or checkpoint, or a measure that does not fit the language.
         """
+        from safetensors.numpy import save
+
         asked = settings_of(measure, self.settings)
         weights = self.run.weights(step)
         if measure == "loss":
-            estimates = self._loss(step)
+            estimates, arrays, inputs = self._loss(step)
         elif measure == "trace":
-            estimates = {"trace": self._trace(step, progress)}
+            estimates, arrays, inputs = self._trace(self._model(step), progress)
+        elif expansion := _expansion(measure):
+            estimates, arrays, inputs = self._expanded_trace(step, *expansion, progress)
         else:
             how, task = measure.split("-", 1)
-            estimates = {"accuracy": self._accuracy(how, task, step)}
-        return Evaluation(measure=measure, step=step, weights=weights, settings=asked, estimates=estimates)
+            estimates, arrays, inputs = self._accuracy(how, task, step)
+        examples = save(dict(arrays))
+        evaluation = Evaluation(
+            measure=measure,
+            step=step,
+            weights=weights,
+            settings=asked,
+            estimates=estimates,
+            inputs=inputs,
+            examples=hashlib.sha256(examples).hexdigest(),
+        )
+        return evaluation, examples
 
-    def _loss(self, step: int) -> dict[str, Estimate]:
+    def _loss(self, step: int) -> tuple[dict[str, Estimate], Arrays, str]:
         from isoloss.languages.corpus import Corpus
         from isoloss.measures import loss
 
+        settings, objective = self.settings, self.config.objective
         if isinstance(self.language, Corpus):
-            return loss.held_out_loss(
-                self._model(step),
-                self.language,
-                num_sequences=self.settings.loss_sentences,
-                objective=self.config.objective,
-                seed=self.settings.seed,
-            )
-        return loss.pretraining_loss(self._model(step), self._truth)
+            chosen: dict[str, Any] = {"num_sequences": settings.loss_sentences, "seed": settings.seed}
+            values = loss.held_out_values(self._model(step), self.language, objective=objective, **chosen)
+            found = loss.held_out_loss(self._model(step), self.language, objective=objective, values=values, **chosen)
+            sentences = self.language.held_out(settings.loss_sentences)
+            inputs = _digest(sentences.tokens, sentences.lengths, more=dataclasses.asdict(objective))
+            return found, _influences({"loss": values[0]}, values[1]), inputs
+        truth = self._truth
+        kl = loss.kl_values(self._model(step), truth)
+        found = loss.pretraining_loss(self._model(step), truth, kl=kl)
+        return found, _influences({"kl": kl, "loss": truth.entropy + kl}, truth.counts), _digest(*truth.batch.values())
 
-    def _trace(self, step: int, progress: Callable[[int], None] | None) -> Estimate:
-        from isoloss.measures.flatness import fisher_trace
+    def _trace(
+        self, model: PreTrainedModel, progress: Callable[[int], None] | None
+    ) -> tuple[dict[str, Estimate], Arrays, str]:
+        import torch
 
-        return fisher_trace(
-            self._model(step),
-            self._trace_batches,
-            seed=self.settings.seed,
-            causal=self._is_causal,
-            progress=progress,
-        )
+        from isoloss.measures.flatness.fisher import Integrated
+        from isoloss.measures.flatness.measurement import Measurement, Stopping
 
-    def _accuracy(self, how: str, task: str, step: int) -> Estimate:
+        batches = self._trace_batches
+        source = Integrated(model, seed=self.settings.seed, causal=self._is_causal, parameters=None)
+        measurement = Measurement(model, source)  # what `fisher_trace` runs
+        trace = measurement.run(batches, Stopping(), progress=progress)
+        arrays = {"trace.influence": measurement.shares().influence.float().numpy()}
+        whole = [torch.cat([batch[name] for batch in batches]) for name in sorted(batches[0])]  # however it was cut
+        return {"trace": trace}, arrays, _digest(*whole)
+
+    def _expanded_trace(
+        self, step: int, size: str, scale: str, progress: Callable[[int], None] | None
+    ) -> tuple[dict[str, Estimate], Arrays, str]:
+        """The trace of the same function in a larger model; its details say how far the logits differ."""
+        from isoloss.models.embedding import embed
+        from isoloss.models.sizes import shape
+
+        chosen: Any = scale  # embed refuses one that it does not know
+        small = self._model(step)
+        large = embed(small, shape(size), scale=chosen).model
+        estimates, arrays, inputs = self._trace(large, progress)
+        differ = _logits_differ(small, large, self._trace_batches, causal=self._is_causal)
+        details = {**estimates["trace"].details, "expanded_into": size, "scale": scale, "logits_differ_by": differ}
+        return {"trace": dataclasses.replace(estimates["trace"], details=details)}, arrays, inputs
+
+    def _accuracy(self, how: str, task: str, step: int) -> tuple[dict[str, Estimate], Arrays, str]:
         from isoloss.transfer.lookup import lookup_task
         from isoloss.transfer.probe import probe_task
         from isoloss.transfer.tasks import read_from_start
@@ -143,9 +200,14 @@ class Evaluator:
         chosen: dict[str, Any] = {"seeds": settings.probe_seeds, "epochs": settings.probe_epochs, "seed": settings.seed}
         language: Any = self.language  # one that has tasks
         if how == "lookup":
-            return lookup_task(language, data, **chosen).accuracy
-        read = read_from_start(data, language) if self._is_causal else data
-        return probe_task(self._model(step), read, **chosen).accuracy
+            result = lookup_task(language, data, **chosen)
+        else:
+            read = read_from_start(data, language) if self._is_causal else data
+            result = probe_task(self._model(step), read, **chosen)
+        inputs = _digest(
+            data.train.tokens, data.train_labels, data.test.tokens, data.test_labels, more=list(data.classes)
+        )
+        return {"accuracy": result.accuracy}, _predictions(result), inputs
 
     @property
     def _is_causal(self) -> bool:
@@ -188,3 +250,45 @@ class Evaluator:
             num_test=self.settings.probe_test,
             seed=self.settings.seed,
         )
+
+
+def _influences(sums: Mapping[str, torch.Tensor], counts: torch.Tensor) -> Arrays:
+    """Return what each sentence adds to the error of each ratio of its sum to the predicted tokens."""
+    from isoloss.measures.statistics import influence
+
+    return {f"{name}.influence": influence(each, counts)[1].float().numpy() for name, each in sums.items()}
+
+
+def _predictions(result: TransferResult) -> Arrays:
+    """Return what each probe says of each test example, and the labels, in as few bytes as the classes need."""
+    import numpy as np
+
+    small = np.min_scalar_type(len(result.classes) - 1)
+    return {
+        "accuracy.predictions": result.predictions.numpy().astype(small),
+        "accuracy.labels": result.labels.numpy().astype(small),
+    }
+
+
+def _digest(*tensors: torch.Tensor, more: object = None) -> str:
+    """Return the SHA-256 of the shapes and values of tensors, and of a JSON document."""
+    sha256 = hashlib.sha256(json.dumps(more).encode())
+    for tensor in tensors:
+        sha256.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
+        sha256.update(tensor.cpu().contiguous().numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def _logits_differ(small: PreTrainedModel, large: PreTrainedModel, batches: Sequence[Batch], *, causal: bool) -> float:
+    """Return the largest difference of two logits over the largest logit, at the predicted positions."""
+    import torch
+
+    from isoloss.models.make import predicted_logits
+
+    gap = largest = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            given = {name: value.to(small.device) for name, value in batch.items()}
+            few, many = (predicted_logits(model, given, causal=causal) for model in (small, large))
+            gap, largest = max(gap, float((few - many).abs().max())), max(largest, float(few.abs().max()))
+    return gap / largest

@@ -5,6 +5,7 @@ metrics.jsonl                         one line every `log_every` steps
 checkpoints/step-N/                   a Hugging Face folder, plus trainer.json and trainer.safetensors
 checkpoints/step-N/ema/               a Hugging Face folder with the averaged weights, if the run averages them
 evaluations/<measure>@step-N.json     an `Evaluation`
+evaluations/<measure>@step-N.safetensors   what each example adds to it, for the errors of differences
 evaluations/ema/                      the same of the averaged weights
 log.jsonl                             what the clock said: resumes, seconds; no result rests on it
 result.json                           written last: the run is complete
@@ -45,6 +46,10 @@ class Evaluation:
         weights: SHA-256 of the checkpoint's weights file.
         estimates: The numbers, by name, e.g. `kl`, `entropy`, `loss`; written without `seconds`, so that the file is a
             pure function of checkpoint and settings.
+        inputs: SHA-256 of the inputs that were measured on and of what is predicted in them. Two evaluations with the
+            same inputs and settings are paired, example by example.
+        examples: SHA-256 of the file with what each example adds to the estimates (`Run.examples`); empty for a
+            measure that has none.
     """
 
     measure: str
@@ -52,6 +57,8 @@ class Evaluation:
     weights: str
     settings: Mapping[str, Any]
     estimates: Mapping[str, Estimate]
+    inputs: str = ""
+    examples: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, the clock's left out."""
@@ -62,6 +69,8 @@ class Evaluation:
             "weights": self.weights,
             "settings": dict(self.settings),
             "estimates": estimates,
+            "inputs": self.inputs,
+            "examples": self.examples,
         }
 
     @classmethod
@@ -199,9 +208,35 @@ class Run:
         folder = self.path / "evaluations"
         return folder / AVERAGE if self.is_average else folder
 
-    def save(self, evaluation: Evaluation) -> None:
-        """Write an evaluation to its file."""
-        files.write_json(self.evaluation_path(evaluation.measure, evaluation.step), evaluation.to_dict())
+    def save(self, evaluation: Evaluation, examples: bytes = b"") -> None:
+        """Write an evaluation to its file, after the file of its examples (`isoloss.evaluation`), if it has any."""
+        path = self.evaluation_path(evaluation.measure, evaluation.step)
+        if examples:
+            files.write_bytes(path.with_suffix(".safetensors"), examples)
+        files.write_json(path, evaluation.to_dict())
+
+    def has_examples(self, evaluation: Evaluation) -> bool:
+        """Whether the file of an evaluation's examples is there, and is the one that was written with it."""
+        path = self.evaluation_path(evaluation.measure, evaluation.step).with_suffix(".safetensors")
+        return path.is_file() and files.sha256(path) == evaluation.examples
+
+    def examples(self, evaluation: Evaluation) -> dict[str, Any]:
+        """Return what each example adds to an evaluation, as numpy arrays by name.
+
+        `<estimate>.influence`, (n,): for each of n independent examples its part of the error, such that the squared
+        standard error is the sum of the squares over n (n - 1). For an accuracy instead `<estimate>.predictions`,
+        (S, n), the class that each of S probes gives to each of n test examples, and `<estimate>.labels`, (n,).
+
+        Raises:
+            IsolossError: The file is not there, or is not the one that was written with the evaluation.
+        """
+        path = self.evaluation_path(evaluation.measure, evaluation.step).with_suffix(".safetensors")
+        if not self.has_examples(evaluation):
+            what = "is not the file that was written with" if path.is_file() else "is missing beside"
+            raise IsolossError(f"{path} {what} {path.stem}.json: measure the checkpoint again")
+        from safetensors.numpy import load
+
+        return dict(load(path.read_bytes()))
 
     # --- metrics and log
 

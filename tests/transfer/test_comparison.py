@@ -48,6 +48,36 @@ def test_the_paired_stderr_is_the_spread_over_fresh_seeds_and_examples(
     assert 1 - 4 * 0.037 < ratio < 1.2 + 4 * 0.037
 
 
+@pytest.mark.parametrize(
+    ("num_seeds", "examples", "by_seed", "rest"),
+    [(1, 1.0, 0.0, 0.3), (5, 1.0, 0.0, 0.3), (5, 1.0, 0.2, 0.3), (5, 0.3, 1.0, 0.3)],
+)
+def test_the_interval_holds_the_truth_as_often_as_it_says(
+    num_seeds: int, examples: float, by_seed: float, rest: float
+) -> None:
+    """Two models that err equally often: 95 % of the intervals hold 0, be it examples or probe seeds that decide."""
+    g = seeds.generator(7, "coverage")
+    draws, hits = 800, 0
+    for _ in range(draws):
+        a, b = (crossed(num_seeds, 200, examples=examples, by_seed=by_seed, rest=rest, g=g) for _ in range(2))
+        low, high = paired_difference(a, b).ci95
+        hits += low <= 0 <= high
+    # four standard errors of a share of 95 %, and two points for the skewness of few seeds
+    error = math.sqrt(0.95 * 0.05 / draws)
+    assert 0.93 - 4 * error < hits / draws < 0.95 + 4 * error
+
+
+def test_the_samples_are_what_the_error_rests_on() -> None:
+    g = seeds.generator(8, "samples")
+    alike = (torch.rand(500, generator=g) < 0.5).expand(4, -1)
+    assert paired_difference(alike, ~alike).samples == 500
+    assert paired_difference(alike[:1], ~alike[:1]).samples == 500
+    lucky = torch.zeros(4, 500, dtype=torch.bool)
+    lucky[1], lucky[3, :250] = True, True  # whole seeds are right or wrong
+    assert paired_difference(lucky, torch.zeros_like(lucky)).samples in (4, 5)
+    assert paired_difference(lucky[:2, :2], lucky[2:, :2]).samples >= 2
+
+
 def test_pairing_sees_through_shared_difficulty() -> None:
     g = seeds.generator(6, "pairs")
     easy = torch.rand(2000, generator=g) < 0.7

@@ -219,7 +219,12 @@ def kl_values(
 
 
 def pretraining_loss(
-    model: nn.Module, truth: Truth, *, batch_size: int = 256, progress: Callable[[int], None] | None = None
+    model: nn.Module,
+    truth: Truth,
+    *,
+    batch_size: int = 256,
+    kl: torch.Tensor | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Estimate]:
     """Return `entropy`, `kl` and `loss` = entropy + KL: the model's cross-entropy against the truth (paper, A.5, A.7).
 
@@ -232,13 +237,15 @@ def pretraining_loss(
         model: As for `kl_values`.
         truth: As for `kl_values`.
         batch_size: As for `kl_values`.
+        kl: What `kl_values` returned, where that was asked already.
         progress: As for `kl_values`.
 
     Raises:
         IsolossError: As for `kl_values`.
     """
     started = time.perf_counter()
-    kl = kl_values(model, truth, batch_size=batch_size, progress=progress)
+    if kl is None:
+        kl = kl_values(model, truth, batch_size=batch_size, progress=progress)
     details = {**_details(model), **_predicted(truth.objective), "seed": truth.seed}
     named = {"entropy": truth.entropy, "kl": kl, "loss": truth.entropy + kl}
     seconds = time.perf_counter() - started
@@ -343,6 +350,7 @@ def held_out_loss(
     objective: ObjectiveConfig,
     seed: int,
     batch_size: int = 32,
+    values: tuple[torch.Tensor, torch.Tensor] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Estimate]:
     """Return `loss`: the cross-entropy of held-out text in nats per predicted token.
@@ -357,21 +365,24 @@ def held_out_loss(
         objective: As for `held_out_values`.
         seed: As for `held_out_values`.
         batch_size: As for `held_out_values`.
+        values: What `held_out_values` returned, where that was asked already.
         progress: As for `held_out_values`.
 
     Raises:
         IsolossError: As for `held_out_values`, or fewer than ten sequences.
     """
     started = time.perf_counter()
-    nats, counts = held_out_values(
-        model,
-        language,
-        num_sequences=num_sequences,
-        objective=objective,
-        seed=seed,
-        batch_size=batch_size,
-        progress=progress,
-    )
+    if values is None:
+        values = held_out_values(
+            model,
+            language,
+            num_sequences=num_sequences,
+            objective=objective,
+            seed=seed,
+            batch_size=batch_size,
+            progress=progress,
+        )
+    nats, counts = values
     if len(nats) < 2 * _SUBSETS:
         raise IsolossError(f"there are {len(nats)} held-out sequences; an error bar needs at least {2 * _SUBSETS}")
     details = {**_details(model), **_predicted(objective), "seed": seed}

@@ -29,6 +29,20 @@ def ratio(numerators: Values, denominators: Values) -> tuple[float, float]:
         >>> ratio([1.0, 5.0], [1, 2])
         (2.0, 0.6666666666666666)
     """
+    value, psi = influence(numerators, denominators)
+    return value, math.sqrt(float(psi.square().sum()) / (len(psi) * (len(psi) - 1)))
+
+
+def influence(numerators: Values, denominators: Values) -> tuple[float, torch.Tensor]:
+    """Return sum(a) / sum(b) as `ratio` does, and (n,) float64: what each cluster adds to its error.
+
+    With n clusters, psi_i = n (a_i - r b_i) / sum(b): the squared error is the sum of psi_i^2 over n (n - 1), and that
+    of the difference of two ratios over the same clusters is the same of psi_i - psi'_i.
+
+    Example:
+        >>> influence([1.0, 5.0], [1, 2])
+        (2.0, tensor([-0.6667,  0.6667], dtype=torch.float64))
+    """
     a = torch.as_tensor(numerators, dtype=torch.float64)
     b = torch.as_tensor(denominators, dtype=torch.float64)
     if a.ndim != 1 or a.shape != b.shape:
@@ -40,8 +54,7 @@ def ratio(numerators: Values, denominators: Values) -> tuple[float, float]:
     if not total > 0:
         raise IsolossError(f"the denominators add up to {total}; they must add up to more than 0")
     value = float(a.sum()) / total
-    residuals = a - value * b
-    return value, math.sqrt(n / (n - 1) * float(residuals.square().sum())) / total
+    return value, (a - value * b) * (n / total)
 
 
 def mean(values: Values) -> tuple[float, float]:

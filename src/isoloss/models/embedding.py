@@ -129,9 +129,10 @@ def embed(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Emb
     A matrix becomes blocks of copies divided by the number of blocks in a row, W / r; vectors become copies. Heads are
     copied whole. Where the large model's heads are s times as wide, which takes a small model of one head, each holds
     s copies of it; queries and keys are then divided by a further s^(1/4), as s products add up in a score that is
-    divided by sqrt(s) times as much. Of the added blocks all parameters are 0, so that they add nothing to the residual stream. Where a
-    block ends in a layer norm, which keeps only what is normalised already, the layer norms from the small model's last
-    block on have weight 1 and bias 0, and the small model's last weight and bias stand in the large model's last block.
+    divided by sqrt(s) times as much. Of the added blocks all parameters are 0, so that they add nothing to the residual
+    stream. Where a block ends in a layer norm, which keeps only what is normalised already, the layer norms from the
+    small model's last block on have weight 1 and bias 0, and the small model's last weight and bias stand in the large
+    model's last block.
 
     The r copies of the token embedding E that the decoder multiplies must not add up to r times the logits: with
     `divisor` c of the embeddings, the last layer norm before the decoder is divided by r / c.

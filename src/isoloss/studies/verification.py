@@ -58,7 +58,7 @@ def verify_run(
 def _measured_again(run: Run, measures: Sequence[str], step: int, settings: EvalConfig) -> Iterator[Check]:
     evaluator = Evaluator(run, settings, device="cpu")
     for measure in measures:
-        kept, again = run.evaluation(measure, step), evaluator.measure(measure, step)
+        kept, (again, _) = run.evaluation(measure, step), evaluator.measure(measure, step)
         same = kept is not None and kept.to_dict() == again.to_dict()
         yield (
             f"{run.name}: {measure} at step {step}, measured again",

@@ -97,6 +97,10 @@ def paired_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estim
     of the two-way analysis of variance. Where a large rest makes that smaller than one of the two effects alone says,
     the larger of `M_examples / (S n)` and `M_seeds / (S n)` is taken. With one seed it is that of the examples.
 
+    The interval is Student's t with the degrees of freedom f that Satterthwaite (1946) gives such a sum of mean
+    squares, `V^2 / f = sum_i M_i^2 / f_i`, and `samples` is f + 1: n where the draw of the examples decides, and down
+    to S where that of the seeds does.
+
     Args:
         correct_a: (S, n) bool, `TransferResult.correct` of the first model, at least 2 examples.
         correct_b: The same of the second model, for the same test examples in the same order.
@@ -115,21 +119,28 @@ def paired_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estim
     difference = correct_a.double() - correct_b.to(correct_a.device).double()
     mean = difference.mean()
     by_example, by_seed = difference.mean(dim=0), difference.mean(dim=1)
-    square = square_examples = num_seeds * float(by_example.var())
+    of_examples = num_seeds * float(by_example.var()), num_examples - 1  # mean squares and their degrees of freedom
+    parts = [of_examples]
     if num_seeds > 1:
         rest = difference - by_example - by_seed[:, None] + mean
-        square_seeds = num_examples * float(by_seed.var())
-        square_rest = float(rest.square().sum()) / ((num_seeds - 1) * (num_examples - 1))
-        square = max(square_examples + square_seeds - square_rest, square_examples, square_seeds)
+        freedom = (num_seeds - 1) * (num_examples - 1)
+        of_seeds = num_examples * float(by_seed.var()), num_seeds - 1
+        of_rest = -float(rest.square().sum()) / freedom, freedom
+        parts = max([of_examples, of_seeds, of_rest], [of_examples], [of_seeds], key=_total)
+    square, squares = _total(parts), sum(part**2 / freedom for part, freedom in parts)
     return Estimate(
         value=float(mean),
         stderr=math.sqrt(square / (num_seeds * num_examples)),
-        samples=num_examples,
+        samples=1 + max(1, round(square**2 / squares)) if squares > 0 else num_examples,
         unit="difference in accuracy",
         num_inputs=num_examples,
         method="paired difference of accuracies",
         details={"seeds": num_seeds, "differences": by_seed.tolist()},
     )
+
+
+def _total(parts: list[tuple[float, int]]) -> float:
+    return math.fsum(part for part, _ in parts)
 
 
 def mcnemar(correct_a: torch.Tensor, correct_b: torch.Tensor) -> McNemar:
