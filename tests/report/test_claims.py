@@ -2,7 +2,7 @@ import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.report.claims import Claim, Verdict, judge, judged, not_tested, read_claims
+from isoloss.report.claims import Claim, ClaimResult, Verdict, judge, judged, not_tested, read_claims
 
 
 def estimate(value, stderr):
@@ -91,7 +91,18 @@ def test_results_show_the_numbers():
     result = judged(CLAIM, estimate(-0.1, 0.7), "after minus before", ours=ours)
     assert result.verdict is Verdict.NOT_SHOWN
     assert result.lines == (("before", "5.00 ± 0.50 points"), ("after", "4.90 ± 0.50 points"))
-    assert not_tested(CLAIM, "too small").verdict is Verdict.NOT_TESTED
+    assert result.difference == estimate(-0.1, 0.7)
+    assert not_tested("too small").verdict is Verdict.NOT_TESTED
+
+
+def test_the_verdict_of_several_answers_names_those_that_differ():
+    up, down, wide = (
+        judged(CLAIM, estimate(*numbers), "", case=case)
+        for numbers, case in (((3.0, 1.0), "a"), ((-3.0, 1.0), "b"), ((-1.0, 1.0), "c"))
+    )
+    assert ClaimResult(claim=CLAIM, answers=(down, down)).verdict == "shown"
+    mixed = ClaimResult(claim=CLAIM, answers=(up, down, up, wide))
+    assert (mixed.agree, mixed.verdict) == (False, "shown for b; not shown for c; contradicted for a, a")
 
 
 TOML = """

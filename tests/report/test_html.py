@@ -9,7 +9,7 @@ import pytest
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.report import charts, html
-from isoloss.report.claims import Claim, judged, not_tested
+from isoloss.report.claims import Claim, ClaimResult, judged, not_tested
 from isoloss.report.data import KL, TRACE, accuracy
 
 HOSTILE = '"><script>alert(1)</script>'
@@ -52,10 +52,15 @@ def make_page(table, text="plain", path="figures/a b.pdf"):
         lead=(text,),
         findings=(html.Finding(headline=text, detail=text),),
         claims=(
-            judged(claim, difference, text, ours={text: difference}),
-            judged(claim, Estimate(**{**difference.to_dict(), "stderr": 30.0}), text),
-            judged(claim, Estimate(**{**difference.to_dict(), "value": 40.0}), text),
-            not_tested(claim, text),
+            ClaimResult(
+                claim=claim,
+                answers=(
+                    judged(claim, difference, text, ours={text: difference}, case=text),
+                    judged(claim, Estimate(**{**difference.to_dict(), "stderr": 30.0}), text, case="other"),
+                    judged(claim, Estimate(**{**difference.to_dict(), "value": 40.0}), text, case="third"),
+                ),
+            ),
+            ClaimResult(claim=claim, answers=(not_tested(text),)),
         ),
         figures=(figure, figure),
         checkpoints=html.checkpoint_table(table),
@@ -109,6 +114,9 @@ def test_every_claim_has_its_numbers_and_a_verdict_in_words(document):
     for verdict in ("✓ shown", "○ not shown", "✗ contradicted", "– not tested at this scale"):
         assert verdict in body
     assert "95 % confidence interval of the measured difference" in document
+    assert "shown for plain; not shown for other; contradicted for third" in body
+    assert document.count('class="verdict"') == 4  # each answer has a row of its own
+    assert document.count('rowspan="3"') == 2
 
 
 def test_every_checkpoint_is_in_the_table(document, table):

@@ -1,8 +1,21 @@
 """Estimates of known values, and the files of a finished study that holds them."""
 
+import hashlib
+import itertools
+import json
+
+import numpy as np
+from safetensors.numpy import save as saved
+
 from isoloss.estimate import Estimate
 from isoloss.runs import Evaluation
+from isoloss.studies.comparison import Measured
 from isoloss.studies.design import run_of
+
+CLUSTERS, EXAMPLES, PROBES = 1024, 4000, 2
+SETTINGS = {"seed": 0}
+ON = f"the same {json.dumps(SETTINGS)}"
+_numbers = itertools.count(1)
 
 
 def estimate(value, stderr=0.001, unit="nats per predicted token"):
@@ -10,20 +23,52 @@ def estimate(value, stderr=0.001, unit="nats per predicted token"):
     return Estimate(value=value, stderr=stderr, samples=100, unit=unit, num_inputs=100, method="known", details=details)
 
 
+def measured(value, stderr=0.001, *, influence=None):
+    """An estimate whose error is independent of that of every other: influences are waves of unlike frequencies."""
+    if influence is None:
+        wave = np.cos(2 * np.pi * (next(_numbers) % (CLUSTERS // 2 - 1) + 1) * np.arange(CLUSTERS) / CLUSTERS)
+        influence = wave * stderr * np.sqrt(2 * (CLUSTERS - 1))
+    return Measured(estimate=estimate(value, stderr), on=ON, examples={"influence": np.asarray(influence, np.float32)})
+
+
+def accuracy(share, *, stderr=0.005):
+    """Probes that are right on this share of the examples, chosen at random and the same for all probes."""
+    correct = np.arange(EXAMPLES) < round(share * EXAMPLES)
+    np.random.default_rng(next(_numbers)).shuffle(correct)
+    labels = np.arange(EXAMPLES) % 2
+    predictions = np.tile(np.where(correct, labels, 1 - labels), (PROBES, 1))
+    examples = {"predictions": predictions.astype(np.uint8), "labels": labels.astype(np.uint8)}
+    return Measured(estimate=estimate(share, stderr, "accuracy"), on=ON, examples=examples)
+
+
 def found(tasks, kl=0.04, trace=40.0, accuracies=()):
     """What was found at a checkpoint: every task at 50 % unless `accuracies` are given."""
     accuracies = accuracies or (0.5,) * len(tasks)
     return {
-        "entropy": estimate(2.0),
-        "kl": estimate(kl, 0.0005),
-        "loss": estimate(2.0 + kl),
-        "trace": estimate(trace, 1.0),
-        **{task: estimate(share, 0.005, "accuracy") for task, share in zip(tasks, accuracies, strict=True)},
+        "entropy": Measured(estimate=estimate(2.0), on=ON, examples={}),
+        "kl": measured(kl, 0.0005),
+        "loss": measured(2.0 + kl),
+        "trace": measured(trace, 1.0),
+        **{task: accuracy(share) for task, share in zip(tasks, accuracies, strict=True)},
     }
 
 
-def evaluation(measure, step, estimates):
-    return Evaluation(measure=measure, step=step, weights="0", settings={}, estimates=estimates)
+def save_evaluation(run, measure, step, given):
+    """Write what a measure found at a step, by the name of the estimate."""
+    arrays = {f"{name}.{key}": each for name, one in given.items() for key, each in one.examples.items()}
+    examples = saved(arrays)
+    run.save(
+        Evaluation(
+            measure=measure,
+            step=step,
+            weights="0",
+            settings=SETTINGS,
+            estimates={name: one.estimate for name, one in given.items()},
+            inputs="the same",
+            examples=hashlib.sha256(examples).hexdigest(),
+        ),
+        examples,
+    )
 
 
 def save(folder, experiments, estimates, tasks):
@@ -33,7 +78,7 @@ def save(folder, experiments, estimates, tasks):
         run.create(experiment.config)
         for step in experiment.measurements[0].steps:
             at = estimates[name, step]
-            run.save(evaluation("loss", step, {key: at[key] for key in ("entropy", "kl", "loss")}))
-            run.save(evaluation("trace", step, {"trace": at["trace"]}))
+            save_evaluation(run, "loss", step, {key: at[key] for key in ("entropy", "kl", "loss")})
+            save_evaluation(run, "trace", step, {"trace": at["trace"]})
             for task in tasks:
-                run.save(evaluation(f"probe-{task}", step, {"accuracy": at[task]}))
+                save_evaluation(run, f"probe-{task}", step, {"accuracy": at[task]})

@@ -1,6 +1,5 @@
 """The study algorithms: its plan, which checkpoints it compares, its verdicts on known numbers, and its page."""
 
-import dataclasses
 import json
 
 import known_estimates as known
@@ -40,23 +39,40 @@ def known_results(folder, **algorithms):
 
 
 def verdicts(found):
-    return {result.claim.id: result.verdict for result in claims.judge_all(found)}
+    """The verdict of each claim, and of each case of those that have several as `claim: case`."""
+    return {
+        f"{result.claim.id}: {answer.case}" if answer.case else result.claim.id: answer.verdict
+        for result in claims.judge_all(found)
+        for answer in result.answers
+    }
 
 
-def test_every_claim_has_a_judge_and_every_judge_a_claim(tmp_path):
-    assert list(verdicts(known_results(tmp_path))) == list(claims.JUDGES)
+def test_every_claim_is_asked_of_every_task(tmp_path):
+    answered = list(verdicts(known_results(tmp_path)))
+    assert len(answered) == 7 + 5 * len(SCALE.tasks)
+    for claim in ("adversarial", "regularised", "sam", "exact", "penalty"):
+        assert [name for name in answered if name.startswith(f"{claim}-transfer")] == [
+            f"{claim}-transfer: {task}" for task in SCALE.tasks
+        ]
 
 
 @pytest.mark.parametrize(
     ("algorithms", "expected"),
     [
-        ({}, {"adversarial-same-loss": SHOWN, "adversarial-task": NOT_SHOWN, "sam-flatter": NOT_SHOWN}),
+        ({}, {"adversarial-same-loss": SHOWN, "adversarial-transfer: prefix-4": NOT_SHOWN, "sam-flatter": NOT_SHOWN}),
         # the adversary takes 15 points of its task and nothing else
         (
             {"adversarial": {"accuracies": (0.35, 0.6, 0.7)}},
-            {"adversarial-task": SHOWN, "adversarial-root": NOT_SHOWN, "adversarial-sharper": NOT_SHOWN},
+            {
+                "adversarial-transfer: prefix-4": SHOWN,
+                "adversarial-transfer: root": NOT_SHOWN,
+                "adversarial-sharper": NOT_SHOWN,
+            },
         ),
-        ({"adversarial": {"accuracies": (0.55, 0.55, 0.7)}}, {"adversarial-task": CONTRADICTED, "sam-task": NOT_SHOWN}),
+        (
+            {"adversarial": {"accuracies": (0.55, 0.55, 0.7)}},
+            {"adversarial-transfer: prefix-4": CONTRADICTED, "sam-transfer: prefix-4": NOT_SHOWN},
+        ),
         ({"adversarial": {"traces": (50.0, 51.0, 50.5)}}, {"adversarial-sharper": SHOWN, "exact-sharper": NOT_SHOWN}),
         # flatter on average, but not by three seeds that disagree
         ({"sam": {"traces": (30.0, 39.0, 39.5)}}, {"sam-flatter": NOT_SHOWN}),
@@ -65,7 +81,10 @@ def test_every_claim_has_a_judge_and_every_judge_a_claim(tmp_path):
         ({"fisher_penalty": {"traces": (30.0, 30.5, 31.0)}}, {"penalty-flatter": SHOWN, "sam-flatter": NOT_SHOWN}),
         ({"exact": {"traces": (30.0, 30.5, 31.0)}}, {"exact-sharper": CONTRADICTED}),
         *(
-            ({algorithm: {"accuracies": (share, 0.6, 0.7)}}, {f"{name}-task": SHOWN, f"{other}-task": NOT_SHOWN})
+            (
+                {algorithm: {"accuracies": (share, 0.6, 0.7)}},
+                {f"{name}-transfer: prefix-4": SHOWN, f"{other}-transfer: prefix-4": NOT_SHOWN},
+            )
             for algorithm, name, other, share in (
                 ("regularised", "regularised", "sam", 0.6),
                 ("sam", "sam", "regularised", 0.6),
@@ -77,12 +96,16 @@ def test_every_claim_has_a_judge_and_every_judge_a_claim(tmp_path):
         # a loss that is higher at the end is compared with AdamW's earlier one
         (
             {"regularised": {"kls": (0.1, 0.1, 0.1, 0.1, 0.09, 0.07), "accuracies": (0.6, 0.6, 0.7)}},
-            {"regularised-same-loss": CONTRADICTED, "regularised-task": SHOWN},
+            {"regularised-same-loss": CONTRADICTED, "regularised-transfer: prefix-4": SHOWN},
         ),
         # and one that AdamW never has is not compared
         (
             {"regularised": {"kls": (0.2, 0.2, 0.2, 0.2, 0.2, 0.2), "accuracies": (0.6, 0.6, 0.7)}},
-            {"regularised-same-loss": CONTRADICTED, "regularised-task": NOT_TESTED, "regularised-flatter": NOT_TESTED},
+            {
+                "regularised-same-loss": CONTRADICTED,
+                "regularised-transfer": NOT_TESTED,
+                "regularised-flatter": NOT_TESTED,
+            },
         ),
     ],
 )
@@ -195,12 +218,11 @@ def test_the_summary_and_the_page_say_it(tmp_path):
     document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
     assert [row["algorithm"] for row in document["last"]] == list(design.ALGORITHMS.values())
     assert document["matched"][2]["estimates"]["trace"]["value"] == pytest.approx(2.0)
-    shown = {claim["claim"]: claim["found"] for claim in document["claims"]}
-    assert set(shown) == set(claims.JUDGES)
-    assert shown["adversarial-task"].endswith("difference: -15 percentage points")
+    shown = {claim["claim"]: claim["answers"][0]["found"] for claim in document["claims"]}
+    assert shown["adversarial-transfer"].endswith("difference: -15 percentage points")
     page = STUDY.report(tmp_path, "laptop")
     text = page.read_text()
-    assert "moves the probe of its task by -15.0 points" in text
+    assert "moves the probe of its task by -15 percentage points" in text
     assert "../runs/adversarial-1/run.json" in text
     assert {p.name for p in (page.parent / "figures").iterdir()} == {
         f"trace-{task}.{kind}" for task in SCALE.tasks for kind in ("pdf", "png")
@@ -208,6 +230,7 @@ def test_the_summary_and_the_page_say_it(tmp_path):
     before = page.stat().st_mtime_ns
     assert STUDY.report(tmp_path, "laptop").stat().st_mtime_ns == before
     run = run_of(tmp_path, "adversarial-1")
-    found = run.evaluation("probe-prefix-4", SCALE.steps)
-    run.save(dataclasses.replace(found, estimates={"accuracy": known.estimate(0.2, 0.005, "accuracy")}))
-    assert "moves the probe of its task by -20.0 points" in STUDY.report(tmp_path, "laptop").read_text()
+    known.save_evaluation(run, "probe-prefix-4", SCALE.steps, {"accuracy": known.accuracy(0.2)})
+    assert (
+        "moves the probe of its task by -20.0 ± 5.0 percentage points" in STUDY.report(tmp_path, "laptop").read_text()
+    )

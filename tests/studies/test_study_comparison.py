@@ -1,25 +1,116 @@
-"""Differences, means over seeds and what they say to a claim, on known numbers and against scipy."""
+"""Differences, means over seeds and what they say to a claim, on known numbers, against scipy and by brute force."""
+
+import math
 
 import known_estimates as known
+import numpy as np
 import pytest
 from scipy import stats
 
 from isoloss.errors import IsolossError
 from isoloss.report.claims import Claim, Verdict
-from isoloss.studies.comparison import change, compared, difference, over_seeds, same_loss
+from isoloss.studies.comparison import Contrast, Measured, answers, change, difference, over_seeds, ratio, same_loss
 
 FLATTER = Claim(id="flatter", statement="Flatter.", paper="", direction="decrease")
+BETTER = Claim(id="better", statement="Better.", paper="", direction="increase")
+TRACE, ROOT = {"": "trace"}, {"root": "root"}
 
 
 def at(kl=0.04, trace=40.0, root=0.5):
     return known.found(("root",), kl, trace, (root,))
 
 
-def test_differences_of_accuracies_are_in_points():
-    moved = difference(known.estimate(0.55, 0.003, "accuracy"), known.estimate(0.5, 0.004, "accuracy"))
+def answer(claim, keys, pairs, where=""):
+    (found,) = answers(claim, Contrast(names=("plain", "other"), pairs=pairs, where=where), keys)
+    return found
+
+
+def test_a_difference_is_that_of_the_differences_of_each_sentence():
+    """Against the plain formula: the mean and s / sqrt(n) of a_i - b_i, whatever the two have in common."""
+    g = np.random.default_rng(0)
+    shared = g.normal(size=2000)
+    a, b = 3 + shared + 0.1 * g.normal(size=2000), 2.9 + shared + 0.1 * g.normal(size=2000)
+    measures = []
+    for values in (a, b):
+        one = known.measured(values.mean(), values.std(ddof=1) / math.sqrt(2000), influence=values - values.mean())
+        measures.append(one)
+    moved = difference(*measures)
+    assert moved.value == pytest.approx((a - b).mean())
+    assert moved.stderr == pytest.approx((a - b).std(ddof=1) / math.sqrt(2000), rel=1e-5)
+    unpaired = math.hypot(*(one.estimate.stderr for one in measures))
+    assert moved.stderr < unpaired / 5
+    halved = difference(*measures, factor=0.5)
+    assert halved.value == pytest.approx((a - 0.5 * b).mean())
+    assert halved.stderr == pytest.approx((a - 0.5 * b).std(ddof=1) / math.sqrt(2000), rel=1e-5)
+
+
+def test_the_interval_of_a_difference_holds_the_truth_as_often_as_it_says():
+    g = np.random.default_rng(1)
+    draws, n, hits, unpaired = 2000, 40, 0, 0
+    for _ in range(draws):
+        shared = g.exponential(size=n)
+        a, b = shared + 0.3 * g.normal(size=n), shared + 0.3 * g.normal(size=n)
+        errors = [values.std(ddof=1) / math.sqrt(n) for values in (a, b)]
+        one, other = (
+            known.measured(values.mean(), error, influence=values - values.mean())
+            for values, error in zip((a, b), errors, strict=True)
+        )
+        moved = difference(one, other)
+        hits += moved.ci95[0] <= 0 <= moved.ci95[1]
+        unpaired += abs(moved.value) <= 1.96 * math.hypot(*errors)
+    error = math.sqrt(0.95 * 0.05 / draws)
+    assert abs(hits / draws - 0.95) < 4 * error
+    assert unpaired / draws > 0.99  # the sum of two errors is far too wide
+
+
+def test_a_ratio_has_the_error_of_the_delta_method():
+    """Against draws: the spread of a / b over fresh sentences."""
+    g = np.random.default_rng(2)
+    values, errors = [], []
+    for _ in range(1000):
+        shared = g.exponential(size=100)
+        a, b = 2 * shared + 0.2 * g.normal(size=100) + 1, shared + 0.2 * g.normal(size=100) + 1
+        found = ratio(
+            known.measured(a.mean(), 0.1, influence=a - a.mean()), known.measured(b.mean(), 0.1, influence=b - b.mean())
+        )
+        values.append(found.value)
+        errors.append(found.stderr)
+    # the relative error of a deviation from 1,000 draws is 1 / sqrt(2000)
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(values), rel=4 / math.sqrt(2000))
+
+
+def test_differences_of_accuracies_are_in_points_and_paired_over_the_examples():
+    later, earlier = known.accuracy(0.55), known.accuracy(0.5)
+    moved = difference(later, earlier)
     assert moved.value == pytest.approx(5.0)
-    assert moved.stderr == pytest.approx(0.5)
     assert moved.unit == "percentage points"
+    # both probes agree, so that the examples alone decide: 100 s / sqrt(n) of the differences, by hand
+    each = [(one.examples["predictions"][0] == one.examples["labels"]).astype(float) for one in (later, earlier)]
+    assert moved.stderr == pytest.approx(100 * (each[0] - each[1]).std(ddof=1) / math.sqrt(known.EXAMPLES))
+    nested = known.accuracy(0.5)
+    more = nested.examples["predictions"].copy()
+    more[:, :200] = nested.examples["labels"][:200]  # right wherever the other is, and on some more
+    gained = (nested.examples["predictions"][0, :200] != nested.examples["labels"][:200]).mean() / 20
+    better = Measured(
+        estimate=known.estimate(0.5 + gained, 0.005, "accuracy"),
+        on=known.ON,
+        examples={**nested.examples, "predictions": more},
+    )
+    moved = difference(better, nested)
+    assert moved.value == pytest.approx(100 * gained)
+    assert moved.stderr == pytest.approx(100 * math.sqrt(gained * (1 - gained) / known.EXAMPLES), rel=1e-3)
+    assert answer(BETTER, ROOT, [({**at(), "root": nested}, {**at(), "root": better})]).verdict is Verdict.SHOWN
+
+
+def test_what_was_measured_on_other_sentences_is_not_paired():
+    a, b = known.measured(1.0), known.measured(2.0)
+    elsewhere = Measured(estimate=b.estimate, on="other sentences", examples=b.examples)
+    without = Measured(estimate=b.estimate, on=known.ON, examples={})
+    for other in (elsewhere, without, known.accuracy(0.5)):
+        with pytest.raises(IsolossError, match="not made on the same examples"):
+            difference(other, a)
+    with pytest.raises(IsolossError, match=r"not with a factor of 0\.5"):
+        difference(known.accuracy(0.5), known.accuracy(0.6), factor=0.5)
 
 
 def test_a_mean_over_seeds_is_that_of_a_paired_t_test():
@@ -39,7 +130,7 @@ def test_one_pair_is_its_difference():
 
 
 def test_accuracies_keep_their_unit_in_a_mean():
-    shares = over_seeds([at(root=share)["root"] for share in (0.5, 0.52, 0.54)])
+    shares = over_seeds([at(root=share)["root"].estimate for share in (0.5, 0.52, 0.54)])
     assert str(shares) == "52.0 ± 1.2 %"
 
 
@@ -64,24 +155,40 @@ def test_every_pair_needs_the_same_loss(moves, same):
 
 def test_a_claim_is_judged_by_the_spread_over_seeds():
     steady = [(at(trace=40.0), at(trace=37.0 - seed / 10)) for seed in range(3)]
-    result = compared(FLATTER, "trace", ("plain", "other"), steady, where="All last.")
+    result = answer(FLATTER, TRACE, steady, "All last.")
     assert result.verdict is Verdict.SHOWN
     assert result.explanation == (
-        "Trace of the Fisher of other against plain, paired over 3 seeds: 53.7 standard errors. All last."
+        "Trace of the Fisher: other against plain, paired over 3 seeds, 53.7 standard errors. All last."
     )
     assert result.lines[-1] == ("difference", "-3.100 ± 0.058 nats per predicted token")
     assert [name for name, _ in result.lines] == ["plain", "other", "difference"]
     # the same mean, and 2.7 standard errors: with three seeds that is no 95 % interval
     spread = [(at(trace=40.0), at(trace=38.9 - 2 * seed)) for seed in range(3)]
-    result = compared(FLATTER, "trace", ("plain", "other"), spread)
-    assert ": 2.7 standard errors." in result.explanation
+    result = answer(FLATTER, TRACE, spread)
+    assert ", 2.7 standard errors." in result.explanation
     assert result.verdict is Verdict.NOT_SHOWN
-    assert compared(FLATTER, "trace", ("plain", "other"), [p[::-1] for p in steady]).verdict is Verdict.CONTRADICTED
+    assert answer(FLATTER, TRACE, [p[::-1] for p in steady]).verdict is Verdict.CONTRADICTED
+
+
+def test_a_claim_of_one_seed_says_what_it_is_paired_over():
+    pair = at(root=0.5), at(root=0.6)
+    assert "other against plain, paired over 1,024 sentences." in answer(FLATTER, TRACE, [pair]).explanation
+    found = answer(BETTER, ROOT, [pair])
+    assert (found.case, found.verdict) == ("root", Verdict.SHOWN)
+    each = [(one["root"].examples["predictions"][0] == one["root"].examples["labels"]) for one in pair]
+    won, lost = int((each[1] & ~each[0]).sum()), int((each[0] & ~each[1]).sum())
+    p = stats.binomtest(won, won + lost).pvalue
+    assert found.explanation == (
+        "Probe accuracy, root: other against plain, paired over 4,000 test sentences and 2 probes; McNemar's test of "
+        f"the probes' votes: {won} sentences won, {lost} lost, p = {p:.2g}."
+    )
 
 
 def test_models_of_different_loss_are_not_compared():
     pairs = [(at(), at(trace=1.0)), (at(), at(kl=0.06, trace=1.0))]
-    result = compared(FLATTER, "trace", ("plain", "other"), pairs, where="All last.")
+    result = answer(FLATTER, TRACE, pairs, "All last.")
     assert result.verdict is Verdict.NOT_TESTED
     assert "the KL of other minus that of plain is 0.00000 ± 0.00071" in result.explanation
     assert result.explanation.endswith("0.02000 ± 0.00071 nats per predicted token for each seed. All last.")
+    anyway = Contrast(names=("table", "model"), pairs=pairs[1:], at_same_loss=False)
+    assert answers(FLATTER, anyway, TRACE)[0].verdict is Verdict.SHOWN

@@ -132,8 +132,11 @@ def print_summary(heading: str, summary: Summary) -> None:
         common.say("")
     for result in summary.results:
         common.say_wrapped(f"{result.verdict}: {result.claim.statement} ({result.claim.id})")
-        for line in found(result):
-            common.say_wrapped(line, indent=4)
+        for answer in result.answers:
+            if answer.case:
+                common.say_wrapped(f"{answer.case}: {answer.verdict}", indent=4)
+            for line in found(answer):
+                common.say_wrapped(line, indent=8 if answer.case else 4)
 
 
 def _verify(args: Args, study: Study, folder: Path) -> int:

@@ -1,7 +1,8 @@
-"""What a paper claims, what a study found, and the rule that compares the two."""
+"""What a paper claims, what a study found in each case that it has, and the rule that compares the two."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,7 +20,8 @@ RULE = (
     "side, over three seeds 4.3) lies wholly on the claimed side of the margin; a claim of no change, when it lies "
     "wholly within the margin around zero. It is contradicted when the interval lies wholly outside that. Otherwise it "
     "is not shown: the interval is too wide to say. A claim whose setting this scale does not have is not tested, nor "
-    "one that needs two models of the same loss where theirs is not shown to be that."
+    "one that needs two models of the same loss where theirs is not shown to be that. A claim is asked of every task "
+    "that the study has, and each answer is judged by itself: of twenty such intervals one misses on average."
 )
 
 
@@ -34,7 +36,10 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One sentence of a paper that can be measured."""
+    """One sentence of a paper that can be measured.
+
+    It says what is compared and what is measured, not on which tasks: these are all that the study has.
+    """
 
     id: str
     """Short name, e.g. `flatter-with-sgd`."""
@@ -46,23 +51,33 @@ class Claim:
     """Which way the measured difference goes if the claim holds."""
     margin: float = 0.0
     """How far beyond zero the difference must go, or how far from zero it may be; in the difference's unit."""
+    compares: str = ""
+    """Which two models are compared, as the study calls the comparison."""
+    measures: str = ""
+    """What is measured of them, as the study calls it, e.g. `kl`, `trace`, or `transfer`: the probes of all tasks."""
+    factor: float = 1.0
+    """What the first of the two is multiplied by before it is taken from the second."""
+    not_tested: str = ""
+    """Why the study cannot test it; then nothing is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClaimResult:
-    """A claim, what a study found and the verdict.
+class Answer:
+    """What a study found of a claim in one case, and the verdict.
 
     Attributes:
-        claim: The claim.
+        case: Which of several, e.g. the task; empty where there is one.
         ours: The numbers: a text, an estimate, or estimates by name in the order shown.
         verdict: How the claim fared.
         explanation: One or two sentences: what was compared.
+        difference: What the verdict rests on; None where nothing was tested.
     """
 
-    claim: Claim
+    case: str
     ours: str | Estimate | Mapping[str, Estimate]
     verdict: Verdict
     explanation: str
+    difference: Estimate | None = None
 
     @property
     def lines(self) -> tuple[tuple[str, str], ...]:
@@ -70,6 +85,42 @@ class ClaimResult:
         if isinstance(self.ours, Mapping):
             return tuple((name, str(estimate)) for name, estimate in self.ours.items())
         return (("", str(self.ours)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimResult:
+    """A claim, and what a study found of it in each case.
+
+    Attributes:
+        claim: The claim.
+        answers: One for each case, at least one.
+    """
+
+    claim: Claim
+    answers: tuple[Answer, ...]
+
+    @property
+    def agree(self) -> bool:
+        """Whether the verdict is the same in all cases."""
+        return len({answer.verdict for answer in self.answers}) == 1
+
+    @property
+    def verdict(self) -> str:
+        """The verdict of all cases, or that of each where they differ.
+
+        Example:
+            >>> claim = Claim(id="longer", statement="", paper="", direction="increase")
+            >>> answers = [Answer(case="root", ours="", verdict=Verdict.CONTRADICTED, explanation=""),
+            ...            Answer(case="prefix-4", ours="", verdict=Verdict.SHOWN, explanation="")]
+            >>> ClaimResult(claim=claim, answers=tuple(answers)).verdict
+            'shown for prefix-4; contradicted for root'
+        """
+        if self.agree:
+            return self.answers[0].verdict.value
+        order = list(Verdict)
+        ordered = sorted(self.answers, key=lambda answer: order.index(answer.verdict))
+        groups = itertools.groupby(ordered, key=lambda answer: answer.verdict)
+        return "; ".join(f"{verdict.value} for {', '.join(one.case for one in some)}" for verdict, some in groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,16 +181,26 @@ def judge(difference: Estimate, direction: Direction, margin: float = 0.0) -> Ve
 
 
 def judged(
-    claim: Claim, difference: Estimate, explanation: str, *, ours: str | Estimate | Mapping[str, Estimate] | None = None
-) -> ClaimResult:
-    """Return the claim's result by `judge`, showing `ours`, or the difference itself."""
-    verdict = judge(difference, claim.direction, claim.margin)
-    return ClaimResult(claim=claim, ours=difference if ours is None else ours, verdict=verdict, explanation=explanation)
+    claim: Claim,
+    difference: Estimate,
+    explanation: str,
+    *,
+    ours: str | Estimate | Mapping[str, Estimate] | None = None,
+    case: str = "",
+) -> Answer:
+    """Return the answer to a claim by `judge`, showing `ours`, or the difference itself."""
+    return Answer(
+        case=case,
+        ours=difference if ours is None else ours,
+        verdict=judge(difference, claim.direction, claim.margin),
+        explanation=explanation,
+        difference=difference,
+    )
 
 
-def not_tested(claim: Claim, why: str) -> ClaimResult:
-    """Return the result of a claim that the study's scale cannot test."""
-    return ClaimResult(claim=claim, ours="–", verdict=Verdict.NOT_TESTED, explanation=why)
+def not_tested(why: str, *, case: str = "") -> Answer:
+    """Return the answer to a claim that the study's scale cannot test."""
+    return Answer(case=case, ours="–", verdict=Verdict.NOT_TESTED, explanation=why)
 
 
 def _check_margin(direction: str, margin: float) -> None:

@@ -1,24 +1,77 @@
-"""Estimates compared: differences of two checkpoints, means over pre-training seeds, and what they say to a claim."""
+"""Checkpoints compared: paired differences, means over pre-training seeds, and what they say to a claim."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.models.sizes import configured_shape, num_parameters
-from isoloss.report.claims import Claim, ClaimResult, Verdict, judge, judged, not_tested
+from isoloss.report.claims import Answer, Claim, ClaimResult, Verdict, judge, judged, not_tested, read_claims
 from isoloss.runs import Run
 from isoloss.studies.design import Experiment
+from isoloss.transfer.comparison import mcnemar, paired_difference
 
 SAME_LOSS_NATS = 0.01  # two models whose KL differs by less, with 95 % confidence, count as of the same loss
 
-Found = Mapping[str, Estimate]  # of one checkpoint: entropy, kl, loss, trace, and each task's accuracy by its name
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """An estimate of one checkpoint, and what each example adds to it.
+
+    Attributes:
+        estimate: The estimate.
+        on: What it was measured on: the inputs' SHA-256 and the settings. Two that agree in this are paired.
+        examples: `influence`, or `predictions` and `labels`; see `isoloss.runs.Run.examples`.
+    """
+
+    estimate: Estimate
+    on: str
+    examples: Mapping[str, np.ndarray[Any, Any]] = field(compare=False)
+
+    @property
+    def correct(self) -> torch.Tensor:
+        """(S, n) bool: whether each probe classifies each test example correctly."""
+        return torch.from_numpy(self.examples["predictions"] == self.examples["labels"])
+
+    @property
+    def votes(self) -> torch.Tensor:
+        """(n,) bool: whether the class that most probes give to an example is the right one."""
+        predictions = torch.from_numpy(self.examples["predictions"].astype(np.int64))
+        return predictions.mode(dim=0).values == torch.from_numpy(self.examples["labels"].astype(np.int64))
+
+
+Found = Mapping[str, Measured]  # of one checkpoint: entropy, kl, loss, trace, and each task's accuracy by its name
 Pair = tuple[Found, Found]  # what is compared: control and treated, or earlier and later
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """Two models that claims compare.
+
+    Attributes:
+        names: What the first and the second are called.
+        pairs: One pair of checkpoints, or a pair for each seed.
+        where: A sentence on which checkpoints these are, for the explanation.
+        case: Which of several contrasts of the same kind.
+        at_same_loss: Whether a claim about anything but the loss needs the two to have the same.
+    """
+
+    names: tuple[str, str]
+    pairs: Sequence[Pair]
+    where: str = ""
+    case: str = ""
+    at_same_loss: bool = True
 
 
 def read(run: Run, experiment: Experiment, tasks: Sequence[str]) -> dict[int, Found]:
@@ -28,19 +81,26 @@ def read(run: Run, experiment: Experiment, tasks: Sequence[str]) -> dict[int, Fo
     """
     found: dict[int, Found] = {}
     for step in experiment.measurements[0].steps:
-        estimates = dict(evaluation(run, "loss", step))
-        estimates["trace"] = evaluation(run, "trace", step)["trace"]
-        estimates |= {task: evaluation(run, f"probe-{task}", step)["accuracy"] for task in tasks}
-        found[step] = estimates
+        at = {**measured(run, "loss", step), **measured(run, "trace", step)}
+        found[step] = at | {task: measured(run, f"probe-{task}", step)["accuracy"] for task in tasks}
     return found
 
 
-def evaluation(run: Run, measure: str, step: int) -> Found:
-    """Return an evaluation's estimates by name; one that is missing is an error that names it."""
+def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
+    """Return what an evaluation found, by name; one that is missing is an error that names it."""
     found = run.evaluation(measure, step)
     if found is None:
         raise IsolossError(f"{run.path} has no evaluation {measure} at step {step}: run the study first")
-    return found.estimates
+    arrays = run.examples(found)
+    on = f"{found.inputs} {json.dumps(dict(found.settings), sort_keys=True)}"
+    return {
+        name: Measured(
+            estimate=estimate,
+            on=on,
+            examples={k.removeprefix(f"{name}."): v for k, v in arrays.items() if k.startswith(f"{name}.")},
+        )
+        for name, estimate in found.estimates.items()
+    }
 
 
 def row(run: str, group: str, experiment: Experiment, step: int, found: Found, tasks: Sequence[str]) -> dict[str, Any]:
@@ -59,26 +119,61 @@ def row(run: str, group: str, experiment: Experiment, step: int, found: Found, t
         "path": str(Path("..") / "runs" / run / "run.json"),
     }
     for column, key in {"kl_nats": "kl", "trace": "trace", **{f"acc_{task}": task for task in tasks}}.items():
-        cells |= {column: found[key].value, f"{column}_stderr": found[key].stderr}
+        cells |= {column: found[key].estimate.value, f"{column}_stderr": found[key].estimate.stderr}
     return cells
 
 
-def difference(later: Estimate, earlier: Estimate, *, factor: float = 1.0) -> Estimate:
-    """Return later - factor * earlier, of accuracies in percentage points, the errors added as if independent.
+# --- differences -----------------------------------------------------------------------------------------------------
 
-    Both are measured on the same sentences with the same probes, so their errors are positively correlated and this
-    overstates the error of the difference.
+
+def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Estimate:
+    """Return later - factor * earlier, with the error of the difference on the same examples.
+
+    Accuracies become percentage points, with the error of `isoloss.transfer.comparison.paired_difference` over test
+    examples and probes. For all else the squared error is the sum of (psi_i - factor psi'_i)^2 over n (n - 1), with
+    psi_i what example i adds to the first and psi'_i what it adds to the second.
+
+    Raises:
+        IsolossError: The two were not measured on the same examples under the same settings.
     """
-    points = later.unit == "accuracy"
-    scale = 100 if points else 1
+    if later.on != earlier.on or later.examples.keys() != earlier.examples.keys() or not later.examples:
+        raise IsolossError(
+            "two evaluations were not made on the same examples under the same settings, so that their difference has "
+            "no paired error: measure both checkpoints again with one version of isoloss"
+        )
+    if "predictions" in later.examples:
+        if factor != 1:
+            raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
+        moved = paired_difference(later.correct, earlier.correct)
+        return dataclasses.replace(moved, value=100 * moved.value, stderr=100 * moved.stderr, unit="percentage points")
+    psi, other = (one.examples["influence"].astype(np.float64) for one in (later, earlier))
+    return _paired(later.estimate.value - factor * earlier.estimate.value, psi - factor * other, later.estimate)
+
+
+def ratio(later: Measured, earlier: Measured) -> Estimate:
+    """Return later over earlier, both above 0 and of the same examples, with the paired error by the delta method.
+
+    The error is that of psi_i / b - (a / b) psi'_i / b, for the ratio a / b.
+
+    Raises:
+        IsolossError: As for `difference`.
+    """
+    difference(later, earlier)  # refuses what is not paired
+    a, b = later.estimate.value, earlier.estimate.value
+    psi, other = (one.examples["influence"].astype(np.float64) for one in (later, earlier))
+    return dataclasses.replace(_paired(a / b, (psi - a / b * other) / b, later.estimate), unit="times")
+
+
+def _paired(value: float, influence: np.ndarray[Any, Any], like: Estimate) -> Estimate:
+    n = len(influence)
     return Estimate(
-        value=scale * (later.value - factor * earlier.value),
-        stderr=scale * math.hypot(later.stderr, factor * earlier.stderr),
-        samples=min(later.samples, earlier.samples),
-        unit="percentage points" if points else later.unit,
-        num_inputs=later.num_inputs,
-        num_probes=later.num_probes,
-        method="difference of two estimates",
+        value=value,
+        stderr=math.sqrt(float(np.square(influence).sum()) / (n * (n - 1))),
+        samples=n,
+        unit=like.unit,
+        num_inputs=like.num_inputs,
+        num_probes=like.num_probes,
+        method="paired difference",
     )
 
 
@@ -115,7 +210,11 @@ def mean(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0) -> Estimate:
-    """Return second - factor * first of the estimate `key`: of one pair, or the mean over pairs of different seeds."""
+    """Return second - factor * first of the estimate `key`: of one pair, or the mean over pairs of different seeds.
+
+    The error of one pair is that of the difference on the same examples; over several seeds it is that of the mean of
+    the differences, which are paired by seed.
+    """
     return mean([difference(second[key], first[key], factor=factor) for first, second in pairs])
 
 
@@ -125,43 +224,93 @@ def same_loss(pairs: Sequence[Pair]) -> bool:
     return all(judge(kl, "no change within", SAME_LOSS_NATS) is Verdict.SHOWN for kl in moved)
 
 
-def compared(
-    claim: Claim, key: str, names: tuple[str, str], pairs: Sequence[Pair], *, factor: float = 1.0, where: str = ""
-) -> ClaimResult:
-    """Judge a claim by second - factor * first of the estimate `key`; one about other things needs the same loss.
+# --- claims ----------------------------------------------------------------------------------------------------------
+
+
+def answer_all(
+    path: Path, contrasts: Mapping[str, Sequence[Contrast]], measures: Mapping[str, Mapping[str, str]]
+) -> tuple[ClaimResult, ...]:
+    """Return the result of every claim of a file, in its order: each asked of every contrast and every measure.
+
+    Args:
+        path: The claims.
+        contrasts: The pairs of models, by what claims call them in `compares`.
+        measures: The keys of the estimates to compare, by case (a task, say; empty where there is one), by what claims
+            call them in `measures`.
+    """
+    return tuple(
+        ClaimResult(
+            claim=claim,
+            answers=(not_tested(claim.not_tested),)
+            if claim.not_tested
+            else tuple(
+                answer
+                for contrast in contrasts[claim.compares]
+                for answer in answers(claim, contrast, measures[claim.measures])
+            ),
+        )
+        for claim in read_claims(path)
+    )
+
+
+def common_measures(tasks: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the measures that every study has, for `answer_all`; `transfer` is all of the tasks."""
+    return {"kl": {"": "kl"}, "trace": {"": "trace"}, "transfer": {task: task for task in tasks}}
+
+
+def answers(claim: Claim, contrast: Contrast, keys: Mapping[str, str]) -> list[Answer]:
+    """Return the answers to a claim for one contrast: by second - factor * first of each estimate.
+
+    A claim that is not about the loss needs two models of the same loss, unless the contrast says otherwise.
 
     Args:
         claim: The claim.
-        key: Which estimate.
-        names: What first and second are called.
-        pairs: One pair, or a pair for each seed.
-        factor: Of the first.
-        where: A sentence on which checkpoints these are, for the explanation.
+        contrast: What is compared.
+        keys: Which estimates, by case.
     """
-    first, second = names
-    if key != "kl" and not same_loss(pairs):
+    (first, second), pairs = contrast.names, contrast.pairs
+    if contrast.at_same_loss and "kl" not in keys.values() and not same_loss(pairs):
         moves = ", ".join(str(difference(b["kl"], a["kl"])) for a, b in pairs)
-        return not_tested(
-            claim,
+        why = (
             f"The two models are not shown to have the same loss, to within {SAME_LOSS_NATS} nats: the KL of {second} "
-            f"minus that of {first} is {moves}{' for each seed' if len(pairs) > 1 else ''}. {where}".rstrip(),
+            f"minus that of {first} is {moves}{' for each seed' if len(pairs) > 1 else ''}. {contrast.where}"
         )
+        return [not_tested(why.rstrip(), case=contrast.case)]
+    return [_answer(claim, contrast, key, case) for case, key in keys.items()]
+
+
+def _answer(claim: Claim, contrast: Contrast, key: str, case: str) -> Answer:
+    (first, second), pairs, factor = contrast.names, contrast.pairs, claim.factor
     moved = change(pairs, key, factor=factor)
-    what = "difference" if factor == 1 else f"{second} minus {factor:g} times {first}"
-    explanation = f"{title(key)} of {second} against {first}{_spread(moved, pairs)}. {where}".rstrip()
-    ours = {name: mean([pair[i][key] for pair in pairs]) for i, name in enumerate(names)}
-    ours[what] = moved
-    return judged(claim, moved, explanation, ours=ours)
+    explanation = f"{title(key)}: {second} against {first}, {_paired_over(moved, pairs, key)}. {contrast.where}"
+    ours = {name: mean([pair[i][key].estimate for pair in pairs]) for i, name in enumerate(contrast.names)}
+    ours["difference" if factor == 1 else f"{second} minus {factor:g} times {first}"] = moved
+    named = f"{case} ({contrast.case})" if case and contrast.case else case or contrast.case
+    return judged(claim, moved, explanation.rstrip(), ours=ours, case=named)
 
 
-def _spread(moved: Estimate, pairs: Sequence[Pair]) -> str:
-    """How many standard errors a mean over few seeds is from zero: its 95 % interval is much wider than two."""
-    if len(pairs) == 1:
-        return ""
-    far = f": {abs(moved.value) / moved.stderr:.1f} standard errors" if moved.stderr > 0 else ""
-    return f", paired over {len(pairs)} seeds{far}"
+def _paired_over(moved: Estimate, pairs: Sequence[Pair], key: str) -> str:
+    """What the error of a difference is over, and how far that is from zero.
+
+    Over seeds it says how many standard errors, as the 95 % interval of a mean over few seeds is much wider than two;
+    of one pair of probes it gives McNemar's test.
+    """
+    if len(pairs) > 1:
+        far = f", {abs(moved.value) / moved.stderr:.1f} standard errors" if moved.stderr > 0 else ""
+        return f"paired over {len(pairs)} seeds{far}"
+    first, second = (found[key] for found in pairs[0])
+    if "predictions" not in first.examples:
+        return f"paired over {len(first.examples['influence']):,} sentences"
+    probes, examples = first.examples["predictions"].shape
+    test = mcnemar(second.votes, first.votes)
+    return (
+        f"paired over {examples:,} test sentences and {probes} probes; McNemar's test of the probes' votes: "
+        f"{test.only_first} sentences won, {test.only_second} lost, p = {test.p_value:.2g}"
+    )
 
 
 def title(key: str) -> str:
     """What an estimate is called in a sentence."""
-    return {"kl": "KL to the truth", "trace": "Trace of the Fisher"}.get(key, f"Probe accuracy, {key},")
+    if key.startswith("trace-in-"):
+        return "Trace of the Fisher in one architecture"
+    return {"kl": "KL to the truth", "trace": "Trace of the Fisher"}.get(key, f"Probe accuracy, {key}")

@@ -84,6 +84,11 @@ def table(found: SummaryTable, caption: str) -> Table:
     return Table(caption=caption, columns=tuple(columns), rows=tuple(rows))
 
 
+def signed(difference: Estimate) -> str:
+    """A difference with its sign, also where it is above 0."""
+    return f"{'+' if difference.value > 0 else ''}{difference}"
+
+
 def language(grammar: PCFGConfig) -> str:
     """A random grammar in words."""
     return (

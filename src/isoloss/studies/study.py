@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from isoloss import files
 from isoloss.estimate import Estimate, rounded
-from isoloss.report.claims import ClaimResult, Verdict
+from isoloss.report.claims import Answer, ClaimResult, Verdict
 from isoloss.studies import design as designs
 from isoloss.studies.design import Design
 from isoloss.studies.engine.plan import Unit
@@ -77,7 +77,19 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""
         claims = [
-            {"claim": result.claim.id, "verdict": str(result.verdict), "found": "; ".join(found(result))}
+            {
+                "claim": result.claim.id,
+                "verdict": result.verdict,
+                "answers": [
+                    {
+                        "case": answer.case,
+                        "verdict": answer.verdict.value,
+                        "difference": None if answer.difference is None else _bare(answer.difference),
+                        "found": "; ".join(found(answer)),
+                    }
+                    for answer in result.answers
+                ],
+            }
             for result in self.results
         ]
         return {**{table.name: table.to_dict() for table in self.tables}, "claims": claims}
@@ -89,11 +101,11 @@ def cell(estimate: Estimate) -> str:
     return rounded(scale * estimate.value, scale * estimate.stderr)
 
 
-def found(result: ClaimResult) -> list[str]:
-    """Return the numbers of a claim, one a line, or why there are none."""
-    if result.verdict is Verdict.NOT_TESTED:
-        return [result.explanation]
-    return [f"{name}: {text}" if name else text for name, text in result.lines]
+def found(answer: Answer) -> list[str]:
+    """Return the numbers of an answer, one a line, or why there are none."""
+    if answer.verdict is Verdict.NOT_TESTED:
+        return [answer.explanation]
+    return [f"{name}: {text}" if name else text for name, text in answer.lines]
 
 
 def _label(label: str | int) -> str:

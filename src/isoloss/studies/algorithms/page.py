@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 from isoloss.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
-from isoloss.estimate import Estimate
 from isoloss.report import charts, figures
 from isoloss.report.data import KL, TRACE, Style, accuracy
 from isoloss.report.html import Figure, Finding
@@ -58,27 +57,22 @@ def _heading(title: str) -> str:
 
 def _findings(results: Results) -> tuple[Finding, ...]:
     task = results.scale.tasks[0]
-    spoiled = results.differences("adversarial")
+    moved = {key: pages.signed(change) for key, change in results.differences("adversarial").items()}
     control, own = (results.means(name) for name in (BASELINE, "adversarial"))
     others = [name for name in ALGORITHMS if name not in (BASELINE, "adversarial")]
 
     def each(key: str) -> str:
-        return "; ".join(f"{ALGORITHMS[name]} {_signed(results.differences(name)[key])}" for name in others)
+        return "; ".join(f"{ALGORITHMS[name]} {pages.signed(results.differences(name)[key])}" for name in others)
 
     return (
         Finding(
-            headline=f"The adversary moves the probe of its task by {spoiled[task].value:+.1f} points",
-            detail=f"{task} at the nearest KL: {_signed(spoiled[task])}; the KL differs by {_signed(spoiled['kl'])}, "
-            f"the trace by {_signed(spoiled['trace'])}. After the last step: {own[task]} against {control[task]} at a "
-            f"KL of {own['kl']} against {control['kl']}.",
+            headline=f"The adversary moves the probe of its task by {moved[task]}",
+            detail=f"{task} at the nearest KL; the KL differs by {moved['kl']}, the trace by {moved['trace']}. After "
+            f"the last step: {own[task]} against {control[task]} at a KL of {own['kl']} against {control['kl']}.",
         ),
         Finding(headline="The trace at the nearest KL, minus AdamW's", detail=f"{each('trace')}."),
         Finding(headline=f"The probe of {task} at the nearest KL, minus AdamW's", detail=f"{each(task)}."),
     )
-
-
-def _signed(difference: Estimate) -> str:
-    return f"{'+' if difference.value > 0 else ''}{difference}"
 
 
 def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
@@ -104,7 +98,7 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
 def _settings(results: Results, scale_name: str) -> dict[str, str]:
     scale = results.scale
     run = run_of(results.folder, run_name(BASELINE, scale.seeds[0]))
-    trace = results.last(BASELINE)[0]["trace"]
+    trace = results.last(BASELINE)[0]["trace"].estimate
     adversary, sam, penalty = (config_of(scale, name, 1).rule for name in ("adversarial", "sam", "fisher-penalty"))
     assert isinstance(adversary, AdversarialConfig)
     assert isinstance(sam, SAMConfig)

@@ -65,7 +65,7 @@ class Results:
     def means(self, algorithm: str) -> dict[str, Estimate]:
         """Means over seeds of what was found at the last checkpoints."""
         last = self.last(algorithm)
-        return {key: over_seeds([found[key] for found in last]) for key in ("kl", "trace", *self.scale.tasks)}
+        return {key: over_seeds([found[key].estimate for found in last]) for key in ("kl", "trace", *self.scale.tasks)}
 
     def matched(self, algorithm: str) -> Matched:
         """For each seed the pair of checkpoints at which an algorithm is compared with AdamW.
@@ -77,7 +77,7 @@ class Results:
         for seed in self.scale.seeds:
             control, own = self._run(run_name(BASELINE, seed)), self._run(run_name(algorithm, seed))
             last = self.scale.steps
-            if own[last]["kl"].value >= control[last]["kl"].value:
+            if own[last]["kl"].estimate.value >= control[last]["kl"].estimate.value:
                 places = (_nearest(control, own[last]), last)
             else:
                 places = (last, _nearest(own, control[last]))
@@ -86,7 +86,7 @@ class Results:
         return Matched(tuple(pairs), tuple(steps))
 
     def differences(self, algorithm: str) -> dict[str, Estimate]:
-        """Means over seeds of the differences from AdamW at those pairs."""
+        """Means over seeds of the differences from AdamW at those pairs, which are paired by seed."""
         pairs = self.matched(algorithm).pairs
         return {key: change(pairs, key) for key in ("kl", "trace", *self.scale.tasks)}
 
@@ -111,7 +111,8 @@ def _range(steps: list[int]) -> str:
 
 def _nearest(checkpoints: Mapping[int, Found], target: Found) -> int:
     """The step whose KL is nearest to that of `target`; of two as near, the later."""
-    return min(checkpoints, key=lambda step: (abs(checkpoints[step]["kl"].value - target["kl"].value), -step))
+    kl = target["kl"].estimate.value
+    return min(checkpoints, key=lambda step: (abs(checkpoints[step]["kl"].estimate.value - kl), -step))
 
 
 def read(folder: Path, scale: Scale) -> Results:
@@ -135,7 +136,7 @@ def tables(results: Results) -> tuple[SummaryTable, SummaryTable]:
     )
     matched = SummaryTable(
         "matched",
-        f"minus AdamW at the nearest KL, mean ± standard error over {seeds} seeds",
+        f"minus AdamW at the nearest KL, mean ± standard error of the differences paired over {seeds} seeds",
         ("algorithm", "steps", "AdamW's steps", "same loss"),
         [
             ((text, *results.matched(name).ranges(), results.matched(name).same_loss), results.differences(name))

@@ -8,6 +8,7 @@ from isoloss.config import LAPTOP_PCFG, EvalConfig, ModelConfig, OptimizerConfig
 from isoloss.studies.design import Design, Experiment, Measurement, choose, steps_of
 
 NAME = "same-loss"
+EXPANSIONS = ("paper", "balanced", "exact")  # all the ways to put a small model in a large one (isoloss embed --scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,17 @@ def design(scale_name: str) -> Design:
 
 def main_run(scale: Scale) -> str:
     """The name of the AdamW run that is watched over time."""
-    return f"adamw-{scale.sizes[-1]}"
+    return adamw_run(scale.sizes[-1])
+
+
+def adamw_run(size: str) -> str:
+    """The name of the AdamW run of a size."""
+    return f"adamw-{size}"
+
+
+def expanded_trace(scale: Scale, way: str) -> str:
+    """The measure of a smaller model's trace as a point of the largest size's architecture, by one of `EXPANSIONS`."""
+    return f"trace-in-{scale.sizes[-1]}-{way}"
 
 
 def sgd_run(scale: Scale) -> str:
@@ -106,7 +117,7 @@ def sgd_run(scale: Scale) -> str:
 def experiments(scale: Scale) -> dict[str, Experiment]:
     """Return each run by its name: AdamW at every size, and SGD on from the main one."""
     runs = {
-        f"adamw-{size}": TrainConfig(
+        adamw_run(size): TrainConfig(
             language=scale.language,
             model=ModelConfig(size=size, dropout=0.0),
             optimizer=scale.adamw,
@@ -143,6 +154,15 @@ def _experiment(scale: Scale, name: str, config: TrainConfig) -> Experiment:
                 steps=(config.steps,),
                 settings=scale.evaluation,
                 verb="look-up table for",
+            )
+        )
+    elif name != sgd_run(scale):
+        parts.append(
+            Measurement(
+                measures=tuple(expanded_trace(scale, way) for way in EXPANSIONS),
+                steps=(config.steps,),
+                settings=scale.evaluation,
+                verb="expanded trace of",
             )
         )
     after = (main_run(scale),) if name == sgd_run(scale) else ()

@@ -5,17 +5,16 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import polars as pl
-
+from isoloss.estimate import rounded
 from isoloss.report import charts, figures
-from isoloss.report.data import KL, TRACE, Style, accuracy
+from isoloss.report.data import KL, TRACE, Measure, Style, accuracy
 from isoloss.report.html import Figure, Finding
 from isoloss.studies import pages
-from isoloss.studies.comparison import difference
+from isoloss.studies.comparison import difference, ratio
 from isoloss.studies.design import run_of
 from isoloss.studies.same_loss.claims import judge_all
-from isoloss.studies.same_loss.design import NAME, main_run, scale_of, sgd_run
-from isoloss.studies.same_loss.results import Results, read
+from isoloss.studies.same_loss.design import EXPANSIONS, NAME, adamw_run, expanded_trace, main_run, scale_of, sgd_run
+from isoloss.studies.same_loss.results import Results, read, size_table
 
 LEAD = (
     "Language models are compared by their pre-training loss, yet models of the same loss differ in what they "
@@ -39,6 +38,7 @@ def write(folder: Path, scale_name: str) -> Path:
         lead=LEAD,
         findings=_findings(results),
         claims=judge_all(results),
+        tables={"Sizes in one architecture": pages.table(size_table(results), _expansion(results))},
         draw=partial(_figures, results),
         checkpoints=results.table(),
         settings=_settings(results, scale_name),
@@ -49,16 +49,22 @@ def _findings(results: Results) -> tuple[Finding, ...]:
     scale = results.scale
     before, after = results.at(main_run(scale)), results.at(sgd_run(scale))
     moved = difference(after["kl"], before["kl"])
-    ratio = after["trace"].value / before["trace"].value
+    times = ratio(after["trace"], before["trace"])
     gains = {task: difference(after[task], before[task]) for task in scale.tasks}
-    transfer = "; ".join(f"{task} {'+' if gain.value > 0 else ''}{gain}" for task, gain in gains.items())
-    lookups = "; ".join(f"{task} {results.lookups[task]} against {before[task]}" for task in scale.tasks)
+    transfer = "; ".join(f"{task} {pages.signed(gain)}" for task, gain in gains.items())
+    table = results.lookups
+    lookups = "; ".join(
+        f"{task} {pages.signed(difference(before[task], table[task]))} ({before[task].estimate} against "
+        f"{table[task].estimate})"
+        for task in scale.tasks
+    )
     return (
         Finding(
-            headline=f"SGD multiplies the trace by {ratio:.2f} and moves the KL by {moved.value:+.4f} nats",
+            headline=f"SGD multiplies the trace by {rounded(times.value, times.stderr)} and moves the KL by "
+            f"{pages.signed(moved)}",
             detail=f"{scale.sgd_steps:,} steps of SGD after {scale.steps:,} of AdamW: the trace goes from "
-            f"{before['trace']} to {after['trace']}, the KL from {before['kl']} to {after['kl']}; "
-            f"the KL moves by {moved}.",
+            f"{before['trace'].estimate} to {after['trace'].estimate}, the KL from {before['kl'].estimate} to "
+            f"{after['kl'].estimate}.",
         ),
         Finding(
             headline="What that does to the probes",
@@ -66,8 +72,31 @@ def _findings(results: Results) -> tuple[Finding, ...]:
         ),
         Finding(
             headline="The look-up table",
-            detail=f"The probe on the true conditionals against that on AdamW's last checkpoint: {lookups}.",
+            detail=f"The probe on AdamW's last checkpoint minus that on the true conditionals: {lookups}.",
         ),
+    )
+
+
+def _expansion(results: Results) -> str:
+    """How the sizes' traces were brought into one architecture."""
+    scale = results.scale
+    largest = scale.sizes[-1]
+    differ = max(
+        results.at(adamw_run(size))[expanded_trace(scale, way)].estimate.details.get("logits_differ_by", 0.0)
+        for size in scale.sizes
+        for way in EXPANSIONS
+    )
+    sentences = scale.evaluation.trace_sentences
+    return (
+        "A trace is a sum over parameters. Models of different widths, each in its own architecture, have sums over "
+        "different things: those traces are not comparable. To compare the sizes, each smaller model is expanded into "
+        f"the architecture of {largest}, with its function unchanged: r copies of every unit side by side, r the ratio "
+        "of the widths, and matrices divided by r (section 4 and appendix B.4 of the paper; isoloss embed --scale). "
+        f"Its trace is measured there, on the same {sentences:,} sentences with the same random signs. The logits "
+        f"differ by at most {differ:.0e} of the largest. The function does not say what the copies of the embeddings "
+        "are divided by, and the trace depends on it. Placement paper divides them by r, as the paper prints, and "
+        "multiplies their part of the trace by r; balanced divides by the root of r and keeps it; exact divides by 1, "
+        "and divides that part by r. All three are shown, and the claim is asked of each."
     )
 
 
@@ -75,8 +104,10 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
     scale, table = results.scale, results.table()
     style = Style.of(table)
     tasks = [accuracy(task) for task in scale.tasks]
-    over_time = results.over_time()
-    same_step = table.filter((pl.col("group") == table["group"][0]) & (pl.col("step") == scale.steps))
+    over_time, by_size = results.over_time(), results.by_size()
+    largest = scale.sizes[-1]
+    traces = [Measure("trace_own", "Trace, each in its own architecture", "nats per token", log=True)]
+    traces += [Measure(f"trace_{way}", f"Trace in {largest}, {way}", "nats per token", log=True) for way in EXPANSIONS]
     scatters = [
         pages.figure(
             folder,
@@ -85,7 +116,8 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
             charts.scatter_pair(table, measure, style=style),
             figures.scatter_pair(table, measure, style=style),
             "Every checkpoint: on the left its KL to the truth, on the right the trace of its Fisher, against the "
-            f"accuracy of a linear probe on the task {task}. The paper's figure 1.",
+            f"accuracy of a linear probe on the task {task}. Compare traces within a size: those of different widths "
+            "are not comparable. The paper's figure 1.",
         )
         for task, measure in reversed(list(zip(scale.tasks, tasks, strict=True)))
     ]
@@ -98,26 +130,45 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
         f"AdamW from random weights, and from its last checkpoint (step {scale.steps:,}) on SGD. The paper's figures "
         "2, 4 and 10.",
     )
-    sizes_figure = pages.figure(
-        folder,
-        "sizes",
-        f"Sizes after {scale.steps:,} steps of AdamW",
-        charts.sizes(same_step, (KL, TRACE, *tasks), style=style),
-        figures.sizes(same_step, (KL, TRACE, *tasks), style=style),
-        "Loss, trace and probes by the number of parameters. Only models of the same loss compare: see the KL. The "
-        "paper's figures 3 and 5.",
-    )
-    return (*scatters, over_time_figure, sizes_figure)
+    sizes_figures = [
+        pages.figure(
+            folder,
+            name,
+            f"Sizes after {scale.steps:,} steps of AdamW: {what}",
+            charts.sizes(by_size, shown, style=style),
+            figures.sizes(by_size, shown, style=style),
+            caption,
+        )
+        for name, what, shown, caption in (
+            (
+                "sizes",
+                "loss and transfer",
+                (KL, *tasks),
+                "Loss and probes by the number of parameters. Only models of the same loss compare: see the KL. The "
+                "paper's figures 3 and 5.",
+            ),
+            (
+                "sizes-trace",
+                "flatness",
+                traces,
+                "The trace by the number of parameters of the trained model. On the left each model in its own "
+                "architecture: these are not comparable across widths. Then each as a point of the architecture of "
+                f"{largest}, with the embeddings placed in three ways, which the table of the sizes explains. The "
+                "paper's figure 5.",
+            ),
+        )
+    ]
+    return (*scatters, over_time_figure, *sizes_figures)
 
 
 def _settings(results: Results, scale_name: str) -> dict[str, str]:
     scale = results.scale
     run = run_of(results.folder, main_run(scale))
-    trace = results.at(run.name)["trace"]
+    trace = results.at(run.name)["trace"].estimate
     return {
         "Scale": f"{scale_name} ({scale.text})",
         "Language": pages.language(scale.language),
-        "Entropy of the truth": str(results.at(run.name)["entropy"]),
+        "Entropy of the truth": str(results.at(run.name)["entropy"].estimate),
         "AdamW": f"{scale.steps:,} steps of {scale.batch_size} sentences, one masked token each; learning rate "
         f"{scale.adamw.learning_rate:g} after {scale.adamw.warmup_steps:,} steps of warm-up, weight decay "
         f"{scale.adamw.weight_decay:g}, no dropout",
@@ -125,6 +176,7 @@ def _settings(results: Results, scale_name: str) -> dict[str, str]:
         f"{scale.sgd.learning_rate:g} after {scale.sgd.warmup_steps:,} steps of warm-up, no momentum, no weight decay",
         **pages.measuring(scale.evaluation, trace),
         "Seeds": f"one pre-training run each; grammar {scale.language.seed}, evaluation {scale.evaluation.seed}. "
-        "Errors cover the measurement, not another pre-training seed",
+        "Errors of differences are paired over the sentences, which are the same for all checkpoints; they cover the "
+        "measurement, not another pre-training seed",
         **pages.making(run, trace),
     }

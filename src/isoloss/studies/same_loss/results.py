@@ -10,11 +10,19 @@ from typing import Any
 import polars as pl
 
 from isoloss.config import TrainConfig
-from isoloss.estimate import Estimate
 from isoloss.studies import comparison
 from isoloss.studies.comparison import Found
 from isoloss.studies.design import run_of
-from isoloss.studies.same_loss.design import Scale, experiments, main_run, sgd_run
+from isoloss.studies.same_loss.design import (
+    EXPANSIONS,
+    Scale,
+    adamw_run,
+    expanded_trace,
+    experiments,
+    main_run,
+    sgd_run,
+)
+from isoloss.studies.study import SummaryTable
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Results:
 
     scale: Scale
     estimates: Mapping[tuple[str, int], Found]
-    lookups: Mapping[str, Estimate]
+    lookups: Found
     folder: Path
 
     def at(self, run: str, step: int | None = None) -> Found:
@@ -41,6 +49,22 @@ class Results:
     def table(self) -> pl.DataFrame:
         """Return a row a checkpoint, as `isoloss.report.data` takes it."""
         return pl.DataFrame([self._row(name, step, found) for (name, step), found in self.estimates.items()])
+
+    def by_size(self) -> pl.DataFrame:
+        """Return the rows of AdamW's last checkpoints, by size.
+
+        Their traces are `trace_own`, each model in its own architecture, and `trace_<way>`, expanded into the largest.
+        """
+        rows = []
+        for size in self.scale.sizes:
+            found = self.at(adamw_run(size))
+            cells = self._row(adamw_run(size), self.scale.steps, found)
+            cells["trace_own"], cells["trace_own_stderr"] = cells.pop("trace"), cells.pop("trace_stderr")
+            for way in EXPANSIONS:
+                estimate = found[expanded_trace(self.scale, way)].estimate
+                cells |= {f"trace_{way}": estimate.value, f"trace_{way}_stderr": estimate.stderr}
+            rows.append(cells)
+        return pl.DataFrame(rows)
 
     def over_time(self) -> pl.DataFrame:
         """Return the rows of the main run and of SGD on from it, whose steps count on from the main run's last.
@@ -66,9 +90,40 @@ def read(folder: Path, scale: Scale) -> Results:
         for name, experiment in experiments(scale).items()
         for step, found in comparison.read(run_of(folder, name), experiment, scale.tasks).items()
     }
+    for size in scale.sizes:
+        place = adamw_run(size), scale.steps
+        estimates[place] = {**estimates[place], **_expanded(folder, scale, size, estimates[place])}
     main = run_of(folder, main_run(scale))
-    lookups = {task: comparison.evaluation(main, f"lookup-{task}", scale.steps)["accuracy"] for task in scale.tasks}
+    lookups = {task: comparison.measured(main, f"lookup-{task}", scale.steps)["accuracy"] for task in scale.tasks}
     return Results(scale, estimates, lookups, folder)
+
+
+def _expanded(folder: Path, scale: Scale, size: str, found: Found) -> Found:
+    """Return the traces of a size's last checkpoint in the largest size's architecture, its own where it is that."""
+    run = run_of(folder, adamw_run(size))
+    measures = [expanded_trace(scale, way) for way in EXPANSIONS]
+    if size == scale.sizes[-1]:
+        return dict.fromkeys(measures, found["trace"])
+    return {measure: comparison.measured(run, measure, scale.steps)["trace"] for measure in measures}
+
+
+def size_table(results: Results) -> SummaryTable:
+    """Return the trace of each size's last checkpoint: in its own architecture, and in that of the largest size."""
+    scale = results.scale
+    largest = scale.sizes[-1]
+    rows = []
+    for size in scale.sizes:
+        found = results.at(adamw_run(size))
+        traces = {"own architecture, not comparable": found["trace"].estimate}
+        traces |= {f"in {largest}, placement {way}": found[expanded_trace(scale, way)].estimate for way in EXPANSIONS}
+        rows.append(((size,), traces))
+    return SummaryTable(
+        "sizes",
+        f"traces of the sizes after {scale.steps:,} steps, value ± standard error",
+        ("size",),
+        rows,
+        unit="nats/token",
+    )
 
 
 def group_of(config: TrainConfig) -> str:

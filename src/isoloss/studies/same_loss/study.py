@@ -11,13 +11,13 @@ from isoloss.studies.study import Study, Summary, SummaryTable
 def summarise(folder: Path, scale_name: str) -> Summary:
     """Return what the finished study in `folder` found."""
     from isoloss.studies.same_loss.claims import judge_all
-    from isoloss.studies.same_loss.results import read
+    from isoloss.studies.same_loss.results import read, size_table
 
     results = read(folder, scale_of(scale_name))
     shown = ("kl", "trace", *results.scale.tasks)
-    rows = [(place, {name: found[name] for name in shown}) for place, found in results.estimates.items()]
+    rows = [(place, {name: found[name].estimate for name in shown}) for place, found in results.estimates.items()]
     table = SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows)
-    return Summary((table,), judge_all(results))
+    return Summary((table, size_table(results)), judge_all(results))
 
 
 def write_page(folder: Path, scale_name: str) -> Path:
