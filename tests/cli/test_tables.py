@@ -8,7 +8,7 @@ import pytest
 from isoloss.cli import common, ls, study
 from isoloss.config import PCFGConfig, TrainConfig
 from isoloss.estimate import Estimate
-from isoloss.report.claims import Claim, ClaimResult, Verdict, judged
+from isoloss.report.claims import Claim, ClaimResult, judged, not_tested
 from isoloss.runs import Run
 from isoloss.studies.study import Summary, SummaryTable
 
@@ -226,9 +226,13 @@ def summary():
     )
     untested = Claim(id="adversarial", statement="A model is sharper", paper="table 2", direction="increase")
     ours = {"AdamW's last": estimate(33.88, 0.13), "SGD's last": estimate(9.343, 0.082)}
+    better = Claim(id="sgd-transfer", statement="SGD improves transfer", paper="figure 10", direction="increase")
+    half = judged(flatter, estimate(-7.6, 0.11), "They were compared.", ours={**ours, "half": estimate(-7.6, 0.11)})
+    up, down = (judged(better, estimate(gain, 0.5, "points"), "", case=task) for task, gain in (("a", 3), ("b", -2)))
     results = (
-        judged(flatter, estimate(-7.6, 0.11), "They were compared.", ours={**ours, "half": estimate(-7.6, 0.11)}),
-        ClaimResult(claim=untested, ours="–", verdict=Verdict.NOT_TESTED, explanation="There is no such run."),
+        ClaimResult(claim=flatter, answers=(half,)),
+        ClaimResult(claim=better, answers=(up, down)),
+        ClaimResult(claim=untested, answers=(not_tested("There is no such run."),)),
     )
     rows = [(("sgd-d64", 8000), {"kl": estimate(0.04125, 0.00074), "trace": estimate(9.343, 0.082)})]
     return Summary((SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),), results)
@@ -238,13 +242,21 @@ def test_each_claim_says_its_verdict_and_its_numbers(capsys, monkeypatch):
     lines = printed(capsys, monkeypatch, 80, lambda: study.print_summary("small", summary()))
     assert lines[0].strip() == "small, value ± standard error"
     assert lines[4:] == [
-        "shown: SGD, started from a converged model, makes it flatter: the trace falls by",
-        "  at least half (sgd-flatter)",
-        "    AdamW's last: 33.88 ± 0.13 nats per predicted token",
-        "    SGD's last: 9.343 ± 0.082 nats per predicted token",
-        "    half: -7.60 ± 0.11 nats per predicted token",
-        "not tested at this scale: A model is sharper (adversarial)",
-        "    There is no such run.",
+        "sgd-flatter: shown",
+        "    SGD, started from a converged model, makes it flatter: the trace falls by at",
+        "      least half",
+        "        AdamW's last: 33.88 ± 0.13 nats per predicted token",
+        "        SGD's last: 9.343 ± 0.082 nats per predicted token",
+        "        half: -7.60 ± 0.11 nats per predicted token",
+        "sgd-transfer: shown for a; contradicted for b",
+        "    SGD improves transfer",
+        "    a: shown",
+        "        3.00 ± 0.50 points",
+        "    b: contradicted",
+        "        -2.00 ± 0.50 points",
+        "adversarial: not tested at this scale",
+        "    A model is sharper",
+        "        There is no such run.",
     ]
 
 

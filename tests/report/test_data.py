@@ -102,6 +102,9 @@ def test_a_bar_that_reaches_zero_runs_to_the_end_of_a_logarithmic_axis(table):
         ((0.5, 6e5), [1, 10, 100, 1e3, 1e4, 1e5]),
         ((55, 280), [70, 100, 150, 200]),  # not 60, 70, 80, 90, 100, whose labels would run together
         ((33, 62), [40, 50, 60]),
+        ((21, 36), [25, 30, 35]),
+        ((31, 56), [35, 40, 45, 50, 55]),
+        ((31, 33), [31, 32, 33]),
     ],
 )
 def test_logarithmic_ticks(ends, ticks):

@@ -243,5 +243,5 @@ def test_the_summary_is_json(tmp_path):
     assert "trace (nats/token)" in columns
     assert {len(row) for row in rows} == {len(columns)}
     columns, rows = sizes.cells()
-    assert columns[1] == "own architecture, not comparable (nats/token)"
+    assert columns[1] == "raw, not comparable (nats/token)"
     assert [row[0] for row in rows] == list(SCALE.sizes)

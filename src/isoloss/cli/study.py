@@ -125,18 +125,19 @@ def _emit_summary(args: Args, study: Study, folder: Path, page: Path) -> int:
 
 
 def print_summary(heading: str, summary: Summary) -> None:
-    """Print a study's tables of estimates, then every claim: its verdict, and the numbers behind that."""
+    """Print a study's tables of estimates, then every claim: its verdict, and the numbers behind it case by case."""
     for table in summary.tables:
         columns, rows = table.cells()
         common.print_table(f"{heading}, {table.title}", columns, rows, left=table.left)
         common.say("")
     for result in summary.results:
-        common.say_wrapped(f"{result.verdict}: {result.claim.statement} ({result.claim.id})")
+        common.say_wrapped(f"{result.claim.id}: {result.verdict}")
+        common.say_wrapped(result.claim.statement, indent=4)
         for answer in result.answers:
             if answer.case:
                 common.say_wrapped(f"{answer.case}: {answer.verdict}", indent=4)
             for line in found(answer):
-                common.say_wrapped(line, indent=8 if answer.case else 4)
+                common.say_wrapped(line, indent=8)
 
 
 def _verify(args: Args, study: Study, folder: Path) -> int:

@@ -197,11 +197,11 @@ def log_ticks(ends: Sequence[float]) -> list[float]:
     """Return the ticks of a logarithmic axis: powers of ten and, where these are few, their multiples.
 
     1, 2 and 5 times powers of ten below four decades; where fewer than three of those are on the axis, 1, 1.5, 2, 3, 5
-    and 7 times, or all of 1 to 9.
+    and 7 times, or steps of the power, of half, a fifth or a tenth of it.
 
     Example:
-        >>> log_ticks((7.6, 550)), log_ticks((55, 280)), log_ticks((33, 62))
-        ([10.0, 20.0, 50.0, 100.0, 200.0, 500.0], [70.0, 100.0, 150.0, 200.0], [40.0, 50.0, 60.0])
+        >>> log_ticks((7.6, 550)), log_ticks((55, 280)), log_ticks((33, 62)), log_ticks((21, 36))
+        ([10.0, 20.0, 50.0, 100.0, 200.0, 500.0], [70.0, 100.0, 150.0, 200.0], [40.0, 50.0, 60.0], [25.0, 30.0, 35.0])
     """
     low, high = (math.log10(end) for end in ends)
 
@@ -209,11 +209,13 @@ def log_ticks(ends: Sequence[float]) -> list[float]:
         ticks = [f * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for f in factors]
         return [tick for tick in ticks if ends[0] <= tick <= ends[1]]
 
-    for factors in ((1.0, 2.0, 5.0) if high - low < 4 else (1.0,), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
+    few = (1.0, 2.0, 5.0) if high - low < 4 else (1.0,)
+    steps = [[1 + number / parts for number in range(9 * parts)] for parts in (1, 2, 5, 10)]
+    for factors in (few, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), *steps):
         ticks = on_axis(factors)
         if len(ticks) >= 3:
-            return ticks
-    return on_axis([float(factor) for factor in range(1, 10)])
+            break
+    return ticks
 
 
 def columns(count: int, most: int = 3) -> int:

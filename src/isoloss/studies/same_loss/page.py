@@ -106,8 +106,8 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
     tasks = [accuracy(task) for task in scale.tasks]
     over_time, by_size = results.over_time(), results.by_size()
     largest = scale.sizes[-1]
-    traces = [Measure("trace_own", "Trace, each in its own architecture", "nats per token", log=True)]
-    traces += [Measure(f"trace_{way}", f"Trace in {largest}, {way}", "nats per token", log=True) for way in EXPANSIONS]
+    traces = [Measure("trace_own", "Raw trace, not comparable", "nats/token", log=True)]
+    traces += [Measure(f"trace_{way}", f"Trace in {largest}, {way}", "nats/token", log=True) for way in EXPANSIONS]
     scatters = [
         pages.figure(
             folder,
@@ -135,8 +135,8 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
             folder,
             name,
             f"Sizes after {scale.steps:,} steps of AdamW: {what}",
-            charts.sizes(by_size, shown, style=style),
-            figures.sizes(by_size, shown, style=style),
+            charts.sizes(by_size, shown),
+            figures.sizes(by_size, shown),
             caption,
         )
         for name, what, shown, caption in (
@@ -151,10 +151,10 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
                 "sizes-trace",
                 "flatness",
                 traces,
-                "The trace by the number of parameters of the trained model. On the left each model in its own "
-                "architecture: these are not comparable across widths. Then each as a point of the architecture of "
-                f"{largest}, with the embeddings placed in three ways, which the table of the sizes explains. The "
-                "paper's figure 5.",
+                "The trace by the number of parameters of the trained model. The first panel has the raw traces, each "
+                "in its own architecture: these are not comparable across widths. The others have each model as a "
+                f"point of the architecture of {largest}, with the embeddings placed in three ways, which the table of "
+                "the sizes explains. The paper's figure 5.",
             ),
         )
     ]

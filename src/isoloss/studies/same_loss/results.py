@@ -114,7 +114,7 @@ def size_table(results: Results) -> SummaryTable:
     rows = []
     for size in scale.sizes:
         found = results.at(adamw_run(size))
-        traces = {"own architecture, not comparable": found["trace"].estimate}
+        traces = {"raw, not comparable": found["trace"].estimate}
         traces |= {f"in {largest}, placement {way}": found[expanded_trace(scale, way)].estimate for way in EXPANSIONS}
         rows.append(((size,), traces))
     return SummaryTable(
