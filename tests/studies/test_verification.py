@@ -79,6 +79,20 @@ def test_missing_evaluations_are_found(run):
     assert "loss at step 10" in problems(run)["run: evaluations"]
 
 
+def test_other_examples_are_found(run):
+    path = run.evaluation_path("probe-prefix-4", 10).with_suffix(".safetensors")
+    kept = path.read_bytes()
+    path.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))  # one label
+    assert "probe-prefix-4 at step 10" in problems(run)["run: evaluations"]
+    # also where somebody makes the checksum fit
+    last = run.evaluation_path("probe-prefix-4", 20)
+    path.write_bytes(kept)
+    examples = last.with_suffix(".safetensors")
+    examples.write_bytes(examples.read_bytes()[:-1] + bytes([examples.read_bytes()[-1] ^ 1]))
+    files.write_json(last, {**files.read_json(last), "examples": files.sha256(examples)})
+    assert list(problems(run)) == ["run: probe-prefix-4 at step 20, measured again"]
+
+
 def test_another_config_is_found(run):
     other = TrainConfig(**{**vars(CONFIG), "seed": 1})
     assert problems(run, other)["run: config"] == "seed: 0 != 1"
