@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "isoloss"
 
 # from the ground up; a module may import its own layer and those before it
 LAYERS = [
-    ("errors", "seeds", "files", "memory"),
+    ("errors", "seeds", "files", "interrupts", "memory"),
     ("algorithms", "config", "estimate"),
     ("runs",),
     ("lstm",),

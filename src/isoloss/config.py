@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import cattrs
 
+from isoloss import files
 from isoloss.algorithms import AdversarialConfig as AdversarialConfig
 from isoloss.algorithms import FisherPenaltyConfig as FisherPenaltyConfig
 from isoloss.algorithms import GradientConfig as GradientConfig
@@ -382,7 +383,7 @@ def read_toml(cls: type[T], path: Path) -> T:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise IsolossError(f"{path} does not exist") from error
+        raise IsolossError(f"{path} does not exist{files.nearest(path)}") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise IsolossError(f"{path} is not a readable TOML file: {error}") from error
     return from_dict(cls, document)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
+from collections.abc import Iterable
 
 
 class IsolossError(Exception):
@@ -23,3 +25,20 @@ class IsolossWarning(UserWarning):
 def warn(message: str) -> None:
     """Issue an `IsolossWarning`."""
     warnings.warn(message, IsolossWarning, stacklevel=3)
+
+
+def most_like(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that is most like `word`, or None where none is much like it."""
+    found = difflib.get_close_matches(word, list(choices), n=1)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return the end of a message about a word that is none of the choices: the one that it may have been meant as.
+
+    Example:
+        >>> did_you_mean("trian", ["train", "eval"]), did_you_mean("cook", ["train", "eval"])
+        ('; did you mean train?', '')
+    """
+    found = most_like(word, choices)
+    return "" if found is None else f"; did you mean {found}?"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, most_like
 
 TEMPORARY = ".tmp-"  # prefix of everything unfinished; whatever carries it may be deleted once its writer is gone
 
@@ -28,10 +28,12 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:  # of the disk, or Ctrl-C
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+        if isinstance(error, OSError):
+            raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -52,6 +54,32 @@ def read_json(path: Path) -> Any:
         raise IsolossError(f"{path} does not exist") from error
     except (OSError, ValueError) as error:
         raise IsolossError(f"{path} is not a readable JSON file: {error}") from error
+
+
+def nearest(path: str | Path) -> str:
+    """Return the end of a message about a path that is not there: the existing one that is most like it, if one is.
+
+    Each name that does not exist stands for the one beside it that is most like it, and the rest of the path is looked
+    for there.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Path(folder, "runs", "first").mkdir(parents=True)
+        ...     nearest(f"{folder}/runs/frist").removeprefix(f"; did you mean {folder}")
+        '/runs/first?'
+    """
+    found = Path()
+    for name in Path(path).parts:
+        if not (found / name).exists():
+            try:
+                beside = [other.name for other in found.iterdir() if not other.name.startswith(".")]
+            except OSError:  # no folder, or one that cannot be read
+                return ""
+            name = most_like(name, beside) or ""
+            if not name:
+                return ""
+        found /= name
+    return "" if found == Path(path) else f"; did you mean {found}?"
 
 
 def check_writable(folder: Path) -> None:

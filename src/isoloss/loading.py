@@ -32,6 +32,8 @@ _POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer",
     "xlm-roberta-xl",
     "xmod",
 }
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -108,13 +110,17 @@ def load(
     """
     name = str(path_or_name)
     target = device if isinstance(device, torch.device) else resolve_device(device)
-    folder = Path(path_or_name)
+    folder = Path(path_or_name).expanduser()
+    is_online = False
     if folder.is_dir():
+        name = str(folder)
         _check_folder(folder, trust_remote_code=trust_remote_code)
-    elif isinstance(path_or_name, Path) or not _may_be_hub_name(name):
-        raise IsolossError(f"{name} is not a folder")
-    with quiet(), _clear_errors(name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    elif isinstance(path_or_name, Path) or not may_be_hub_name(name):
+        raise IsolossError(f"there is no checkpoint {name}: it is not a folder{files.nearest(folder)}")
+    else:
+        is_online = hub_answers(name)
+    with quiet(), _clear_errors(name, is_online=is_online):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=not is_online)
         kind, architecture = _kind(config, name)
         auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
         model, info = auto.from_pretrained(
@@ -126,6 +132,7 @@ def load(
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # told below, by name
             output_loading_info=True,
+            local_files_only=not is_online,
         )
     mismatched = {key for key, *_ in info["mismatched_keys"]}
     if mismatched:
@@ -174,8 +181,49 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def may_be_hub_name(name: str) -> bool:
+    """Return whether `name` may be `model` or `owner/model` on the Hugging Face hub; otherwise it is a path.
+
+    A path is what lies in a folder that exists, or is called as a checkpoint of a run is.
+
+    Example:
+        >>> may_be_hub_name("google-bert/bert-base-uncased"), may_be_hub_name("runs/first/checkpoints/step-100")
+        (True, False)
+    """
+    folder, _, last = name.rpartition("/")
+    is_path = (bool(folder) and Path(folder).is_dir()) or _STEP.fullmatch(last) is not None
+    return _HUB_NAME.fullmatch(name) is not None and not is_path
+
+
+def hub_answers(name: str, *, what: str = "checkpoint") -> bool:
+    """Ask the Hugging Face hub once for a model, as transformers would repeat the question for half a minute.
+
+    Args:
+        name: The name of its repository.
+        what: What of the model is wanted, for the message.
+
+    Returns:
+        Whether the hub can be reached.
+
+    Raises:
+        IsolossError: It can, and has no model of this name.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        huggingface_hub.model_info(name, timeout=20)
+    except RepositoryNotFoundError as error:
+        raise IsolossError(
+            f"there is no {what} {name}, neither a folder here nor on the Hugging Face hub{files.nearest(name)}"
+        ) from error
+    except Exception:  # whatever the network or its library can raise
+        return False
+    return True
+
+
 @contextlib.contextmanager
-def _clear_errors(name: str) -> Iterator[None]:
+def _clear_errors(name: str, *, is_online: bool) -> Iterator[None]:
     """Turn what transformers raises about a checkpoint into one sentence."""
     try:
         yield
@@ -188,8 +236,13 @@ def _clear_errors(name: str) -> Iterator[None]:
         reason = ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
         if isinstance(error, KeyError):
             reason = f"transformers does not know {reason}, which its config.json names"
-        taken_as = "" if Path(name).is_dir() else " (no folder here, so taken as a name on the hub)"
-        raise IsolossError(f"{name}{taken_as} cannot be loaded: {reason}") from error
+        if not is_online and not Path(name).is_dir():
+            raise IsolossError(
+                f"there is no checkpoint {name} on this machine, and the Hugging Face hub does not answer"
+                f"{files.nearest(name)}"
+            ) from error
+        taken_as = " from the Hugging Face hub" if is_online else ""
+        raise IsolossError(f"{name} cannot be loaded{taken_as}: {reason}") from error
 
 
 def _without_numbers(key: str) -> str:
@@ -235,11 +288,6 @@ def _kind(config: Any, name: str) -> tuple[Kind, str]:
         f"{name} {what}: a model with a language-modelling head is needed, one whose architecture ends in "
         "ForMaskedLM, ForCausalLM or LMHeadModel"
     )
-
-
-def _may_be_hub_name(name: str) -> bool:
-    """Whether `name` looks like `model` or `owner/model` rather than like a path."""
-    return bool(name) and name[0] not in "./~" and name.count("/") <= 1 and not name.endswith("/")
 
 
 def _some(names: set[str], most: int = 3) -> str:

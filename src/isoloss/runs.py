@@ -116,7 +116,7 @@ class Run:
     def record(self) -> dict[str, Any]:
         """The content of run.json."""
         if not self.exists:
-            raise IsolossError(f"{self.path} is not a run directory: it has no run.json")
+            raise IsolossError(f"{self.path} is not a run directory: it has no run.json{files.nearest(self.path)}")
         document: dict[str, Any] = files.read_json(self.path / "run.json")
         return document
 
@@ -128,6 +128,15 @@ class Run:
             return configs.from_dict(TrainConfig, record["config"])
         except IsolossError as error:
             raise IsolossError(f"{self.path / 'run.json'} is not of this version of isoloss: {error}") from error
+
+    def check_place(self) -> None:
+        """Refuse a folder that holds a study, or anything else that is no run."""
+        if self.exists:
+            return
+        if (self.path / "study.json").is_file():
+            raise IsolossError(f"{self.path} holds a study, and no run can lie there: choose another directory")
+        if self.path.is_dir() and any(not p.name.startswith(".") for p in self.path.iterdir()):
+            raise IsolossError(f"{self.path} is not empty and holds no run: choose another directory")
 
     def create(self, config: TrainConfig) -> None:
         """Write run.json, or check that the one that is there is of the same config.
@@ -143,8 +152,7 @@ class Run:
                     "choose another directory, or the config it was made with"
                 )
             return
-        if self.path.is_dir() and any(not p.name.startswith(".") for p in self.path.iterdir()):
-            raise IsolossError(f"{self.path} is not empty and holds no run: choose another directory")
+        self.check_place()
         files.write_json(
             self.path / "run.json",
             {

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isoloss import files
+from isoloss.cli.arguments import read
 from isoloss.errors import IsolossError
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ def parse(cls: type[T], verb: str, arguments: Sequence[str], *, examples: Iterab
         verb: E.g. `train`, `study run`.
         arguments: What follows the verb.
         examples: Pairs of a command and what it does.
+
+    Raises:
+        IsolossError: The command line is not one of the verb's.
     """
     import tyro
 
@@ -56,7 +60,7 @@ def parse(cls: type[T], verb: str, arguments: Sequence[str], *, examples: Iterab
     return tyro.cli(
         cls,
         prog=f"isoloss {verb}",
-        args=list(arguments),
+        args=read(cls, verb, arguments),
         description=f"{inspect.cleandoc(cls.__doc__ or '')}\n\nexamples:\n{lines}",
         config=(
             tyro.conf.FlagCreatePairsOff,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tyro
 
+from isoloss import files
 from isoloss.cli import common
 from isoloss.cli.transfer import bounds
 from isoloss.config import EvalConfig
@@ -79,7 +80,10 @@ def _checkpoints(args: Args) -> tuple[Run, list[int]]:
         return run, steps
     found = checkpoint_of(args.run)
     if found is None:
-        raise IsolossError(f"{args.run} is neither a run directory (it has no run.json) nor a checkpoint in one")
+        raise IsolossError(
+            f"{args.run} is neither a run directory (it has no run.json) nor a checkpoint in one"
+            f"{files.nearest(args.run)}"
+        )
     if args.steps:
         raise IsolossError(f"{args.run} is one checkpoint: leave out --steps, or name the run, {found[0].path}")
     return found[0], [found[1]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from isoloss import files
+from isoloss import files, interrupts
 from isoloss.cli import common, comparison
 from isoloss.config import ObjectiveConfig, TrainConfig
 from isoloss.errors import IsolossError
@@ -196,7 +196,7 @@ def _one(args: Args, name: str) -> int:
         )
     else:
         _print(args, trace)
-    return 130 if interrupted else 0
+    return interrupts.status() if interrupted else 0
 
 
 _FEW = 32  # clusters, of which one may well make up much of the error
@@ -314,14 +314,14 @@ def _several(args: Args) -> int:
                 **({} if stop is None else {"partial": _partial(stop)}),
             }
         )
-        return 0 if stop is None else 130
+        return 0 if stop is None else interrupts.status()
     if found is not None:
         comparison.print_tables(found)
     if stop is not None:
         common.note(f"interrupted while {stop.name} was measured")
         if stop.partial is not None:
             common.say(f"trace of the Fisher of {stop.name} so far: {stop.partial}")
-    return 0 if stop is None else 130
+    return 0 if stop is None else interrupts.status()
 
 
 def _candidate(args: Args, name: str) -> _Candidate:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from isoloss.errors import IsolossError, IsolossWarning
+from isoloss import interrupts
+from isoloss.errors import IsolossError, IsolossWarning, did_you_mean
 
 VERBS = {
     "ls": "list languages, model sizes, tasks, measures, studies and runs",
@@ -47,14 +48,14 @@ options:
   --help, -h    this text
   --version     the version"""
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-
 
 def main(arguments: list[str]) -> int:
     """Run one command and return its exit status.
 
-    0 done, 1 a check failed, 2 bad input or files that cannot be read or written, 130 interrupted.
+    0 done, 1 a check failed, 2 bad input or files that cannot be read or written, 130 interrupted by Ctrl-C, 143 by
+    SIGTERM.
     """
+    interrupts.clear()
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(HELP.format(verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items())))
         return 0
@@ -65,7 +66,10 @@ def main(arguments: list[str]) -> int:
         print(f"isoloss {__version__}")
         return 0
     if verb not in VERBS:
-        print(f"isoloss: no verb {verb!r}; the verbs are {', '.join(VERBS)}", file=sys.stderr)
+        print(
+            f"isoloss: no verb {verb!r}{did_you_mean(verb, VERBS) or ';'} the verbs are {', '.join(VERBS)}",
+            file=sys.stderr,
+        )
         return 2
     try:
         with _warnings_as_lines(verb):
@@ -75,7 +79,7 @@ def main(arguments: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         print(f"isoloss {verb}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return interrupts.status()
     except BrokenPipeError:
         raise  # for `entry`
     except OSError as error:
@@ -111,6 +115,7 @@ def entry() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="isoloss")
+    interrupts.raise_on_sigterm()
     status = 0
     try:
         status = main(sys.argv[1:])

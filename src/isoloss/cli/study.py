@@ -9,7 +9,7 @@ from typing import Literal
 
 import tyro
 
-from isoloss import files
+from isoloss import files, interrupts
 from isoloss.cli import common
 from isoloss.errors import IsolossError
 from isoloss.studies import find
@@ -55,6 +55,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _status(args: Args, study: Study, folder: Path) -> int:
+    if not study.holds(folder, args.scale) and args.action == "status":
+        raise IsolossError(f"{folder} holds no study: {_run_command(args, folder)} starts one{files.nearest(folder)}")
     units = study.plan(folder, args.scale)
     states = ["done" if unit.done() else "to do" for unit in units]
     if args.json:
@@ -84,6 +86,7 @@ def _command(arguments: tuple[str, ...]) -> str:
 
 
 def _run(args: Args, study: Study, folder: Path) -> int:
+    study.holds(folder, args.scale)  # refuses another's folder before anything is written
     with files.lock(folder):
         study.prepare(folder, args.scale)
         units = study.plan(folder, args.scale)
@@ -95,7 +98,7 @@ def _run(args: Args, study: Study, folder: Path) -> int:
             common.note("stopped, saved. To go on:")
             words = ("study", "run", args.name, "--scale", args.scale, "--folder", folder, "--workers", args.workers)
             common.note("  " + common.command(*words))
-            return 130
+            return interrupts.status()
         if count:
             common.note(f"{count} units done; writing the report")
         else:
@@ -104,11 +107,17 @@ def _run(args: Args, study: Study, folder: Path) -> int:
     return _emit_summary(args, study, folder, page)
 
 
+def _run_command(args: Args, folder: Path) -> str:
+    return common.command("study", "run", args.name, "--scale", args.scale, "--folder", folder)
+
+
 def _report(args: Args, study: Study, folder: Path) -> int:
+    study.holds(folder, args.scale)  # or refuses
     missing = [unit.name for unit in study.plan(folder, args.scale) if not unit.done()]
     if missing:
-        run = common.command("study", "run", args.name, "--scale", args.scale, "--folder", folder)
-        raise IsolossError(f"{len(missing)} units are not done ({missing[0]} first); {run} goes on with them")
+        raise IsolossError(
+            f"{len(missing)} units are not done ({missing[0]} first); {_run_command(args, folder)} goes on with them"
+        )
     with files.lock(folder):
         page = study.report(folder, args.scale, force=True)
     return _emit_summary(args, study, folder, page)

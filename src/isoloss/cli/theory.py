@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isoloss.cli import common
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, did_you_mean
 from isoloss.estimate import rounded
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ def main(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name not in STATEMENTS:
-        raise IsolossError(f"there is no statement {name!r}; the statements are {', '.join(STATEMENTS)}")
+        meant = did_you_mean(name, STATEMENTS) or ";"
+        raise IsolossError(f"there is no statement {name!r}{meant} the statements are {', '.join(STATEMENTS)}")
     return STATEMENTS[name](rest)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from isoloss import config as configs
+from isoloss import interrupts
 from isoloss.cli import common
 from isoloss.config import (
     AdversarialConfig,
@@ -216,7 +217,7 @@ def _main(arguments: list[str]) -> int:
             how = "To go on, by any number of processes:" if _is_one_of_several() else "To go on:"
             common.note(f"stopped at step {stop.step} of {config.steps}, saved. {how}")
             common.note("  " + common.command("train", *arguments))
-            return 130
+            return interrupts.status()
     result = run.result()
     if args.json:
         common.emit_json({"run": str(run.path), **result})

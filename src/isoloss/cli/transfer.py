@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from isoloss import files
+from isoloss import files, interrupts
 from isoloss.cli import common, comparison
 from isoloss.cli.transfer_inputs import Subject, Tasks, subjects
 from isoloss.errors import IsolossError
@@ -139,7 +139,7 @@ def main(arguments: list[str]) -> int:
         except Interrupted as stop:
             common.note(f"stopped after {stop.step} steps of {subject.name}, saved. To go on:")
             common.note("  " + common.command("transfer", *arguments))
-            return 130
+            return interrupts.status()
         if args.out is not None:
             _save(args, args.out, subject, *results[subject.name])
     pairs = _pairs(args, {name: result for name, (_, result) in results.items()})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isoloss import files
 from isoloss.cli import common
 from isoloss.config import CorpusConfig, TeacherConfig
 from isoloss.errors import IsolossError, warn
@@ -194,7 +195,7 @@ def _language(args: Args, subjects: list[Subject]) -> Any:
         if subject.run is None:
             raise IsolossError(
                 f"{subject.name} is neither a run directory nor a checkpoint in one, so its language is not known: add "
-                "--language, or --data with labelled text"
+                f"--language, or --data with labelled text{files.nearest(subject.name)}"
             )
         config = subject.run.config.language
         if known is not None and known[1] != config:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isoloss import config as configs
+from isoloss import files
 from isoloss.config import (
     PRESETS,
     BracketsConfig,
@@ -19,7 +20,7 @@ from isoloss.config import (
     PCFGConfig,
     TeacherConfig,
 )
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, did_you_mean
 from isoloss.languages import storage
 from isoloss.languages.base import ExactLanguage, Language, Sentences
 from isoloss.languages.entropies import Entropy, entropy
@@ -67,8 +68,8 @@ def resolve(
         return config
     if not path.exists():
         raise IsolossError(
-            f"no language {spec!r}: neither a preset ({', '.join(PRESETS)}), a file or folder that exists, nor "
-            "a dataset hf:NAME"
+            f"no language {spec!r}{did_you_mean(spec, PRESETS) or files.nearest(spec) or ':'} it is neither a preset "
+            f"({', '.join(PRESETS)}), a file or folder that exists, nor a dataset hf:NAME"
         )
     if path.suffix == ".toml":
         read: LanguageConfig = configs.read_toml(LanguageConfig, path)  # type: ignore[arg-type]

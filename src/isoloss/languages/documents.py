@@ -32,7 +32,7 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
-            raise IsolossError(f"there is no text file or folder {path}")
+            raise IsolossError(f"there is no text file or folder {path}{files.nearest(path)}")
         if path.is_file() and path.suffix.lower() not in SUFFIXES:
             raise IsolossError(f"cannot read {path} as text: a text file ends in {' or '.join(SUFFIXES)}")
         named = [path] if path.is_file() else _in_folder(path)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.languages import hub_datasets
 from isoloss.languages.documents import is_encodable
@@ -245,7 +246,7 @@ def _find(path: Path, split: str) -> Path:
             raise IsolossError(f"the folder {path} does not have the split {split!r}{several}; it has {have}")
         return named[0]
     if not path.exists():
-        raise IsolossError(f"there is no file or folder {path}")
+        raise IsolossError(f"there is no file or folder {path}{files.nearest(path)}")
     if path.suffix.lower() not in SUFFIXES:
         raise IsolossError(f"cannot read {path} as a table: its name must end in {', '.join(SUFFIXES)}")
     return path

@@ -155,7 +155,9 @@ def read_tensors(path: Path) -> tuple[dict[str, str], Tables]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise IsolossError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
+        raise IsolossError(
+            f"{path} does not exist{files.nearest(path)}" if not path.exists() else f"{path} is not a file"
+        )
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from isoloss import files
 from isoloss.errors import IsolossError
+from isoloss.loading import hub_answers, may_be_hub_name
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from isoloss.languages.kept_tokens import KeptTokensTokenizer
 
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub or a WordPiece vocab.txt"
 
 
@@ -44,10 +44,10 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
         tokenizer = _from_vocabulary(path)
     elif spec and path.is_dir():
         tokenizer = _auto(str(path), f"the folder {spec} holds no tokenizer that transformers can load")
-    elif _HUB_NAME.fullmatch(spec) and not spec.endswith(".txt"):
+    elif may_be_hub_name(spec) and not spec.endswith(".txt"):
         tokenizer = _from_hub(spec)
     else:
-        raise IsolossError(f"there is no tokenizer {spec!r}: {_CHOICES}")
+        raise IsolossError(f"there is no tokenizer {spec!r}{files.nearest(spec) or ':'} {_CHOICES}")
     for name in needs:
         if getattr(tokenizer, f"{name}_token_id") is None:
             raise IsolossError(f"the tokenizer {spec} has no {name} token, which is needed here")
@@ -165,21 +165,15 @@ def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _from_hub(name: str) -> PreTrainedTokenizerFast:
-    import huggingface_hub
-    from huggingface_hub.errors import RepositoryNotFoundError
-
     try:
         return _auto(name, "", local_files_only=True)
     except IsolossError:  # not on this machine
         pass
-    try:  # asked once, as transformers would repeat the question for a minute
-        huggingface_hub.model_info(name, timeout=20)
-    except RepositoryNotFoundError as error:
-        raise IsolossError(f"there is no tokenizer {name}, neither on disk nor on the hub: {_CHOICES}") from error
-    except Exception as error:  # whatever the network or its library can raise
+    if not hub_answers(name, what="tokenizer"):
         raise IsolossError(
-            f"there is no tokenizer {name} on this machine, and the Hugging Face hub does not answer: {_CHOICES}"
-        ) from error
+            f"there is no tokenizer {name} on this machine, and the Hugging Face hub does not answer"
+            f"{files.nearest(name) or ':'} {_CHOICES}"
+        )
     return _auto(name, f"the Hugging Face repository {name} holds no tokenizer that transformers can load")
 
 

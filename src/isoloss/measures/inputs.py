@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from isoloss import languages
+from isoloss import files, languages
 from isoloss.config import ObjectiveConfig, TrainConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import documents, tokenizers
@@ -182,7 +182,8 @@ def read_inputs(
             raise IsolossError(f"the {name} is {value}; it must be at least 1")
     if not data.exists():
         raise IsolossError(
-            f"there is no data {data}: give a .npy file of token ids, a .txt or .jsonl file, or a folder"
+            f"there is no data {data}{files.nearest(data) or ':'} give a .npy file of token ids, a .txt or .jsonl "
+            "file, or a folder"
         )
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length(text_config) or _LENGTH)

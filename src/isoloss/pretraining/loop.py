@@ -144,6 +144,7 @@ def train(
         if processes.from_main(run.complete):
             processes.on_main(lambda: run.create(config))
             return
+        processes.on_main(run.check_place)
         processes.on_main(lambda: held.enter_context(files.lock(run.path)))
         processes.on_main(lambda: run.create(config) if run.exists else None)
         if processes.from_main(run.complete):  # by the process that held the lock before

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from isoloss import interrupts
 from isoloss.memory import keep_freed
 
 
@@ -51,6 +52,7 @@ def signals() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
     def note(number: int, _frame: Any) -> None:
+        interrupts.note(number)
         received.append(number)
         restore()
 

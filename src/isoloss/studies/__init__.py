@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, did_you_mean
 
 if TYPE_CHECKING:
     from isoloss.studies.study import Study
@@ -19,6 +19,8 @@ STUDIES = {
 def find(name: str) -> Study:
     """Return the study called `name`; an unknown name is an error that lists the studies."""
     if name not in STUDIES:
-        raise IsolossError(f"no study {name!r}; the studies are {', '.join(STUDIES)}")
+        raise IsolossError(
+            f"no study {name!r}{did_you_mean(name, STUDIES) or ';'} the studies are {', '.join(STUDIES)}"
+        )
     study: Study = importlib.import_module(f"isoloss.studies.{name.replace('-', '_')}.study").STUDY
     return study

@@ -19,6 +19,7 @@ from isoloss.studies.engine.plan import Unit
 
 T = TypeVar("T")
 
+_CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
 _PLACE = ("--device", "cpu", "--threads", "1")
 
 
@@ -88,7 +89,7 @@ def run_of(folder: Path, name: str) -> Run:
 
 def config_path(folder: Path, name: str) -> Path:
     """The TOML file that a run is made from."""
-    return folder / "configs" / f"{name}.toml"
+    return folder / _CONFIGS / f"{name}.toml"
 
 
 def document(design: Design) -> dict[str, Any]:
@@ -104,11 +105,12 @@ def document(design: Design) -> dict[str, Any]:
     }
 
 
-def prepare(folder: Path, design: Design) -> None:
-    """Write the plan's files into `folder`, or check that it was made by the same plan.
+def holds(folder: Path, design: Design) -> bool:
+    """Return whether `folder` holds this study; if not, it is new or empty. Reads files only.
 
     Raises:
-        IsolossError: The folder holds another study, another scale, or another version of this plan.
+        IsolossError: It holds something else: another study, another scale or another version of this plan; a run, or
+            other files.
     """
     path = folder / "study.json"
     planned = document(design)
@@ -119,10 +121,28 @@ def prepare(folder: Path, design: Design) -> None:
             raise IsolossError(
                 f"{folder} was made by another plan (they differ in {', '.join(keys)}); choose another --folder"
             )
+        return True
+    around = next((place for place in (folder, *folder.absolute().parents) if Run(place).exists), None)
+    if around is not None:
+        raise IsolossError(f"{folder} is no place for a study, as {around} is a run: choose another --folder")
+    if folder.exists() and not folder.is_dir():
+        raise IsolossError(f"{folder} is a file: choose another --folder")
+    if folder.is_dir() and any(not p.name.startswith(".") and p.name != _CONFIGS for p in folder.iterdir()):
+        raise IsolossError(f"{folder} is not empty and holds no study: choose another --folder")
+    return False
+
+
+def prepare(folder: Path, design: Design) -> None:
+    """Write the plan's files into `folder`, or check that it was made by the same plan.
+
+    Raises:
+        IsolossError: As for `holds`.
+    """
+    if holds(folder, design):
         return
     for name, experiment in design.experiments.items():
         files.write_text(config_path(folder, name), configs.to_toml(experiment.config))
-    files.write_json(path, planned)
+    files.write_json(folder / "study.json", document(design))
 
 
 def plan(folder: Path, design: Design) -> list[Unit]:

@@ -140,6 +140,10 @@ class Study:
         """Refuse a scale that the study does not have, with an error that lists those it has."""
         designs.choose(self.scales, scale, study=self.name)
 
+    def holds(self, folder: Path, scale: str) -> bool:
+        """Return whether `folder` holds this study, or refuse what else it holds."""
+        return designs.holds(folder, self.design(scale))
+
     def prepare(self, folder: Path, scale: str) -> None:
         """Write the plan's files into `folder`, or check that it was made by the same plan."""
         designs.prepare(folder, self.design(scale))

@@ -1,14 +1,17 @@
-"""What probes and fine-tuning refuse alike."""
+"""What probes and fine-tuning refuse alike, and what both only warn of."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 
 
-def check_labels(train_y: torch.Tensor, test_y: torch.Tensor, *, num_classes: int) -> None:
-    """Raise an `IsolossError` unless the labels (n,) are classes, and each of the test labels occurs in training."""
+def check_labels(train_y: torch.Tensor, test_y: torch.Tensor, classes: Sequence[str]) -> None:
+    """Raise an `IsolossError` unless the labels (n,) are classes, and warn of those that training cannot teach."""
+    num_classes = len(classes)
     for split, y in (("training", train_y), ("test", test_y)):
         if y.numel() == 0:
             raise IsolossError(f"the {split} split is empty")
@@ -20,8 +23,13 @@ def check_labels(train_y: torch.Tensor, test_y: torch.Tensor, *, num_classes: in
                 f"the {split} labels go from {low} to {high}; with {num_classes} classes they are 0 to "
                 f"{num_classes - 1}"
             )
-    unseen = sorted(set(test_y.tolist()) - set(train_y.tolist()))
+    seen = sorted(set(train_y.tolist()))
+    unseen = sorted(set(test_y.tolist()) - set(seen))
     if unseen:
-        raise IsolossError(
-            f"test labels {unseen} do not occur in the {len(train_y)} training labels: train on more examples"
+        count = int(torch.isin(test_y, torch.tensor(unseen, device=test_y.device)).sum())
+        warn(
+            f"{count:,} of the {len(test_y):,} test examples have a label that none of the {len(train_y):,} training "
+            f"examples has ({', '.join(classes[label] for label in unseen)}): they count as errors"
         )
+    if len(seen) == 1:
+        warn(f"all {len(train_y):,} training examples have the label {classes[seen[0]]}, and so every prediction is it")

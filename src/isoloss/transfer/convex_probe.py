@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from isoloss import seeds as streams
-from isoloss.errors import IsolossError
 from isoloss.transfer.convex import fit
 from isoloss.transfer.stored_features import StoredFeatures
 
@@ -44,7 +43,7 @@ def convex_probe(
         `gap_nats`, and of several strengths also `strengths` and `held_out_accuracies`.
 
     Raises:
-        IsolossError: All labels are the same, or a strength is not above 0.
+        IsolossError: A strength is not above 0.
 
     Example:
         >>> x, y = torch.tensor([[-1.0], [-2.0], [1.0], [2.0]]), torch.tensor([0, 0, 1, 1])
@@ -70,11 +69,14 @@ def _minimum(
     """Return weights (1, C, D) and biases (1, 1, C) of the convex probe in float64, and what was found.
 
     They are of the features as they are, whose penalty is `scale` squared times that of scaled ones. A class of which
-    there is no training example has a bias of minus infinity.
+    there is no training example has a bias of minus infinity; where all are of one class, that is all there is.
     """
     present = torch.tensor(sorted(set(y.tolist())), device=y.device)
-    if len(present) < 2:
-        raise IsolossError(f"all {len(y)} training labels are {int(y[0])}: a convex probe needs two classes")
+    weight = torch.zeros(1, num_classes, x.shape[1], dtype=torch.float64, device=y.device)
+    bias = torch.full((1, 1, num_classes), -math.inf, dtype=torch.float64, device=y.device)
+    if len(present) == 1:
+        bias[..., present] = 0.0
+        return weight, bias, {"regularisation": max(strengths), "objective_nats": 0.0, "gap_nats": 0.0}
     targets = torch.searchsorted(present, y)
     folds = _folds(targets.cpu(), streams.generator(seed, "probe", "folds")) if len(strengths) > 1 else None
     splits = [torch.ones(len(y), dtype=torch.bool)] + ([] if folds is None else [folds != k for k in range(FOLDS)])
@@ -93,8 +95,6 @@ def _minimum(
         accuracies = ((right & held_out).sum(dim=(0, 2)).double() / held_out.sum()).tolist()
         best = max(range(len(strengths)), key=lambda index: (accuracies[index], strengths[index]))
         details = {"strengths": strengths, "held_out_accuracies": accuracies}
-    weight = torch.zeros(1, num_classes, x.shape[1], dtype=torch.float64, device=y.device)
-    bias = torch.full((1, 1, num_classes), -math.inf, dtype=torch.float64, device=y.device)
     weight[0, present] = found.weights[0, best].T
     bias[0, 0, present] = found.intercepts[0, best]
     reached = {"objective_nats": float(found.objectives[0, best]), "gap_nats": float(found.gaps[0, best])}

@@ -100,7 +100,7 @@ def finetune(
     config = config or FinetuneConfig()
     validate(config, len(task.train_labels))
     backbone, pooling = backbone_of(model), _pooling(config, model)
-    check_labels(task.train_labels, task.test_labels, num_classes=len(task.classes))
+    check_labels(task.train_labels, task.test_labels, task.classes)
     for sentences in (task.train, task.test):
         check_sentences(backbone, sentences)
     if model.dtype != torch.float32:

@@ -101,8 +101,8 @@ def make_text_task(
         The task; its classes are the labels' names, and `bayes` is None, as nobody knows it.
 
     Raises:
-        IsolossError: As for `read_labelled_text` (a missing file, split or column, a test label that does not occur in
-            training, and more); a number of examples below 1; or all training examples have one label.
+        IsolossError: As for `read_labelled_text` (a missing file, split or column, and more); a number of examples is
+            below 1; or all examples have one label.
 
     Example:
         >>> import tempfile
@@ -123,11 +123,9 @@ def make_text_task(
     train, test = _read(source, seed)
     train = _some(train, num_train, seeds.generator(seed, "examples", source.name, "train"))
     test = _some(test, num_test, seeds.generator(seed, "examples", source.name, "test"))
-    if len(set(train.labels)) < 2:
+    if len({*train.labels, *test.labels}) < 2:
         only = train.label_names[train.labels[0]]
-        raise IsolossError(
-            f"task {source.name}: all {len(train):,} training examples have the label {only}; a task needs two"
-        )
+        raise IsolossError(f"task {source.name}: all examples have the label {only}; a task needs two")
     encoded = [
         encode_labelled_text(tokenizer, part, max_length=max_length, token_types=token_types) for part in (train, test)
     ]
@@ -168,8 +166,15 @@ def _read(source: TextTask, seed: int) -> tuple[LabelledText, LabelledText]:
     split = source.test_split or _test_split(where, source)
     if source.test is None and split == source.train_split:
         raise IsolossError(f"the split {split!r} of {where} would be used for training and for testing")
-    test = read_labelled_text(where, **columns, split=split, label_names=train.label_names)  # type: ignore[arg-type]
-    return train, test
+    test = read_labelled_text(where, **columns, split=split)  # type: ignore[arg-type]
+    names = tuple(dict.fromkeys([*train.label_names, *test.label_names]))
+    return _renamed(train, names), _renamed(test, names)
+
+
+def _renamed(data: LabelledText, names: tuple[str, ...]) -> LabelledText:
+    """Return the same examples with labels that are places in `names`."""
+    labels = tuple(names.index(data.label_names[label]) for label in data.labels)
+    return dataclasses.replace(data, labels=labels, label_names=names)
 
 
 def _test_split(where: str, source: TextTask) -> str:

@@ -96,8 +96,12 @@ def linear_probe(
         threads give the same bits.
 
     Raises:
-        IsolossError: A split is empty; shapes or widths do not fit; a feature is not finite; a label is out of range or
-            occurs in the test examples only; a setting is out of range.
+        IsolossError: A split is empty; shapes or widths do not fit; a feature is not finite; a label is out of range; a
+            setting is out of range.
+
+    Warns:
+        IsolossWarning: Test examples of a class that no training example has, which count as errors; training examples
+            of a single class, which is then the prediction for all.
 
     Example:
         >>> x = torch.tensor([[-1.0], [-2.0], [1.0], [2.0]])
@@ -112,7 +116,8 @@ def linear_probe(
         raise IsolossError(f"no solver {solver!r}: choose adamw or convex")
     where = torch.device(device) if device else train_x.device if isinstance(train_x, torch.Tensor) else "cpu"
     train_y, test_y = train_y.to(where), test_y.to(where)
-    _check_splits(train_x, train_y, test_x, test_y, num_classes)
+    names = classes or [str(index) for index in range(num_classes)]
+    _check_splits(train_x, train_y, test_x, test_y, names)
     centre, scale = _centre_and_scale(train_x, where) if standardize else (torch.zeros((), device=where), 1.0)
     train_rows, test_rows = (_standardized(x, centre, scale) for x in (train_x, test_x))
     if solver == "convex":
@@ -126,7 +131,7 @@ def linear_probe(
     return score(
         _predict(weight, bias, test_rows, len(test_y)),
         test_y,
-        classes or [str(index) for index in range(num_classes)],
+        names,
         method=_METHODS[solver],
         settings={
             "standardize": standardize,
@@ -331,7 +336,7 @@ def _check_splits(
     train_y: torch.Tensor,
     test_x: torch.Tensor | StoredFeatures,
     test_y: torch.Tensor,
-    num_classes: int,
+    classes: Sequence[str],
 ) -> None:
     for split, x, y in (("training", train_x, train_y), ("test", test_x, test_y)):
         if x.ndim != 2 or y.ndim != 1 or len(x) != len(y):
@@ -348,4 +353,4 @@ def _check_splits(
             f"training features are {train_x.shape[1]} wide and test features {test_x.shape[1]}: both must come from "
             "the same model and be padded to one length"
         )
-    check_labels(train_y, test_y, num_classes=num_classes)
+    check_labels(train_y, test_y, classes)

@@ -147,9 +147,8 @@ def make_task(
         test_language: Of the same tokens and classes; None: `language`.
 
     Raises:
-        IsolossError: No such task; fewer than two classes can be a label, or only one occurs in training; hardly any
-            sentence has a label; a number of sentences is below 1; lengths that the language does not have; a
-            `test_language` of other tokens or classes.
+        IsolossError: No such task; fewer than two classes can be a label; hardly any sentence has a label; a number of
+            sentences is below 1; lengths that the language does not have; a `test_language` of other tokens or classes.
 
     Example:
         >>> from isoloss.languages.pcfg import PCFG
@@ -179,11 +178,6 @@ def make_task(
     test, test_labels = _Draw(other, name, asked_of_test, test_lengths, width)(
         num_test, seeds.generator(seed, "task", stream, "test")
     )
-    if bool((train_labels == train_labels[0]).all()):
-        only = classes[int(train_labels[0])]
-        raise IsolossError(
-            f"task {name}: all {num_train} training sentences have the label {only}; draw more sentences"
-        )
     return TaskData(
         name=name,
         train=train,

@@ -1,0 +1,212 @@
+"""Command lines read strictly: what is wrong with one is said in a sentence, with the choices; whole numbers as 1e4."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from isoloss.errors import IsolossError, did_you_mean
+
+# what other programs call our options
+ALSO_CALLED = {
+    "bs": "batch-size",
+    "epoch": "epochs",
+    "lr": "learning-rate",
+    "max-steps": "steps",
+    "max-samples": "num-inputs",
+    "model-size": "size",
+    "num-epochs": "epochs",
+    "num-samples": "num-inputs",
+    "num-steps": "steps",
+    "output": "out",
+    "output-dir": "out",
+    "vocab": "vocab-size",
+    "warmup": "warmup-steps",
+    "warmup-ratio": "warmup-proportion",
+    "wd": "weight-decay",
+}
+HELP = ("--help", "-h")
+_MOST_DIGITS = 18
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """A field of the dataclass: an option, or a word by its place.
+
+    Attributes:
+        name: `--learning-rate` of an option, `RUN` of a word by its place.
+        types: Of each value; of any number of values, the one that all have.
+        is_many: Whether it takes any number of values.
+        is_required: Whether it has no default.
+        is_positional: Whether its place tells it, not its name.
+    """
+
+    name: str
+    types: tuple[Any, ...]
+    is_many: bool
+    is_required: bool
+    is_positional: bool
+
+    def read(self, words: Sequence[str]) -> list[str]:
+        """Return the values as tyro reads them."""
+        if not self.is_many and len(words) != len(self.types):
+            wanted = "no value" if not self.types else f"{len(self.types)} value{'s' if len(self.types) > 1 else ''}"
+            found = f"{len(words)}: {' '.join(words)}" if words else "none"
+            raise IsolossError(f"{self.name} takes {wanted} and has {found}")
+        kinds = self.types * len(words) if self.is_many else self.types
+        return [_value(self.name, word, kind) for word, kind in zip(words, kinds, strict=True)]
+
+
+def read(cls: type, verb: str, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with whole numbers written out, so that all that is left for tyro is to fill in `cls`.
+
+    Args:
+        cls: The dataclass of the verb's arguments.
+        verb: What the arguments are of.
+        arguments: The words after the verb.
+
+    Raises:
+        IsolossError: An option that `cls` does not have, a value that is none of the choices or no number, a missing
+            argument or one too many.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Args:
+        ...     steps: int = 1000
+        >>> read(Args, "train", ["--steps", "1e4"])
+        ['--steps', '10000']
+        >>> read(Args, "doctor", ["--step", "5"])
+        Traceback (most recent call last):
+        isoloss.errors.IsolossError: there is no option --step; did you mean --steps? isoloss doctor --help lists all
+    """
+    known = list(_arguments(cls))
+    if any(word in HELP for word in arguments):
+        return list(arguments)
+    options = {argument.name: argument for argument in known if not argument.is_positional}
+    places = [argument for argument in known if argument.is_positional]
+    free: list[str] = []
+    given: dict[str, list[str]] = {}
+    words = [part for word in arguments for part in _parts(word)]
+    position = 0
+    while position < len(words):
+        word, position = words[position], position + 1
+        if not _is_option(word):
+            free.append(word)
+            continue
+        name = word.replace("_", "-")
+        if name not in options:
+            raise IsolossError(f"there is no option {word}{_meant(name, options)} isoloss {verb} --help lists all")
+        option = options[name]
+        values: list[str] = []
+        while position < len(words) and not _is_option(words[position]):
+            if not option.is_many and len(values) == len(option.types):
+                break
+            values.append(words[position])
+            position += 1
+        given[name] = option.read(values)
+    fixed = [value for argument, own in _placed(places, free, verb) for value in argument.read(own)]
+    missing = [name for name, option in options.items() if option.is_required and name not in given]
+    if missing:
+        raise IsolossError(f"{missing[0]} is missing: isoloss {verb} --help says what it is")
+    # words by their place first: an option of many values would take them for its own
+    return [*fixed, *(word for name, own in given.items() for word in (name, *own))]
+
+
+def _arguments(cls: type) -> Iterator[_Argument]:
+    import tyro
+
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        kind, *marks = get_args(hint) if get_origin(hint := hints[field.name]) is Annotated else [hint]
+        if dataclasses.is_dataclass(kind):
+            yield from _arguments(kind)  # type: ignore[arg-type]
+            continue
+        is_positional = any(mark in getattr(tyro.conf.Positional[int], "__metadata__", ()) for mark in marks)
+        values, is_many = _values(kind)
+        yield _Argument(
+            name=field.name.upper() if is_positional else f"--{field.name.replace('_', '-')}",
+            types=values,
+            is_many=is_many,
+            is_required=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+            is_positional=is_positional,
+        )
+
+
+def _values(kind: Any) -> tuple[tuple[Any, ...], bool]:
+    """Return the types of an argument's values, and whether it takes any number of them."""
+    if get_origin(kind) in (types.UnionType, Union):
+        (kind,) = (part for part in get_args(kind) if part is not types.NoneType)
+    if kind is bool:
+        return (), False
+    if get_origin(kind) is not tuple:
+        return (kind,), False
+    parts = get_args(kind)
+    return ((parts[0],), True) if parts[-1] is Ellipsis else (parts, False)
+
+
+def _parts(word: str) -> tuple[str, ...]:
+    name, equals, value = word.partition("=")
+    return (name, value) if equals and name.startswith("--") else (word,)
+
+
+def _is_option(word: str) -> bool:
+    """Whether a word names an option: -1 and -1e-3 are numbers, and - is a name of a file."""
+    if not word.startswith("-") or word == "-":
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
+
+
+def _meant(name: str, options: dict[str, _Argument]) -> str:
+    bare = name.lstrip("-")
+    other = f"--{ALSO_CALLED.get(bare, bare)}"
+    return f"; did you mean {other}?" if other in options else did_you_mean(name, options) or ":"
+
+
+def _placed(places: list[_Argument], free: list[str], verb: str) -> Iterator[tuple[_Argument, list[str]]]:
+    """Yield each argument by its place with its words."""
+    left = list(free)
+    for argument in places:
+        count = len(left) if argument.is_many else 1
+        if not left and not argument.is_many:
+            if argument.is_required:
+                raise IsolossError(f"{argument.name} is missing: isoloss {verb} --help says what it is")
+            continue
+        yield argument, left[:count]
+        left = left[count:]
+    if left:
+        raise IsolossError(f"{left[0]} is one word too many: isoloss {verb} --help says what it takes")
+
+
+def _value(name: str, word: str, kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        choices = [str(choice) for choice in get_args(kind)]
+        if word not in choices:
+            listed = " or ".join([", ".join(choices[:-1]), choices[-1]])
+            raise IsolossError(f"{name} is {word!r}; it must be {listed}{did_you_mean(word, choices)}")
+    elif kind is int:
+        return str(_whole(name, word))
+    elif kind is float:
+        try:
+            float(word)
+        except ValueError as error:
+            raise IsolossError(f"{name} is {word!r}; it must be a number, such as 0.01 or 1e-3") from error
+    return word
+
+
+def _whole(name: str, word: str) -> int:
+    """Return a whole number that is written as 10000, 10_000 or 1e4."""
+    try:
+        number = Decimal(word)
+        if number.is_finite() and number.adjusted() < _MOST_DIGITS and number == number.to_integral_value():
+            return int(number)
+    except InvalidOperation:
+        pass
+    raise IsolossError(f"{name} is {word!r}; it must be a whole number, such as 1000 or 1e3")

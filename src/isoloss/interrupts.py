@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM: a command ends in the same way on both, and its exit status says on which."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+_received: list[int] = []
+
+
+def note(number: int) -> None:
+    """Remember that the signal `number` came."""
+    _received.append(number)
+
+
+def clear() -> None:
+    """Forget the signals that came."""
+    _received.clear()
+
+
+def status() -> int:
+    """Return the exit status of a command that was interrupted, as shells report it: 128 and the signal's number.
+
+    Example:
+        >>> clear()
+        >>> status()
+        130
+    """
+    return 128 + (_received[-1] if _received else signal.SIGINT)
+
+
+def raise_on_sigterm() -> None:
+    """Let the first SIGTERM raise `KeyboardInterrupt`, as Ctrl-C does, so that what is open is closed.
+
+    The second one ends the process at once. Where SIGTERM is ignored or handled already, it stays so.
+    """
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        note(number)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
