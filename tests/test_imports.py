@@ -78,7 +78,11 @@ def test_what_must_be_instant_loads_no_torch_and_takes_under_half_a_second(code)
 
 
 @pytest.mark.parametrize(
-    "verb", ["ls", "sample", "train", "eval", "flatness", "embed", "transfer", "show", "study", "theory", "doctor"]
+    "verb",
+    [
+        *("ls", "sample", "text", "tokenizer", "train", "eval"),
+        *("flatness", "embed", "transfer", "show", "study", "theory", "doctor"),
+    ],
 )
 def test_help_of_a_verb_loads_no_torch(verb):
     probe = (

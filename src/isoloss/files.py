@@ -123,6 +123,28 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise
 
 
+def check_new(folder: Path) -> None:
+    """Refuse a folder for results that is there and not empty, or that could not be made."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise IsolossError(f"{folder} is there and not an empty folder: choose another name")
+    check_writable(folder.parent)
+
+
+@contextlib.contextmanager
+def new_output(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `folder` at the end, which must be new or empty.
+
+    Raises:
+        IsolossError: It is not, or it cannot be written.
+    """
+    check_new(folder)
+    try:
+        with new_directory(folder) as temporary:
+            yield temporary
+    except OSError as error:
+        raise IsolossError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
 def remove_unfinished(folder: Path) -> None:
     """Delete what killed writers left in `folder` (call it only while holding the folder's `lock`)."""
     for leftover in folder.rglob(f"{TEMPORARY}*"):

@@ -83,7 +83,8 @@ def main(arguments: list[str]) -> int:
     if args.num_inputs < 2:
         raise IsolossError(f"--num-inputs is {args.num_inputs}; an error bar needs at least 2")
     into = reshaped(shape(args.into), layers=args.layers, width=args.width, heads=args.heads, ffn=args.ffn)
-    _check_out(args.out)
+    if args.out is not None:
+        files.check_new(args.out)
     common.use_threads(args.threads)
     import torch
 
@@ -135,13 +136,6 @@ def _name_of(args: Args) -> str:
     """Return the large model's size and what is set beside it."""
     own = [f"{name} {value}" for name in ("layers", "width", "heads", "ffn") if (value := getattr(args, name))]
     return ", ".join([args.into, *own])
-
-
-def _check_out(out: Path | None) -> None:
-    if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise IsolossError(f"{out} is there and not an empty folder: give --out another name")
-    if out is not None:
-        files.check_writable(out.parent)
 
 
 def _checkpoint(model: str) -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from isoloss.languages.kept_tokens import KeptTokensTokenizer
 
+Kind = Literal["wordpiece", "bpe"]
+
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub or a WordPiece vocab.txt"
 
@@ -52,6 +54,73 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
         if getattr(tokenizer, f"{name}_token_id") is None:
             raise IsolossError(f"the tokenizer {spec} has no {name} token, which is needed here")
     return tokenizer
+
+
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, kind: Kind = "wordpiece", lowercase: bool = True
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that is learned from texts, with the library `tokenizers`.
+
+    Its special tokens are BERT's: [PAD], [UNK], [CLS], [SEP] and [MASK]. [CLS] and [SEP] are put around a text. The
+    same texts give the same tokenizer.
+
+    Args:
+        texts: Documents.
+        vocab_size: Tokens to have, the special ones included; fewer if the texts hold no more, and more if they have
+            more different characters.
+        kind: `wordpiece`, as BERT's, or `bpe`, byte-level byte-pair encoding, as GPT-2's.
+        lowercase: Of `wordpiece`: whether text is lower-cased and loses its accents.
+
+    Raises:
+        IsolossError: `vocab_size` is too small, or there is no text.
+
+    Example:
+        >>> tokenizer = train_tokenizer(["One two three.", "Two and two."], vocab_size=50)
+        >>> tokenizer.convert_ids_to_tokens(tokenizer("two")["input_ids"])
+        ['[CLS]', 'two', '[SEP]']
+    """
+    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import BertTokenizerFast, PreTrainedTokenizerFast
+
+    least = len(_BERT_SPECIALS) + (256 if kind == "bpe" else 1)  # every byte, or some character
+    if vocab_size < least:
+        raise IsolossError(f"the vocabulary size is {vocab_size}; for {kind} it must be at least {least}")
+    documents = list(texts)
+    if kind == "wordpiece":
+        ids = _wordpiece(documents, vocab_size, lowercase=lowercase)
+        if len(ids) == len(_BERT_SPECIALS):
+            raise IsolossError("there is no text to learn a tokenizer from")
+        tokenizer: PreTrainedTokenizerFast = BertTokenizerFast(vocab=ids, do_lower_case=lowercase)
+        return tokenizer
+    learner = ByteLevelBPETokenizer()
+    learner.train_from_iterator(documents, vocab_size, special_tokens=list(_BERT_SPECIALS), show_progress=False)
+    ids = learner.get_vocab()
+    backend = learner._tokenizer
+    around = [(token, ids[token]) for token in ("[CLS]", "[SEP]")]
+    backend.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=around
+    )
+    names = dict(zip(("pad", "unk", "cls", "sep", "mask"), _BERT_SPECIALS, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{name}_token": own for name, own in names.items()})
+
+
+def _wordpiece(documents: list[str], vocab_size: int, *, lowercase: bool) -> dict[str, int]:
+    """Return a WordPiece vocabulary, token to id.
+
+    The library numbers the characters that go on a word (`##a`) as a hash map yields them, and breaks ties by these
+    numbers. So a first pass finds the characters, and the second has them, in order, before all that it finds itself.
+    """
+    from tokenizers import BertWordPieceTokenizer
+
+    def learned(size: int, first: list[str]) -> dict[str, int]:
+        learner = BertWordPieceTokenizer(lowercase=lowercase)
+        learner.train_from_iterator(documents, size, special_tokens=[*_BERT_SPECIALS, *first], show_progress=False)
+        ids: dict[str, int] = learner.get_vocab()
+        return ids
+
+    within = sorted(token for token in learned(0, []) if len(token) == 3 and token.startswith("##"))
+    return learned(vocab_size, within)
 
 
 def encode(

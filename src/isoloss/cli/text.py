@@ -1,0 +1,39 @@
+"""`isoloss text`: a small real text for examples, which comes with Python and so needs no network."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from isoloss.cli import common
+
+EXAMPLES = [("isoloss text python-docs text/", "Python's language reference, about 80 files of English prose")]
+
+
+@dataclass(frozen=True)
+class Args:
+    """Write a small real text to files: enough to try on what otherwise asks for text of your own."""
+
+    name: tyro.conf.Positional[Literal["python-docs"]]
+    """python-docs: the language reference of the Python that runs isoloss."""
+    folder: tyro.conf.Positional[Path]
+    """Folder for the .txt files, new or empty."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    args = common.parse(Args, "text", arguments, examples=EXAMPLES)
+    from isoloss.languages.python_docs import write_python_docs
+
+    number = write_python_docs(args.folder)
+    if args.json:
+        common.emit_json({"folder": str(args.folder), "files": number, "python": platform.python_version()})
+    else:
+        common.say(f"{args.folder}: {number} text files, the language reference of Python {platform.python_version()}")
+    return 0
