@@ -5,6 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import pytest
 import torch
@@ -138,7 +141,77 @@ def test_no_folder(tmp_path):
 def test_a_name_that_cannot_be_fetched(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     name = "no-such-owner/no-such-model"
-    refused(rf"{name} \(no folder here, so taken as a name on the hub\) cannot be loaded: ", name)
+    refused(f"there is no checkpoint {name} on this machine, and the Hugging Face hub does not answer$", name)
+
+
+class CountingHub(BaseHTTPRequestHandler):
+    """A hub that has nothing, and counts what it is asked."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_path_is_never_asked_for_on_the_hub_and_a_name_once(tmp_path):
+    (tmp_path / "runs" / "first" / "checkpoints" / "step-100").mkdir(parents=True)
+    paths = {
+        "runs/frist": "runs/first",
+        "runs/frist/checkpoints/step-100": "runs/first/checkpoints/step-100",
+        "./runz": "runs",
+        "step-100": None,
+        "~/no-such-folder": None,
+        "runs/first/": None,
+    }
+    names = ["someone/something", "rusn"]
+    code = """
+import sys
+from isoloss.errors import IsolossError
+from isoloss.loading import load
+for name in sys.argv[1:]:
+    try:
+        load(name)
+    except IsolossError as error:
+        print(error, flush=True)
+"""
+    with HTTPServer(("127.0.0.1", 0), CountingHub) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", code, *paths, *names]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+        server.shutdown()
+        thread.join()
+    env["HF_ENDPOINT"] = "http://127.0.0.1:1"  # where nobody answers
+    gone = subprocess.run([*command[:3], *names], env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stderr == gone.stderr == ""
+    said = done.stdout.splitlines()
+    assert len(said) == len(paths) + len(names)
+    for (path, meant), line in zip(paths.items(), said, strict=False):
+        assert path.rstrip("/") in line
+        assert line.endswith(f"did you mean {meant}?") == (meant is not None)
+    of_models = [path for path in CountingHub.asked if path != "/api/agent-harnesses"]  # of the hub's own library
+    assert of_models == ["/api/models/someone/something", "/api/models/rusn"]
+    on_hub = "neither a folder here nor on the Hugging Face hub"
+    assert said[-2:] == [
+        f"there is no checkpoint someone/something, {on_hub}",
+        f"there is no checkpoint rusn, {on_hub}; did you mean runs?",
+    ]
+    away = "on this machine, and the Hugging Face hub does not answer"
+    assert gone.stdout.splitlines() == [
+        f"there is no checkpoint someone/something {away}",
+        f"there is no checkpoint rusn {away}; did you mean runs?",
+    ]
 
 
 def test_the_hubs_models_are_taken_from_its_cache_and_never_as_a_pickle(bert_folder, tmp_path):
@@ -163,7 +236,7 @@ except IsolossError as error:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     kind, refusal = done.stdout.splitlines()
     assert kind == "masked"
-    assert refusal.startswith("owner/pickled (no folder here, so taken as a name on the hub) cannot be loaded: ")
+    assert refusal.startswith("owner/pickled cannot be loaded from what was downloaded before")
     assert "safetensors" in refusal
 
 

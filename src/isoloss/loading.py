@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -236,12 +237,13 @@ def _clear_errors(name: str, *, is_online: bool) -> Iterator[None]:
         reason = ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
         if isinstance(error, KeyError):
             reason = f"transformers does not know {reason}, which its config.json names"
-        if not is_online and not Path(name).is_dir():
+        unanswered = not is_online and not Path(name).is_dir()
+        if unanswered and not isinstance(try_to_load_from_cache(name, "config.json"), str):
             raise IsolossError(
                 f"there is no checkpoint {name} on this machine, and the Hugging Face hub does not answer"
                 f"{files.nearest(name)}"
             ) from error
-        taken_as = " from the Hugging Face hub" if is_online else ""
+        taken_as = " from what was downloaded before, and the Hugging Face hub does not answer" if unanswered else ""
         raise IsolossError(f"{name} cannot be loaded{taken_as}: {reason}") from error
 
 

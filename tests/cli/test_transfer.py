@@ -187,13 +187,23 @@ def test_models_that_do_not_fit_are_named(capsys, runs, bert, mails, tmp_path):
     assert "has no column 'head'" in refusal(capsys, "transfer", bert, *task, "--pair", "head", alone=True)
     out = tmp_path / "out"
     few = ("--num-train", "3", "--num-test", "9", "--out", out, "--threads", "1")
-    assert "training" in refusal(capsys, "transfer", runs[2], "--task", "state-2", *few, alone=True)
+    assert "lower it" in refusal(
+        capsys, "transfer", runs[2], "--task", "state-2", "--how", "finetune", *few, alone=True
+    )
     assert not list(out.glob("*.json*"))
 
 
-def test_a_label_that_training_lacks_is_named(capsys, bert, tmp_path, words):
+@pytest.mark.parametrize("options", [("--epochs", "2"), ("--solver", "convex")])
+def test_a_label_that_training_lacks_is_a_warning(capsys, bert, tmp_path, words, options):
     for split, kinds in (("train", ("a", "b")), ("dev", ("a", "c"))):
         lines = ["text\tlabel", *(f"{words[i]} {words[i + 1]}\t{kinds[i % 2]}" for i in range(6))]
         (tmp_path / f"{split}.tsv").write_text("\n".join(lines) + "\n")
-    message = refusal(capsys, "transfer", bert, "--task", "t", "--data", tmp_path, "--text", "text", alone=True)
-    assert "dev.tsv, line 3: the label 'c' is not one of a, b" in message
+    command = ["transfer", str(bert), "--task", "t", "--data", str(tmp_path), "--text", "text", *options]
+    capsys.readouterr()
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "isoloss transfer: warning: 3 of the 6 test examples have a label that none of the 6 training examples has "
+        "(c): they count as errors"
+    ]
+    assert out.startswith(f"t, probe of {bert}: accuracy ")

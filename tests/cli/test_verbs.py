@@ -18,6 +18,7 @@ from isoloss.cli.main import VERBS, main
 from isoloss.config import PRESETS
 from isoloss.languages import make
 from isoloss.measures.flatness import fisher_trace
+from isoloss.studies.same_loss.study import STUDY
 
 RULES = """\
 S A B 2
@@ -295,6 +296,50 @@ def test_a_folder_without_a_study_is_not_verified(capsys, tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         message = refusal(capsys, "study", "verify", "same-loss", "--folder", folder, alone=True)
         assert message.endswith(f"{folder} holds no study: it has no study.json")
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("action", ["plan", "run", "status", "report", "verify"])
+def test_a_runs_folder_is_no_place_for_a_study(capsys, run, action):
+    before = contents(run)
+    words = ("study", action, "same-loss", "--scale", "smoke", "--folder")
+    message = refusal(capsys, *words, run, alone=True)
+    assert f"{run} is a run, and no study can lie there" in message or f"{run} holds no study" in message
+    assert contents(run) == before
+    below = refusal(capsys, *words, run / "study", alone=True)
+    assert f"lies in the run {run}, and no study" in below or "holds no study" in below
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("action", ["plan", "run", "status", "report", "verify"])
+def test_a_folder_of_other_files_is_no_study(capsys, tmp_path, action):
+    (tmp_path / "precious").write_text("data")
+    message = refusal(capsys, "study", action, "same-loss", "--folder", tmp_path, alone=True)
+    assert f"{tmp_path} is not empty and holds no study" in message or f"{tmp_path} holds no study" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_study_that_was_not_begun_has_no_status_and_can_be_planned(capsys, tmp_path):
+    folder = tmp_path / "same-los"
+    words = ("study", "status", "same-loss", "--scale", "smoke", "--folder", folder)
+    message = refusal(capsys, *words, alone=True)
+    assert f"{folder} holds no study: isoloss study run same-loss --scale smoke --folder {folder} starts" in message
+    units = as_json(capsys, "study", "plan", *words[2:])["units"]
+    assert {unit["state"] for unit in units} == {"to do"}
+    assert not folder.exists()
+
+
+def test_a_studys_folder_is_no_place_for_a_run(capsys, tmp_path):
+    folder = tmp_path / "study"
+    STUDY.prepare(folder, "smoke")
+    before = contents(folder)
+    message = refusal(capsys, "train", folder, "--language", "pcfg-laptop", "--steps", "1", alone=True)
+    assert message.endswith(f"{folder} holds a study, and no run can lie there: choose another directory")
+    assert contents(folder) == before
+    assert main(["study", "status", "same-loss", "--scale", "smoke", "--folder", str(folder)]) == 0
 
 
 def test_no_work_is_done_for_results_that_cannot_be_written(capsys, run, tmp_path):

@@ -150,7 +150,9 @@ class NoRepository(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize(("answers", "message"), [(True, "nor on the hub"), (False, "hub does not answer")])
+@pytest.mark.parametrize(
+    ("answers", "message"), [(True, "nor on the Hugging Face hub"), (False, "hub does not answer")]
+)
 def test_hub_names(tmp_path, answers, message):
     server = HTTPServer(("127.0.0.1", 0), NoRepository)
     endpoint = f"http://127.0.0.1:{server.server_port}"

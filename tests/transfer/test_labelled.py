@@ -66,6 +66,14 @@ def test_the_examples_are_encoded_and_padded_to_one_length(folder: Path, vocab: 
     )
 
 
+def test_a_test_label_that_training_lacks_is_a_class_of_its_own(folder: Path, vocab: Path, tmp_path: Path) -> None:
+    unseen = write(tmp_path / "unseen.csv", [("au", "bu", "maybe"), ("au", "bu", "yes")])
+    task = make_text_task(pairs(folder, test=str(unseen)), load_tokenizer(str(vocab)))
+    assert task.classes == ("no", "yes", "maybe")
+    assert [task.classes[label] for label in task.test_labels.tolist()] == ["maybe", "yes"]
+    assert task.train_labels.tolist() == [1, 0, 1, 0, 0]
+
+
 def test_a_model_without_token_types_gets_none_and_long_texts_are_cut(folder: Path, vocab: Path) -> None:
     task = make_text_task(pairs(folder), load_tokenizer(str(vocab)), token_types=1, max_length=6)
     assert task.train_types is None

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from isoloss import seeds
 from isoloss.config import ModelConfig
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.languages.pcfg import PCFG
 from isoloss.models.bert import build
 from isoloss.transfer.convex import fit
 from isoloss.transfer.convex_probe import _folds
 from isoloss.transfer.features import extract
-from isoloss.transfer.probe import linear_probe, probe_task
+from isoloss.transfer.probe import Solver, linear_probe, probe_task
 from isoloss.transfer.results import TransferResult
 from isoloss.transfer.stored_features import store
 from isoloss.transfer.tasks import make_task
@@ -193,7 +193,6 @@ X, Y = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1, 1
         ({"test_x": X[:2]}, r"the test split needs features \(n, D\) and labels \(n,\), not \(2, 2\) and \(3,\)"),
         ({"train_x": X.log() * 0}, "2 of the 3 training examples have features that are NaN or infinite"),
         ({"train_x": X[:1].expand(3, 2) + 0.3}, "the training features are the same for every example"),
-        ({"train_y": torch.zeros(3, dtype=torch.int64)}, r"test labels \[1\] do not occur in the 3 training labels"),
         ({"test_y": Y - 1}, "the test labels go from -1 to 0; with 2 classes they are 0 to 1"),
         ({"num_classes": 1}, "the training labels go from 0 to 1; with 1 classes they are 0 to 0"),
         ({"train_y": Y.float()}, "int64 labels, not torch.float32"),
@@ -209,6 +208,30 @@ def test_bad_input_is_named(arguments: dict[str, object], message: str) -> None:
     linear_probe(**good)
     with pytest.raises(IsolossError, match=message):
         linear_probe(**{**good, **arguments})
+
+
+@pytest.mark.parametrize("solver", ["adamw", "convex"])
+def test_a_class_that_training_lacks_counts_as_errors(solver: Solver) -> None:
+    train_x, train_y, test_x, test_y = split(300, 200, spread=4.0)
+    settings = {"num_classes": 4, "classes": ("a", "b", "c", "d"), "solver": solver, "seeds": 2, "epochs": 20}
+    seen = train_y < 3
+    absent = int((test_y == 3).sum())
+    with pytest.warns(IsolossWarning, match=rf"^{absent} of the 200 test examples .* \(d\): they count as errors$"):
+        result = linear_probe(train_x[seen], train_y[seen], test_x, test_y, **settings)
+    alone = linear_probe(train_x[seen], train_y[seen], test_x[test_y < 3], test_y[test_y < 3], **settings)
+    assert not result.correct[:, test_y == 3].any()
+    assert torch.equal(result.predictions[:, test_y < 3], alone.predictions)
+
+
+@pytest.mark.parametrize("solver", ["adamw", "convex"])
+@pytest.mark.filterwarnings("ignore:.*count as errors")
+def test_training_examples_of_one_class_make_it_the_prediction(solver: Solver) -> None:
+    train_x, train_y, test_x, test_y = split(60, 40, spread=4.0)
+    settings = {"num_classes": 4, "solver": solver, "seeds": 2, "regularisation": (0.1, 1.0)}
+    with pytest.warns(IsolossWarning, match="all 60 training examples have the label 2, and so every prediction is it"):
+        result = linear_probe(train_x, torch.full_like(train_y, 2), test_x, test_y, **settings)
+    assert (result.predictions == 2).all()
+    assert result.accuracy.value == pytest.approx(float((test_y == 2).double().mean()))
 
 
 # --- a model on a task
@@ -270,8 +293,6 @@ def test_convex_solver_is_the_minimum_for_every_seed() -> None:
 
 def test_convex_solver_bad_input() -> None:
     x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([1, 1])
-    with pytest.raises(IsolossError, match="all 2 training labels are 1: a convex probe needs two classes"):
-        linear_probe(x, y, x, y, num_classes=2, solver="convex")
     with pytest.raises(IsolossError, match="no solver 'newton': choose adamw or convex"):
         linear_probe(x, y, x, y, num_classes=2, solver="newton")
 

@@ -224,7 +224,6 @@ def test_majority_rate_of_one_label() -> None:
         ("S A A 1\nA a 1\nA b 1", "root", "task root: no symbol can be the label"),
         ("S A 1\nA a 1\nA b 1", "root", "task root: only A can be the label"),
         ("S A 1\nA a 1\nA b 1", "prefix-1", "task prefix-1: only A can be the label"),
-        ("S A 1\nS B 1\nA a 1\nB a 2", "root", "all 9 training sentences have the label A"),
         ("S a 1\nS A A 1e-6\nS A 1e-7\nS B 1e-7\nA a 1\nB b 1", "prefix-2", "only S can be the label"),
         ("S A 1\nA a 1e6\nA B B 1\nA C C 1\nB b 1\nC c 1\nB C C 1", "prefix-2", "of 12288 sentences have a label"),
     ],

@@ -189,7 +189,7 @@ def _value(name: str, word: str, kind: Any) -> str:
     if get_origin(kind) is Literal:
         choices = [str(choice) for choice in get_args(kind)]
         if word not in choices:
-            listed = " or ".join([", ".join(choices[:-1]), choices[-1]])
+            listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
             raise IsolossError(f"{name} is {word!r}; it must be {listed}{did_you_mean(word, choices)}")
     elif kind is int:
         return str(_whole(name, word))

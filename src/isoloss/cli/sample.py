@@ -21,7 +21,7 @@ EXAMPLES = [
     ("isoloss sample hmm-laptop --states", "with the hidden states, for a hidden Markov model"),
     ("isoloss sample dyck-2 --save dyck.safetensors", "writes the language to a file, which every verb reads"),
     ("isoloss sample grammar.pcfg --n 1000 --json", "a thousand of your own grammar's, as JSON"),
-    ("isoloss sample novels/ --tokenizer vocab.txt --length 32", "packed sequences of real text"),
+    ("isoloss sample text/ --tokenizer tokenizer --length 32", "packed sequences of real text"),
 ]
 CONDITIONALS = 3  # hidden tokens that are shown unasked
 LIKELIEST = 5  # tokens shown of a conditional

@@ -38,11 +38,11 @@ EXAMPLES = [
     ("isoloss train runs/first --language pcfg-laptop --size d32 --steps 2000", "a small BERT on a random grammar"),
     ("isoloss train runs/heads --language pcfg-laptop --size d64 --heads 4 --layers 2", "a size with another shape"),
     (
-        "isoloss train runs/novels --language novels/ --tokenizer vocab.txt --masking fraction --steps 300",
-        "on real text",
+        "isoloss train runs/text --language text/ --tokenizer tokenizer --masking fraction --steps 300",
+        "on real text; isoloss text and isoloss tokenizer make both",
     ),
     (
-        "isoloss train runs/teacher --language novels/ --tokenizer vocab.txt --architecture opt --steps 1000",
+        "isoloss train runs/teacher --language text/ --tokenizer tokenizer --architecture opt --steps 1000",
         "a causal language model, which can write a language's sentences",
     ),
     (

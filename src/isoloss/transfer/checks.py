@@ -9,6 +9,11 @@ import torch
 from isoloss.errors import IsolossError, warn
 
 
+def absent_classes(train_y: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Return the classes that no training label (n,) is, which a classifier can know nothing of."""
+    return (train_y.bincount(minlength=num_classes) == 0).nonzero()[:, 0]
+
+
 def check_labels(train_y: torch.Tensor, test_y: torch.Tensor, classes: Sequence[str]) -> None:
     """Raise an `IsolossError` unless the labels (n,) are classes, and warn of those that training cannot teach."""
     num_classes = len(classes)

@@ -34,7 +34,7 @@ from isoloss.pretraining.process import process_settings, signals
 from isoloss.pretraining.steps import GradientStep
 from isoloss.runs import versions
 from isoloss.seeds import derive, generator
-from isoloss.transfer.checks import check_labels
+from isoloss.transfer.checks import absent_classes, check_labels
 from isoloss.transfer.features import backbone_of, check_sentences
 from isoloss.transfer.finetune_config import FinetuneConfig as FinetuneConfig
 from isoloss.transfer.results import TransferResult, score
@@ -293,12 +293,14 @@ class _Seed:
     def _predict(self) -> torch.Tensor:
         """Return (n_test,): the class of the largest logit, in eval mode."""
         self.classifier.eval()
+        absent = absent_classes(self.task.train_labels, len(self.task.classes)).to(self.device)
         found = []
         with torch.no_grad():
             for first in range(0, len(self.task.test_labels), _PREDICTED_AT_ONCE):
                 rows = slice(first, first + _PREDICTED_AT_ONCE)
                 logits = self.classifier(_trimmed(self.task.batch("test", rows), self.device))
                 self._check_finite(float(logits.sum()), "a logit after the last step")
+                logits[:, absent] = -math.inf  # the random start may have left them likely
                 found.append(logits.argmax(dim=1).cpu())
         return torch.cat(found)
 

@@ -17,7 +17,7 @@ import torch
 from isoloss import seeds as streams
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.transfer.checks import check_labels
+from isoloss.transfer.checks import absent_classes, check_labels
 from isoloss.transfer.convex_probe import convex_probe
 from isoloss.transfer.features import Pooling, extract_to
 from isoloss.transfer.results import TransferResult, score
@@ -100,8 +100,8 @@ def linear_probe(
             setting is out of range.
 
     Warns:
-        IsolossWarning: Test examples of a class that no training example has, which count as errors; training examples
-            of a single class, which is then the prediction for all.
+        IsolossWarning: Test examples of a class that no training example has, which count as errors, as such a class is
+            never predicted; training examples of a single class, which is then the prediction for all.
 
     Example:
         >>> x = torch.tensor([[-1.0], [-2.0], [1.0], [2.0]])
@@ -122,11 +122,12 @@ def linear_probe(
     train_rows, test_rows = (_standardized(x, centre, scale) for x in (train_x, test_x))
     if solver == "convex":
         weight, bias, found = convex_probe(train_x, train_y, num_classes, regularisation, centre, scale, seed)
-        weight, bias = weight.expand(seeds, -1, -1), bias.expand(seeds, -1, -1)
+        weight, bias = weight.expand(seeds, -1, -1), bias.repeat(seeds, 1, 1)
     else:
         found = {"epochs": epochs, "learning_rate": learning_rate, "weight_decay": weight_decay}
         found |= {"batch_size": batch_size, "seed": seed}
         weight, bias = _adamw(train_rows, train_y, (seeds, num_classes, train_x.shape[1]), **found)
+    bias[..., absent_classes(train_y, num_classes)] = -math.inf  # the random start may have left them likely
     train_accuracy = (_predict(weight, bias, train_rows, len(train_y)) == train_y).double().mean()
     return score(
         _predict(weight, bias, test_rows, len(test_y)),

@@ -1,0 +1,80 @@
+"""A real text and a tokenizer from nothing but this Python: `isoloss text` and `isoloss tokenizer`."""
+
+import subprocess
+import sys
+from pydoc_data.topics import topics
+
+import pytest
+from speaking import as_json, refusal
+from transformers import AutoTokenizer
+
+from isoloss.languages.tokenizers import load_tokenizer, train_tokenizer
+
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "text"
+    done = subprocess.run([sys.executable, "-m", "isoloss", "text", "python-docs", str(folder)], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_text_is_pythons_own(capsys, text, tmp_path):
+    assert {path.stem: path.read_text(encoding="utf-8") for path in text.iterdir()} == topics
+    assert as_json(capsys, "text", "python-docs", text)["files"] == len(topics)  # the same again is no error
+    (tmp_path / "precious").write_text("data")
+    assert "not an empty folder" in refusal(capsys, "text", "python-docs", tmp_path, alone=True)
+    assert "it must be python-docs" in refusal(capsys, "text", "novels", tmp_path / "x", alone=True)[-100:]
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_a_tokenizer_that_reads_the_text_back(capsys, text, tmp_path, kind):
+    words = ("tokenizer", text, "--vocab-size", "2e3", "--kind", kind, "--out", tmp_path / "tokenizer")
+    assert as_json(capsys, *words)["tokens"] == 2000
+    assert as_json(capsys, *words)["tokens"] == 2000  # the same again is no error
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"), needs=["mask", "pad"])
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    sentence = "Assert statements are a convenient way to insert debugging assertions into a program."
+    ids = tokenizer(sentence)["input_ids"]
+    assert theirs(sentence)["input_ids"] == ids
+    assert tokenizer.convert_ids_to_tokens([ids[0], ids[-1]]) == ["[CLS]", "[SEP]"]
+    assert tokenizer.unk_token_id not in ids
+    read = tokenizer.decode(ids[1:-1], clean_up_tokenization_spaces=kind == "wordpiece")
+    assert read == (sentence.lower() if kind == "wordpiece" else sentence)
+    assert len(ids) < len(sentence) / 3
+    assert all(tokenizer.convert_tokens_to_ids(name) < len(SPECIALS) for name in SPECIALS)
+    pair = tokenizer("one", "two")
+    assert pair["token_type_ids"] == [0] * 3 + [1] * (len(pair["input_ids"]) - 3) if kind == "wordpiece" else True
+    other = (*words[:3], "1000", *words[4:])
+    assert "not an empty folder" in refusal(capsys, *other, alone=True)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_the_same_text_gives_the_same_tokenizer(kind):
+    """With equally frequent pairs to choose from, of which a hash map yields now one and now another first."""
+    first, *others = (train_tokenizer(topics.values(), vocab_size=4000, kind=kind).get_vocab() for _ in range(3))
+    assert all(other == first for other in others)
+
+
+def test_case_is_kept_where_it_is_asked_for():
+    texts = ["Rome Rome rome Été"] * 3
+    assert "Rome" in train_tokenizer(texts, vocab_size=60, lowercase=False).get_vocab()
+    lower = train_tokenizer(texts, vocab_size=60)
+    assert "Rome" not in lower.get_vocab()
+    assert lower("ROME été")["input_ids"] == lower("rome ete")["input_ids"]
+
+
+def test_what_cannot_be_learned(capsys, tmp_path, text):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.txt").write_text(" \n")
+    out = ("--out", tmp_path / "out")
+    assert "holds no .txt or .jsonl file" in refusal(capsys, "tokenizer", tmp_path / "empty", *out, alone=True)
+    assert "there is no text in" in refusal(capsys, "tokenizer", tmp_path / "blank.txt", *out, alone=True)
+    assert "at least 6" in refusal(capsys, "tokenizer", text, *out, "--vocab-size", "5", alone=True)
+    bpe = ("tokenizer", text, *out, "--kind", "bpe")
+    assert "at least 261" in refusal(capsys, *bpe, "--vocab-size", "260", alone=True)
+    assert "--cased is for wordpiece" in refusal(capsys, *bpe, "--cased", alone=True)
+    assert "--out is missing" in refusal(capsys, "tokenizer", text, alone=True)
+    assert not (tmp_path / "out").exists()
