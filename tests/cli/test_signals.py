@@ -112,7 +112,7 @@ def test_a_study_ends_with_its_workers(tmp_path, number, status):
 
 @SLOW
 def test_a_measurement_says_what_it_has_and_goes_on(tmp_path):
-    assert start(tmp_path, *TRAIN[:6], "--steps", "2", "--threads", "1").wait() == 0
+    assert main(["train", str(tmp_path / "RUN"), *TRAIN[2:6], "--steps", "2", "--threads", "1"]) == 0
     words = ("flatness", "RUN/checkpoints/step-2", "--num-inputs", "300000", "--resume", "state", "--batch-size", "8")
     process = start(tmp_path, *words)
     wait_for((tmp_path / "state").exists, process)
