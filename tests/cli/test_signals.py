@@ -85,7 +85,7 @@ def test_training_saves_and_goes_on(tmp_path, number, status):
 
 
 def test_a_verb_that_keeps_nothing(tmp_path):
-    process = start(tmp_path, "sample", "pcfg-paper", "--n", "100000000")
+    process = start(tmp_path, "sample", "pcfg-paper", "--n", "2000000")
     wait_for(lambda: catches(process, signal.SIGTERM), process)
     code, out, err = ended(process, signal.SIGTERM)
     assert (code, out, err) == (143, "", "isoloss sample: interrupted\n")
