@@ -6,6 +6,7 @@ Shapes: B sequences of a batch, T positions, m predicted positions, V vocabulary
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,10 +16,11 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
+from isoloss.measures.checks import device_of, is_causal, refuse_dropout
 from isoloss.measures.flatness import literal, probes
 from isoloss.measures.flatness.ghost import Predictor
 from isoloss.measures.flatness.measurement import Measurement, Norms, Stopping
+from isoloss.measures.flatness.parameters import counted_parameters, requiring_gradients
 from isoloss.measures.flatness.pool import Pool
 from isoloss.measures.flatness.predictions import Batch, Predictions
 
@@ -179,8 +181,8 @@ class _Ghost(abc.ABC):
         self.num_probes = _at_least_one(1 if num_probes is None else num_probes)
         self.seed, self.causal = seed, is_causal(model) if causal is None else causal
         self.settled: dict[str, int] = {}
-        self._predictor = Predictor(model, causal=self.causal, parameters=parameters)
-        self.names = self._predictor.names
+        self.parameters = counted_parameters(model, parameters)
+        self._predictor = Predictor(model, causal=self.causal, parameters=self.parameters)
 
     def __enter__(self) -> Self:
         self._predictor.__enter__()
@@ -194,7 +196,7 @@ class _Ghost(abc.ABC):
         with torch.enable_grad():
             predictions = self._predictor.forward(batch)
         positions = torch.bincount(predictions.rows, minlength=predictions.num_sequences)
-        square_norms = torch.zeros(len(positions), len(self.names), dtype=torch.float64)
+        square_norms = torch.zeros(len(positions), len(self.parameters), dtype=torch.float64)
         controls = torch.zeros(len(positions), self.num_controls, dtype=torch.float64)
         for probe in range(self.num_probes):
             last = probe == self.num_probes - 1
@@ -304,28 +306,30 @@ class SampledLabels:
         self.seed, self.causal = seed, is_causal(model) if causal is None else causal
         self.settled: dict[str, int] = {}
         self._model = model
-        self._parameters = measured_parameters(model) if parameters is None else dict(parameters)
-        self.names = list(self._parameters)
+        self.parameters = counted_parameters(model, parameters)
         self._reached: set[str] = set()
+        self._requiring = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        self._requiring.enter_context(requiring_gradients(self.parameters))
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the model, which was not touched."""
+        """Leave the model as found."""
+        self._requiring.close()
 
     def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
         """Measure a batch, a sequence at a time."""
         read = Batch.read(batch, causal=self.causal, device=device_of(self._model))
         norms, reached = literal.sampled_label_norms(
-            self._model, read, self._parameters, first=first, num_labels=self.num_probes, seed=self.seed
+            self._model, read, self.parameters, first=first, num_labels=self.num_probes, seed=self.seed
         )
         self._reached |= reached
         return Norms(norms, read.predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
 
     def details(self) -> dict[str, Any]:
         """Return which parameters had no gradient."""
-        return {"parameters_without_gradient": [name for name in self.names if name not in self._reached]}
+        return {"parameters_without_gradient": [name for name in self.parameters if name not in self._reached]}
 
 
 _METHODS: dict[str, type[Integrated | SampledLabels]] = {"ghost": Integrated, "paper": SampledLabels}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -17,10 +16,11 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
+from isoloss.measures.checks import device_of, is_causal, refuse_dropout
 from isoloss.measures.flatness import probes
 from isoloss.measures.flatness.fisher import Integrated
 from isoloss.measures.flatness.measurement import UNIT, described
+from isoloss.measures.flatness.parameters import counted_parameters, refuse_unreached, requiring_gradients
 from isoloss.measures.flatness.predictions import Batch
 from isoloss.measures.flatness.products import (
     MeanLoss,
@@ -101,7 +101,7 @@ def hessian_trace(
     if group_size < 1:
         raise IsolossError(f"group_size is {group_size}; it must be at least 1")
     refuse_dropout(model)
-    counted = measured_parameters(model) if parameters is None else dict(parameters)
+    counted = counted_parameters(model, parameters)
     causal = is_causal(model) if causal is None else causal
     readings = read_batches(
         batches,
@@ -141,7 +141,7 @@ def _with_residual(
     with source:
         for reading in readings:
             norms = source.measure(reading.given, reading.first)
-            with _requiring_gradients(parameters):
+            with requiring_gradients(parameters):
                 residual = _residual(model, reading, parameters, causal=causal, num_probes=num_probes, seed=seed)
             for tally, values, controls in (
                 (fisher, norms.square_norms, norms.controls),
@@ -152,6 +152,7 @@ def _with_residual(
                 tally.add(values, norms.positions, controls, reading.clusters)
             sequences, positions = sequences + len(norms.positions), positions + int(norms.positions.sum())
     parts = fisher.shares(), rest.shares()
+    refuse_unreached(model, parameters, source.details()["parameters_without_gradient"])
     influence = parts[0].influence + parts[1].influence
     n = len(influence)
     shares = parts[0].by_parameter + parts[1].by_parameter
@@ -217,19 +218,6 @@ def _rows(batch: Mapping[str, Any], members: torch.Tensor) -> dict[str, Any]:
         name: value[members.to(value.device)] if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
     }
-
-
-@contextmanager
-def _requiring_gradients(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Let the parameters require gradients for a while."""
-    flags = [(parameter, parameter.requires_grad) for parameter in parameters.values()]
-    try:
-        for parameter, _ in flags:
-            parameter.requires_grad_()
-        yield
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
 
 
 # --- the authors' code -----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import nn
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.measures.checks import device_of
+from isoloss.measures.flatness.parameters import embeddings, quantized_weights, refuse_unreached
 from isoloss.measures.flatness.pool import Pool
 from isoloss.measures.flatness.record import Place, Record
 from isoloss.measures.flatness.tally import PoolMeans, Shares, Tally
@@ -44,7 +45,7 @@ class Source(Protocol):
 
     Attributes:
         method: What the result calls it.
-        names: The K parameters.
+        parameters: The K parameters, by name.
         num_controls: C.
         num_probes: Random vectors or labels a position.
         seed: What they are drawn with.
@@ -53,7 +54,7 @@ class Source(Protocol):
     """
 
     method: str
-    names: list[str]
+    parameters: dict[str, nn.Parameter]
     num_controls: int
     num_probes: int
     seed: int
@@ -69,7 +70,7 @@ class Source(Protocol):
         ...
 
     def details(self) -> dict[str, Any]:
-        """Return what the result's details say of how it was done."""
+        """Return what the result's details say of how it was done, `parameters_without_gradient` in any case."""
         ...
 
 
@@ -127,10 +128,13 @@ class Measurement:
             raise IsolossError("distributed is set, but torch.distributed has no process group: start it with torchrun")
         self._model, self._source, self._distributed, self._pool = model, source, distributed, pool
         self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
-        self._layers = list(dict.fromkeys(layer_of(name) for name in source.names))
-        groups = [self._layers.index(layer_of(name)) for name in source.names]
+        self._names = list(source.parameters)
+        self._layers = list(dict.fromkeys(layer_of(name) for name in self._names))
+        groups = [self._layers.index(layer_of(name)) for name in self._names]
+        self._embeddings = embeddings(model, source.parameters)
+        others = [column for column, name in enumerate(self._names) if name not in self._embeddings]
         means = None if pool is None else PoolMeans(pool.covariance, pool.num_sequences, pool.number)
-        self._tally = Tally(len(source.names), source.num_controls, groups, means)
+        self._tally = Tally(len(self._names), source.num_controls, groups, means, part=others)
         self._place = Place(seconds=0.0 if pool is None else pool.seconds)
 
     def shares(self) -> Shares:
@@ -156,10 +160,11 @@ class Measurement:
         source = self._source
         identity = {"method": source.method, "probes": source.num_probes, "seed": source.seed, "causal": source.causal}
         identity |= {"controls": source.num_controls, "pool": str(self._pool or "none")}
+        identity["embeddings"] = self._embeddings
         if self._distributed:
             identity["first sequence"] = self._first
         with source:
-            record = None if resume is None else Record(resume, self._model, source.names, identity)
+            record = None if resume is None else Record(resume, self._model, self._names, identity)
             try:
                 reason = self._consume(batches, stopping, record, progress)
             except KeyboardInterrupt as interruption:
@@ -232,7 +237,7 @@ class Measurement:
         if not bool(norms.square_norms.isfinite().all()):
             row, column = (~norms.square_norms.isfinite()).nonzero()[0].tolist()
             raise IsolossError(
-                f"batch {place.batches}: the gradient of {self._source.names[column]} is not finite "
+                f"batch {place.batches}: the gradient of {self._names[column]} is not finite "
                 f"(sequence {row} of the batch); use a wider dtype"
             )
         self._tally.add(norms.square_norms, norms.positions, controls, documents)
@@ -260,8 +265,8 @@ class Measurement:
 
     def _estimate(self, reason: str) -> Estimate:
         shares, source = self.shares(), self._source
-        parameters = dict(self._model.named_parameters())
-        counted = [parameters[name] for name in source.names]
+        details = source.details()
+        refuse_unreached(self._model, self._names, details["parameters_without_gradient"])
         return Estimate(
             value=shares.value,
             stderr=shares.stderr,
@@ -271,12 +276,12 @@ class Measurement:
             num_probes=source.num_probes,
             method=source.method,
             seconds=self._place.seconds,
-            by_parameter=dict(zip(source.names, shares.by_parameter.tolist(), strict=True)),
-            by_parameter_stderr=dict(zip(source.names, shares.by_parameter_stderr.tolist(), strict=True)),
+            by_parameter=dict(zip(self._names, shares.by_parameter.tolist(), strict=True)),
+            by_parameter_stderr=dict(zip(self._names, shares.by_parameter_stderr.tolist(), strict=True)),
             by_layer=dict(zip(self._layers, shares.by_group.tolist(), strict=True)),
             by_layer_stderr=dict(zip(self._layers, shares.by_group_stderr.tolist(), strict=True)),
             details={
-                **described(self._model, counted, causal=source.causal),
+                **described(self._model, list(source.parameters.values()), causal=source.causal),
                 "sequences": self._place.sequences,
                 "leading_cluster": shares.leading,
                 "pool_sequences": 0 if self._pool is None else self._pool.num_sequences,
@@ -287,7 +292,10 @@ class Measurement:
                 "processes": dist.get_world_size() if self._distributed else 1,
                 "seed": source.seed,
                 "ended": reason,
-                **source.details(),
+                "embeddings": self._embeddings,
+                "without_embeddings": shares.part,
+                "without_embeddings_stderr": shares.part_stderr,
+                **details,
             },
         )
 
@@ -311,6 +319,7 @@ def described(model: nn.Module, counted: Sequence[nn.Parameter], *, causal: bool
         "dtype": str(counted[0].dtype).removeprefix("torch."),
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "num_parameters": sum(parameter.numel() for parameter in counted),
+        "quantized_weights": quantized_weights(model),
         "predicts": "next token" if causal else "masked tokens",
     }
 

@@ -5,6 +5,7 @@ Shapes: m predicted positions of a batch, V vocabulary, P trainable parameters c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isoloss.errors import IsolossError
-from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
+from isoloss.measures.checks import device_of, is_causal, refuse_dropout
 from isoloss.measures.flatness.capture import Capture
 from isoloss.measures.flatness.gathering import Gathering
+from isoloss.measures.flatness.parameters import counted_parameters, refuse_unreached, requiring_gradients
 from isoloss.measures.flatness.predictions import Batch, predict
 from isoloss.measures.flatness.reading import read_batches
 
@@ -77,7 +79,7 @@ class MeanLoss:
     ) -> None:
         refuse_dropout(model)
         self.model = model
-        self.parameters = measured_parameters(model) if parameters is None else dict(parameters)
+        self.parameters = counted_parameters(model, parameters)
         self.causal = is_causal(model) if causal is None else causal
         self._batches = [
             reading.checked for reading in read_batches(batches, causal=self.causal, device=device_of(model))
@@ -122,6 +124,8 @@ class MeanLoss:
             gradients = torch.autograd.grad(
                 _total_loss(self.model, batch), self._leaves, create_graph=True, allow_unused=True
             )
+            unused = [gradient is None for gradient in gradients]
+            refuse_unreached(self.model, self.parameters, itertools.compress(self.parameters, unused))
             return hessian_vector_product(gradients, self._leaves, directions)
 
         with second_derivatives():
@@ -157,7 +161,7 @@ class MeanLoss:
     def _mean(self, of_batch: Callable[[Batch], Sequence[torch.Tensor]], what: str) -> torch.Tensor:
         total = torch.zeros(self.num_parameters, dtype=self.dtype, device=device_of(self.model))
         for batch in self._batches:
-            with torch.enable_grad():
+            with requiring_gradients(self.parameters), torch.enable_grad():
                 parts = of_batch(batch)
             total += torch.cat([part.reshape(-1).to(self.dtype) for part in parts])
         if not bool(total.isfinite().all()):

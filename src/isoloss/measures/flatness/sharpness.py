@@ -18,8 +18,9 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
+from isoloss.measures.checks import device_of, is_causal, refuse_dropout
 from isoloss.measures.flatness.measurement import UNIT, described
+from isoloss.measures.flatness.parameters import counted_parameters
 from isoloss.measures.flatness.products import MeanLoss, predicted_logits
 from isoloss.measures.flatness.reading import Reading, read_batches
 
@@ -70,7 +71,7 @@ def sam_sharpness(
     if num_steps < 1:
         raise IsolossError(f"num_steps is {num_steps}; it must be at least 1")
     refuse_dropout(model)
-    counted = measured_parameters(model) if parameters is None else dict(parameters)
+    counted = counted_parameters(model, parameters)
     causal = is_causal(model) if causal is None else causal
     begun, rises, sizes, positions = time.perf_counter(), [], [], 0
     for reading in read_batches(batches, causal=causal, device=device_of(model)):
@@ -166,7 +167,7 @@ def noise_sharpness(
     if num_probes < 2:
         raise IsolossError(f"num_probes is {num_probes}; an error bar needs at least 2")
     refuse_dropout(model)
-    counted = measured_parameters(model) if parameters is None else dict(parameters)
+    counted = counted_parameters(model, parameters)
     causal = is_causal(model) if causal is None else causal
     begun = time.perf_counter()
     readings = list(read_batches(batches, causal=causal, device=device_of(model), num_sequences=num_sequences))
