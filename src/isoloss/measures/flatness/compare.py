@@ -249,7 +249,25 @@ def _measure(
         raise IsolossError(f"{name}: the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
     loss, on_loss = source.loss(batches, trace.details["sequences"])
     shares = measurement.shares()
-    return Influence(name, trace, loss, shares.influence, on_loss, shares.pool_controls)
+    rest = Estimate(
+        value=shares.part,
+        stderr=shares.part_stderr,
+        samples=trace.samples,
+        unit=trace.unit,
+        num_inputs=trace.num_inputs,
+        num_probes=trace.num_probes,
+        method=f"{trace.method}, without embeddings",
+    )
+    return Influence(
+        name=name,
+        trace=trace,
+        without_embeddings=rest,
+        loss=loss,
+        on_trace=shares.influence,
+        on_without_embeddings=shares.part_influence,
+        on_loss=on_loss,
+        pool_controls=shares.pool_controls,
+    )
 
 
 def _named(models: Mapping[str, Model] | Sequence[str]) -> dict[str, Model]:
