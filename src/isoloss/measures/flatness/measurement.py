@@ -16,6 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.measures.checks import device_of
 from isoloss.measures.flatness.pool import Pool
+from isoloss.measures.flatness.predictions import NOTHING_PREDICTED, Batch
 from isoloss.measures.flatness.record import Place, Record
 from isoloss.measures.flatness.tally import PoolMeans, Shares, Tally
 from isoloss.memory import keep_freed
@@ -44,7 +45,7 @@ class Source(Protocol):
 
     Attributes:
         method: What the result calls it.
-        names: The K parameters.
+        parameters: The K parameters by name.
         num_controls: C.
         num_probes: Random vectors or labels a position.
         seed: What they are drawn with.
@@ -53,7 +54,7 @@ class Source(Protocol):
     """
 
     method: str
-    names: list[str]
+    parameters: dict[str, nn.Parameter]
     num_controls: int
     num_probes: int
     seed: int
@@ -64,8 +65,8 @@ class Source(Protocol):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
-        """Measure a batch without its documents; `first` is the place of its first sequence in the stream."""
+    def measure(self, batch: Batch, first: int) -> Norms:
+        """Measure a batch, which may predict nothing; `first` is the place of its first sequence in the stream."""
         ...
 
     def details(self) -> dict[str, Any]:
@@ -127,10 +128,11 @@ class Measurement:
             raise IsolossError("distributed is set, but torch.distributed has no process group: start it with torchrun")
         self._model, self._source, self._distributed, self._pool = model, source, distributed, pool
         self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
-        self._layers = list(dict.fromkeys(layer_of(name) for name in source.names))
-        groups = [self._layers.index(layer_of(name)) for name in source.names]
+        self._names = list(source.parameters)
+        self._layers = list(dict.fromkeys(layer_of(name) for name in self._names))
+        groups = [self._layers.index(layer_of(name)) for name in self._names]
         means = None if pool is None else PoolMeans(pool.covariance, pool.num_sequences, pool.number)
-        self._tally = Tally(len(source.names), source.num_controls, groups, means)
+        self._tally = Tally(len(self._names), source.num_controls, groups, means)
         self._place = Place(seconds=0.0 if pool is None else pool.seconds)
 
     def shares(self) -> Shares:
@@ -159,7 +161,7 @@ class Measurement:
         if self._distributed:
             identity["first sequence"] = self._first
         with source:
-            record = None if resume is None else Record(resume, self._model, source.names, identity)
+            record = None if resume is None else Record(resume, self._model, self._names, identity)
             try:
                 reason = self._consume(batches, stopping, record, progress)
             except KeyboardInterrupt as interruption:
@@ -170,6 +172,8 @@ class Measurement:
                 raise IsolossError("there are no batches, so there is nothing to measure")
             if self._distributed:
                 self._gather()
+            if not self._place.positions:
+                raise IsolossError(NOTHING_PREDICTED)
             result = self._estimate(reason)
             if record is not None:
                 record.remove()
@@ -198,7 +202,7 @@ class Measurement:
             if progress is not None:
                 progress(self._place.sequences)
             clusters = len(self._tally)
-            if stopping.rtol is not None and clusters >= look:
+            if stopping.rtol is not None and clusters >= look and self._place.positions:
                 look = _next_look(clusters)
                 shares = self.shares()
                 if shares.stderr <= stopping.rtol * shares.value:
@@ -220,10 +224,10 @@ class Measurement:
             raise IsolossError(f"batch {place.batches}: all batches have `documents`, or none has")
         if self._pool is not None and self._pool.by_document != (documents is not None):
             raise IsolossError("both the batches and their pool have `documents`, or neither has")
+        given = {name: value for name, value in batch.items() if name != "documents"}
         try:
-            norms = self._source.measure(
-                {name: value for name, value in batch.items() if name != "documents"}, self._first + place.sequences
-            )
+            read = Batch.read(given, self._model, causal=self._source.causal)
+            norms = self._source.measure(read, self._first + place.sequences)
             controls = norms.controls
             if self._pool is not None:
                 controls = torch.cat([controls, self._pool.features(batch)], dim=1)
@@ -232,7 +236,7 @@ class Measurement:
         if not bool(norms.square_norms.isfinite().all()):
             row, column = (~norms.square_norms.isfinite()).nonzero()[0].tolist()
             raise IsolossError(
-                f"batch {place.batches}: the gradient of {self._source.names[column]} is not finite "
+                f"batch {place.batches}: the gradient of {self._names[column]} is not finite "
                 f"(sequence {row} of the batch); use a wider dtype"
             )
         self._tally.add(norms.square_norms, norms.positions, controls, documents)
@@ -240,6 +244,7 @@ class Measurement:
             batches=place.batches + 1,
             sequences=place.sequences + len(norms.positions),
             positions=place.positions + int(norms.positions.sum()),
+            skipped=place.skipped + (not read.predicts),
             by_document=documents is not None,
             seconds=place.seconds,
         )
@@ -255,13 +260,12 @@ class Measurement:
             batches=sum(place.batches for place in places),
             sequences=sum(place.sequences for place in places),
             positions=sum(place.positions for place in places),
+            skipped=sum(place.skipped for place in places),
             seconds=max(place.seconds for place in places),
         )
 
     def _estimate(self, reason: str) -> Estimate:
         shares, source = self.shares(), self._source
-        parameters = dict(self._model.named_parameters())
-        counted = [parameters[name] for name in source.names]
         return Estimate(
             value=shares.value,
             stderr=shares.stderr,
@@ -271,13 +275,14 @@ class Measurement:
             num_probes=source.num_probes,
             method=source.method,
             seconds=self._place.seconds,
-            by_parameter=dict(zip(source.names, shares.by_parameter.tolist(), strict=True)),
-            by_parameter_stderr=dict(zip(source.names, shares.by_parameter_stderr.tolist(), strict=True)),
+            by_parameter=dict(zip(self._names, shares.by_parameter.tolist(), strict=True)),
+            by_parameter_stderr=dict(zip(self._names, shares.by_parameter_stderr.tolist(), strict=True)),
             by_layer=dict(zip(self._layers, shares.by_group.tolist(), strict=True)),
             by_layer_stderr=dict(zip(self._layers, shares.by_group_stderr.tolist(), strict=True)),
             details={
-                **described(self._model, counted, causal=source.causal),
+                **described(self._model, list(source.parameters.values()), causal=source.causal),
                 "sequences": self._place.sequences,
+                "skipped_batches": self._place.skipped,
                 "leading_cluster": shares.leading,
                 "pool_sequences": 0 if self._pool is None else self._pool.num_sequences,
                 "pool_bigrams": any(shares.pool_controls[:1]),
