@@ -19,9 +19,9 @@ from isoloss.loading import load
 from isoloss.measures.checks import is_causal
 from isoloss.measures.flatness.differences import Comparison, Influence, compared
 from isoloss.measures.flatness.fisher import Integrated
-from isoloss.measures.flatness.measurement import UNIT, InterruptedEstimate, Measurement, Stopping
+from isoloss.measures.flatness.measurement import UNIT, InterruptedEstimate, Measurement, Norms, Stopping
 from isoloss.measures.flatness.pool import Pool
-from isoloss.measures.flatness.predictions import Predictions
+from isoloss.measures.flatness.predictions import Batch, Predictions
 from isoloss.measures.flatness.tally import Tally
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -189,6 +189,12 @@ class WithLoss(Integrated):
         super().__init__(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
         self._nats: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
+
+    def _nothing(self, batch: Batch) -> Norms:
+        norms = super()._nothing(batch)
+        self._nats.append(norms.square_norms.new_zeros(len(norms.positions)))
+        self._positions.append(norms.positions)
+        return norms
 
     def loss(self, batches: Iterable[Mapping[str, Any]], sequences: int) -> tuple[Estimate, torch.Tensor]:
         """Return the loss of the first `sequences` sequences, and (N,) the influence of each cluster on it."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, is_causal, refuse_dropout
+from isoloss.measures.checks import is_causal, refuse_dropout
 from isoloss.measures.flatness import literal, probes
 from isoloss.measures.flatness.ghost import Predictor
 from isoloss.measures.flatness.measurement import Measurement, Norms, Stopping
@@ -102,10 +102,10 @@ def fisher_trace(
         clusters and `num_inputs` the number of predicted positions.
 
     Raises:
-        IsolossError: Dropout is on, no parameter is trainable, there are no batches, a batch predicts nothing or does
-            not fit the model, a logit or gradient is not finite, there are fewer than two clusters, the pool cannot be
-            read, `resume` is of another measurement, or it is to be distributed without a process group or with `rtol`
-            or `seconds`.
+        IsolossError: Dropout is on, no parameter is trainable, there are no batches or none predicts anything, a batch
+            does not fit the model, a logit or gradient is not finite, fewer than two clusters predict something, the
+            pool cannot be read, `resume` is of another measurement, or it is to be distributed without a process group
+            or with `rtol` or `seconds`.
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
@@ -191,10 +191,11 @@ class _Ghost(abc.ABC):
     def __exit__(self, *error: Any) -> None:
         self._predictor.__exit__(*error)
 
-    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
+    def measure(self, batch: Batch, first: int) -> Norms:
         """Measure a batch; the mean over probes."""
-        with torch.enable_grad():
-            predictions = self._predictor.forward(batch)
+        if not batch.predicts:
+            return self._nothing(batch)
+        predictions = self._predictor.forward(batch)
         positions = torch.bincount(predictions.rows, minlength=predictions.num_sequences)
         square_norms = torch.zeros(len(positions), len(self.parameters), dtype=torch.float64)
         controls = torch.zeros(len(positions), self.num_controls, dtype=torch.float64)
@@ -205,6 +206,15 @@ class _Ghost(abc.ABC):
             if centred is not None:
                 controls += centred.cpu() / self.num_probes
         return Norms(square_norms, positions.cpu(), controls)
+
+    def _nothing(self, batch: Batch) -> Norms:
+        """Return the norms of a batch that predicts nothing."""
+        number = len(batch.predicted)
+        return Norms(
+            torch.zeros(number, len(self.parameters), dtype=torch.float64),
+            torch.zeros(number, dtype=torch.int64),
+            torch.zeros(number, self.num_controls, dtype=torch.float64),
+        )
 
     def details(self) -> dict[str, Any]:
         """Return where positions were gathered, and which parameters took another path."""
@@ -318,14 +328,13 @@ class SampledLabels:
         """Leave the model as found."""
         self._requiring.close()
 
-    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
+    def measure(self, batch: Batch, first: int) -> Norms:
         """Measure a batch, a sequence at a time."""
-        read = Batch.read(batch, causal=self.causal, device=device_of(self._model))
         norms, reached = literal.sampled_label_norms(
-            self._model, read, self.parameters, first=first, num_labels=self.num_probes, seed=self.seed
+            self._model, batch, self.parameters, first=first, num_labels=self.num_probes, seed=self.seed
         )
         self._reached |= reached
-        return Norms(norms, read.predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
+        return Norms(norms, batch.predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
 
     def details(self) -> dict[str, Any]:
         """Return which parameters had no gradient."""

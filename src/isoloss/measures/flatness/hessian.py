@@ -16,12 +16,11 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, is_causal, refuse_dropout
+from isoloss.measures.checks import device_of, is_causal, plainly, refuse_dropout
 from isoloss.measures.flatness import probes
 from isoloss.measures.flatness.fisher import Integrated
 from isoloss.measures.flatness.measurement import UNIT, described
 from isoloss.measures.flatness.parameters import counted_parameters, refuse_unreached, requiring_gradients
-from isoloss.measures.flatness.predictions import Batch
 from isoloss.measures.flatness.products import (
     MeanLoss,
     hessian_vector_product,
@@ -105,8 +104,8 @@ def hessian_trace(
     causal = is_causal(model) if causal is None else causal
     readings = read_batches(
         batches,
+        model=model,
         causal=causal,
-        device=device_of(model),
         num_sequences=num_sequences,
         cluster_size=group_size if method == "residual" else 1,
     )
@@ -135,14 +134,14 @@ def _with_residual(
     causal: bool,
     parameters: dict[str, nn.Parameter],
 ) -> Estimate:
-    begun, sequences, positions = time.perf_counter(), 0, 0
+    begun, sequences, positions, skipped = time.perf_counter(), 0, 0, 0
     fisher, rest = Tally(len(parameters), Integrated.num_controls), Tally(len(parameters), 0)
     source = Integrated(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
     with source:
         for reading in readings:
-            norms = source.measure(reading.given, reading.first)
+            norms = source.measure(reading.checked, reading.first)
             with requiring_gradients(parameters):
-                residual = _residual(model, reading, parameters, causal=causal, num_probes=num_probes, seed=seed)
+                residual = _residual(model, reading, parameters, num_probes=num_probes, seed=seed)
             for tally, values, controls in (
                 (fisher, norms.square_norms, norms.controls),
                 (rest, residual, torch.zeros(len(residual), 0)),
@@ -151,6 +150,7 @@ def _with_residual(
                     raise IsolossError("a derivative of the loss is not finite; use a wider dtype")
                 tally.add(values, norms.positions, controls, reading.clusters)
             sequences, positions = sequences + len(norms.positions), positions + int(norms.positions.sum())
+            skipped += not reading.checked.predicts
     parts = fisher.shares(), rest.shares()
     refuse_unreached(model, parameters, source.details()["parameters_without_gradient"])
     influence = parts[0].influence + parts[1].influence
@@ -169,6 +169,7 @@ def _with_residual(
         details={
             **described(model, list(parameters.values()), causal=causal),
             "sequences": sequences,
+            "skipped_batches": skipped,
             "seed": seed,
             "fisher": parts[0].value,
             "fisher_stderr": parts[0].stderr,
@@ -185,7 +186,6 @@ def _residual(
     reading: Reading,
     parameters: dict[str, nn.Parameter],
     *,
-    causal: bool,
     num_probes: int,
     seed: int,
 ) -> torch.Tensor:
@@ -194,10 +194,10 @@ def _residual(
     values = torch.zeros(len(reading.clusters), len(leaves), dtype=torch.float64)
     for group in sorted(set(reading.clusters.tolist())):
         members = (reading.clusters == group).nonzero()[:, 0]
-        if not bool(reading.checked.predicted[members].any()):
+        batch = reading.checked.rows(members)
+        if not batch.predicts:
             continue
-        batch = Batch.read(_rows(reading.given, members), causal=causal, device=device_of(model))
-        with second_derivatives(), torch.enable_grad():
+        with second_derivatives(), plainly(model):
             logits = predicted_logits(model, batch)
             error = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
             error[torch.arange(len(error), device=error.device), batch.targets] -= 1
@@ -213,13 +213,6 @@ def _residual(
     return values
 
 
-def _rows(batch: Mapping[str, Any], members: torch.Tensor) -> dict[str, Any]:
-    return {
-        name: value[members.to(value.device)] if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
-
-
 # --- the authors' code -----------------------------------------------------------------------------------------------
 
 
@@ -231,9 +224,12 @@ def _authors(
     causal: bool,
     parameters: dict[str, nn.Parameter],
 ) -> Estimate:
-    begun, rows, sequences, positions = time.perf_counter(), [], 0, 0
+    begun, rows, sequences, positions, skipped = time.perf_counter(), [], 0, 0, 0
     kept = {name: p for name, p in parameters.items() if "pooler" not in name and name != "cls.predictions.bias"}
     for number, reading in enumerate(readings):
+        if not reading.checked.predicts:
+            sequences, skipped = sequences + len(reading.clusters), skipped + 1
+            continue
         loss = MeanLoss(model, [reading.given], causal=causal, parameters=kept)
         z = torch.randn(loss.num_parameters, generator=seeds.generator(seed, "authors", number), dtype=loss.dtype)
         z = z.to(device_of(model))
@@ -261,6 +257,7 @@ def _authors(
         details={
             **described(model, list(kept.values()), causal=causal),
             "sequences": sequences,
+            "skipped_batches": skipped,
             "seed": seed,
             "parameters_left_out": [name for name in parameters if name not in kept],
             "error_covers": "batches, labels and probes",

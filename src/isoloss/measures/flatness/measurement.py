@@ -17,6 +17,7 @@ from isoloss.estimate import Estimate
 from isoloss.measures.checks import device_of
 from isoloss.measures.flatness.parameters import embeddings, quantized_weights, refuse_unreached
 from isoloss.measures.flatness.pool import Pool
+from isoloss.measures.flatness.predictions import NOTHING_PREDICTED, Batch
 from isoloss.measures.flatness.record import Place, Record
 from isoloss.measures.flatness.tally import PoolMeans, Shares, Tally
 from isoloss.memory import keep_freed
@@ -65,8 +66,8 @@ class Source(Protocol):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
-        """Measure a batch without its documents; `first` is the place of its first sequence in the stream."""
+    def measure(self, batch: Batch, first: int) -> Norms:
+        """Measure a batch, which may predict nothing; `first` is the place of its first sequence in the stream."""
         ...
 
     def details(self) -> dict[str, Any]:
@@ -175,6 +176,8 @@ class Measurement:
                 raise IsolossError("there are no batches, so there is nothing to measure")
             if self._distributed:
                 self._gather()
+            if not self._place.positions:
+                raise IsolossError(NOTHING_PREDICTED)
             result = self._estimate(reason)
             if record is not None:
                 record.remove()
@@ -203,7 +206,7 @@ class Measurement:
             if progress is not None:
                 progress(self._place.sequences)
             clusters = len(self._tally)
-            if stopping.rtol is not None and clusters >= look:
+            if stopping.rtol is not None and clusters >= look and self._place.positions:
                 look = _next_look(clusters)
                 shares = self.shares()
                 if shares.stderr <= stopping.rtol * shares.value:
@@ -225,10 +228,10 @@ class Measurement:
             raise IsolossError(f"batch {place.batches}: all batches have `documents`, or none has")
         if self._pool is not None and self._pool.by_document != (documents is not None):
             raise IsolossError("both the batches and their pool have `documents`, or neither has")
+        given = {name: value for name, value in batch.items() if name != "documents"}
         try:
-            norms = self._source.measure(
-                {name: value for name, value in batch.items() if name != "documents"}, self._first + place.sequences
-            )
+            read = Batch.read(given, self._model, causal=self._source.causal)
+            norms = self._source.measure(read, self._first + place.sequences)
             controls = norms.controls
             if self._pool is not None:
                 controls = torch.cat([controls, self._pool.features(batch)], dim=1)
@@ -245,6 +248,7 @@ class Measurement:
             batches=place.batches + 1,
             sequences=place.sequences + len(norms.positions),
             positions=place.positions + int(norms.positions.sum()),
+            skipped=place.skipped + (not read.predicts),
             by_document=documents is not None,
             seconds=place.seconds,
         )
@@ -260,13 +264,15 @@ class Measurement:
             batches=sum(place.batches for place in places),
             sequences=sum(place.sequences for place in places),
             positions=sum(place.positions for place in places),
+            skipped=sum(place.skipped for place in places),
             seconds=max(place.seconds for place in places),
         )
 
     def _estimate(self, reason: str) -> Estimate:
         shares, source = self.shares(), self._source
         details = source.details()
-        refuse_unreached(self._model, self._names, details["parameters_without_gradient"])
+        if not bool(shares.by_parameter.any()):  # after a resumption the source has not seen all batches
+            refuse_unreached(self._model, self._names, details["parameters_without_gradient"])
         return Estimate(
             value=shares.value,
             stderr=shares.stderr,
@@ -283,6 +289,7 @@ class Measurement:
             details={
                 **described(self._model, list(source.parameters.values()), causal=source.causal),
                 "sequences": self._place.sequences,
+                "skipped_batches": self._place.skipped,
                 "leading_cluster": shares.leading,
                 "pool_sequences": 0 if self._pool is None else self._pool.num_sequences,
                 "pool_bigrams": any(shares.pool_controls[:1]),
