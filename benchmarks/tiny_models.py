@@ -67,6 +67,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeo": {"attention_types": [[["global", "local"], 1]]},
     "GraniteMoeHybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "Lfm2Moe": {"layer_types": ["conv", "full_attention"]},
+    "Longformer": {"attention_window": 8},
     "Luke": {"entity_vocab_size": 5, "entity_emb_size": 4},
     "Mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 2},
     "NeoMME": {"head_dim": 16},

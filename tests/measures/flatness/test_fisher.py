@@ -444,11 +444,16 @@ def test_the_estimate_says_what_was_done_and_survives_json():
     assert found.seconds > 0
     details = dict(found.details)
     assert 0 < details.pop("leading_cluster") < 1
+    others = [share for name, share in found.by_parameter.items() if "embeddings.weight" not in name]
+    assert details.pop("without_embeddings") == pytest.approx(sum(others), rel=1e-12)
+    assert 0 < details.pop("without_embeddings_stderr") < found.stderr
     assert details == {
         "device": "cpu",
         "dtype": "float64",
         "attention": "eager",
+        "embeddings": [name for name in found.by_parameter if name.endswith("embeddings.weight")],
         "num_parameters": sum(p.numel() for p in bert(7).parameters()),
+        "quantized_weights": 0,
         "predicts": "masked tokens",
         "sequences": 8,
         "skipped_batches": 0,

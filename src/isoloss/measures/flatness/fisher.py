@@ -99,10 +99,12 @@ def fisher_trace(
 
     Returns:
         The estimate in nats per predicted token, `by_parameter` adding up to `value`, with `samples` the number of
-        clusters and `num_inputs` the number of predicted positions.
+        clusters and `num_inputs` the number of predicted positions. Among the details are the names of the
+        `embeddings` and, with its error, the trace `without_embeddings`.
 
     Raises:
-        IsolossError: Dropout is on, no parameter is trainable, there are no batches or none predicts anything, a batch
+        IsolossError: Dropout is on, no parameter is trainable, one that is given is not the model's, no prediction
+            depends on a measured parameter, there are no batches or none predicts anything, a batch
             does not fit the model, a logit or gradient is not finite, fewer than two clusters predict something, the
             pool cannot be read, `resume` is of another measurement, or it is to be distributed without a process group
             or with `rtol` or `seconds`.
