@@ -13,6 +13,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from isoloss.errors import IsolossError
 
+_COMPILED = "_orig_mod"  # what torch.compile calls the module that it is given
+NOTHING_PREDICTED = "nothing is predicted: every label that the model could be scored on is -100"
+
 # of PEFT's prompt learning: what is put before the keys and values, not before the tokens
 _BEFORE_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 
@@ -40,15 +43,21 @@ def refuse_dropout(model: nn.Module) -> None:
 
 
 def measured_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name, tied ones once.
+    """Return the trainable parameters by name, tied ones once. Compiled parts have the names that they had before.
 
     Raises:
-        IsolossError: There is none.
+        IsolossError: There is none, or they were made in `torch.inference_mode`.
     """
     model = unwrapped(model)
-    parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    named = ((name.replace(f"{_COMPILED}.", ""), value) for name, value in model.named_parameters())
+    parameters = {name: value for name, value in named if value.requires_grad}
     if not parameters:
         raise IsolossError(f"{type(model).__name__} has no trainable parameter: set requires_grad on what should count")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise IsolossError(
+            f"{type(model).__name__} was loaded in torch.inference_mode, where parameters have no gradient: load it "
+            "outside"
+        )
     return parameters
 
 
@@ -73,7 +82,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
-        elif isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):
+        elif isinstance(inner := model._modules.get(_COMPILED), nn.Module):
             model = inner
         else:
             return model
@@ -101,9 +110,6 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
     Inside, gradients are enabled, `torch.inference_mode` is off, nothing runs compiled, and no activation is dropped
     to be computed again. None of this changes what is computed.
 
-    Raises:
-        IsolossError: The parameters were made in `torch.inference_mode`.
-
     Example:
         >>> layer = nn.Linear(2, 1)
         >>> with torch.inference_mode(), plainly(nn.DataParallel(layer)) as model:
@@ -111,11 +117,6 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
         (True, True)
     """
     inner = unwrapped(model)
-    if any(parameter.is_inference() for parameter in inner.parameters()):
-        raise IsolossError(
-            f"{type(inner).__name__} was loaded in torch.inference_mode, where parameters have no gradient: load it "
-            "outside"
-        )
     checkpointing = [module for module in inner.modules() if getattr(module, "gradient_checkpointing", False) is True]
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled

@@ -304,11 +304,11 @@ class Predictor:
         try:
             with self._same_draws():
                 early = self._attempt(batch, gathering)
+            if early is None or early.capture.without_rule - plain.capture.without_rule:
+                return False
+            return _agree(early.logits, plain.logits) and _keeps_positions_apart(early)
         except Exception:  # what needs all positions may fail in any way
             return False
-        if early is None or early.capture.without_rule - plain.capture.without_rule:
-            return False
-        return _agree(early.logits, plain.logits) and _keeps_positions_apart(early)
 
     def _separates(self, plain: Predictions, batch: Batch, gathering: Gathering) -> bool:
         """Whether positions keep their logits where the first and the last one are NaN from the place on.
@@ -436,6 +436,13 @@ class Predictor:
             hooks.append(edge.node.register_prehook(partial(found.receive_hidden, edge.output_nr)))
         try:
             torch.autograd.grad(predictions.logits, predictions.leaves, cotangent, retain_graph=keep, allow_unused=True)
+        except RuntimeError as error:
+            if "torch.utils.checkpoint" in str(error):
+                raise IsolossError(
+                    f"{type(self._model).__name__} drops activations to compute them again (torch.utils.checkpoint): "
+                    "switch that off while it is measured"
+                ) from error
+            raise
         finally:
             for hook in hooks:
                 hook.remove()

@@ -125,6 +125,7 @@ def _reporting(readings: Iterator[Reading], progress: Callable[[int], None] | No
 # --- the Fisher's part and the residual ------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def _with_residual(
     model: nn.Module,
     readings: Iterator[Reading],
@@ -228,6 +229,7 @@ def _requiring_gradients(parameters: Mapping[str, nn.Parameter]) -> Iterator[Non
 # --- the authors' code -----------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def _authors(
     model: nn.Module,
     readings: Iterator[Reading],
