@@ -110,6 +110,9 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
     Inside, gradients are enabled, `torch.inference_mode` is off, nothing runs compiled, and no activation is dropped
     to be computed again. None of this changes what is computed.
 
+    Raises:
+        IsolossError: The model drops activations by itself, and a backward pass fails at that.
+
     Example:
         >>> layer = nn.Linear(2, 1)
         >>> with torch.inference_mode(), plainly(nn.DataParallel(layer)) as model:
@@ -126,7 +129,15 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
         for module in checkpointing:
             stack.callback(setattr, module, "gradient_checkpointing", True)
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        yield inner
+        try:
+            yield inner
+        except RuntimeError as error:
+            if "torch.utils.checkpoint" in str(error):
+                raise IsolossError(
+                    f"{type(inner).__name__} drops activations to compute them again (torch.utils.checkpoint): switch "
+                    "that off while it is measured"
+                ) from error
+            raise
 
 
 def is_causal(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from dense_curvature import VOCAB, batch_of, gpt2
+from plain_gradients import assert_norms, measure
 from test_gathering import all_signs, assert_exact  # noqa: F401 (a fixture)
 from torch import nn
 
@@ -141,23 +142,34 @@ def test_a_model_that_was_loaded_in_inference_mode_is_refused():
 class Checkpointing(nn.Module):
     """Calls torch's checkpoint by itself, around a part in which positions meet."""
 
-    def __init__(self):
+    def __init__(self, *, use_reentrant):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
         self.mix, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.use_reentrant = use_reentrant
 
     def body(self, x):
         return self.norm(self.mix(x.cumsum(dim=1)).tanh())
 
     def forward(self, input_ids):
-        x = torch.utils.checkpoint.checkpoint(self.body, self.embed(input_ids), use_reentrant=False)
+        x = torch.utils.checkpoint.checkpoint(self.body, self.embed(input_ids), use_reentrant=self.use_reentrant)
         return types.SimpleNamespace(logits=self.head(x))
 
 
-def test_a_model_that_checkpoints_by_itself_is_refused():
+def test_a_model_that_checkpoints_by_itself():
+    model, batch = Checkpointing(use_reentrant=False).double(), batches()[0]
+    norms, expected, predictor, _ = measure(model, batch, causal=False)
+    assert predictor.slow_parameters == ()
+    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in MEASURES if name != "noise"])
+def test_a_model_whose_checkpoints_take_no_part_in_a_gradient(name):
+    model = Checkpointing(use_reentrant=True).double()
+    model.config = types.SimpleNamespace(is_decoder=True, vocab_size=VOCAB)
     with pytest.raises(IsolossError, match=r"Checkpointing drops activations to compute them again .*switch that off"):
-        fisher_trace(Checkpointing().double(), batches(), causal=False)
+        MEASURES[name](model, batches())
 
 
 @pytest.mark.parametrize("name", MEASURES)

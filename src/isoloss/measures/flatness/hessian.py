@@ -140,7 +140,8 @@ def _with_residual(
     source = Integrated(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
     with source:
         for reading in readings:
-            norms = source.measure(reading.checked, reading.first)
+            with plainly(model):
+                norms = source.measure(reading.checked, reading.first)
             with _requiring_gradients(parameters):
                 residual = _residual(model, reading, parameters, num_probes=num_probes, seed=seed)
             for tally, values, controls in (

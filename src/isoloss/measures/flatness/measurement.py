@@ -14,7 +14,7 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, unwrapped
+from isoloss.measures.checks import device_of, plainly, unwrapped
 from isoloss.measures.flatness.pool import Pool
 from isoloss.measures.flatness.predictions import Batch
 from isoloss.measures.flatness.record import Place, Record
@@ -229,7 +229,8 @@ class Measurement:
         given = {name: value for name, value in batch.items() if name != "documents"}
         try:
             read = Batch.read(given, self._model, causal=self._source.causal)
-            norms = self._source.measure(read, self._first + place.sequences)
+            with plainly(self._model):
+                norms = self._source.measure(read, self._first + place.sequences)
             controls = norms.controls
             if self._pool is not None:
                 controls = torch.cat([controls, self._pool.features(batch)], dim=1)
