@@ -41,8 +41,8 @@ LIBRARIES = ("isoloss", "torch", "transformers", "numpy")
 LENGTH = 6
 # tokens and predicted positions of each sequence of two batches, the second with an attention mask
 BATCHES = (((6, (1, 3)), (6, (2,))), ((6, (1, 4)), (4, (2,))))
-# relative, and of the total; most models compute in float64 all through, some norms and rotations in float32
-TOLERANCES = {torch.float64: (1e-8, 1e-12), torch.float32: (2e-3, 1e-6)}
+# relative, and of the total; norms and rotations of many models compute in float32 whatever the weights are
+TOLERANCES = {torch.float64: (1e-8, 1e-12), torch.float32: (1e-4, 1e-7)}
 
 
 Batch = dict[str, torch.Tensor]
@@ -190,7 +190,7 @@ def check(model: nn.Module, *, causal: bool) -> dict[str, Any]:
         "outcome": "right" if is_right else "wrong",
         "trace": found.value,
         "relative_difference": gap / total if total else gap,
-        "wrong": wrong,
+        **({"wrong": wrong} if wrong else {}),
         "positions_gathered": found.details["positions_gathered"],
         "parameters": len(expected),
         "parameters_by_autograd": len(found.details["parameters_by_autograd"]),
@@ -242,8 +242,8 @@ def page(record: dict[str, Any]) -> str:
         "In the other variants the weights of one kind of projection are also zero, in models that have it. A result "
         "is right if the trace and every parameter's share agree with the enumeration: within "
         f"{TOLERANCES[torch.float64][0]:g} of the value where all of the model computes in float64, within "
-        f"{TOLERANCES[torch.float32][0]:g} where part of it computes in float32. Refused means one clear sentence, "
-        "failed any other error. The table of classes gives the relative difference of the trace.",
+        f"{TOLERANCES[torch.float32][0]:g} where part of it, be it a mask, is in float32. Refused means one clear "
+        "sentence, failed any other error. The table of classes gives the relative difference of the trace.",
         "",
         "| variant | models | right | wrong | failed | refused |",
         "|---|---:|---:|---:|---:|---:|",
@@ -282,7 +282,8 @@ def _complaints(row: Mapping[str, Any]) -> Iterator[str]:
         if "message" in result:
             yield f"{row['model']}, {variant}: {result['outcome']}: {result['message']}"
             continue
-        parts = [f"`{name}` {found:.6g} for {exact:.6g}" for name, (found, exact) in result["wrong"].items()]
+        shares = result.get("wrong", {}).items()
+        parts = [f"`{name}` {found:.6g} for {exact:.6g}" for name, (found, exact) in shares]
         more = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
         whole = f"{result['trace']:.6g} for {result['exact']:.6g}"
         yield f"{row['model']}, {variant}: wrong, {whole}: {', '.join(parts[:4])}{more}"

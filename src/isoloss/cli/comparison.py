@@ -62,7 +62,7 @@ def print_tables(found: Comparison) -> None:
         f"{trace.num_inputs:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard error "
         f"over {trace.samples:,} {trace.details['clusters']}"
     )
-    for line in adjustment(trace):
+    for line in (*skipped(trace), *adjustment(trace)):
         common.say_wrapped(line)
     if found.pairs:
         for sentence in _verdict(found, short):
@@ -104,6 +104,12 @@ def short_names(names: list[str]) -> dict[str, str]:
     """Return each name without the folders that all have in common."""
     shared = len(Path(os.path.commonpath(names)).parts) if len({Path(name).is_absolute() for name in names}) == 1 else 0
     return {name: str(Path(*Path(name).parts[shared:])) if len(Path(name).parts) > shared else name for name in names}
+
+
+def skipped(trace: Estimate) -> Iterator[str]:
+    """Say how many batches had nothing to predict; nothing where none had."""
+    if number := trace.details["skipped_batches"]:
+        yield f"{number:,} batch{'es' if number > 1 else ''} skipped: every label is -100"
 
 
 def adjustment(trace: Estimate) -> Iterator[str]:

@@ -231,6 +231,7 @@ def _remarks(args: Args, trace: Estimate) -> Iterator[str]:
         f"{trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
         f"{details['num_parameters']:,} parameters, {details['predicts']}"
     )
+    yield from comparison.skipped(trace)
     yield from comparison.adjustment(trace)
     drawn = "labels" if args.method == "paper" else "sign vectors"
     yield (

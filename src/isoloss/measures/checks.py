@@ -13,6 +13,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from isoloss.errors import IsolossError
 
+_COMPILED = "_orig_mod"  # what torch.compile calls the module that it is given
+NOTHING_PREDICTED = "nothing is predicted: every label that the model could be scored on is -100"
+
 # of PEFT's prompt learning: what is put before the keys and values, not before the tokens
 _BEFORE_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 
@@ -40,15 +43,21 @@ def refuse_dropout(model: nn.Module) -> None:
 
 
 def measured_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name, tied ones once.
+    """Return the trainable parameters by name, tied ones once. Compiled parts have the names that they had before.
 
     Raises:
-        IsolossError: There is none.
+        IsolossError: There is none, or they were made in `torch.inference_mode`.
     """
     model = unwrapped(model)
-    parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    named = ((name.replace(f"{_COMPILED}.", ""), value) for name, value in model.named_parameters())
+    parameters = {name: value for name, value in named if value.requires_grad}
     if not parameters:
         raise IsolossError(f"{type(model).__name__} has no trainable parameter: set requires_grad on what should count")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise IsolossError(
+            f"{type(model).__name__} was loaded in torch.inference_mode, where parameters have no gradient: load it "
+            "outside"
+        )
     return parameters
 
 
@@ -73,7 +82,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
-        elif isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):
+        elif isinstance(inner := model._modules.get(_COMPILED), nn.Module):
             model = inner
         else:
             return model
@@ -102,7 +111,7 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
     to be computed again. None of this changes what is computed.
 
     Raises:
-        IsolossError: The parameters were made in `torch.inference_mode`.
+        IsolossError: The model drops activations by itself, and a backward pass fails at that.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -111,11 +120,6 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
         (True, True)
     """
     inner = unwrapped(model)
-    if any(parameter.is_inference() for parameter in inner.parameters()):
-        raise IsolossError(
-            f"{type(inner).__name__} was loaded in torch.inference_mode, where parameters have no gradient: load it "
-            "outside"
-        )
     checkpointing = [module for module in inner.modules() if getattr(module, "gradient_checkpointing", False) is True]
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
@@ -125,7 +129,15 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
         for module in checkpointing:
             stack.callback(setattr, module, "gradient_checkpointing", True)
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        yield inner
+        try:
+            yield inner
+        except RuntimeError as error:
+            if "torch.utils.checkpoint" in str(error):
+                raise IsolossError(
+                    f"{type(inner).__name__} drops activations to compute them again (torch.utils.checkpoint): switch "
+                    "that off while it is measured"
+                ) from error
+            raise
 
 
 def is_causal(model: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """Where positions are gathered, in models whose weights or units hide that positions meet: the trace by parameter
 against enumeration of all labels by plain automatic differentiation in float64."""
 
+import functools
 import itertools
 import re
 import types
@@ -26,21 +27,25 @@ ZEROED = {
 }
 
 
+@functools.cache
+def vectors(count):
+    return torch.tensor(list(itertools.product((-1, 1), repeat=count)))
+
+
 @pytest.fixture
 def all_signs(monkeypatch):
     """Let probe i of each sequence have the i-th of all sign vectors, so that the mean over probes is exact."""
-    vectors = torch.tensor(list(itertools.product((-1, 1), repeat=VOCAB)))
 
     def signs(streams, device, seed, *, copies=1):
-        return packed([vectors[name[-1]] for _, name in streams], copies)
+        return packed([vectors(count)[name[-1]] for count, name in streams], copies)
 
     monkeypatch.setattr(probes, "packed_signs", signs)
 
 
-def assert_exact(model, batch, *, causal, rtol=1e-9):
+def assert_exact(model, batch, *, causal, vocab=VOCAB, rtol=1e-9, reference=None):
     """The traces are the enumerated labels'; return where positions are gathered, and what takes the slow path."""
-    found = fisher_trace(model, [batch], num_probes=2**VOCAB, causal=causal)
-    _, split = exact(model, batch, causal=causal)
+    found = fisher_trace(model, [batch], num_probes=2**vocab, causal=causal)
+    _, split = exact(reference or model, batch, causal=causal)
     torch.testing.assert_close(
         torch.tensor(list(found.by_parameter.values()), dtype=torch.float64), split, rtol=rtol, atol=rtol * 1e-3
     )

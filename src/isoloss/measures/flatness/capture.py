@@ -90,6 +90,7 @@ class Capture(TorchFunctionMode):
         layout: How the tokens lie in activations at this point.
         uses: What was noted, in order.
         without_rule: Names of parameters with a use that no rule knows.
+        shared: Whether a lookup for all sequences together was made one for each.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Capture(TorchFunctionMode):
         self.layout = Layout(*predicted.shape)
         self.uses: list[Use] = []
         self.without_rule: set[str] = set()
+        self.shared = False
         self._handles = {id(parameter): Handle(name) for name, parameter in parameters.items()}
         self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
         self._aliases: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
@@ -118,9 +120,17 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.gathered:
             args, kwargs = self._together(func, args, kwargs)
+        if self.shared and func is torch.Tensor.repeat and self._is_repeated(*args):
+            return args[0].clone()
         if func is F.linear:
             return self._linear(*args, **kwargs)
         return self._watched(func, args, kwargs)
+
+    def _is_repeated(self, values: torch.Tensor, *sizes: Any) -> bool:
+        """Whether this would give each sequence what it has already been given."""
+        times = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
+        number = self.layout.num_sequences
+        return len(values) == number and times == (number, *[1] * (values.ndim - 1))
 
     def _linear(
         self,

@@ -16,7 +16,7 @@ from torch import nn
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.loading import load
-from isoloss.measures.checks import is_causal
+from isoloss.measures.checks import is_causal, unwrapped
 from isoloss.measures.flatness.differences import Comparison, Influence, compared
 from isoloss.measures.flatness.fisher import Integrated
 from isoloss.measures.flatness.measurement import UNIT, InterruptedEstimate, Measurement, Norms, Stopping
@@ -60,7 +60,7 @@ class Outline:
     @classmethod
     def of(cls, name: str, model: nn.Module, causal: bool | None = None) -> Outline:
         """Return a model's outline; `causal` None: by its class."""
-        config: Any = getattr(model, "config", None)
+        config: Any = getattr(unwrapped(model), "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         return cls(name, is_causal(model) if causal is None else causal, getattr(text, "vocab_size", None))
 
@@ -151,7 +151,8 @@ def compare(
     for name, given in named.items():
         step = None if progress is None else _progress_of(name, progress)
         try:
-            model = given if isinstance(given, nn.Module) else given()
+            with torch.inference_mode(False):
+                model = given if isinstance(given, nn.Module) else given()
             outline = Outline.of(name, model, causal)
             first = first or outline
             first.check(outline)

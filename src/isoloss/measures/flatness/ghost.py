@@ -304,11 +304,11 @@ class Predictor:
         try:
             with self._same_draws():
                 early = self._attempt(batch, gathering)
+            if early is None or early.capture.without_rule - plain.capture.without_rule:
+                return False
+            return _agree(early.logits, plain.logits) and _keeps_positions_apart(early)
         except Exception:  # what needs all positions may fail in any way
             return False
-        if early is None or early.capture.without_rule - plain.capture.without_rule:
-            return False
-        return _agree(early.logits, plain.logits) and _keeps_positions_apart(early)
 
     def _separates(self, plain: Predictions, batch: Batch, gathering: Gathering) -> bool:
         """Whether positions keep their logits where the first and the last one are NaN from the place on.

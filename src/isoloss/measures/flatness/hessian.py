@@ -125,6 +125,7 @@ def _reporting(readings: Iterator[Reading], progress: Callable[[int], None] | No
 # --- the Fisher's part and the residual ------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def _with_residual(
     model: nn.Module,
     readings: Iterator[Reading],
@@ -139,7 +140,8 @@ def _with_residual(
     source = Integrated(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
     with source:
         for reading in readings:
-            norms = source.measure(reading.checked, reading.first)
+            with plainly(model):
+                norms = source.measure(reading.checked, reading.first)
             with requiring_gradients(parameters):
                 residual = _residual(model, reading, parameters, num_probes=num_probes, seed=seed)
             for tally, values, controls in (
@@ -216,6 +218,7 @@ def _residual(
 # --- the authors' code -----------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def _authors(
     model: nn.Module,
     readings: Iterator[Reading],

@@ -52,16 +52,16 @@ def sampled_label_norms(
         with plainly(model):
             logits = predicted_logits(model, batch.rows(torch.tensor([row])))
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-        for position in log_p:
-            p = position.detach().cpu().double().exp()
-            for label in torch.multinomial(p, num_labels, replacement=True, generator=generator).tolist():
-                gradients = torch.autograd.grad(
-                    position[label], list(parameters.values()), retain_graph=True, allow_unused=True
-                )
-                for column, (name, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-                    if gradient is not None:
-                        reached.add(name)
-                        norms[row, column] += _square_norm(gradient) / num_labels
+            for position in log_p:
+                p = position.detach().cpu().double().exp()
+                for label in torch.multinomial(p, num_labels, replacement=True, generator=generator).tolist():
+                    gradients = torch.autograd.grad(
+                        position[label], list(parameters.values()), retain_graph=True, allow_unused=True
+                    )
+                    for column, (name, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                        if gradient is not None:
+                            reached.add(name)
+                            norms[row, column] += _square_norm(gradient) / num_labels
     return norms, reached
 
 

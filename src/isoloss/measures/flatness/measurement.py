@@ -14,10 +14,10 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of
+from isoloss.measures.checks import device_of, plainly, unwrapped
 from isoloss.measures.flatness.parameters import embeddings, quantized_weights, refuse_unreached
 from isoloss.measures.flatness.pool import Pool
-from isoloss.measures.flatness.predictions import NOTHING_PREDICTED, Batch
+from isoloss.measures.flatness.predictions import Batch
 from isoloss.measures.flatness.record import Place, Record
 from isoloss.measures.flatness.tally import PoolMeans, Shares, Tally
 from isoloss.memory import keep_freed
@@ -122,6 +122,7 @@ class Measurement:
         IsolossError: It is to be distributed, and torch.distributed has no process group.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self, model: nn.Module, source: Source, *, distributed: bool = False, pool: Pool | None = None
     ) -> None:
@@ -142,6 +143,7 @@ class Measurement:
         """Return what the result is made of, and the influence of each cluster, which errors of differences rest on."""
         return self._tally.shares()
 
+    @torch.inference_mode(False)
     def run(
         self,
         batches: Iterable[Mapping[str, Any]],
@@ -176,8 +178,6 @@ class Measurement:
                 raise IsolossError("there are no batches, so there is nothing to measure")
             if self._distributed:
                 self._gather()
-            if not self._place.positions:
-                raise IsolossError(NOTHING_PREDICTED)
             result = self._estimate(reason)
             if record is not None:
                 record.remove()
@@ -206,7 +206,9 @@ class Measurement:
             if progress is not None:
                 progress(self._place.sequences)
             clusters = len(self._tally)
-            if stopping.rtol is not None and clusters >= look and self._place.positions:
+            if not self._place.positions:
+                continue
+            if stopping.rtol is not None and clusters >= look:
                 look = _next_look(clusters)
                 shares = self.shares()
                 if shares.stderr <= stopping.rtol * shares.value:
@@ -231,7 +233,8 @@ class Measurement:
         given = {name: value for name, value in batch.items() if name != "documents"}
         try:
             read = Batch.read(given, self._model, causal=self._source.causal)
-            norms = self._source.measure(read, self._first + place.sequences)
+            with plainly(self._model):
+                norms = self._source.measure(read, self._first + place.sequences)
             controls = norms.controls
             if self._pool is not None:
                 controls = torch.cat([controls, self._pool.features(batch)], dim=1)
@@ -324,7 +327,7 @@ def described(model: nn.Module, counted: Sequence[nn.Parameter], *, causal: bool
     return {
         "device": str(device_of(model)),
         "dtype": str(counted[0].dtype).removeprefix("torch."),
-        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+        "attention": getattr(getattr(unwrapped(model), "config", None), "_attn_implementation", None),
         "num_parameters": sum(parameter.numel() for parameter in counted),
         "quantized_weights": quantized_weights(model),
         "predicts": "next token" if causal else "masked tokens",

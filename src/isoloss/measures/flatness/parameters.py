@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError, warn
-from isoloss.measures.checks import measured_parameters
+from isoloss.measures.checks import measured_parameters, unwrapped
 
 
 def counted_parameters(
@@ -41,7 +41,7 @@ def counted_parameters(
     known = {id(parameter) for parameter in model.parameters()}
     if others := [name for name, value in parameters.items() if id(value) not in known]:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        raise IsolossError(f"parameters has {others[0]}{more}, which {type(model).__name__} does not have")
+        raise IsolossError(f"parameters has {others[0]}{more}, which {type(unwrapped(model)).__name__} does not have")
     return dict(parameters)
 
 
@@ -63,7 +63,8 @@ def quantized_weights(model: nn.Module) -> int:
     """Return how many weights of linear maps and embeddings are kept as integers or packed, and are no parameters.
 
     Example:
-        >>> layer = torch.ao.nn.quantized.dynamic.Linear(3, 2)
+        >>> layer = nn.Linear(3, 2)
+        >>> layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
         >>> quantized_weights(nn.Sequential(layer, nn.Linear(2, 2)))
         6
     """
@@ -84,9 +85,8 @@ def refuse_unreached(model: nn.Module, names: Iterable[str], without_gradient: I
     if set(names) <= set(without_gradient):
         quantized = quantized_weights(model)
         reason = f"; {quantized:,} weights are quantized, and only floating-point ones are measured" * bool(quantized)
-        raise IsolossError(
-            f"no prediction of {type(model).__name__} has a gradient with respect to any measured parameter{reason}"
-        )
+        name = type(unwrapped(model)).__name__
+        raise IsolossError(f"no prediction of {name} has a gradient with respect to any measured parameter{reason}")
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def _passes_no_gradient(module: nn.Module) -> bool:
 def _says_what_is_missed(model: nn.Module, missed: int) -> str:
     layers = _quantized(model)
     message = (
-        f"{missed:,} weights of {len(layers)} quantized layers of {type(model).__name__} are no parameters "
+        f"{missed:,} weights of {len(layers)} quantized layers of {type(unwrapped(model)).__name__} are no parameters "
         "and are not measured"
     )
     if any(_passes_no_gradient(layer) and not isinstance(layer, nn.Embedding) for layer in layers):

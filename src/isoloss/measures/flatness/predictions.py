@@ -18,11 +18,9 @@ from torch.autograd.graph import Node
 
 from isoloss.errors import IsolossError
 from isoloss.languages.masking import IGNORED
-from isoloss.measures.checks import architecture, device_of, plainly, virtual_tokens
+from isoloss.measures.checks import NOTHING_PREDICTED, architecture, device_of, plainly, virtual_tokens
 from isoloss.measures.flatness.capture import Capture, Decoder
 from isoloss.measures.flatness.gathering import Gathering, gathered_at
-
-NOTHING_PREDICTED = "nothing is predicted: every label that the model could be scored on is -100"
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class Batch:
     targets: torch.Tensor
 
     @staticmethod
+    @torch.inference_mode(False)  # whose tensors no graph may hold
     def read(batch: Mapping[str, Any], model: nn.Module, *, causal: bool) -> Batch:
         """Check a batch for a model and mark what it predicts; a causal model predicts label t + 1 at position t.
 
@@ -64,10 +63,9 @@ class Batch:
                     raise IsolossError(
                         f"labels of shape {tuple(labels.shape)} do not fit {name} of shape {tuple(value.shape)}"
                     )
-                value = value.clone() if value.is_inference() else value  # which no graph may hold
-                value = value.to(device)
+                value = (value.clone() if value.is_inference() else value).to(device)
             inputs[name] = value
-        labels = labels.to(device)
+        labels = (labels.clone() if labels.is_inference() else labels).to(device)
         if causal:
             labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)], dim=1)
         predicted = labels != IGNORED
@@ -83,6 +81,7 @@ class Batch:
         if not self.predicts:
             raise IsolossError(NOTHING_PREDICTED)
 
+    @torch.inference_mode(False)
     def rows(self, chosen: torch.Tensor) -> Batch:
         """Return some of the sequences, by their places in the batch."""
         chosen = chosen.to(self.predicted.device)
@@ -98,6 +97,7 @@ class Batch:
         """Return the first `count` sequences that predict something, or as many as there are."""
         return self.rows(self.predicted.any(dim=1).nonzero()[:count, 0])
 
+    @torch.inference_mode(False)
     def every_other(self) -> Batch:
         """Return the batch with every second position predicted, whatever was: each has one before it that is not.
 
@@ -161,7 +161,8 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gatheri
         The predictions; None if the pass did not come to where the positions were to be gathered.
 
     Raises:
-        IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite.
+        IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite, or its attention kernel has no
+            gradient on this device.
     """
     with plainly(model) as plain:
         return _predict(plain, batch, capture, gathering)
@@ -172,7 +173,15 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gather
     if "use_cache" not in inputs and "use_cache" in inspect.signature(architecture(model).forward).parameters:
         inputs["use_cache"] = False  # a cache copies keys and values
     with capture, gathered_at(model, gathering.call, capture):
-        output = model(**inputs)
+        try:
+            output = model(**inputs)
+        except NotImplementedError as error:
+            if "FlexAttention" in str(error):
+                raise IsolossError(
+                    f"flex_attention has no gradient on the device {batch.predicted.device.type}: call "
+                    'model.set_attn_implementation("sdpa") before measuring'
+                ) from error
+            raise
     logits = getattr(output, "logits", None)
     if gathering.is_early and not capture.gathered:
         return None

@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isoloss.errors import IsolossError
-from isoloss.measures.checks import device_of, is_causal, plainly, refuse_dropout
+from isoloss.measures.checks import NOTHING_PREDICTED, device_of, is_causal, plainly, refuse_dropout
 from isoloss.measures.flatness.capture import Capture
 from isoloss.measures.flatness.gathering import Gathering
 from isoloss.measures.flatness.parameters import counted_parameters, refuse_unreached, requiring_gradients
-from isoloss.measures.flatness.predictions import NOTHING_PREDICTED, Batch, predict
+from isoloss.measures.flatness.predictions import Batch, predict
 from isoloss.measures.flatness.reading import read_batches
 
 # what torch says where a function has a first derivative only

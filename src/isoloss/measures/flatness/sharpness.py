@@ -18,10 +18,9 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, is_causal, refuse_dropout
+from isoloss.measures.checks import NOTHING_PREDICTED, device_of, is_causal, refuse_dropout
 from isoloss.measures.flatness.measurement import UNIT, described
 from isoloss.measures.flatness.parameters import counted_parameters
-from isoloss.measures.flatness.predictions import NOTHING_PREDICTED
 from isoloss.measures.flatness.products import MeanLoss, predicted_logits
 from isoloss.measures.flatness.reading import Reading, read_batches
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from isoloss.errors import IsolossError
+from isoloss.measures.checks import NOTHING_PREDICTED
 
 FOLDS = 8
 _FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
@@ -267,13 +268,18 @@ class Tally:
         """Return the ratio, its error, and its split over the parameters, the document that goes on included.
 
         Raises:
-            IsolossError: There are fewer than two clusters.
+            IsolossError: Fewer than two clusters have a predicted position.
         """
         if self._clusters.document is not None:
             return Tally.merged([Tally.from_state(self.state())]).shares()  # it ends in a copy, and may go on here
         rows = torch.cat(self._rows)
-        if len(rows) < 2:
-            raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {len(rows)}")
+        predicting = int((rows[:, 4] > 0).sum())
+        if len(rows) and not predicting:
+            raise IsolossError(NOTHING_PREDICTED)
+        if predicting < 2:
+            raise IsolossError(
+                f"an error bar needs at least 2 independent sequences or documents, not {predicting} (with a label)"
+            )
         used, unlike = self._used(rows[:, 3], rows[:, _CONTROLS:])
         known = len(used) - len(self._pool.covariance)
         available = int(used[known:].sum())
