@@ -8,6 +8,7 @@ from speaking import as_json, refusal
 
 from isoloss.cli.main import main
 from isoloss.config import EvalConfig
+from isoloss.estimate import rounded
 from isoloss.evaluation import Evaluator
 from isoloss.runs import Run, checkpoint_of
 
@@ -84,6 +85,20 @@ def test_show_keeps_them_apart(capsys, run):
     of_run, of_average = text.split("\nevaluations\n")[1].split("\nevaluations of the averaged weights\n")
     assert [line.split()[0] for line in of_run.splitlines()[1:] if line] == ["10", "30"]
     assert [line.split()[0] for line in of_average.splitlines()[1:] if line] == ["10"]
+
+
+def test_a_trace_is_printed_with_and_without_embeddings(capsys, run):
+    capsys.readouterr()
+    assert main(["eval", str(run), "--steps", "30", "--measures", "trace", *SETTINGS]) == 0
+    printed = capsys.readouterr().out
+    assert main(["show", str(run)]) == 0
+    shown = capsys.readouterr().out
+    trace = Run(run).evaluation("trace", 30).estimates["trace"]
+    rest = [value for name, value in trace.by_parameter.items() if name not in trace.details["embeddings"]]
+    assert 0 < len(rest) < len(trace.by_parameter)
+    expected = f"{trace} ({rounded(sum(rest), trace.details['without_embeddings_stderr'])} without embeddings)"
+    assert expected in printed
+    assert expected in shown
 
 
 def test_the_table_names_what_was_measured(capsys, run):

@@ -1,6 +1,7 @@
 """`isoloss flatness` as a user meets it: several models, stopping, resuming, interruptions, and what it refuses."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers import (
 
 from isoloss.cli import comparison
 from isoloss.cli.main import main
+from isoloss.estimate import rounded
 from isoloss.measures import inputs
 from isoloss.measures.flatness import InterruptedEstimate, fisher, fisher_trace, pool
 from isoloss.measures.flatness.compare import compare
@@ -81,6 +83,31 @@ def test_the_output_says_what_was_measured(capsys, folder):
     assert "1,400 predicted tokens in 200 sequences" in lines[2]
     assert "fisher, labels integrated out, 1 sign vector per token; cpu, float32, attention sdpa" in lines[3]
     assert "model.embed_tokens.weight" in out
+
+
+def test_the_largest_shares_and_the_trace_without_embeddings_are_printed(capsys, folder):
+    data = ("--data", folder / "ids.npy", "--mask-id", "19")
+    trace = json.loads(call(capsys, folder / "bert", *data, "--json").out)["fisher_trace"]
+    details = trace["details"]
+    assert [name.split(".")[2] for name in details["embeddings"]] == [
+        "word_embeddings",
+        "position_embeddings",
+        "token_type_embeddings",
+    ]
+    rest = sum(share for name, share in trace["by_parameter"].items() if name not in details["embeddings"])
+    assert details["without_embeddings"] == pytest.approx(rest, rel=1e-9)
+    lines = call(capsys, folder / "bert", *data).out.splitlines()
+    table = lines[lines.index("largest shares by parameter") + 2 :]
+    largest = sorted(trace["by_parameter"].items(), key=lambda item: -item[1])[:3]
+    names, values = [name for name, _ in largest], [value for _, value in largest]
+    errors = [trace["by_parameter_stderr"][name] for name in names]
+    names.append("without embeddings")
+    values.append(rest)
+    errors.append(details["without_embeddings_stderr"])
+    assert len(table) == 4
+    for line, name, value, error in zip(table, names, values, errors, strict=True):
+        share = f"{100 * value / trace['value']:.1f} %"
+        assert line.split() == [*name.split(), *rounded(value, error).split(), *share.split()]
 
 
 def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
@@ -234,6 +261,12 @@ def test_the_tables_use_short_names_and_end_with_a_verdict(capsys, folder, tmp_p
     lines = out.splitlines()
     assert lines[1].split()[:2] == ["model", "parameters"]
     assert [line.split()[0] for line in lines[2:4]] == ["a", "c"]
+    models = json.loads(call(capsys, folder / "a", folder / "c", "--data", folder / "ids.npy", "--json").out)
+    for line, model in zip(lines[2:4], models["models"], strict=True):
+        trace, rest = model["trace"], model["without_embeddings"]
+        shares = [share for name, share in trace["by_parameter"].items() if "embed_tokens" not in name]
+        assert rest["value"] == pytest.approx(sum(shares), rel=1e-9)
+        assert re.split(r"\s{2,}", line)[3:5] == [rounded(part["value"], part["stderr"]) for part in (trace, rest)]
     assert "a less c" in out
     assert "1,400 predicted tokens in 200 sequences; ± is the standard error over 200 sequences" in out
     assert lines[-1].startswith("a is the flattest, with probability above 0.999: the next, c, has ")
@@ -264,7 +297,7 @@ def test_an_interrupted_comparison_prints_what_is_done(capsys, folder, monkeypat
     widths = []
 
     def stop(self, batch, first):
-        widths.append(len(self.names))
+        widths.append(len(self.parameters))
         if len(widths) == 12:  # four batches a model: the last one of the third
             raise KeyboardInterrupt
         return measure(self, batch, first)

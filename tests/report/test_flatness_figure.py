@@ -15,7 +15,13 @@ def estimate(value, stderr):
 
 def comparison(*traces):
     models = tuple(
-        Measured(name=f"m{i}", trace=estimate(trace, 0.5), loss=estimate(2.0 + i, 0.1), flattest=1 / len(traces))
+        Measured(
+            name=f"m{i}",
+            trace=estimate(trace, 0.5),
+            without_embeddings=estimate(trace / 2, 0.5),
+            loss=estimate(2.0 + i, 0.1),
+            flattest=1 / len(traces),
+        )
         for i, trace in enumerate(traces)
     )
     return Comparison(models=models, pairs=())

@@ -20,20 +20,23 @@ _SURE = 0.975  # the probability from which the verdict names a model
 def print_tables(found: Comparison) -> None:
     """Print the models, their differences where there are several, what they rest on, and a verdict."""
     short = short_names([model.name for model in found.models])
+    split = any(model.trace.details["embeddings"] for model in found.models)
     rows = [
         (
             short[model.name],
             f"{model.trace.details['num_parameters']:,}",
             rounded(model.loss.value, model.loss.stderr),
             rounded(model.trace.value, model.trace.stderr),
+            *([rounded(model.without_embeddings.value, model.without_embeddings.stderr)] if split else []),
             _probability(model.flattest),
         )
         for model in found.models
     ]
+    rest = ["without embeddings"] if split else []
     trace = found.models[0].trace
     common.print_table(
         "loss and trace of the Fisher, nats per predicted token",
-        ("model", "parameters", "loss", "trace", "probability of being the flattest"),
+        ("model", "parameters", "loss", "trace", *rest, "probability of being the flattest"),
         rows,
     )
     if found.pairs:
@@ -45,12 +48,13 @@ def print_tables(found: Comparison) -> None:
                 interval(pair.trace),
                 f"{pair.ratio:.3f}",
                 "{:.3f} to {:.3f}".format(*pair.ratio_ci95),
+                *([rounded(pair.without_embeddings.value, pair.without_embeddings.stderr)] if split else []),
             )
             for pair in found.pairs
         ]
         common.print_table(
             "\ndifferences, paired by input",
-            ("", "loss", "trace", "95 % interval", "ratio of traces", "95 % interval"),
+            ("", "loss", "trace", "95 % interval", "ratio of traces", "95 % interval", *rest),
             differences,
         )
     common.say("")
@@ -58,7 +62,7 @@ def print_tables(found: Comparison) -> None:
         f"{trace.num_inputs:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard error "
         f"over {trace.samples:,} {trace.details['clusters']}"
     )
-    for line in adjustment(trace):
+    for line in (*skipped(trace), *adjustment(trace)):
         common.say_wrapped(line)
     if found.pairs:
         for sentence in _verdict(found, short):
@@ -100,6 +104,12 @@ def short_names(names: list[str]) -> dict[str, str]:
     """Return each name without the folders that all have in common."""
     shared = len(Path(os.path.commonpath(names)).parts) if len({Path(name).is_absolute() for name in names}) == 1 else 0
     return {name: str(Path(*Path(name).parts[shared:])) if len(Path(name).parts) > shared else name for name in names}
+
+
+def skipped(trace: Estimate) -> Iterator[str]:
+    """Say how many batches had nothing to predict; nothing where none had."""
+    if number := trace.details["skipped_batches"]:
+        yield f"{number:,} batch{'es' if number > 1 else ''} skipped: every label is -100"
 
 
 def adjustment(trace: Estimate) -> Iterator[str]:

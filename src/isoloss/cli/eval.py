@@ -13,7 +13,7 @@ from isoloss.cli import common
 from isoloss.cli.transfer import bounds
 from isoloss.config import EvalConfig
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
+from isoloss.estimate import Estimate, rounded
 from isoloss.runs import Evaluation, Run, checkpoint_of
 
 EXAMPLES = [
@@ -92,12 +92,19 @@ def _checkpoints(args: Args) -> tuple[Run, list[int]]:
 def print_evaluations(title: str, evaluations: list[Evaluation]) -> None:
     """Print estimates as a table, one a line, each with its standard error and unit."""
     rows = [
-        (e.step, e.measure, name, f"{estimate}{_bounds(estimate)}", f"{estimate.num_inputs:,}")
+        (e.step, e.measure, name, f"{estimate}{_more(estimate)}", f"{estimate.num_inputs:,}")
         for e in sorted(evaluations, key=lambda e: (e.step, e.measure))
         for name, estimate in e.estimates.items()
     ]
     common.print_table(title, ("step", "measure", "estimate", "value ± standard error", "inputs"), rows, left=4)
 
 
-def _bounds(estimate: Estimate) -> str:
-    return f" ({bounds(estimate.details)})" if "majority_rate" in estimate.details else ""
+def _more(estimate: Estimate) -> str:
+    """Return what belongs beside an accuracy or a trace."""
+    details = estimate.details
+    if "majority_rate" in details:
+        return f" ({bounds(details)})"
+    if details.get("embeddings"):
+        rest = rounded(details["without_embeddings"], details["without_embeddings_stderr"])
+        return f" ({rest} without embeddings)"
+    return ""

@@ -200,6 +200,7 @@ def _one(args: Args, name: str) -> int:
 
 
 _FEW = 32  # clusters, of which one may well make up much of the error
+_LARGEST = 3  # shares that are printed in any case
 _LEADING = 0.25  # of the squared error: more than one cluster should make up
 
 
@@ -207,6 +208,8 @@ def _print(args: Args, trace: Estimate) -> None:
     common.say(f"trace of the Fisher: {trace}")
     for line in _remarks(args, trace):
         common.say_wrapped(line, indent=2)
+    if not args.by_parameter:
+        _print_largest(trace)
     if args.by_layer:
         _print_shares("layer", trace, trace.by_layer or {}, trace.by_layer_stderr or {})
     if args.by_parameter:
@@ -228,6 +231,7 @@ def _remarks(args: Args, trace: Estimate) -> Iterator[str]:
         f"{trace.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, "
         f"{details['num_parameters']:,} parameters, {details['predicts']}"
     )
+    yield from comparison.skipped(trace)
     yield from comparison.adjustment(trace)
     drawn = "labels" if args.method == "paper" else "sign vectors"
     yield (
@@ -236,6 +240,8 @@ def _remarks(args: Args, trace: Estimate) -> Iterator[str]:
     )
     if details.get("parameters_by_autograd"):
         yield f"by automatic differentiation, a sequence at a time: {', '.join(details['parameters_by_autograd'])}"
+    if details["quantized_weights"]:
+        yield f"{details['quantized_weights']:,} quantized weights were not measured: they are no parameters"
     if details["parameters_without_gradient"]:
         yield f"parameters without gradient: {', '.join(details['parameters_without_gradient'])}"
     if args.rtol is not None and trace.stderr > args.rtol * trace.value:
@@ -250,6 +256,19 @@ def percent(share: float) -> str:
         ('3.7 %', '0.5 %', '0.04 %')
     """
     return f"{100 * share:{'.1f' if share >= 0.001 else '.1g'}} %"
+
+
+def _print_largest(trace: Estimate) -> None:
+    """Print the parameters with the largest shares, and what is left without embeddings."""
+    shares, errors, details = trace.by_parameter or {}, trace.by_parameter_stderr or {}, trace.details
+    if len(shares) < 2 or trace.value <= 0:
+        return
+    largest = sorted(shares, key=lambda name: -shares[name])[:_LARGEST]
+    lines = [(name, shares[name], errors[name]) for name in largest]
+    if details["embeddings"]:
+        lines.append(("without embeddings", details["without_embeddings"], details["without_embeddings_stderr"]))
+    cells = [(name, rounded(value, error), f"{100 * value / trace.value:.1f} %") for name, value, error in lines]
+    common.print_table("\nlargest shares by parameter", ("parameter", "nats per predicted token", "share"), cells)
 
 
 def _print_shares(part: str, trace: Estimate, shares: Mapping[str, float], errors: Mapping[str, float]) -> None:

@@ -1,11 +1,23 @@
-"""What every measure asks of a model before it runs: no dropout left on, somewhere to put the inputs."""
+"""What every measure asks of a model before it runs, and how it runs it: plainly, whatever it is wrapped in."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from isoloss.errors import IsolossError
+
+_COMPILED = "_orig_mod"  # what torch.compile calls the module that it is given
+NOTHING_PREDICTED = "nothing is predicted: every label that the model could be scored on is -100"
+
+# of PEFT's prompt learning: what is put before the keys and values, not before the tokens
+_BEFORE_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def refuse_dropout(model: nn.Module) -> None:
@@ -31,14 +43,21 @@ def refuse_dropout(model: nn.Module) -> None:
 
 
 def measured_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name, tied ones once.
+    """Return the trainable parameters by name, tied ones once. Compiled parts have the names that they had before.
 
     Raises:
-        IsolossError: There is none.
+        IsolossError: There is none, or they were made in `torch.inference_mode`.
     """
-    parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    model = unwrapped(model)
+    named = ((name.replace(f"{_COMPILED}.", ""), value) for name, value in model.named_parameters())
+    parameters = {name: value for name, value in named if value.requires_grad}
     if not parameters:
         raise IsolossError(f"{type(model).__name__} has no trainable parameter: set requires_grad on what should count")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise IsolossError(
+            f"{type(model).__name__} was loaded in torch.inference_mode, where parameters have no gradient: load it "
+            "outside"
+        )
     return parameters
 
 
@@ -52,12 +71,82 @@ def device_of(model: nn.Module) -> torch.device:
 _UNSHIFTED = ("XLNetLMHeadModel", "XLMWithLMHeadModel")  # named like causal models, but transformers shifts no labels
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that `torch.compile` or data parallelism was put around, else the model itself.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> unwrapped(nn.DataParallel(layer)) is unwrapped(layer) is layer
+        True
+    """
+    while True:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif isinstance(inner := model._modules.get(_COMPILED), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def architecture(model: nn.Module) -> nn.Module:
+    """Return the language model inside whatever is around it, adapters of PEFT included."""
+    model = unwrapped(model)
+    base: Any = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def virtual_tokens(model: nn.Module) -> int:
+    """Return how many positions a model puts before the tokens that it is given: those of PEFT's prompt tuning."""
+    config: Any = getattr(unwrapped(model), "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False) or config.peft_type in _BEFORE_KEYS:
+        return 0
+    return int(config.num_virtual_tokens)
+
+
+@contextmanager
+def plainly(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model so that each function that it calls can be watched and differentiated, and leave it as found.
+
+    Inside, gradients are enabled, `torch.inference_mode` is off, nothing runs compiled, and no activation is dropped
+    to be computed again. None of this changes what is computed.
+
+    Raises:
+        IsolossError: The model drops activations by itself, and a backward pass fails at that.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> with torch.inference_mode(), plainly(nn.DataParallel(layer)) as model:
+        ...     model is layer, model(torch.ones(2)).requires_grad
+        (True, True)
+    """
+    inner = unwrapped(model)
+    checkpointing = [module for module in inner.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for module in checkpointing:
+            stack.callback(setattr, module, "gradient_checkpointing", True)
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        try:
+            yield inner
+        except RuntimeError as error:
+            if "torch.utils.checkpoint" in str(error):
+                raise IsolossError(
+                    f"{type(inner).__name__} drops activations to compute them again (torch.utils.checkpoint): switch "
+                    "that off while it is measured"
+                ) from error
+            raise
+
+
 def is_causal(model: nn.Module) -> bool:
     """Decide by the class name, then by the config, whether position t predicts token t + 1.
 
     Raises:
         IsolossError: Neither says.
     """
+    model = architecture(model)
     name = type(model).__name__
     if "ForMaskedLM" in name:
         return False

@@ -444,13 +444,19 @@ def test_the_estimate_says_what_was_done_and_survives_json():
     assert found.seconds > 0
     details = dict(found.details)
     assert 0 < details.pop("leading_cluster") < 1
+    others = [share for name, share in found.by_parameter.items() if "embeddings.weight" not in name]
+    assert details.pop("without_embeddings") == pytest.approx(sum(others), rel=1e-12)
+    assert 0 < details.pop("without_embeddings_stderr") < found.stderr
     assert details == {
         "device": "cpu",
         "dtype": "float64",
         "attention": "eager",
+        "embeddings": [name for name in found.by_parameter if name.endswith("embeddings.weight")],
         "num_parameters": sum(p.numel() for p in bert(7).parameters()),
+        "quantized_weights": 0,
         "predicts": "masked tokens",
         "sequences": 8,
+        "skipped_batches": 0,
         "clusters": "sequences",
         "pool_sequences": 0,
         "pool_bigrams": False,
@@ -676,10 +682,11 @@ def test_dropout_that_is_on_is_refused():
     fisher_trace(bert(dropout=0.0).train(), [rows(4, 4, 3)])
 
 
-def test_a_batch_that_predicts_nothing_is_refused():
+def test_batches_that_predict_nothing_are_refused_where_all_do():
     nothing = rows(4, 4, 3, predicted=((),))
-    refuses("batch 1: nothing is predicted", bert(), [rows(4, 4, 3), nothing])
-    refuses("batch 0: nothing is predicted", gpt2(), [rows(4, 4, 3, predicted=((0,),))])
+    for method in ("ghost", "paper"):
+        refuses("nothing is predicted: every label", bert(), [nothing, nothing], method=method)
+    refuses("nothing is predicted", gpt2(), [rows(4, 4, 3, predicted=((0,),))])
 
 
 def test_logits_that_are_not_finite_are_refused():

@@ -198,6 +198,24 @@ def test_groups_are_sums_of_parameters_with_errors_of_their_own():
     np.testing.assert_allclose(Tally.merged(halves).shares().by_group, found.by_group, rtol=1e-10)
 
 
+@pytest.mark.parametrize("pool", [None, "pool"])
+def test_a_part_has_the_value_error_and_influence_of_its_parameters_alone(pool):
+    a, m, d = random_rows(101, parameters=4, controls=3)
+    documents = torch.arange(101) // 2
+    pool = pool and pool_of([1e-4], 10_000, number=1)
+    of_pool = 0 if pool is None else 1
+    expected = filled(a[:, [3, 1]], m, d, documents, pool=pool).shares()
+    whole = Tally(4, 3 - of_pool, pool=pool, part=[3, 1])
+    for part in torch.arange(101).split(9):
+        whole.add(a[part], m[part], d[part], documents[part])
+    again = Tally.from_state({name: value.clone() for name, value in whole.state().items()})
+    for shares in (whole.shares(), again.shares()):
+        assert (shares.part, shares.part_stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-10)
+        np.testing.assert_allclose(shares.part_influence, expected.influence, rtol=1e-8, atol=1e-10)
+        assert shares.value == pytest.approx(filled(a, m, d, documents, pool=pool).shares().value, rel=1e-12)
+    assert filled(a, m, d).shares().part == 0
+
+
 def test_goes_on_from_its_state():
     a, m, d = random_rows(101)
     documents = torch.arange(101) // 2

@@ -74,21 +74,23 @@ class _Linear:
 class Capture(TorchFunctionMode):
     """Notes the uses of parameters while it is entered, and gathers the predicted positions where it is told to.
 
-    What needs a gradient but no parameter above it gives one becomes a root of the graph. Once positions are gathered,
-    so is what meets them in a call: the residual stream that they are added to, or a scale for each position. A call
-    that gives them the shape of all positions gives them their own.
+    The output of a parameter's use becomes a leaf of the graph where nothing above it needs a gradient. Once positions
+    are gathered, so is what meets them in a call: the residual stream that they are added to, or a scale for each
+    position. A call that gives them the shape of all positions gives them their own.
 
     Args:
         parameters: The parameters to watch, by name.
         predicted: (B, T) the positions that are predicted.
         gather_before: Gather them before the linear map with this weight.
+        unknown: (m,) which of the gathered positions are NaN from there on; None: none.
 
     Attributes:
         predicted: (B, T) the positions that are predicted.
+        unknown: (m,) which of the gathered positions are NaN.
         layout: How the tokens lie in activations at this point.
         uses: What was noted, in order.
-        roots: Tensors without history that the cotangents reach last.
         without_rule: Names of parameters with a use that no rule knows.
+        shared: Whether a lookup for all sequences together was made one for each.
     """
 
     def __init__(
@@ -97,16 +99,17 @@ class Capture(TorchFunctionMode):
         predicted: torch.Tensor,
         *,
         gather_before: torch.Tensor | None = None,
+        unknown: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.layout = Layout(*predicted.shape)
         self.uses: list[Use] = []
-        self.roots: list[torch.Tensor] = []
         self.without_rule: set[str] = set()
+        self.shared = False
         self._handles = {id(parameter): Handle(name) for name, parameter in parameters.items()}
         self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
         self._aliases: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
-        self.predicted = predicted
+        self.predicted, self.unknown = predicted, unknown
         self._gather_before = gather_before
         self._last_linear: _Linear | None = None
         self._source: Callable[[], torch.Tensor | None] = lambda: None  # what was gathered, while it lives
@@ -117,9 +120,17 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.gathered:
             args, kwargs = self._together(func, args, kwargs)
+        if self.shared and func is torch.Tensor.repeat and self._is_repeated(*args):
+            return args[0].clone()
         if func is F.linear:
             return self._linear(*args, **kwargs)
         return self._watched(func, args, kwargs)
+
+    def _is_repeated(self, values: torch.Tensor, *sizes: Any) -> bool:
+        """Whether this would give each sequence what it has already been given."""
+        times = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
+        number = self.layout.num_sequences
+        return len(values) == number and times == (number, *[1] * (values.ndim - 1))
 
     def _linear(
         self,
@@ -144,10 +155,16 @@ class Capture(TorchFunctionMode):
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Return (1, m, ...) of values (B, T, ...): the predicted positions, as one sequence from here on."""
-        rows = values[self.predicted][None]
+        rows = self._rows(values)
         self._source = weakref.ref(values)
         self.layout = Layout(self.layout.num_sequences, self.layout.length, Places.of(self.predicted))
         return rows
+
+    def _rows(self, values: torch.Tensor) -> torch.Tensor:
+        rows = values[self.predicted][None]
+        if self.unknown is None or not rows.is_floating_point():
+            return rows
+        return rows.masked_fill(self.unknown.view(1, -1, *[1] * (rows.ndim - 2)), math.nan)
 
     def _together(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,7 +180,7 @@ class Capture(TorchFunctionMode):
         def gathered(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 is_met = is_here and value.ndim > 2 and value.shape[:2] == everywhere
-                return value[self.predicted][None] if is_met or value is source else value
+                return self._rows(value) if is_met or value is source else value
             if isinstance(value, (tuple, list)) and any(True for _ in _tensors(value)):
                 return type(value)(gathered(part) for part in value)
             return value
@@ -224,9 +241,7 @@ class Capture(TorchFunctionMode):
 
     def _noted(self, output: torch.Tensor, contributions: dict[str, Contribution], by_row: int) -> torch.Tensor:
         if not output.requires_grad:
-            root = output.requires_grad_()
-            self.roots.append(root)
-            output = root.clone()  # a node of its own, and the model may overwrite it
+            output = output.requires_grad_().clone()  # a node of its own, and the model may overwrite it
         base = output._base
         # a view that the model overwrites leaves the graph, what it is a view of stays in it
         whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()

@@ -16,12 +16,12 @@ from torch import nn
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
 from isoloss.loading import load
-from isoloss.measures.checks import is_causal
+from isoloss.measures.checks import is_causal, unwrapped
 from isoloss.measures.flatness.differences import Comparison, Influence, compared
 from isoloss.measures.flatness.fisher import Integrated
 from isoloss.measures.flatness.measurement import UNIT, InterruptedEstimate, Measurement, Norms, Stopping
 from isoloss.measures.flatness.pool import Pool
-from isoloss.measures.flatness.predictions import Predictions
+from isoloss.measures.flatness.predictions import Batch, Predictions
 from isoloss.measures.flatness.tally import Tally
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -60,7 +60,7 @@ class Outline:
     @classmethod
     def of(cls, name: str, model: nn.Module, causal: bool | None = None) -> Outline:
         """Return a model's outline; `causal` None: by its class."""
-        config: Any = getattr(model, "config", None)
+        config: Any = getattr(unwrapped(model), "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         return cls(name, is_causal(model) if causal is None else causal, getattr(text, "vocab_size", None))
 
@@ -157,7 +157,8 @@ def compare(
     for name, given in named.items():
         step = None if progress is None else _progress_of(name, progress)
         try:
-            model = given if isinstance(given, nn.Module) else given()
+            with torch.inference_mode(False):
+                model = given if isinstance(given, nn.Module) else given()
             outline = Outline.of(name, model, causal)
             first = first or outline
             first.check(outline)
@@ -208,13 +209,19 @@ class WithLoss(Integrated):
         self._nats: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
 
-    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
+    def measure(self, batch: Batch, first: int) -> Norms:
         """Measure a batch, with the given control variates where there are any."""
         norms = super().measure(batch, first)
         self.own_controls.append(norms.controls)
         if self._controls is None:
             return norms
         return norms._replace(controls=self._controls[first : first + len(norms.positions)])
+
+    def _nothing(self, batch: Batch) -> Norms:
+        norms = super()._nothing(batch)
+        self._nats.append(norms.square_norms.new_zeros(len(norms.positions)))
+        self._positions.append(norms.positions)
+        return norms
 
     def loss(self, batches: Iterable[Mapping[str, Any]], sequences: int) -> tuple[Estimate, torch.Tensor]:
         """Return the loss of the first `sequences` sequences, and (N,) the influence of each cluster on it."""
@@ -275,7 +282,25 @@ def _measure(
         raise IsolossError(f"{name}: the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
     loss, on_loss = source.loss(batches, trace.details["sequences"])
     shares = measurement.shares()
-    return Influence(name, trace, loss, shares.influence, on_loss, shares.pool_controls)
+    rest = Estimate(
+        value=shares.part,
+        stderr=shares.part_stderr,
+        samples=trace.samples,
+        unit=trace.unit,
+        num_inputs=trace.num_inputs,
+        num_probes=trace.num_probes,
+        method=f"{trace.method}, without embeddings",
+    )
+    return Influence(
+        name=name,
+        trace=trace,
+        without_embeddings=rest,
+        loss=loss,
+        on_trace=shares.influence,
+        on_without_embeddings=shares.part_influence,
+        on_loss=on_loss,
+        pool_controls=shares.pool_controls,
+    )
 
 
 def _named(models: Mapping[str, Model] | Sequence[str]) -> dict[str, Model]:

@@ -30,12 +30,14 @@ class Measured:
     Attributes:
         name: What it is called.
         trace: The trace of its Fisher.
+        without_embeddings: The part of it that is not the embeddings', see `isoloss.measures.flatness.parameters`.
         loss: Its cross-entropy on the same predicted positions.
         flattest: The probability that its trace is the smallest of all.
     """
 
     name: str
     trace: Estimate
+    without_embeddings: Estimate
     loss: Estimate
     flattest: float
 
@@ -48,6 +50,7 @@ class Pair:
         first: A model's name.
         second: The other's.
         trace: The trace of the first less that of the second.
+        without_embeddings: The same of the traces without embeddings.
         loss: The loss of the first less that of the second.
         log_ratio: The logarithm of the ratio of the traces, first to second.
     """
@@ -55,6 +58,7 @@ class Pair:
     first: str
     second: str
     trace: Estimate
+    without_embeddings: Estimate
     loss: Estimate
     log_ratio: Estimate
 
@@ -124,14 +128,16 @@ class Comparison:
 class Influence:
     """A model's estimates, and what each of N clusters adds to their errors: (N,) on the loss.
 
-    On the trace it is (N + r,), with each of the r means of a pool, which are the same for all models; it has (r,)
-    which of these were used.
+    On the trace, and on that without embeddings, it is (N + r,), with each of the r means of a pool, which are the
+    same for all models; `pool_controls` (r,) says which of these were used.
     """
 
     name: str
     trace: Estimate
+    without_embeddings: Estimate
     loss: Estimate
     on_trace: torch.Tensor
+    on_without_embeddings: torch.Tensor
     on_loss: torch.Tensor
     pool_controls: tuple[bool, ...]
 
@@ -143,7 +149,13 @@ def compared(done: list[Influence]) -> Comparison:
     )
     return Comparison(
         models=tuple(
-            Measured(name=one.name, trace=one.trace, loss=one.loss, flattest=chance)
+            Measured(
+                name=one.name,
+                trace=one.trace,
+                without_embeddings=one.without_embeddings,
+                loss=one.loss,
+                flattest=chance,
+            )
             for one, chance in zip(done, chances, strict=True)
         ),
         pairs=tuple(_pair(a, b) for a, b in itertools.combinations(done, 2)),
@@ -153,9 +165,14 @@ def compared(done: list[Influence]) -> Comparison:
 def _pair(a: Influence, b: Influence) -> Pair:
     log_ratio = math.log(a.trace.value) - math.log(b.trace.value)
     of_logs = a.on_trace / a.trace.value - b.on_trace / b.trace.value
+    rest, on_rest = (
+        a.without_embeddings.value - b.without_embeddings.value,
+        a.on_without_embeddings - b.on_without_embeddings,
+    )
     return Pair(
         first=a.name,
         second=b.name,
+        without_embeddings=_paired(rest, on_rest, a.trace, UNIT),
         trace=_paired(a.trace.value - b.trace.value, a.on_trace - b.on_trace, a.trace, UNIT),
         loss=_paired(a.loss.value - b.loss.value, a.on_loss - b.on_loss, a.loss, UNIT),
         log_ratio=_paired(log_ratio, of_logs, a.trace, "logarithm of a ratio"),

@@ -6,6 +6,7 @@ Shapes: B sequences of a batch, T positions, m predicted positions, V vocabulary
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,10 +16,11 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
+from isoloss.measures.checks import is_causal, refuse_dropout
 from isoloss.measures.flatness import literal, probes
 from isoloss.measures.flatness.ghost import Predictor
 from isoloss.measures.flatness.measurement import Measurement, Norms, Stopping
+from isoloss.measures.flatness.parameters import counted_parameters, requiring_gradients
 from isoloss.measures.flatness.pool import Pool
 from isoloss.measures.flatness.predictions import Batch, Predictions
 
@@ -97,13 +99,15 @@ def fisher_trace(
 
     Returns:
         The estimate in nats per predicted token, `by_parameter` adding up to `value`, with `samples` the number of
-        clusters and `num_inputs` the number of predicted positions.
+        clusters and `num_inputs` the number of predicted positions. Among the details are the names of the
+        `embeddings` and, with its error, the trace `without_embeddings`.
 
     Raises:
-        IsolossError: Dropout is on, no parameter is trainable, there are no batches, a batch predicts nothing or does
-            not fit the model, a logit or gradient is not finite, there are fewer than two clusters, the pool cannot be
-            read, `resume` is of another measurement, or it is to be distributed without a process group or with `rtol`
-            or `seconds`.
+        IsolossError: Dropout is on, no parameter is trainable, one that is given is not the model's, no prediction
+            depends on a measured parameter, there are no batches or none predicts anything, a batch
+            does not fit the model, a logit or gradient is not finite, fewer than two clusters predict something, the
+            pool cannot be read, `resume` is of another measurement, or it is to be distributed without a process group
+            or with `rtol` or `seconds`.
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
@@ -179,8 +183,8 @@ class _Ghost(abc.ABC):
         self.num_probes = _at_least_one(1 if num_probes is None else num_probes)
         self.seed, self.causal = seed, is_causal(model) if causal is None else causal
         self.settled: dict[str, int] = {}
-        self._predictor = Predictor(model, causal=self.causal, parameters=parameters)
-        self.names = self._predictor.names
+        self.parameters = counted_parameters(model, parameters)
+        self._predictor = Predictor(model, causal=self.causal, parameters=self.parameters)
 
     def __enter__(self) -> Self:
         self._predictor.__enter__()
@@ -189,12 +193,13 @@ class _Ghost(abc.ABC):
     def __exit__(self, *error: Any) -> None:
         self._predictor.__exit__(*error)
 
-    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
+    def measure(self, batch: Batch, first: int) -> Norms:
         """Measure a batch; the mean over probes."""
-        with torch.enable_grad():
-            predictions = self._predictor.forward(batch)
+        if not batch.predicts:
+            return self._nothing(batch)
+        predictions = self._predictor.forward(batch)
         positions = torch.bincount(predictions.rows, minlength=predictions.num_sequences)
-        square_norms = torch.zeros(len(positions), len(self.names), dtype=torch.float64)
+        square_norms = torch.zeros(len(positions), len(self.parameters), dtype=torch.float64)
         controls = torch.zeros(len(positions), self.num_controls, dtype=torch.float64)
         for probe in range(self.num_probes):
             last = probe == self.num_probes - 1
@@ -203,6 +208,15 @@ class _Ghost(abc.ABC):
             if centred is not None:
                 controls += centred.cpu() / self.num_probes
         return Norms(square_norms, positions.cpu(), controls)
+
+    def _nothing(self, batch: Batch) -> Norms:
+        """Return the norms of a batch that predicts nothing."""
+        number = len(batch.predicted)
+        return Norms(
+            torch.zeros(number, len(self.parameters), dtype=torch.float64),
+            torch.zeros(number, dtype=torch.int64),
+            torch.zeros(number, self.num_controls, dtype=torch.float64),
+        )
 
     def details(self) -> dict[str, Any]:
         """Return where positions were gathered, and which parameters took another path."""
@@ -309,28 +323,29 @@ class SampledLabels:
         self.seed, self.causal = seed, is_causal(model) if causal is None else causal
         self.settled: dict[str, int] = {}
         self._model = model
-        self._parameters = measured_parameters(model) if parameters is None else dict(parameters)
-        self.names = list(self._parameters)
+        self.parameters = counted_parameters(model, parameters)
         self._reached: set[str] = set()
+        self._requiring = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        self._requiring.enter_context(requiring_gradients(self.parameters))
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the model, which was not touched."""
+        """Leave the model as found."""
+        self._requiring.close()
 
-    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
+    def measure(self, batch: Batch, first: int) -> Norms:
         """Measure a batch, a sequence at a time."""
-        read = Batch.read(batch, causal=self.causal, device=device_of(self._model))
         norms, reached = literal.sampled_label_norms(
-            self._model, read, self._parameters, first=first, num_labels=self.num_probes, seed=self.seed
+            self._model, batch, self.parameters, first=first, num_labels=self.num_probes, seed=self.seed
         )
         self._reached |= reached
-        return Norms(norms, read.predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
+        return Norms(norms, batch.predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
 
     def details(self) -> dict[str, Any]:
         """Return which parameters had no gradient."""
-        return {"parameters_without_gradient": [name for name in self.names if name not in self._reached]}
+        return {"parameters_without_gradient": [name for name in self.parameters if name not in self._reached]}
 
 
 _METHODS: dict[str, type[Integrated | SampledLabels]] = {"ghost": Integrated, "paper": SampledLabels}

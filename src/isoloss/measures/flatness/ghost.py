@@ -9,9 +9,10 @@ Shapes: B sequences, m predicted positions, d the width of the model, V vocabula
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -23,7 +24,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.measures.checks import device_of, refuse_dropout
+from isoloss.measures.checks import device_of, measured_parameters, plainly, refuse_dropout, unwrapped
 from isoloss.measures.flatness import factors
 from isoloss.measures.flatness.capture import Capture, Use
 from isoloss.measures.flatness.gathering import Call, Gathering, calls
@@ -33,6 +34,7 @@ from isoloss.measures.flatness.probes import NUM_STATIONS
 # the last place that was right for a model, which is tried before all are
 _FOUND: weakref.WeakKeyDictionary[nn.Module, Gathering] = weakref.WeakKeyDictionary()
 _CHECKED = 2  # sequences: the fewest that can be mixed up
+_FEWEST_POSITIONS = 3  # of which one keeps its logits while the first and the last are NaN
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class Predictor:
     sum_{r in b} <u_r, logits_r>, parameter by parameter, tied ones once. No gradient of a parameter is formed: each
     torch function that takes parameters has a rule (see `isoloss.measures.flatness.rules`). A parameter with a use that
     no rule knows takes a slow path, one backward pass a sequence. The first sequences are checked against plain
-    automatic differentiation, and a parameter that disagrees takes the slow path too; so do parameters that a later
-    batch reaches first.
+    automatic differentiation of all positions, and a parameter that disagrees takes the slow path too; so do parameters
+    that a later batch reaches first.
 
     It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the model is as found.
 
@@ -76,7 +78,8 @@ class Predictor:
         parameters: What to measure by name; None: all trainable parameters as `named_parameters` names them.
 
     Attributes:
-        names: The P parameters' names.
+        parameters: The P parameters by name.
+        names: Their names.
         gathering: Where the predicted positions are picked from all: what comes later sees only these.
         tail_share: The gathered part of the multiplications of a forward pass, as the first sequences showed.
 
@@ -100,16 +103,11 @@ class Predictor:
 
     def __init__(self, model: nn.Module, *, causal: bool, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         refuse_dropout(model)
-        if parameters is None:
-            parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        if not parameters:
-            raise IsolossError(
-                f"{type(model).__name__} has no trainable parameter: set requires_grad on what should count"
-            )
-        self.names = list(parameters)
+        self.parameters = measured_parameters(model) if parameters is None else dict(parameters)
+        self.names = list(self.parameters)
         self.gathering = Gathering()
         self.tail_share = 1.0
-        self._model, self._causal, self._parameters = model, causal, dict(parameters)
+        self._model, self._causal = model, causal
         self._slow: set[str] = set()
         self._reached: set[str] = set()
         self._checked: set[tuple[str, bool]] = set()  # names, and whether several sequences were told apart
@@ -138,21 +136,26 @@ class Predictor:
         """The parameters that no predicted logit depended on so far."""
         return tuple(name for name in self.names if name not in self._reached)
 
-    def forward(self, batch: Mapping[str, Any]) -> Predictions:
+    def forward(self, batch: Batch | Mapping[str, Any]) -> Predictions:
         """Return the predictions for a batch: `labels` (B, T), -100 where nothing is predicted, and the model's inputs.
 
         Raises:
             IsolossError: The batch or what the model gives for it does not fit, or predicts nothing, or is not finite;
-                or no parameter reaches the logits.
+                or no parameter reaches the logits; or positions cannot be gathered in this batch as in the first one.
         """
-        read = Batch.read(batch, causal=self._causal, device=device_of(self._model))
+        read = batch if isinstance(batch, Batch) else Batch.read(batch, self._model, causal=self._causal)
+        read.require_predictions()
         if not self._calibrated:
             self._calibrate(read.head(_CHECKED))
+            self._calibrated = True
         predictions = self._run(read)
         several = predictions.num_sequences > 1
-        if {(name, several) for name in _used(predictions.capture)} - self._checked:
+        new = {name for name in _used(predictions.capture) if (name, several) not in self._checked}
+        if new:
+            chosen = self._leading(predictions, new)
             del predictions  # its graph
-            self._check(read)
+            self._check(read.rows(chosen))
+            self._checked |= {(name, several) for name in new}
             predictions = self._run(read)
         return predictions
 
@@ -218,23 +221,38 @@ class Predictor:
     # --- forward ---
 
     def _run(self, batch: Batch) -> Predictions:
-        """Run the model, again where it turns out that a parameter has no rule and must require a gradient."""
+        """Run the model, again where it turns out that a parameter has no rule and must require a gradient.
+
+        Where a batch takes another way through the model than the first ones, positions may not be gathered early.
+        """
         while True:
-            predictions = self._attempt(batch, self.gathering)
-            assert predictions is not None
+            try:
+                predictions = self._attempt(batch, self.gathering)
+            except Exception:
+                if not self.gathering.is_early:
+                    raise
+                predictions = None
+            if predictions is None:
+                self.gathering = Gathering()
+                continue
             unknown = predictions.capture.without_rule - self._slow
             if not unknown:
                 break
             self._slow |= unknown
             for name in unknown:
-                self._parameters[name].requires_grad_()
-        if not predictions.logits.requires_grad:
-            raise IsolossError(f"no trainable parameter of {type(self._model).__name__} reaches its logits")
+                self.parameters[name].requires_grad_()
+        self._require_gradient(predictions)
         return predictions
 
-    def _attempt(self, batch: Batch, gathering: Gathering) -> Predictions | None:
-        watched = {name: value for name, value in self._parameters.items() if name not in self._slow}
-        capture = Capture(watched, batch.predicted, gather_before=gathering.weight)
+    def _require_gradient(self, predictions: Predictions) -> None:
+        if not predictions.logits.requires_grad:
+            raise IsolossError(f"no trainable parameter of {type(self._model).__name__} reaches its logits")
+
+    def _attempt(
+        self, batch: Batch, gathering: Gathering, *, unknown: torch.Tensor | None = None
+    ) -> Predictions | None:
+        watched = {name: value for name, value in self.parameters.items() if name not in self._slow}
+        capture = Capture(watched, batch.predicted, gather_before=gathering.weight, unknown=unknown)
         return predict(self._model, batch, capture, gathering)
 
     def _switch_on(self, names: Iterable[str]) -> None:
@@ -242,74 +260,155 @@ class Predictor:
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         for name in names:
-            self._parameters[name].requires_grad_()
+            self.parameters[name].requires_grad_()
 
     def _calibrate(self, batch: Batch) -> None:
-        """Find the earliest place to gather the positions, and check the rules."""
-        self.gathering = self._earliest(batch.every_other())
+        """Find the earliest place to gather the positions, and check it and the rules."""
+        two = batch.rows(torch.arange(_CHECKED) % len(batch.predicted))
+        self.gathering = self._earliest(two.every_other())
         self._check(batch)
-        self._calibrated = True
+
+    # --- where to gather ---
 
     def _earliest(self, batch: Batch) -> Gathering:
         """Return the earliest place to gather that leaves the logits as they are and behind which no positions mix."""
-        if len(batch.targets) < _CHECKED:
+        if len(batch.targets) < _FEWEST_POSITIONS:
             return Gathering()
         try:
-            with calls(self._model, batch.predicted.shape) as made:
+            with self._same_draws(), calls(unwrapped(self._model), batch.predicted.shape) as made:
                 plain = self._attempt(batch, Gathering())
         except IsolossError:  # of positions that need not be finite
             return Gathering()
         assert plain is not None
         last = _FOUND.get(self._model)
-        if last is None or not self._gives(plain, batch, last):
-            last = self._search(plain, batch, made)
-        _FOUND[self._model] = last
-        return last
+        places = [last] if last is not None and self._gives(plain, batch, last) else self._search(plain, batch, made)
+        while places and not self._separates(plain, batch, places[-1]):
+            places.pop()
+        _FOUND[self._model] = places[-1] if places else Gathering()
+        return _FOUND[self._model]
 
-    def _search(self, plain: Predictions, batch: Batch, made: list[Call]) -> Gathering:
-        """Try the calls from the last one back, for as long as they give what a plain pass did."""
-        found = Gathering()
+    def _search(self, plain: Predictions, batch: Batch, made: list[Call]) -> list[Gathering]:
+        """Return the places, the latest first, that give what a plain pass did, for as long as they do."""
+        places: list[Gathering] = []
         if plain.decoder is not None:
             decoder = Gathering(weight=plain.capture.last_weight)
-            found = decoder if self._gives(plain, batch, decoder) else found
+            places += [decoder] if self._gives(plain, batch, decoder) else []
         for call in reversed(made):
             if not self._gives(plain, batch, earlier := Gathering(call=call)):
                 break
-            found = earlier
-        return found
+            places.append(earlier)
+        return places
 
     def _gives(self, plain: Predictions, batch: Batch, gathering: Gathering) -> bool:
-        """Whether gathering there gives the logits and the rules of a plain pass, and mixes no positions."""
+        """Whether gathering there gives the logits and the rules of a plain pass, and mixes no positions' gradients."""
         try:
-            early = self._attempt(batch, gathering)
+            with self._same_draws():
+                early = self._attempt(batch, gathering)
+            if early is None or early.capture.without_rule - plain.capture.without_rule:
+                return False
+            return _agree(early.logits, plain.logits) and _keeps_positions_apart(early)
         except Exception:  # what needs all positions may fail in any way
             return False
-        if early is None or early.capture.without_rule - plain.capture.without_rule:
+
+    def _separates(self, plain: Predictions, batch: Batch, gathering: Gathering) -> bool:
+        """Whether positions keep their logits where the first and the last one are NaN from the place on.
+
+        NaN times zero is NaN: neither a weight that is zero nor a unit that is off hides that positions meet.
+        """
+        unknown = torch.zeros(len(batch.targets), dtype=torch.bool, device=batch.targets.device)
+        unknown[[0, -1]] = True
+        try:
+            with self._same_draws():
+                partly = self._attempt(batch, gathering, unknown=unknown)
+        except Exception:  # NaN may be refused
             return False
-        is_same = early.logits.shape == plain.logits.shape and _agree(early.logits, plain.logits)
-        return is_same and _keeps_positions_apart(early)
+        return partly is not None and _agree(partly.logits[~unknown], plain.logits[~unknown])
+
+    # --- checks ---
 
     def _check(self, batch: Batch) -> None:
-        """Move parameters to the slow path whose norms by rule are not those of automatic differentiation."""
+        """Compare with plain automatic differentiation, in which nothing is gathered and no parameter is watched.
+
+        Parameters whose norms by rule differ go to the slow path. Positions are no longer gathered early if that is
+        what makes a difference.
+        """
+        with self._same_draws():
+            logits, cotangent, exact = self._plainly(batch)
+        agrees, far = self._compare(batch, logits, cotangent, exact)
+        if self.gathering.is_early and (far or not agrees):
+            early, self.gathering = self.gathering, Gathering()
+            _, without = self._compare(batch, logits, cotangent, exact)
+            if agrees and without == far:  # the rules alone differ
+                self.gathering = early
+            elif self._calibrated:
+                raise IsolossError(
+                    f"gathering positions {early} changes the gradients of this batch, and not those of the first one: "
+                    "begin with a batch like this, or take method='paper'"
+                )
+            else:
+                _FOUND[self._model] = self.gathering
+            far = without
+        self._slow |= far
+        self._switch_on(self._slow)
+
+    def _plainly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logits (m, V), a random cotangent (m, V) and (B, P) squared norms, with no rule and no gathering."""
         self._switch_on(self.names)
         try:
-            self._compare(self._run(batch))
+            plain = predict(self._model, batch, Capture({}, batch.predicted), Gathering())
+            assert plain is not None
+            self._require_gradient(plain)
+            logits = plain.logits
+            cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
+            exact = self._exact_norms(plain, cotangent, self.names, range(plain.num_sequences))
         finally:
             self._switch_on(self._slow)
+        return logits.detach(), cotangent, exact
 
-    def _compare(self, predictions: Predictions) -> None:
-        logits, capture = predictions.logits, predictions.capture
-        cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
+    def _compare(
+        self, batch: Batch, logits: torch.Tensor, cotangent: torch.Tensor, exact: torch.Tensor
+    ) -> tuple[bool, set[str]]:
+        """Return whether the logits are the plain pass's, and the parameters whose norms by rule are not."""
+        with self._same_draws():
+            predictions = self._run(batch)
+        capture = predictions.capture
+        agrees = _agree(predictions.logits, logits)
         ruled, _ = self._ruled_norms(predictions, cotangent)
-        sequences = sorted(set(predictions.rows.tolist()))[:_CHECKED]
-        exact = self._exact_norms(predictions, cotangent, self.names, sequences)
         works = [(use.work, use.work * use.gathered) for use in capture.uses]
         self.tail_share = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
         precision = torch.finfo(logits.dtype).eps
         total = exact.sum(dim=1, keepdim=True)
-        far = (ruled[sequences] - exact).abs() > max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
-        self._slow |= {name for name, is_far in zip(self.names, far.any(dim=0).tolist(), strict=True) if is_far}
+        near = (ruled - exact).abs() <= max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
         self._checked |= {(name, predictions.num_sequences > 1) for name in _used(capture)}
+        return agrees, {
+            name
+            for name, is_near in zip(self.names, near.all(dim=0).tolist(), strict=True)
+            if not is_near and name not in self._slow
+        }
+
+    def _leading(self, predictions: Predictions, names: Iterable[str]) -> torch.Tensor:
+        """Return the sequences, ascending, for which parameters have the largest gradients of those that predict."""
+        logits = predictions.logits
+        cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
+        norms, _ = self._ruled_norms(predictions, cotangent, keep=False)
+        sizes = norms[:, [self.names.index(name) for name in names]].sum(dim=1)
+        predicts = torch.bincount(predictions.rows, minlength=len(sizes)).cpu() > 0
+        return sizes.where(predicts, -1.0).topk(min(_CHECKED, len(sizes))).indices.sort().values
+
+    @contextlib.contextmanager
+    def _same_draws(self) -> Iterator[None]:
+        """Let a model that draws random numbers draw the same ones each time, and leave the global generators alone."""
+        device, generators = device_of(self._model), [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(0)
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
     # --- backward ---
 
@@ -335,9 +434,8 @@ class Predictor:
         if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
             edge = get_gradient_edge(states)
             hooks.append(edge.node.register_prehook(partial(found.receive_hidden, edge.output_nr)))
-        ends = [*capture.roots, *(value for value in self._parameters.values() if predictions.needs(value))]
         try:
-            torch.autograd.grad(predictions.logits, ends, cotangent, retain_graph=keep, allow_unused=True)
+            torch.autograd.grad(predictions.logits, predictions.leaves, cotangent, retain_graph=keep, allow_unused=True)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -346,17 +444,19 @@ class Predictor:
         return found.norms.cpu(), found
 
     def _exact_norms(
-        self, predictions: Predictions, cotangent: torch.Tensor, names: Iterable[str], sequences: list[int]
+        self, predictions: Predictions, cotangent: torch.Tensor, names: Iterable[str], sequences: Sequence[int]
     ) -> torch.Tensor:
         """Return (len(sequences), len(names)) norms, by one backward pass to the parameters a sequence."""
-        wanted = [self._parameters[name] for name in names]
+        wanted = [self.parameters[name] for name in names]
         norms = torch.zeros(len(sequences), len(wanted), dtype=torch.float64)
         for place, sequence in enumerate(sequences):
             chosen = (predictions.rows == sequence).nonzero()[:, 0]
+            if not len(chosen):
+                continue
             part = slice(int(chosen[0]), int(chosen[-1]) + 1)
-            gradients = torch.autograd.grad(
-                predictions.logits[part], wanted, cotangent[part], retain_graph=True, allow_unused=True
-            )
+            with plainly(self._model):
+                logits = predictions.logits[part]
+            gradients = torch.autograd.grad(logits, wanted, cotangent[part], retain_graph=True, allow_unused=True)
             for column, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
                 if gradient is not None:
                     self._reached.add(name)
@@ -442,5 +542,7 @@ def _keeps_positions_apart(predictions: Predictions) -> bool:
 
 def _agree(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two results are the same but for rounding."""
+    if first.shape != second.shape:
+        return False
     tolerance = min(1e3 * torch.finfo(first.dtype).eps, 0.05)
     return bool((first - second).abs().max() <= tolerance * second.abs().max())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -17,11 +16,11 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
+from isoloss.measures.checks import device_of, is_causal, plainly, refuse_dropout
 from isoloss.measures.flatness import probes
 from isoloss.measures.flatness.fisher import Integrated
 from isoloss.measures.flatness.measurement import UNIT, described
-from isoloss.measures.flatness.predictions import Batch
+from isoloss.measures.flatness.parameters import counted_parameters, refuse_unreached, requiring_gradients
 from isoloss.measures.flatness.products import (
     MeanLoss,
     hessian_vector_product,
@@ -101,12 +100,12 @@ def hessian_trace(
     if group_size < 1:
         raise IsolossError(f"group_size is {group_size}; it must be at least 1")
     refuse_dropout(model)
-    counted = measured_parameters(model) if parameters is None else dict(parameters)
+    counted = counted_parameters(model, parameters)
     causal = is_causal(model) if causal is None else causal
     readings = read_batches(
         batches,
+        model=model,
         causal=causal,
-        device=device_of(model),
         num_sequences=num_sequences,
         cluster_size=group_size if method == "residual" else 1,
     )
@@ -126,6 +125,7 @@ def _reporting(readings: Iterator[Reading], progress: Callable[[int], None] | No
 # --- the Fisher's part and the residual ------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def _with_residual(
     model: nn.Module,
     readings: Iterator[Reading],
@@ -135,14 +135,15 @@ def _with_residual(
     causal: bool,
     parameters: dict[str, nn.Parameter],
 ) -> Estimate:
-    begun, sequences, positions = time.perf_counter(), 0, 0
+    begun, sequences, positions, skipped = time.perf_counter(), 0, 0, 0
     fisher, rest = Tally(len(parameters), Integrated.num_controls), Tally(len(parameters), 0)
     source = Integrated(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
     with source:
         for reading in readings:
-            norms = source.measure(reading.given, reading.first)
-            with _requiring_gradients(parameters):
-                residual = _residual(model, reading, parameters, causal=causal, num_probes=num_probes, seed=seed)
+            with plainly(model):
+                norms = source.measure(reading.checked, reading.first)
+            with requiring_gradients(parameters):
+                residual = _residual(model, reading, parameters, num_probes=num_probes, seed=seed)
             for tally, values, controls in (
                 (fisher, norms.square_norms, norms.controls),
                 (rest, residual, torch.zeros(len(residual), 0)),
@@ -151,7 +152,9 @@ def _with_residual(
                     raise IsolossError("a derivative of the loss is not finite; use a wider dtype")
                 tally.add(values, norms.positions, controls, reading.clusters)
             sequences, positions = sequences + len(norms.positions), positions + int(norms.positions.sum())
+            skipped += not reading.checked.predicts
     parts = fisher.shares(), rest.shares()
+    refuse_unreached(model, parameters, source.details()["parameters_without_gradient"])
     influence = parts[0].influence + parts[1].influence
     n = len(influence)
     shares = parts[0].by_parameter + parts[1].by_parameter
@@ -168,6 +171,7 @@ def _with_residual(
         details={
             **described(model, list(parameters.values()), causal=causal),
             "sequences": sequences,
+            "skipped_batches": skipped,
             "seed": seed,
             "fisher": parts[0].value,
             "fisher_stderr": parts[0].stderr,
@@ -184,7 +188,6 @@ def _residual(
     reading: Reading,
     parameters: dict[str, nn.Parameter],
     *,
-    causal: bool,
     num_probes: int,
     seed: int,
 ) -> torch.Tensor:
@@ -193,10 +196,10 @@ def _residual(
     values = torch.zeros(len(reading.clusters), len(leaves), dtype=torch.float64)
     for group in sorted(set(reading.clusters.tolist())):
         members = (reading.clusters == group).nonzero()[:, 0]
-        if not bool(reading.checked.predicted[members].any()):
+        batch = reading.checked.rows(members)
+        if not batch.predicts:
             continue
-        batch = Batch.read(_rows(reading.given, members), causal=causal, device=device_of(model))
-        with second_derivatives(), torch.enable_grad():
+        with second_derivatives(), plainly(model):
             logits = predicted_logits(model, batch)
             error = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
             error[torch.arange(len(error), device=error.device), batch.targets] -= 1
@@ -212,29 +215,10 @@ def _residual(
     return values
 
 
-def _rows(batch: Mapping[str, Any], members: torch.Tensor) -> dict[str, Any]:
-    return {
-        name: value[members.to(value.device)] if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
-
-
-@contextmanager
-def _requiring_gradients(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Let the parameters require gradients for a while."""
-    flags = [(parameter, parameter.requires_grad) for parameter in parameters.values()]
-    try:
-        for parameter, _ in flags:
-            parameter.requires_grad_()
-        yield
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-
-
 # --- the authors' code -----------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def _authors(
     model: nn.Module,
     readings: Iterator[Reading],
@@ -243,9 +227,12 @@ def _authors(
     causal: bool,
     parameters: dict[str, nn.Parameter],
 ) -> Estimate:
-    begun, rows, sequences, positions = time.perf_counter(), [], 0, 0
+    begun, rows, sequences, positions, skipped = time.perf_counter(), [], 0, 0, 0
     kept = {name: p for name, p in parameters.items() if "pooler" not in name and name != "cls.predictions.bias"}
     for number, reading in enumerate(readings):
+        if not reading.checked.predicts:
+            sequences, skipped = sequences + len(reading.clusters), skipped + 1
+            continue
         loss = MeanLoss(model, [reading.given], causal=causal, parameters=kept)
         z = torch.randn(loss.num_parameters, generator=seeds.generator(seed, "authors", number), dtype=loss.dtype)
         z = z.to(device_of(model))
@@ -273,6 +260,7 @@ def _authors(
         details={
             **described(model, list(kept.values()), causal=causal),
             "sequences": sequences,
+            "skipped_batches": skipped,
             "seed": seed,
             "parameters_left_out": [name for name in parameters if name not in kept],
             "error_covers": "batches, labels and probes",

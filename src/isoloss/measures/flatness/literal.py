@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from isoloss import seeds
-from isoloss.errors import IsolossError
+from isoloss.measures.checks import plainly
 from isoloss.measures.flatness.predictions import Batch
+from isoloss.measures.flatness.products import predicted_logits
 
 
 def sampled_label_norms(
@@ -40,7 +41,7 @@ def sampled_label_norms(
         (n, K) float64, and the names of the parameters that had a gradient.
 
     Raises:
-        IsolossError: A logit is NaN or infinite.
+        IsolossError: A logit is NaN or infinite, or the model gives none that fit.
     """
     norms = torch.zeros(len(batch.predicted), len(parameters), dtype=torch.float64)
     reached: set[str] = set()
@@ -48,25 +49,19 @@ def sampled_label_norms(
         if not bool(predicted.any()):
             continue
         generator = seeds.generator(seed, "labels", first + row)
-        inputs = {
-            name: value[row : row + 1] if isinstance(value, torch.Tensor) else value
-            for name, value in batch.inputs.items()
-        }
-        with torch.enable_grad():
-            logits = model(**inputs).logits[0, predicted]
+        with plainly(model):
+            logits = predicted_logits(model, batch.rows(torch.tensor([row])))
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-        if not bool(log_p.isfinite().all()):
-            raise IsolossError(f"the model's logits are NaN or infinite (sequence {first + row})")
-        for position in log_p:
-            p = position.detach().cpu().double().exp()
-            for label in torch.multinomial(p, num_labels, replacement=True, generator=generator).tolist():
-                gradients = torch.autograd.grad(
-                    position[label], list(parameters.values()), retain_graph=True, allow_unused=True
-                )
-                for column, (name, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-                    if gradient is not None:
-                        reached.add(name)
-                        norms[row, column] += _square_norm(gradient) / num_labels
+            for position in log_p:
+                p = position.detach().cpu().double().exp()
+                for label in torch.multinomial(p, num_labels, replacement=True, generator=generator).tolist():
+                    gradients = torch.autograd.grad(
+                        position[label], list(parameters.values()), retain_graph=True, allow_unused=True
+                    )
+                    for column, (name, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                        if gradient is not None:
+                            reached.add(name)
+                            norms[row, column] += _square_norm(gradient) / num_labels
     return norms, reached
 
 

@@ -14,8 +14,10 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of
+from isoloss.measures.checks import device_of, plainly, unwrapped
+from isoloss.measures.flatness.parameters import embeddings, quantized_weights, refuse_unreached
 from isoloss.measures.flatness.pool import Pool
+from isoloss.measures.flatness.predictions import Batch
 from isoloss.measures.flatness.record import Place, Record
 from isoloss.measures.flatness.tally import PoolMeans, Shares, Tally
 from isoloss.memory import keep_freed
@@ -44,7 +46,7 @@ class Source(Protocol):
 
     Attributes:
         method: What the result calls it.
-        names: The K parameters.
+        parameters: The K parameters, by name.
         num_controls: C.
         num_probes: Random vectors or labels a position.
         seed: What they are drawn with.
@@ -53,7 +55,7 @@ class Source(Protocol):
     """
 
     method: str
-    names: list[str]
+    parameters: dict[str, nn.Parameter]
     num_controls: int
     num_probes: int
     seed: int
@@ -64,12 +66,12 @@ class Source(Protocol):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
-        """Measure a batch without its documents; `first` is the place of its first sequence in the stream."""
+    def measure(self, batch: Batch, first: int) -> Norms:
+        """Measure a batch, which may predict nothing; `first` is the place of its first sequence in the stream."""
         ...
 
     def details(self) -> dict[str, Any]:
-        """Return what the result's details say of how it was done."""
+        """Return what the result's details say of how it was done, `parameters_without_gradient` in any case."""
         ...
 
 
@@ -120,6 +122,7 @@ class Measurement:
         IsolossError: It is to be distributed, and torch.distributed has no process group.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self, model: nn.Module, source: Source, *, distributed: bool = False, pool: Pool | None = None
     ) -> None:
@@ -127,16 +130,20 @@ class Measurement:
             raise IsolossError("distributed is set, but torch.distributed has no process group: start it with torchrun")
         self._model, self._source, self._distributed, self._pool = model, source, distributed, pool
         self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
-        self._layers = list(dict.fromkeys(layer_of(name) for name in source.names))
-        groups = [self._layers.index(layer_of(name)) for name in source.names]
+        self._names = list(source.parameters)
+        self._layers = list(dict.fromkeys(layer_of(name) for name in self._names))
+        groups = [self._layers.index(layer_of(name)) for name in self._names]
+        self._embeddings = embeddings(model, source.parameters)
+        others = [column for column, name in enumerate(self._names) if name not in self._embeddings]
         means = None if pool is None else PoolMeans(pool.covariance, pool.num_sequences, pool.number)
-        self._tally = Tally(len(source.names), source.num_controls, groups, means)
+        self._tally = Tally(len(self._names), source.num_controls, groups, means, part=others)
         self._place = Place(seconds=0.0 if pool is None else pool.seconds)
 
     def shares(self) -> Shares:
         """Return what the result is made of, and the influence of each cluster, which errors of differences rest on."""
         return self._tally.shares()
 
+    @torch.inference_mode(False)
     def run(
         self,
         batches: Iterable[Mapping[str, Any]],
@@ -156,10 +163,11 @@ class Measurement:
         source = self._source
         identity = {"method": source.method, "probes": source.num_probes, "seed": source.seed, "causal": source.causal}
         identity |= {"controls": source.num_controls, "pool": str(self._pool or "none")}
+        identity["embeddings"] = self._embeddings
         if self._distributed:
             identity["first sequence"] = self._first
         with source:
-            record = None if resume is None else Record(resume, self._model, source.names, identity)
+            record = None if resume is None else Record(resume, self._model, self._names, identity)
             try:
                 reason = self._consume(batches, stopping, record, progress)
             except KeyboardInterrupt as interruption:
@@ -198,6 +206,8 @@ class Measurement:
             if progress is not None:
                 progress(self._place.sequences)
             clusters = len(self._tally)
+            if not self._place.positions:
+                continue
             if stopping.rtol is not None and clusters >= look:
                 look = _next_look(clusters)
                 shares = self.shares()
@@ -220,10 +230,11 @@ class Measurement:
             raise IsolossError(f"batch {place.batches}: all batches have `documents`, or none has")
         if self._pool is not None and self._pool.by_document != (documents is not None):
             raise IsolossError("both the batches and their pool have `documents`, or neither has")
+        given = {name: value for name, value in batch.items() if name != "documents"}
         try:
-            norms = self._source.measure(
-                {name: value for name, value in batch.items() if name != "documents"}, self._first + place.sequences
-            )
+            read = Batch.read(given, self._model, causal=self._source.causal)
+            with plainly(self._model):
+                norms = self._source.measure(read, self._first + place.sequences)
             controls = norms.controls
             if self._pool is not None:
                 controls = torch.cat([controls, self._pool.features(batch)], dim=1)
@@ -232,7 +243,7 @@ class Measurement:
         if not bool(norms.square_norms.isfinite().all()):
             row, column = (~norms.square_norms.isfinite()).nonzero()[0].tolist()
             raise IsolossError(
-                f"batch {place.batches}: the gradient of {self._source.names[column]} is not finite "
+                f"batch {place.batches}: the gradient of {self._names[column]} is not finite "
                 f"(sequence {row} of the batch); use a wider dtype"
             )
         self._tally.add(norms.square_norms, norms.positions, controls, documents)
@@ -240,6 +251,7 @@ class Measurement:
             batches=place.batches + 1,
             sequences=place.sequences + len(norms.positions),
             positions=place.positions + int(norms.positions.sum()),
+            skipped=place.skipped + (not read.predicts),
             by_document=documents is not None,
             seconds=place.seconds,
         )
@@ -255,13 +267,15 @@ class Measurement:
             batches=sum(place.batches for place in places),
             sequences=sum(place.sequences for place in places),
             positions=sum(place.positions for place in places),
+            skipped=sum(place.skipped for place in places),
             seconds=max(place.seconds for place in places),
         )
 
     def _estimate(self, reason: str) -> Estimate:
         shares, source = self.shares(), self._source
-        parameters = dict(self._model.named_parameters())
-        counted = [parameters[name] for name in source.names]
+        details = source.details()
+        if not bool(shares.by_parameter.any()):  # after a resumption the source has not seen all batches
+            refuse_unreached(self._model, self._names, details["parameters_without_gradient"])
         return Estimate(
             value=shares.value,
             stderr=shares.stderr,
@@ -271,13 +285,14 @@ class Measurement:
             num_probes=source.num_probes,
             method=source.method,
             seconds=self._place.seconds,
-            by_parameter=dict(zip(source.names, shares.by_parameter.tolist(), strict=True)),
-            by_parameter_stderr=dict(zip(source.names, shares.by_parameter_stderr.tolist(), strict=True)),
+            by_parameter=dict(zip(self._names, shares.by_parameter.tolist(), strict=True)),
+            by_parameter_stderr=dict(zip(self._names, shares.by_parameter_stderr.tolist(), strict=True)),
             by_layer=dict(zip(self._layers, shares.by_group.tolist(), strict=True)),
             by_layer_stderr=dict(zip(self._layers, shares.by_group_stderr.tolist(), strict=True)),
             details={
-                **described(self._model, counted, causal=source.causal),
+                **described(self._model, list(source.parameters.values()), causal=source.causal),
                 "sequences": self._place.sequences,
+                "skipped_batches": self._place.skipped,
                 "leading_cluster": shares.leading,
                 "pool_sequences": 0 if self._pool is None else self._pool.num_sequences,
                 "pool_bigrams": any(shares.pool_controls[:1]),
@@ -287,7 +302,10 @@ class Measurement:
                 "processes": dist.get_world_size() if self._distributed else 1,
                 "seed": source.seed,
                 "ended": reason,
-                **source.details(),
+                "embeddings": self._embeddings,
+                "without_embeddings": shares.part,
+                "without_embeddings_stderr": shares.part_stderr,
+                **details,
             },
         )
 
@@ -309,8 +327,9 @@ def described(model: nn.Module, counted: Sequence[nn.Parameter], *, causal: bool
     return {
         "device": str(device_of(model)),
         "dtype": str(counted[0].dtype).removeprefix("torch."),
-        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+        "attention": getattr(getattr(unwrapped(model), "config", None), "_attn_implementation", None),
         "num_parameters": sum(parameter.numel() for parameter in counted),
+        "quantized_weights": quantized_weights(model),
         "predicts": "next token" if causal else "masked tokens",
     }
 

@@ -5,6 +5,7 @@ Shapes: B sequences of a batch, m predicted positions, V vocabulary, K trainable
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,9 +16,10 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
+from isoloss.measures.checks import is_causal, plainly, refuse_dropout
 from isoloss.measures.flatness import probes
 from isoloss.measures.flatness.measurement import UNIT, Measurement, Norms, Stopping, described
+from isoloss.measures.flatness.parameters import counted_parameters, requiring_gradients
 from isoloss.measures.flatness.predictions import Batch
 from isoloss.measures.flatness.products import derivative_along, predicted_logits, second_derivatives
 from isoloss.measures.flatness.reading import read_batches
@@ -40,7 +42,7 @@ def squared_parameter_norm(model: nn.Module, *, parameters: Mapping[str, nn.Para
         >>> squared_parameter_norm(layer).value
         19.0
     """
-    counted = measured_parameters(model) if parameters is None else dict(parameters)
+    counted = counted_parameters(model, parameters)
     squares = {name: float(value.detach().double().square().sum()) for name, value in counted.items()}
     return Estimate(
         value=sum(squares.values()),
@@ -93,24 +95,19 @@ def fisher_rao_norm(
         (True, 0)
     """
     refuse_dropout(model)
-    counted = measured_parameters(model) if parameters is None else dict(parameters)
+    counted = counted_parameters(model, parameters)
     causal = is_causal(model) if causal is None else causal
-    leaves = list(counted.values())
-    begun, tally, sequences, positions = time.perf_counter(), Tally(1, 0), 0, 0
-    for reading in read_batches(batches, causal=causal, device=device_of(model), num_sequences=num_sequences):
+    begun, tally, sequences, positions, skipped = time.perf_counter(), Tally(1, 0), 0, 0, 0
+    for reading in read_batches(batches, model=model, causal=causal, num_sequences=num_sequences):
         batch = reading.checked
-        with second_derivatives(), torch.enable_grad():
-            logits = predicted_logits(model, batch)
-            moved = derivative_along(logits, leaves, [leaf.detach() for leaf in leaves]).double()
-        p = logits.detach().double().softmax(dim=-1)
-        centred = moved - (p * moved).sum(dim=-1, keepdim=True)
-        variances = (p * centred.square()).sum(dim=-1).cpu()
+        variances = _variances(model, batch, counted)
         if not bool(variances.isfinite().all()):
             raise IsolossError("a derivative of the logits is not finite; use a wider dtype")
         sums = torch.zeros(len(batch.predicted), dtype=torch.float64)
         sums.index_add_(0, batch.predicted.nonzero()[:, 0].cpu(), variances)
         tally.add(sums[:, None], batch.predicted.sum(dim=1).cpu(), torch.zeros(len(sums), 0), reading.clusters)
         sequences, positions = sequences + len(sums), positions + len(variances)
+        skipped += not batch.predicts
     shares = tally.shares()
     return Estimate(
         value=shares.value,
@@ -121,11 +118,25 @@ def fisher_rao_norm(
         method="squared fisher-rao norm",
         seconds=time.perf_counter() - begun,
         details={
-            **described(model, leaves, causal=causal),
+            **described(model, list(counted.values()), causal=causal),
             "sequences": sequences,
+            "skipped_batches": skipped,
             "error_covers": "inputs",
         },
     )
+
+
+def _variances(model: nn.Module, batch: Batch, counted: dict[str, nn.Parameter]) -> torch.Tensor:
+    """Return (m,) float64: the variances under the predictions of the logits' derivative along the parameters."""
+    if not batch.predicts:
+        return torch.zeros(0, dtype=torch.float64)
+    leaves = list(counted.values())
+    with second_derivatives(), plainly(model), requiring_gradients(counted):
+        logits = predicted_logits(model, batch)
+        moved = derivative_along(logits, leaves, [leaf.detach() for leaf in leaves]).double()
+    p = logits.detach().double().softmax(dim=-1)
+    centred = moved - (p * moved).sum(dim=-1, keepdim=True)
+    return (p * centred.square()).sum(dim=-1).cpu()
 
 
 def weighted_fisher_trace(
@@ -194,45 +205,47 @@ class _Weighted:
         self.causal = is_causal(model) if causal is None else causal
         self.settled: dict[str, int] = {}
         self._model = model
-        self._parameters = measured_parameters(model) if parameters is None else dict(parameters)
-        self.names = list(self._parameters)
+        self.parameters = counted_parameters(model, parameters)
+        self._reached: set[str] = set()
+        self._requiring = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        self._requiring.enter_context(requiring_gradients(self.parameters))
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the model, which was not touched."""
+        """Leave the model as found."""
+        self._requiring.close()
 
-    def measure(self, batch: Mapping[str, Any], first: int) -> Norms:
+    def measure(self, batch: Batch, first: int) -> Norms:
         """Measure a batch, a sequence at a time; the mean over probes."""
-        positions = Batch.read(batch, causal=self.causal, device=device_of(self._model)).predicted.sum(dim=1).cpu()
-        values = torch.zeros(len(positions), len(self.names), dtype=torch.float64)
+        positions = batch.predicted.sum(dim=1).cpu()
+        values = torch.zeros(len(positions), len(self.parameters), dtype=torch.float64)
         for row in positions.nonzero()[:, 0].tolist():
-            one = {
-                name: value[row : row + 1] if isinstance(value, torch.Tensor) else value
-                for name, value in batch.items()
-            }
-            values[row] = self._sequence(one, positions[row : row + 1], first + row)
+            values[row] = self._sequence(batch.rows(torch.tensor([row])), positions[row : row + 1], first + row)
         return Norms(values, positions, torch.zeros(len(values), 0))
 
     def details(self) -> dict[str, Any]:
-        """Return what the error is over."""
-        return {"error_covers": "inputs and probes"}
+        """Return what the error is over, and which parameters had no gradient."""
+        return {
+            "error_covers": "inputs and probes",
+            "parameters_without_gradient": [name for name in self.parameters if name not in self._reached],
+        }
 
-    def _sequence(self, batch: Mapping[str, Any], count: torch.Tensor, place: int) -> torch.Tensor:
+    def _sequence(self, batch: Batch, count: torch.Tensor, place: int) -> torch.Tensor:
         """Return (K,): the mean over probes for one sequence."""
-        leaves = list(self._parameters.values())
+        leaves = list(self.parameters.values())
         total = torch.zeros(len(leaves), dtype=torch.float64)
-        with torch.enable_grad():
-            logits = predicted_logits(self._model, Batch.read(batch, causal=self.causal, device=device_of(self._model)))
+        logits = predicted_logits(self._model, batch)
         for probe in range(self.num_probes):
             cotangent = probes.root_probabilities(logits)
             probes.integrated_(cotangent, count, range(place, place + 1), seed=self.seed, probe=probe)
             gradients = torch.autograd.grad(
                 logits, leaves, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
             )
-            for column, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+            for column, (name, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
                 if gradient is not None:
+                    self._reached.add(name)
                     dense = gradient.to_dense() if gradient.is_sparse else gradient
-                    total[column] += float((leaf.detach() * dense).double().square().sum()) / self.num_probes
+                    total[column] += float((leaves[column].detach() * dense).double().square().sum()) / self.num_probes
         return total

@@ -16,6 +16,7 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.languages.masking import IGNORED
+from isoloss.measures.checks import unwrapped
 from isoloss.measures.flatness.bigrams import Bigrams
 from isoloss.measures.flatness.tally import Clusters
 
@@ -137,7 +138,7 @@ def input_embeddings(model: nn.Module) -> torch.Tensor | None:
         >>> input_embeddings(nn.Linear(2, 2)) is None
         True
     """
-    holder: Any = model
+    holder: Any = unwrapped(model)
     try:
         weight = getattr(holder.get_input_embeddings(), "weight", None)
     except (AttributeError, NotImplementedError):

@@ -8,13 +8,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import Node
 
 from isoloss.errors import IsolossError
 from isoloss.languages.masking import IGNORED
+from isoloss.measures.checks import NOTHING_PREDICTED, architecture, device_of, plainly, virtual_tokens
 from isoloss.measures.flatness.capture import Capture, Decoder
 from isoloss.measures.flatness.gathering import Gathering, gathered_at
 
@@ -34,38 +38,53 @@ class Batch:
     targets: torch.Tensor
 
     @staticmethod
-    def read(batch: Mapping[str, Any], *, causal: bool, device: torch.device) -> Batch:
-        """Check a batch and mark what it predicts; a causal model predicts label t + 1 at position t.
+    @torch.inference_mode(False)  # whose tensors no graph may hold
+    def read(batch: Mapping[str, Any], model: nn.Module, *, causal: bool) -> Batch:
+        """Check a batch for a model and mark what it predicts; a causal model predicts label t + 1 at position t.
+
+        An input with one row, such as `position_ids` (1, T), is that of every sequence.
 
         Raises:
-            IsolossError: There are no labels (B, T), an input does not fit them, or nothing is predicted.
+            IsolossError: There are no labels (B, T), or an input does not fit them.
         """
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
             raise IsolossError("there are no `labels` of shape (sequences, positions)")
         inputs: dict[str, Any] = {}
+        device = device_of(model)
         for name, value in batch.items():
             if name == "labels":
                 continue
             if isinstance(value, torch.Tensor):
                 expected = labels.shape if name == "input_ids" else labels.shape[:1]
+                if name != "input_ids" and value.ndim > 1 and len(value) == 1:
+                    value = value.expand(len(labels), *value.shape[1:])
                 if value.shape[: len(expected)] != expected:
                     raise IsolossError(
                         f"labels of shape {tuple(labels.shape)} do not fit {name} of shape {tuple(value.shape)}"
                     )
-                value = value.to(device)
+                value = (value.clone() if value.is_inference() else value).to(device)
             inputs[name] = value
-        labels = labels.to(device)
+        labels = (labels.clone() if labels.is_inference() else labels).to(device)
         if causal:
             labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)], dim=1)
         predicted = labels != IGNORED
-        if not bool(predicted.any()):
-            raise IsolossError("nothing is predicted: every label that the model could be scored on is -100")
-        return Batch(inputs, predicted, labels[predicted])
+        return Batch(inputs, F.pad(predicted, (virtual_tokens(model), 0)), labels[predicted])
 
-    def head(self, count: int) -> Batch:
-        """Return the first `count` sequences that predict something, or as many as there are."""
-        chosen = self.predicted.any(dim=1).nonzero()[:count, 0]
+    @property
+    def predicts(self) -> bool:
+        """Whether any position is predicted."""
+        return len(self.targets) > 0
+
+    def require_predictions(self) -> None:
+        """Raise an IsolossError where no position is predicted."""
+        if not self.predicts:
+            raise IsolossError(NOTHING_PREDICTED)
+
+    @torch.inference_mode(False)
+    def rows(self, chosen: torch.Tensor) -> Batch:
+        """Return some of the sequences, by their places in the batch."""
+        chosen = chosen.to(self.predicted.device)
         inputs = {
             name: value[chosen] if isinstance(value, torch.Tensor) else value for name, value in self.inputs.items()
         }
@@ -74,10 +93,20 @@ class Batch:
         predicted = self.predicted[chosen]
         return Batch(inputs, predicted, targets[chosen][predicted])
 
+    def head(self, count: int) -> Batch:
+        """Return the first `count` sequences that predict something, or as many as there are."""
+        return self.rows(self.predicted.any(dim=1).nonzero()[:count, 0])
+
+    @torch.inference_mode(False)
     def every_other(self) -> Batch:
-        """Return the batch with every second position predicted, whatever was: each has one before it that is not."""
+        """Return the batch with every second position predicted, whatever was: each has one before it that is not.
+
+        They are not as many as a sequence has, so that what belongs to the positions of one cannot be taken for theirs.
+        """
         predicted = torch.zeros_like(self.predicted)
         predicted[:, 1::2] = True
+        if int(predicted.sum()) == predicted.shape[1]:
+            predicted[-1, -1] = False
         return Batch(self.inputs, predicted, self.targets.new_zeros(int(predicted.sum())))
 
 
@@ -94,7 +123,6 @@ class Predictions:
         decoder: The linear map; None together with `hidden`.
         capture: What the forward pass did with the parameters.
         hidden_states: `hidden` with its graph as the decoder got it, (1, m, d); None where it got all positions.
-        needed: The ids of the parameters that required a gradient.
     """
 
     logits: torch.Tensor
@@ -105,11 +133,25 @@ class Predictions:
     decoder: Decoder | None
     capture: Capture
     hidden_states: torch.Tensor | None
-    needed: frozenset[int]
 
-    def needs(self, parameter: nn.Parameter) -> bool:
-        """Whether the graph leads to the parameter itself."""
-        return id(parameter) in self.needed
+    @cached_property
+    def leaves(self) -> list[torch.Tensor]:
+        """All leaves of the logits' graph: a backward pass to these comes through every node that has a gradient.
+
+        Some are the model's own: a forward pass may call `requires_grad_` on what it computed.
+        """
+        leaves: list[torch.Tensor] = []
+        known: set[Node | None] = {None}
+        waiting = [self.logits.grad_fn]
+        while waiting:
+            if (node := waiting.pop()) in known:
+                continue
+            known.add(node)
+            assert node is not None
+            if node.name() == "torch::autograd::AccumulateGrad":
+                leaves.append(node.variable)  # type: ignore[attr-defined]
+            waiting.extend(below for below, _ in node.next_functions)
+        return leaves
 
 
 def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gathering) -> Predictions | None:
@@ -119,13 +161,27 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gatheri
         The predictions; None if the pass did not come to where the positions were to be gathered.
 
     Raises:
-        IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite.
+        IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite, or its attention kernel has no
+            gradient on this device.
     """
+    with plainly(model) as plain:
+        return _predict(plain, batch, capture, gathering)
+
+
+def _predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gathering) -> Predictions | None:
     inputs = dict(batch.inputs)
-    if "use_cache" not in inputs and "use_cache" in inspect.signature(model.forward).parameters:
+    if "use_cache" not in inputs and "use_cache" in inspect.signature(architecture(model).forward).parameters:
         inputs["use_cache"] = False  # a cache copies keys and values
-    with torch.enable_grad(), capture, gathered_at(model, gathering.call, capture):
-        output = model(**inputs)
+    with capture, gathered_at(model, gathering.call, capture):
+        try:
+            output = model(**inputs)
+        except NotImplementedError as error:
+            if "FlexAttention" in str(error):
+                raise IsolossError(
+                    f"flex_attention has no gradient on the device {batch.predicted.device.type}: call "
+                    'model.set_attn_implementation("sdpa") before measuring'
+                ) from error
+            raise
     logits = getattr(output, "logits", None)
     if gathering.is_early and not capture.gathered:
         return None
@@ -138,7 +194,8 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gatheri
     else:
         selected = logits[batch.predicted]
     rows = batch.predicted.nonzero()[:, 0]
-    _check_finite(selected, rows)
+    if capture.unknown is None:
+        _check_finite(selected, rows)
     states = hidden = decoder = None
     if found is not None:
         states, decoder = found
@@ -152,7 +209,6 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gatheri
         decoder=decoder,
         capture=capture,
         hidden_states=states if capture.gathered else None,
-        needed=frozenset(id(parameter) for parameter in model.parameters() if parameter.requires_grad),
     )
 
 

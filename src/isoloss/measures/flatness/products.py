@@ -5,6 +5,7 @@ Shapes: m predicted positions of a batch, V vocabulary, P trainable parameters c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isoloss.errors import IsolossError
-from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
+from isoloss.measures.checks import NOTHING_PREDICTED, device_of, is_causal, plainly, refuse_dropout
 from isoloss.measures.flatness.capture import Capture
 from isoloss.measures.flatness.gathering import Gathering
+from isoloss.measures.flatness.parameters import counted_parameters, refuse_unreached, requiring_gradients
 from isoloss.measures.flatness.predictions import Batch, predict
 from isoloss.measures.flatness.reading import read_batches
 
@@ -50,10 +52,11 @@ class MeanLoss:
         num_parameters: P.
         num_sequences: Over all batches.
         num_positions: Predicted positions over all batches.
+        skipped_batches: Batches that predict nothing.
         dtype: Of the vectors: float32, or the parameters' wider type.
 
     Raises:
-        IsolossError: Dropout is on, no parameter is trainable, or a batch does not fit.
+        IsolossError: Dropout is on, no parameter is trainable, a batch does not fit, or nothing is predicted.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -77,14 +80,16 @@ class MeanLoss:
     ) -> None:
         refuse_dropout(model)
         self.model = model
-        self.parameters = measured_parameters(model) if parameters is None else dict(parameters)
+        self.parameters = counted_parameters(model, parameters)
         self.causal = is_causal(model) if causal is None else causal
-        self._batches = [
-            reading.checked for reading in read_batches(batches, causal=self.causal, device=device_of(model))
-        ]
-        if not self._batches:
+        given = [reading.checked for reading in read_batches(batches, model=model, causal=self.causal)]
+        if not given:
             raise IsolossError("there are no batches to measure on")
-        self.num_sequences = sum(len(batch.predicted) for batch in self._batches)
+        self._batches = [batch for batch in given if batch.predicts]
+        if not self._batches:
+            raise IsolossError(NOTHING_PREDICTED)
+        self.num_sequences = sum(len(batch.predicted) for batch in given)
+        self.skipped_batches = len(given) - len(self._batches)
         self.num_positions = sum(len(batch.targets) for batch in self._batches)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters.values())
         self.dtype = torch.float32
@@ -122,6 +127,8 @@ class MeanLoss:
             gradients = torch.autograd.grad(
                 _total_loss(self.model, batch), self._leaves, create_graph=True, allow_unused=True
             )
+            unused = [gradient is None for gradient in gradients]
+            refuse_unreached(self.model, self.parameters, itertools.compress(self.parameters, unused))
             return hessian_vector_product(gradients, self._leaves, directions)
 
         with second_derivatives():
@@ -155,11 +162,10 @@ class MeanLoss:
         return list(self.parameters.values())
 
     def _mean(self, of_batch: Callable[[Batch], Sequence[torch.Tensor]], what: str) -> torch.Tensor:
-        total = torch.zeros(self.num_parameters, dtype=self.dtype, device=device_of(self.model))
-        for batch in self._batches:
-            with torch.enable_grad():
-                parts = of_batch(batch)
-            total += torch.cat([part.reshape(-1).to(self.dtype) for part in parts])
+        with plainly(self.model), requiring_gradients(self.parameters):
+            total = torch.zeros(self.num_parameters, dtype=self.dtype, device=device_of(self.model))
+            for batch in self._batches:
+                total += torch.cat([part.reshape(-1).to(self.dtype) for part in of_batch(batch)])
         if not bool(total.isfinite().all()):
             raise IsolossError(f"{what} is not finite; use a wider dtype")
         return total / self.num_positions

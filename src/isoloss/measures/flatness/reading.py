@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.measures.flatness.measurement import first_rows
@@ -36,18 +37,18 @@ class Reading:
 def read_batches(
     batches: Iterable[Mapping[str, Any]],
     *,
+    model: nn.Module,
     causal: bool,
-    device: torch.device,
     num_sequences: int | None = None,
     cluster_size: int = 1,
 ) -> Iterator[Reading]:
-    """Yield the batches of a stream, checked.
+    """Yield the batches of a stream, checked for a model; some may predict nothing.
 
     A cluster is `cluster_size` consecutive sequences, or, where batches have `documents` (B,), the consecutive
     sequences of one document, whatever their number. Clusters do not depend on how the stream is cut into batches.
 
     Raises:
-        IsolossError: `batches` is a single batch, a batch does not fit or predicts nothing, or some have documents.
+        IsolossError: `batches` is a single batch, a batch does not fit, or some have documents.
     """
     if isinstance(batches, Mapping):
         raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
@@ -67,7 +68,7 @@ def read_batches(
             raise IsolossError(f"batch {number}: all batches have `documents`, or none has")
         by_document = documents is not None
         try:
-            checked = Batch.read(given, causal=causal, device=device)
+            checked = Batch.read(given, model, causal=causal)
         except IsolossError as error:
             raise IsolossError(f"batch {number}: {error}") from error
         size = len(checked.predicted)

@@ -29,6 +29,7 @@ class Place:
     batches: int = 0
     sequences: int = 0
     positions: int = 0
+    skipped: int = 0
     by_document: bool = False
     seconds: float = 0.0
 

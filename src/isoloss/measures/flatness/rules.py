@@ -77,9 +77,15 @@ class Result:
 
 
 class Uses(Protocol):
-    """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule."""
+    """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule.
+
+    Attributes:
+        layout: How the tokens lie at this point.
+        shared: Whether a lookup for all sequences together was made one for each, which the model does not know.
+    """
 
     layout: Layout
+    shared: bool
 
     def handle(self, value: Any) -> Handle | None:
         """Return the parameter that a tensor is, if it is one that is measured."""
@@ -191,6 +197,7 @@ def _embedding(
 
     output = F.embedding(input, weight, padding_idx)
     if shared:
+        uses.shared = True
         output = output.expand(layout.num_sequences, *output.shape[1:])
     return Result(output, {handle.name: contribution})
 

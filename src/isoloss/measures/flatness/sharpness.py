@@ -18,8 +18,9 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate
-from isoloss.measures.checks import device_of, is_causal, measured_parameters, refuse_dropout
+from isoloss.measures.checks import NOTHING_PREDICTED, device_of, is_causal, refuse_dropout
 from isoloss.measures.flatness.measurement import UNIT, described
+from isoloss.measures.flatness.parameters import counted_parameters
 from isoloss.measures.flatness.products import MeanLoss, predicted_logits
 from isoloss.measures.flatness.reading import Reading, read_batches
 
@@ -70,10 +71,13 @@ def sam_sharpness(
     if num_steps < 1:
         raise IsolossError(f"num_steps is {num_steps}; it must be at least 1")
     refuse_dropout(model)
-    counted = measured_parameters(model) if parameters is None else dict(parameters)
+    counted = counted_parameters(model, parameters)
     causal = is_causal(model) if causal is None else causal
-    begun, rises, sizes, positions = time.perf_counter(), [], [], 0
-    for reading in read_batches(batches, causal=causal, device=device_of(model)):
+    begun, rises, sizes, positions, skipped = time.perf_counter(), [], [], 0, 0
+    for reading in read_batches(batches, model=model, causal=causal):
+        if not reading.checked.predicts:
+            skipped += 1
+            continue
         loss = MeanLoss(model, [reading.given], causal=causal, parameters=counted)
         rises.append(_rise(loss, rho, num_steps))
         sizes.append(loss.num_sequences)
@@ -93,6 +97,7 @@ def sam_sharpness(
             **described(model, list(counted.values()), causal=causal),
             "rho": rho,
             "sequences": sum(sizes),
+            "skipped_batches": skipped,
             "sequences_per_batch": [min(sizes), max(sizes)],
             "error_covers": "batches",
         },
@@ -166,12 +171,15 @@ def noise_sharpness(
     if num_probes < 2:
         raise IsolossError(f"num_probes is {num_probes}; an error bar needs at least 2")
     refuse_dropout(model)
-    counted = measured_parameters(model) if parameters is None else dict(parameters)
+    counted = counted_parameters(model, parameters)
     causal = is_causal(model) if causal is None else causal
     begun = time.perf_counter()
-    readings = list(read_batches(batches, causal=causal, device=device_of(model), num_sequences=num_sequences))
+    readings = list(read_batches(batches, model=model, causal=causal, num_sequences=num_sequences))
     if not readings or int(readings[-1].clusters[-1]) < 1:
         raise IsolossError("an error bar needs at least 2 independent sequences or documents")
+    skipped = sum(not reading.checked.predicts for reading in readings)
+    if skipped == len(readings):
+        raise IsolossError(NOTHING_PREDICTED)
     before = _losses(model, readings)
     rises = []
     with weights_restored(counted) as originals:
@@ -199,6 +207,7 @@ def noise_sharpness(
             **described(model, list(counted.values()), causal=causal),
             "relative_std": relative_std,
             "sequences": sum(len(reading.clusters) for reading in readings),
+            "skipped_batches": skipped,
             "seed": seed,
             "error_covers": "inputs, labels and probes",
         },
@@ -271,6 +280,8 @@ def _losses(model: nn.Module, readings: list[Reading]) -> torch.Tensor:
     sums = torch.zeros(int(readings[-1].clusters[-1]) + 1, dtype=torch.float64)
     for reading in readings:
         batch = reading.checked
+        if not batch.predicts:
+            continue
         with torch.no_grad():
             logits = predicted_logits(model, batch)
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

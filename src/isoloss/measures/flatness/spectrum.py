@@ -97,6 +97,7 @@ def largest_eigenvalues(
     details = {
         **described(model, list(loss.parameters.values()), causal=loss.causal),
         "sequences": loss.num_sequences,
+        "skipped_batches": loss.skipped_batches,
         "seed": seed,
         "matrix": matrix,
         "iterations": space.steps,
@@ -246,6 +247,7 @@ def spectral_density(
     details = {
         **described(model, list(loss.parameters.values()), causal=loss.causal),
         "sequences": loss.num_sequences,
+        "skipped_batches": loss.skipped_batches,
         "seed": seed,
         "matrix": matrix,
         "seconds": time.perf_counter() - begun,

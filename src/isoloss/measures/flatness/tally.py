@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 
 from isoloss.errors import IsolossError
+from isoloss.measures.checks import NOTHING_PREDICTED
 
 FOLDS = 8
 _FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
 _CLUSTERS_A_CONTROL = 16  # or more, as each coefficient that is fitted adds its own noise
 _SINGULAR = 1e-10  # of the largest eigenvalue of the controls' correlations
 _FEWEST_OF_POOL = 2  # times the measured sequences: a mean over fewer is hardly better known
-_CONTROLS = 4  # the first column of the controls in a cluster's row
+_CONTROLS = 5  # the first column of the controls in a cluster's row
 _UNLIKE = 1e-9  # the chance that sequences drawn as the pool was are as far from its mean
 
 
@@ -38,6 +39,9 @@ class Shares:
         influence: (N + r,) float64: what each cluster, and each of the pool's means, adds to the error. `value`'s
             standard error is the root of the sum of their squares over N (N - 1), and that of the difference of two
             values on the same clusters and means is the same of the differences of their influences.
+        part: The sum of `by_parameter` over the parameters of the part.
+        part_stderr: Its standard error.
+        part_influence: (N + r,) float64, as `influence`.
         clusters: N.
         pool_controls: (r,) which of the pool's controls were used.
         unlike_pool: Whether the clusters are too far from the pool's means to have been drawn alike, so that none was.
@@ -48,6 +52,9 @@ class Shares:
     by_parameter: torch.Tensor
     by_parameter_stderr: torch.Tensor
     influence: torch.Tensor
+    part: float
+    part_stderr: float
+    part_influence: torch.Tensor
     by_group: torch.Tensor
     by_group_stderr: torch.Tensor
     clusters: int
@@ -150,6 +157,7 @@ class Tally:
         num_controls: C - r, which may be 0.
         groups: The group of each parameter, from 0 to G - 1; None: there are no groups.
         pool: How well the means of r further controls are known; None: there are none.
+        part: Parameters, by their columns, whose sum is wanted with an influence of its own.
 
     Example:
         >>> tally = Tally(num_parameters=2, num_controls=0)
@@ -165,10 +173,12 @@ class Tally:
         num_controls: int,
         groups: Sequence[int] | None = None,
         pool: PoolMeans | None = None,
+        part: Sequence[int] = (),
     ) -> None:
+        self._part = torch.tensor(part, dtype=torch.int64)
         self._pool = pool or PoolMeans(torch.zeros(0, 0, dtype=torch.float64), 0)
         num_controls += len(self._pool.covariance)
-        # fold, a, n, m, d of closed clusters
+        # fold, a, a of the part, n, m, d of closed clusters
         self._rows = [torch.zeros(0, _CONTROLS + num_controls, dtype=torch.float64)]
         # by fold and parameter: the sums of a, a^2, a m, a d
         self._moments = torch.zeros(FOLDS, 3 + num_controls, num_parameters, dtype=torch.float64)
@@ -204,7 +214,8 @@ class Tally:
         first, parameters = sum(len(known) for known in self._rows), self._moments.shape[2]
         folds = torch.arange(first, first + len(rows)) % FOLDS
         a, rest = rows[:, :parameters], rows[:, parameters:]
-        self._rows.append(torch.cat([folds[:, None].double(), a.sum(dim=1, keepdim=True), rest], dim=1))
+        sums = [values.sum(dim=1, keepdim=True) for values in (a, a[:, self._part])]
+        self._rows.append(torch.cat([folds[:, None].double(), *sums, rest], dim=1))
         _add_moments(self._moments, folds, a, rest[:, 1:])
         if len(self._groups):
             by_group = torch.zeros(len(a), self._group_moments.shape[2], dtype=torch.float64)
@@ -218,6 +229,7 @@ class Tally:
             "rows": self._rows[0],
             "moments": self._moments,
             "groups": self._groups,
+            "part": self._part,
             "group_moments": self._group_moments,
             "open": self._clusters.open,
             "document": torch.tensor([document is not None, document or 0]),
@@ -232,7 +244,7 @@ class Tally:
         number = state["pool_number"].tolist()
         pool = PoolMeans(state["pool_covariance"], int(state["pool_sequences"]), number[0] if number else None)
         num_controls = state["rows"].shape[1] - _CONTROLS - len(pool.covariance)
-        tally = cls(state["moments"].shape[2], num_controls, state["groups"].tolist(), pool)
+        tally = cls(state["moments"].shape[2], num_controls, state["groups"].tolist(), pool, state["part"].tolist())
         tally._rows, tally._moments = [state["rows"]], state["moments"].clone()
         tally._group_moments = state["group_moments"].clone()
         tally._clusters.open = state["open"].clone()
@@ -256,14 +268,19 @@ class Tally:
         """Return the ratio, its error, and its split over the parameters, the document that goes on included.
 
         Raises:
-            IsolossError: There are fewer than two clusters.
+            IsolossError: Fewer than two clusters have a predicted position.
         """
         if self._clusters.document is not None:
             return Tally.merged([Tally.from_state(self.state())]).shares()  # it ends in a copy, and may go on here
         rows = torch.cat(self._rows)
-        if len(rows) < 2:
-            raise IsolossError(f"an error bar needs at least 2 independent sequences or documents, not {len(rows)}")
-        used, unlike = self._used(rows[:, 2], rows[:, _CONTROLS:])
+        predicting = int((rows[:, 4] > 0).sum())
+        if len(rows) and not predicting:
+            raise IsolossError(NOTHING_PREDICTED)
+        if predicting < 2:
+            raise IsolossError(
+                f"an error bar needs at least 2 independent sequences or documents, not {predicting} (with a label)"
+            )
+        used, unlike = self._used(rows[:, 3], rows[:, _CONTROLS:])
         known = len(used) - len(self._pool.covariance)
         available = int(used[known:].sum())
         wanted = (0, 1, available) if self._pool.number is None else (self._pool.number,)
@@ -275,7 +292,7 @@ class Tally:
     def _fitted(self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool) -> Shares:
         """Return the shares of closed clusters with these controls (C,)."""
         n, of_pool = len(rows), len(used) - len(self._pool.covariance)
-        folds, sequences, m, d = rows[:, 0].long(), rows[:, 2], rows[:, 3], rows[:, _CONTROLS:] * used
+        folds, sequences, m, d = rows[:, 0].long(), rows[:, 3], rows[:, 4], rows[:, _CONTROLS:] * used
         total, correction = float(m.sum()), n / (n - 1)
         by_fold = torch.zeros(FOLDS, dtype=torch.float64).index_add_(0, folds, sequences)
         variances, vectors = torch.linalg.eigh(self._pool.covariance)
@@ -292,16 +309,26 @@ class Tally:
 
         beta, slopes, ratios, errors = split(self._moments)
         _, _, by_group, by_group_stderr = split(self._group_moments)
-        value = math.fsum(ratios.tolist())
-        residuals = rows[:, 1] - (beta.sum(dim=2)[folds] * d).sum(dim=1) - value * m
-        of_means = root.T @ slopes.sum(dim=1)
-        influence = torch.cat([residuals * (n / total), of_means * math.sqrt(n * (n - 1))])
+
+        def summed(sums: torch.Tensor, columns: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+            """Return the ratio of the clusters' sums (N,) over columns, its error and its influence."""
+            value = math.fsum(ratios[columns].tolist())
+            residuals = sums - (beta[:, :, columns].sum(dim=2)[folds] * d).sum(dim=1) - value * m
+            of_means = root.T @ slopes[:, columns].sum(dim=1)
+            influence = torch.cat([residuals * (n / total), of_means * math.sqrt(n * (n - 1))])
+            return value, math.sqrt(float(influence.square().sum()) / (n * (n - 1))), influence
+
+        value, stderr, influence = summed(rows[:, 1], torch.arange(len(ratios)))
+        part, part_stderr, part_influence = summed(rows[:, 2], self._part)
         return Shares(
             value=value,
-            stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1))),
+            stderr=stderr,
             by_parameter=ratios,
             by_parameter_stderr=errors,
             influence=influence,
+            part=part,
+            part_stderr=part_stderr,
+            part_influence=part_influence,
             by_group=by_group,
             by_group_stderr=by_group_stderr,
             clusters=n,

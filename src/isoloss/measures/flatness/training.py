@@ -106,7 +106,9 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         self.traces[state.global_step] = trace
         numbers = {"fisher_trace": trace.value, "fisher_trace_stderr": trace.stderr}
         if self.log is not None:
+            asked = control.should_log
             self.log(numbers)
+            control.should_log = asked  # the Trainer takes any log for its own of this step, and would leave that out
         else:
             epoch = {} if state.epoch is None else {"epoch": state.epoch}
             state.log_history.append({**numbers, **epoch, "step": state.global_step})
