@@ -264,7 +264,7 @@ def test_an_interrupted_comparison_prints_what_is_done(capsys, folder, monkeypat
     widths = []
 
     def stop(self, batch, first):
-        widths.append(len(self.names))
+        widths.append(len(self.parameters))
         if len(widths) == 12:  # four batches a model: the last one of the third
             raise KeyboardInterrupt
         return measure(self, batch, first)
