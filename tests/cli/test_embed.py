@@ -112,7 +112,7 @@ def test_a_folder_that_holds_something_is_refused(run, tmp_path, capsys):
     (tmp_path / "kept.txt").write_text("x")
     for out in (tmp_path, tmp_path / "kept.txt"):
         printed = call(capsys, "embed", run, "--into", "d128", "--out", out, status=2)
-        assert f"{out} is there and not an empty folder: give --out another name" in printed.err
+        assert f"{out} is there and not an empty folder: choose another name" in printed.err
     assert (tmp_path / "kept.txt").read_text() == "x"
 
 
