@@ -22,10 +22,11 @@ def counted_parameters(
     """Return the parameters that a measure is of, by name: the ones given, else all trainable ones, tied ones once.
 
     Where it is all of them and layers of the model are quantized, it warns with the number of weights that are left
-    out, as quantized weights are no parameters.
+    out, as quantized weights are not parameters.
 
     Raises:
-        IsolossError: There is none, or one that is given is not the model's.
+        IsolossError: There is none, or one that is given is not the model's; or all are measured and quantized layers
+            of torch pass no gradient to some of them.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -33,9 +34,14 @@ def counted_parameters(
         (['weight', 'bias'], ['w'])
     """
     if parameters is None:
-        if missed := quantized_weights(model):
-            warn(_says_what_is_missed(model, missed))
-        return measured_parameters(model)
+        found = measured_parameters(model)
+        if layers := _quantized(model):
+            _check_gradients_pass(model, layers)
+            warn(
+                f"{quantized_weights(model):,} weights of {len(layers)} quantized layers of "
+                f"{type(unwrapped(model)).__name__} are not parameters and are not measured"
+            )
+        return found
     if not parameters:
         raise IsolossError("parameters is empty: name at least one, or leave it out to measure all trainable ones")
     known = {id(parameter) for parameter in model.parameters()}
@@ -130,14 +136,11 @@ def _passes_no_gradient(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.ao.nn.quantized")
 
 
-def _says_what_is_missed(model: nn.Module, missed: int) -> str:
-    layers = _quantized(model)
-    message = (
-        f"{missed:,} weights of {len(layers)} quantized layers of {type(unwrapped(model)).__name__} are no parameters "
-        "and are not measured"
-    )
-    if any(_passes_no_gradient(layer) and not isinstance(layer, nn.Embedding) for layer in layers):
-        message += (
-            "; torch's quantized layers pass no gradient either, so shares of the layers before them are too small"
+def _check_gradients_pass(model: nn.Module, layers: list[nn.Module]) -> None:
+    stopping = [layer for layer in layers if _passes_no_gradient(layer) and not isinstance(layer, nn.Embedding)]
+    if stopping:
+        raise IsolossError(
+            f"{len(stopping)} quantized layers of {type(unwrapped(model)).__name__} pass no gradient "
+            f"({type(stopping[0]).__module__}), so parameters before them cannot be measured: measure the model before "
+            "it is quantized, or name the parameters after the last such layer in `parameters`"
         )
-    return message
