@@ -22,7 +22,7 @@ def counted_parameters(
     """Return the parameters that a measure is of, by name: the ones given, else all trainable ones, tied ones once.
 
     Where it is all of them and layers of the model are quantized, it warns with the number of weights that are left
-    out, as quantized weights are no parameters.
+    out, as quantized weights are not parameters.
 
     Raises:
         IsolossError: There is none, or one that is given is not the model's.
@@ -60,7 +60,7 @@ def embeddings(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list
 
 
 def quantized_weights(model: nn.Module) -> int:
-    """Return how many weights of linear maps and embeddings are kept as integers or packed, and are no parameters.
+    """Return how many weights of linear maps and embeddings are stored as integers or packed, and are not parameters.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -103,7 +103,7 @@ def requiring_gradients(parameters: Mapping[str, nn.Parameter]) -> Iterator[None
 
 
 def _quantized(model: nn.Module) -> list[nn.Module]:
-    """Return the innermost modules of a linear map's or embedding's size whose weight is no floating-point tensor."""
+    """Return the innermost modules of a linear map's or embedding's size whose weight is not in floating point."""
     found = [module for module in model.modules() if _size(module) and _is_packed(module)]
     return [module for module in found if not any(part in found for part in module.modules() if part is not module)]
 
@@ -133,7 +133,7 @@ def _passes_no_gradient(module: nn.Module) -> bool:
 def _says_what_is_missed(model: nn.Module, missed: int) -> str:
     layers = _quantized(model)
     message = (
-        f"{missed:,} weights of {len(layers)} quantized layers of {type(unwrapped(model)).__name__} are no parameters "
+        f"{missed:,} weights of {len(layers)} quantized layers of {type(unwrapped(model)).__name__} are not parameters "
         "and are not measured"
     )
     if any(_passes_no_gradient(layer) and not isinstance(layer, nn.Embedding) for layer in layers):
