@@ -68,8 +68,8 @@ def test_what_is_measured_is_what_eval_says(tmp_path):
     run = trained(tmp_path, CONFIG)
     evaluator = Evaluator(run, EvalConfig(loss_sentences=64, trace_sentences=64, seed=0))
     for line in run.metrics()[1::2]:
-        kl = evaluator.measure("loss", line["step"]).estimates["kl"]
-        trace = evaluator.measure("trace", line["step"]).estimates["trace"]
+        kl = evaluator.measure("loss", line["step"])[0].estimates["kl"]
+        trace = evaluator.measure("trace", line["step"])[0].estimates["trace"]
         assert [line[name] for name in ("kl_nats", "kl_stderr")] == pytest.approx([kl.value, kl.stderr], rel=1e-5)
         assert [line[name] for name in ("trace", "trace_stderr")] == pytest.approx(
             [trace.value, trace.stderr], rel=1e-4

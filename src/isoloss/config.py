@@ -232,7 +232,7 @@ class ModelConfig:
     layers: int | None = _later(None)
     """Number of layers; None: that of the size."""
     width: int | None = _later(None)
-    """Width of the hidden states, in an LSTM of each direction; None: that of the size."""
+    """Width of the hidden states (for an LSTM, per direction); None: that of the size."""
     heads: int | None = _later(None)
     """Attention heads of a transformer's layer, a divisor of the width; None: those of the size."""
     ffn: int | None = _later(None)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 MEASURES = {
     "loss": "pre-training loss: conditional entropy + KL to the truth; for a corpus, held-out cross-entropy",
     "trace": "trace of the Fisher of that loss, which at saturation is the trace of its Hessian",
-    "trace-in-SIZE-SCALE": "the same of the model expanded into a size, e.g. trace-in-d64-paper (scale: isoloss embed)",
+    "trace-in-SIZE-SCALE": "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss embed "
+    "--scale)",
     "probe-TASK": "accuracy of a linear probe on the concatenated token embeddings, e.g. probe-root, probe-prefix-4",
     "lookup-TASK": "the same probe on the true conditionals: the look-up table, a model without parameters",
 }

@@ -124,9 +124,9 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a folder for results that is there and not empty, or that could not be made."""
+    """Refuse a folder for results that exists and is not empty, or that could not be made."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise IsolossError(f"{folder} is there and not an empty folder: choose another name")
+        raise IsolossError(f"{folder} exists and is not an empty folder: choose another name")
     check_writable(folder.parent)
 
 

@@ -130,11 +130,11 @@ class Run:
             raise IsolossError(f"{self.path / 'run.json'} is not of this version of isoloss: {error}") from error
 
     def check_place(self) -> None:
-        """Refuse a folder that holds a study, or anything else that is no run."""
+        """Refuse a folder that holds a study, or anything else that is not a run."""
         if self.exists:
             return
         if (self.path / "study.json").is_file():
-            raise IsolossError(f"{self.path} holds a study, and no run can lie there: choose another directory")
+            raise IsolossError(f"{self.path} holds a study and cannot hold a run: choose another directory")
         if self.path.is_dir() and any(not p.name.startswith(".") for p in self.path.iterdir()):
             raise IsolossError(f"{self.path} is not empty and holds no run: choose another directory")
 

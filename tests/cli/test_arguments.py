@@ -76,12 +76,12 @@ def test_words_by_their_place_may_stand_anywhere():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "ACTION is missing: isoloss example --help says what it is"),
+        ([], "ACTION is required: see isoloss example --help"),
         (["mak"], "ACTION is 'mak'; it must be make or show; did you mean make?"),
         (["make", "--kind", "four"], "--kind is 'four'; it must be one, two or three"),
         (["make", "--rate", "fast"], "--rate is 'fast'; it must be a number, such as 0.01 or 1e-3"),
-        (["make", "--steps"], "--steps takes 1 value and has none"),
-        (["make", "--ends", "1"], "--ends takes 2 values and has 1: 1"),
+        (["make", "--steps"], "--steps takes 1 value, but got none"),
+        (["make", "--ends", "1"], "--ends takes 2 values, but got 1: 1"),
         (["make", "--quik"], "there is no option --quik; did you mean --quick? isoloss example --help lists all"),
         (["make", "--num_steps", "3"], "there is no option --num_steps; did you mean --steps? isoloss example --help"),
         (["make", "--zzz"], "there is no option --zzz: isoloss example --help lists all"),

@@ -99,7 +99,7 @@ def test_the_tokenizer_goes_along(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--into", "d32"), "32 is no multiple of 64; the sizes that hold it are d64, d128, d192,"),
+        (("--into", "d32"), "32 is not a multiple of 64; the sizes that hold it are d64, d128, d192,"),
         (("--into", "d65"), "there is no model size 'd65'; the sizes are d16, d32"),
         (("--into", "d128", "--num-inputs", "1"), "--num-inputs is 1; an error bar needs at least 2"),
     ],
@@ -112,7 +112,7 @@ def test_a_folder_that_holds_something_is_refused(run, tmp_path, capsys):
     (tmp_path / "kept.txt").write_text("x")
     for out in (tmp_path, tmp_path / "kept.txt"):
         printed = call(capsys, "embed", run, "--into", "d128", "--out", out, status=2)
-        assert f"{out} is there and not an empty folder: choose another name" in printed.err
+        assert f"{out} exists and is not an empty folder: choose another name" in printed.err
     assert (tmp_path / "kept.txt").read_text() == "x"
 
 

@@ -70,7 +70,7 @@ def test_a_run_from_before_free_shapes_resumes(tmp_path):
     [
         (("--heads", "3"), "3 heads cannot share the width 64 evenly; the number of heads (--heads) can be 1, 2, 4"),
         (("--architecture", "lstm", "--ffn", "8"), "an LSTM has no attention heads and no feed-forward blocks"),
-        (("--directions", "1"), "directions is 1, but bert is no LSTM: leave it out"),
+        (("--directions", "1"), "directions is 1, but bert is not an LSTM: leave it out"),
         (("--layers", "0"), "layers is 0; it must be at least 1"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_shape_that_cannot_be_leaves_nothing(tmp_path, capsys, words, message)
 def test_the_lists_tell_of_free_shapes(capsys, what):
     assert main(["ls", what]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Any other shape: a size with --layers, --width, --heads or --ffn of isoloss train" in printed
+    assert "For any other shape, give isoloss train a size and --layers, --width, --heads or --ffn" in printed
 
 
 def test_a_free_shape_inside_a_free_shape(tmp_path, capsys):

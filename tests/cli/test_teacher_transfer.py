@@ -116,9 +116,9 @@ def test_what_is_cut_and_what_is_unknown_is_said(capsys, run, glue):
     out, err = capsys.readouterr()
     (warning,) = (line for line in err.splitlines() if "warning" in line)
     assert warning.startswith(
-        "isoloss transfer: warning: 90 of the 90 examples of qnli have more than the 12 tokens that "
+        "isoloss transfer: warning: 90 of the 90 examples of qnli are longer than the 12 tokens that "
     )
-    assert "90 of these 90 examples are cut; " in out
+    assert "90 of these 90 examples are truncated; " in out
     assert "% of the " in out
     assert main([*words, "--max-length", "9", "--threads", "1"]) == 0  # the length was asked for
     assert "warning" not in capsys.readouterr().err

@@ -174,7 +174,7 @@ def test_doctor_and_version(capsys):
 def test_plain_output_names_units_and_errors(capsys, run):
     assert main(["eval", str(run), "--measures", "trace", "--trace-sentences", "32"]) == 0
     out = capsys.readouterr().out
-    assert out.count("±") == 3  # the heading, and a value for each checkpoint
+    assert out.count("±") == 5  # the heading, and for each checkpoint the trace with and without embeddings
     assert out.count("nats per predicted token") == 2
 
 
@@ -307,10 +307,10 @@ def test_a_runs_folder_is_no_place_for_a_study(capsys, run, action):
     before = contents(run)
     words = ("study", action, "same-loss", "--scale", "smoke", "--folder")
     message = refusal(capsys, *words, run, alone=True)
-    assert f"{run} is a run, and no study can lie there" in message or f"{run} holds no study" in message
+    assert f"{run} is a run and cannot hold a study" in message or f"{run} holds no study" in message
     assert contents(run) == before
     below = refusal(capsys, *words, run / "study", alone=True)
-    assert f"lies in the run {run}, and no study" in below or "holds no study" in below
+    assert f"is inside the run {run} and cannot hold a study" in below or "holds no study" in below
     assert contents(run) == before
 
 
@@ -337,7 +337,7 @@ def test_a_studys_folder_is_no_place_for_a_run(capsys, tmp_path):
     STUDY.prepare(folder, "smoke")
     before = contents(folder)
     message = refusal(capsys, "train", folder, "--language", "pcfg-laptop", "--steps", "1", alone=True)
-    assert message.endswith(f"{folder} holds a study, and no run can lie there: choose another directory")
+    assert message.endswith(f"{folder} holds a study and cannot hold a run: choose another directory")
     assert contents(folder) == before
     assert main(["study", "status", "same-loss", "--scale", "smoke", "--folder", str(folder)]) == 0
 

@@ -319,10 +319,10 @@ def test_the_large_model_is_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("large", "reason"),
     [
-        (Shape(192, 3, 5, 768), "192 is no multiple of 128; the sizes that hold it are d128, d256, d384,"),
+        (Shape(192, 3, 5, 768), "192 is not a multiple of 128; the sizes that hold it are d128, d256, d384,"),
         (Shape(256, 8, 6, 1024), "its heads have 64 dimensions, and those have 32"),
         (Shape(256, 2, 6, 1024), "its heads have 64 dimensions, and those have 128"),  # two heads do not become wider
-        (Shape(256, 4, 6, 1000), "the feed-forward width 1000 is no multiple of 512"),
+        (Shape(256, 4, 6, 1000), "the feed-forward width 1000 is not a multiple of 512"),
         (Shape(256, 4, 3, 1024), "3 layers do not hold 4"),
     ],
 )

@@ -141,7 +141,7 @@ def test_the_papers_lstms_read_one_way(layers, millions):
         (ModelConfig(layers=0), "layers is 0; it must be at least 1"),
         (ModelConfig(width=-4), "width is -4; it must be at least 1"),
         (ModelConfig(ffn=0), "ffn is 0; it must be at least 1"),
-        (ModelConfig(architecture="opt", directions=1), "directions is 1, but opt is no LSTM: leave it out"),
+        (ModelConfig(architecture="opt", directions=1), "directions is 1, but opt is not an LSTM: leave it out"),
         (
             ModelConfig(architecture="lstm", size="h16", heads=2, ffn=3),
             "an LSTM has no attention heads and no feed-forward blocks: leave out heads and ffn",
@@ -157,9 +157,9 @@ def test_a_shape_that_cannot_be_is_refused(config, message):
 
 
 def test_a_config_of_another_kind_is_not_built():
-    with pytest.raises(IsolossError, match="the architecture is bert, which is no LSTM"):
+    with pytest.raises(IsolossError, match="the architecture is bert, which is not an LSTM"):
         lstm.build(ModelConfig(), vocab_size=13, pad_id=11, seed=0)
-    with pytest.raises(IsolossError, match="the architecture is lstm, which is no transformer"):
+    with pytest.raises(IsolossError, match="the architecture is lstm, which is not a transformer"):
         bert.build(ModelConfig(architecture="lstm", size="h16"), vocab_size=13, max_length=6, pad_id=11, seed=0)
 
 

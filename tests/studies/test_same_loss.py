@@ -24,7 +24,7 @@ def at(kl=0.04, trace=40.0, root=0.5, prefix=0.5):
 def known_results(tmp_path, *, lookup=0.5, expanded=None, **last):
     """Results in which every checkpoint is the same but for the last ones of the named runs.
 
-    `expanded` gives the smaller size's trace in the larger one's architecture by placement, 40 unless given.
+    `expanded` gives the smaller size's trace in the larger one's architecture by scale, 40 unless given.
     """
     estimates = {
         (name, step): at()
@@ -100,7 +100,7 @@ def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name, monke
                 ("sgd-flatter", ""): SHOWN,
                 ("sgd-transfer", "root"): SHOWN,
                 ("sgd-transfer", "prefix-2"): SHOWN,
-                ("larger-flatter", "placement paper (d16 to d32)"): NOT_SHOWN,
+                ("larger-flatter", "scale paper (d16 to d32)"): NOT_SHOWN,
             },
         ),
         # a trace that falls by less than half, and a probe that gains less than its error allows to say
@@ -136,9 +136,9 @@ def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name, monke
         (
             {"adamw_d16": {"trace": 400.0}, "expanded": {"paper": 120.0, "exact": 10.0}},
             {
-                ("larger-flatter", "placement paper (d16 to d32)"): SHOWN,
-                ("larger-flatter", "placement balanced (d16 to d32)"): NOT_SHOWN,
-                ("larger-flatter", "placement exact (d16 to d32)"): CONTRADICTED,
+                ("larger-flatter", "scale paper (d16 to d32)"): SHOWN,
+                ("larger-flatter", "scale balanced (d16 to d32)"): NOT_SHOWN,
+                ("larger-flatter", "scale exact (d16 to d32)"): CONTRADICTED,
             },
         ),
     ],

@@ -179,8 +179,8 @@ def test_a_claim_of_one_seed_says_what_it_is_paired_over():
     won, lost = int((each[1] & ~each[0]).sum()), int((each[0] & ~each[1]).sum())
     p = stats.binomtest(won, won + lost).pvalue
     assert found.explanation == (
-        "Probe accuracy, root: other against plain, paired over 4,000 test sentences and 2 probes; McNemar's test of "
-        f"the probes' votes: {won} sentences won, {lost} lost, p = {p:.2g}."
+        "Probe accuracy, root: other against plain, paired over 4,000 test sentences and 2 probes; McNemar's test on "
+        f"the probes' plurality votes: {won} sentences gained, {lost} lost, p = {p:.2g}."
     )
 
 

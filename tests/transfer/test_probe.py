@@ -228,7 +228,7 @@ def test_a_class_that_training_lacks_counts_as_errors(solver: Solver) -> None:
 def test_training_examples_of_one_class_make_it_the_prediction(solver: Solver) -> None:
     train_x, train_y, test_x, test_y = split(60, 40, spread=4.0)
     settings = {"num_classes": 4, "solver": solver, "seeds": 2, "regularisation": (0.1, 1.0)}
-    with pytest.warns(IsolossWarning, match="all 60 training examples have the label 2, and so every prediction is it"):
+    with pytest.warns(IsolossWarning, match="all 60 training examples have the label 2, so every prediction is that"):
         result = linear_probe(train_x, torch.full_like(train_y, 2), test_x, test_y, **settings)
     assert (result.predictions == 2).all()
     assert result.accuracy.value == pytest.approx(float((test_y == 2).double().mean()))

@@ -56,7 +56,7 @@ class _Argument:
         if not self.is_many and len(words) != len(self.types):
             wanted = "no value" if not self.types else f"{len(self.types)} value{'s' if len(self.types) > 1 else ''}"
             found = f"{len(words)}: {' '.join(words)}" if words else "none"
-            raise IsolossError(f"{self.name} takes {wanted} and has {found}")
+            raise IsolossError(f"{self.name} takes {wanted}, but got {found}")
         kinds = self.types * len(words) if self.is_many else self.types
         return [_value(self.name, word, kind) for word, kind in zip(words, kinds, strict=True)]
 
@@ -111,7 +111,7 @@ def read(cls: type, verb: str, arguments: Sequence[str]) -> list[str]:
     fixed = [value for argument, own in _placed(places, free, verb) for value in argument.read(own)]
     missing = [name for name, option in options.items() if option.is_required and name not in given]
     if missing:
-        raise IsolossError(f"{missing[0]} is missing: isoloss {verb} --help says what it is")
+        raise IsolossError(f"{missing[0]} is required: see isoloss {verb} --help")
     # words by their place first: an option of many values would take them for its own
     return [*fixed, *(word for name, own in given.items() for word in (name, *own))]
 
@@ -177,12 +177,12 @@ def _placed(places: list[_Argument], free: list[str], verb: str) -> Iterator[tup
         count = len(left) if argument.is_many else 1
         if not left and not argument.is_many:
             if argument.is_required:
-                raise IsolossError(f"{argument.name} is missing: isoloss {verb} --help says what it is")
+                raise IsolossError(f"{argument.name} is required: see isoloss {verb} --help")
             continue
         yield argument, left[:count]
         left = left[count:]
     if left:
-        raise IsolossError(f"{left[0]} is one word too many: isoloss {verb} --help says what it takes")
+        raise IsolossError(f"unexpected argument {left[0]}: see isoloss {verb} --help")
 
 
 def _value(name: str, word: str, kind: Any) -> str:

@@ -45,7 +45,8 @@ class Args:
     width: int | None = None
     """Width of its hidden states; default: that of the size."""
     heads: int | None = None
-    """Its attention heads, which must be as wide as the small model's; default: those of the size."""
+    """Its attention heads, each as wide as the small model's (or a multiple, if that has one head); default: the
+    size's."""
     ffn: int | None = None
     """Width inside its feed-forward blocks; default: 4 times the width."""
     out: Path | None = None

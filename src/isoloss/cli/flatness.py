@@ -241,7 +241,7 @@ def _remarks(args: Args, trace: Estimate) -> Iterator[str]:
     if details.get("parameters_by_autograd"):
         yield f"by automatic differentiation, a sequence at a time: {', '.join(details['parameters_by_autograd'])}"
     if details["quantized_weights"]:
-        yield f"{details['quantized_weights']:,} quantized weights were not measured: they are no parameters"
+        yield f"{details['quantized_weights']:,} quantized weights were not measured: they are not parameters"
     if details["parameters_without_gradient"]:
         yield f"parameters without gradient: {', '.join(details['parameters_without_gradient'])}"
     if args.rtol is not None and trace.stderr > args.rtol * trace.value:

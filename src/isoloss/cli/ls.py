@@ -26,8 +26,8 @@ TRAINING_BYTES = 16  # a parameter's value, gradient and AdamW's two moments, in
 MEMORY = "AdamW in float32"
 KEYS = {"sizes": None, "studies": 2}  # columns that name a row of text; where it is not one
 FREE_SHAPES = (
-    "Any other shape: a size with --layers, --width, --heads or --ffn of isoloss train (an LSTM: --layers, --width or "
-    "--directions 1)."
+    "For any other shape, give isoloss train a size and --layers, --width, --heads or --ffn (for an LSTM: --layers, "
+    "--width or --directions 1)."
 )
 COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 

@@ -19,7 +19,7 @@ from isoloss.errors import IsolossError, IsolossWarning, did_you_mean
 VERBS = {
     "ls": "list languages, model sizes, tasks, measures, studies and runs",
     "sample": "draw sentences from a language, with their exact probabilities",
-    "text": "write a small real text, which comes with Python, to files",
+    "text": "write a small sample text, Python's language reference, to files",
     "tokenizer": "learn a tokenizer from text",
     "train": "pre-train a model; the same command resumes",
     "eval": "measure a run's checkpoints: loss, flatness, probes",

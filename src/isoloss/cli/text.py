@@ -16,7 +16,7 @@ EXAMPLES = [("isoloss text python-docs text/", "Python's language reference, abo
 
 @dataclass(frozen=True)
 class Args:
-    """Write a small real text to files: enough to try on what otherwise asks for text of your own."""
+    """Write a small sample text to files, to try the commands that need text."""
 
     name: tyro.conf.Positional[Literal["python-docs"]]
     """python-docs: the language reference of the Python that runs isoloss."""

@@ -80,15 +80,15 @@ class Args:
     architecture: Literal["bert", "bert-pre-ln", "lstm", "opt"] = ModelConfig.architecture
     """Architecture (isoloss ls models): opt predicts each next token, the others hidden tokens."""
     size: str | None = None
-    """Model size (isoloss ls sizes), e.g. d64 of a transformer (default) or h64 of an LSTM (its default)."""
+    """Model size (isoloss ls sizes); default: d64, or h64 for an LSTM."""
     layers: int | None = None
     """Number of layers; default: that of the size."""
     width: int | None = None
-    """Width of the hidden states, in an LSTM of each direction; default: that of the size."""
+    """Width of the hidden states (for an LSTM, per direction); default: that of the size."""
     heads: int | None = None
-    """Attention heads of a layer, which share the width evenly; default: those of the size. An LSTM has none."""
+    """Attention heads per layer, a divisor of the width; default: those of the size. Not for an LSTM."""
     ffn: int | None = None
-    """Width inside the feed-forward blocks; default: 4 times the width. An LSTM has none."""
+    """Width inside the feed-forward blocks; default: 4 times the width. Not for an LSTM."""
     directions: Literal[1, 2] = ModelConfig.directions
     """lstm: read both ways (2), or from left to right only (1)."""
     dropout: float = ModelConfig.dropout

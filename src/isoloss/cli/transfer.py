@@ -282,8 +282,9 @@ def _print(args: Args, name: str, task: TaskData, result: TransferResult) -> Non
     )
     if (text := task.coverage) is not None:
         common.say_wrapped(
-            f"{text.num_cut:,} of these {text.num_examples:,} examples are cut; {100 * _unknown_rate(text):.1f} % of "
-            f"the {text.num_tokens:,} tokens of their texts are unknown to the tokenizer",
+            f"{text.num_cut:,} of these {text.num_examples:,} examples are truncated; "
+            f"{100 * _unknown_rate(text):.1f} % of the {text.num_tokens:,} tokens of their texts are unknown to the "
+            "tokenizer",
             indent=2,
         )
     common.say_wrapped(f"{accuracy.method}, {details['device']}; {_seeds(details)}", indent=2)

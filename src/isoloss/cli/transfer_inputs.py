@@ -159,8 +159,8 @@ class Tasks:
         text = task.coverage
         if text is not None and text.num_cut and self.args.max_length is None:
             warn(
-                f"{text.num_cut:,} of the {text.num_examples:,} examples of {self.args.task} have more than the {most} "
-                f"tokens that {subject.name} reads here, special ones included, and are cut"
+                f"{text.num_cut:,} of the {text.num_examples:,} examples of {self.args.task} are longer than the "
+                f"{most} tokens that {subject.name} reads here (special tokens included) and are truncated"
             )
         return task
 

@@ -107,11 +107,11 @@ def virtual_tokens(model: nn.Module) -> int:
 def plainly(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a model so that each function that it calls can be watched and differentiated, and leave it as found.
 
-    Inside, gradients are enabled, `torch.inference_mode` is off, nothing runs compiled, and no activation is dropped
-    to be computed again. None of this changes what is computed.
+    Inside, gradients are enabled, `torch.inference_mode` is off, nothing runs compiled, and no activation is
+    recomputed. None of this changes what is computed.
 
     Raises:
-        IsolossError: The model drops activations by itself, and a backward pass fails at that.
+        IsolossError: The model recomputes activations by itself, and a backward pass fails at that.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -134,8 +134,8 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
         except RuntimeError as error:
             if "torch.utils.checkpoint" in str(error):
                 raise IsolossError(
-                    f"{type(inner).__name__} drops activations to compute them again (torch.utils.checkpoint): switch "
-                    "that off while it is measured"
+                    f"{type(inner).__name__} recomputes activations (torch.utils.checkpoint with "
+                    "use_reentrant=True): switch that off before measuring"
                 ) from error
             raise
 

@@ -128,11 +128,11 @@ def embed(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Emb
 
     A matrix becomes blocks of copies divided by the number of blocks in a row, W / r; vectors become copies. Heads are
     copied whole. Where the large model's heads are s times as wide, which takes a small model of one head, each holds
-    s copies of it; queries and keys are then divided by a further s^(1/4), as s products add up in a score that is
-    divided by sqrt(s) times as much. Of the added blocks all parameters are 0, so that they add nothing to the residual
-    stream. Where a block ends in a layer norm, which keeps only what is normalised already, the layer norms from the
-    small model's last block on have weight 1 and bias 0, and the small model's last weight and bias stand in the large
-    model's last block.
+    s copies of it; queries and keys are then divided by a further s^(1/4), as a score is the sum of s equal products,
+    divided by a root of the head size that is sqrt(s) times as large. Of the added blocks all parameters are 0, so that
+    they add nothing to the residual stream. Where a block ends in a layer norm, which keeps only what is normalized
+    already, the layer norms from the small model's last block on have weight 1 and bias 0, and the small model's last
+    weight and bias stand in the large model's last block.
 
     The r copies of the token embedding E that the decoder multiplies must not add up to r times the logits: with
     `divisor` c of the embeddings, the last layer norm before the decoder is divided by r / c.
@@ -215,15 +215,15 @@ def check_fits(small: Shape, large: Shape) -> None:
     """Refuse a pair of shapes that the construction does not know how to fit together.
 
     Raises:
-        IsolossError: The large width is no multiple of the small one, heads differ in size (unless the small model has
-            one, whose size divides theirs), the feed-forward width is no multiple, or there are fewer layers; with the
-            named sizes that would do.
+        IsolossError: The large width is not a multiple of the small one, heads differ in size (unless the small model
+            has one, whose size divides theirs), the feed-forward width is not a multiple, or there are fewer layers;
+            with the named sizes that would do.
 
     Example:
         >>> check_fits(SIZES["d128"], SIZES["d384"])
         >>> check_fits(SIZES["d128"], SIZES["d192"])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        isoloss.errors.IsolossError: a transformer of width 128 ... 192 is no multiple of 128; the sizes that ...
+        isoloss.errors.IsolossError: a transformer of width 128 ... 192 is not a multiple of 128; the sizes that ...
     """
     reason = _misfit(small, large)
     if reason is None:
@@ -242,12 +242,12 @@ def check_fits(small: Shape, large: Shape) -> None:
 def _misfit(small: Shape, large: Shape) -> str | None:
     """Return why the one shape does not fit in the other, or None if it does."""
     if large.d_model % small.d_model:
-        return f"{large.d_model} is no multiple of {small.d_model}"
+        return f"{large.d_model} is not a multiple of {small.d_model}"
     few, many = small.d_model // small.num_heads, large.d_model // large.num_heads
     if few != many and (small.num_heads > 1 or many % few):
         return f"its heads have {few} dimensions, and those have {many}"
     if large.intermediate % small.intermediate:
-        return f"the feed-forward width {large.intermediate} is no multiple of {small.intermediate}"
+        return f"the feed-forward width {large.intermediate} is not a multiple of {small.intermediate}"
     if large.num_layers < small.num_layers:
         return f"{large.num_layers} layers do not hold {small.num_layers}"
     return None

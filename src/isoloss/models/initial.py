@@ -22,7 +22,7 @@ def checked_shape(config: ModelConfig, *, vocab_size: int, pad_id: int) -> Shape
     """
     sizes = configured_shape(config)
     if not isinstance(sizes, Shape):
-        raise IsolossError(f"the architecture is {config.architecture}, which is no transformer")
+        raise IsolossError(f"the architecture is {config.architecture}, which is not a transformer")
     check_settings(config, vocab_size=vocab_size, pad_id=pad_id)
     return sizes
 

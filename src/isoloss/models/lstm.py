@@ -10,7 +10,7 @@ from isoloss.models.sizes import LSTMShape, configured_shape
 
 
 def build(config: ModelConfig, *, vocab_size: int, pad_id: int, seed: int) -> LSTMForMaskedLM:
-    """Return a randomly initialised LSTM whose decoder's weight is the token embedding; by default it reads both ways.
+    """Return a randomly initialized LSTM whose decoder's weight is the token embedding; by default it reads both ways.
 
     The weights are a pure function of the arguments (embeddings normal with standard deviation 0.02, LSTM weights by
     Glorot's uniform rule, biases 0), and the caller's random state is left alone. Dropout lies between the layers. The
@@ -36,7 +36,7 @@ def build(config: ModelConfig, *, vocab_size: int, pad_id: int, seed: int) -> LS
     """
     sizes = configured_shape(config)
     if not isinstance(sizes, LSTMShape):
-        raise IsolossError(f"the architecture is {config.architecture}, which is no LSTM")
+        raise IsolossError(f"the architecture is {config.architecture}, which is not an LSTM")
     check_settings(config, vocab_size=vocab_size, pad_id=pad_id)
     lstm_config = LSTMConfig(
         vocab_size=vocab_size,

@@ -183,7 +183,9 @@ def configured_shape(config: ModelConfig) -> Shape | LSTMShape:
     check_size(config.architecture, config.size)
     if config.architecture != "lstm":
         if config.directions != 2:
-            raise IsolossError(f"directions is {config.directions}, but {config.architecture} is no LSTM: leave it out")
+            raise IsolossError(
+                f"directions is {config.directions}, but {config.architecture} is not an LSTM: leave it out"
+            )
         return reshaped(
             SIZES[config.size], layers=config.layers, width=config.width, heads=config.heads, ffn=config.ffn
         )

@@ -19,9 +19,10 @@ RULE = (
     "A claim is shown when the 95 % confidence interval of the measured difference (two standard errors on either "
     "side, over three seeds 4.3) lies wholly on the claimed side of the margin; a claim of no change, when it lies "
     "wholly within the margin around zero. It is contradicted when the interval lies wholly outside that. Otherwise it "
-    "is not shown: the interval is too wide to say. A claim whose setting this scale does not have is not tested, nor "
-    "one that needs two models of the same loss where theirs is not shown to be that. A claim is asked of every task "
-    "that the study has, and each answer is judged by itself: of twenty such intervals one misses on average."
+    "is not shown: the interval is too wide to say. A claim is not tested if this scale lacks its setting, or if it "
+    "needs two models of the same loss and theirs are not shown to be the same. A claim is tested on every task of "
+    "the study, and each answer is judged by itself: on average, one in twenty such intervals misses the true "
+    "difference."
 )
 
 

@@ -230,7 +230,7 @@ def same_loss(pairs: Sequence[Pair]) -> bool:
 def answer_all(
     path: Path, contrasts: Mapping[str, Sequence[Contrast]], measures: Mapping[str, Mapping[str, str]]
 ) -> tuple[ClaimResult, ...]:
-    """Return the result of every claim of a file, in its order: each asked of every contrast and every measure.
+    """Return the result of every claim of a file, in its order: each tested on every contrast and every measure.
 
     Args:
         path: The claims.
@@ -304,8 +304,8 @@ def _paired_over(moved: Estimate, pairs: Sequence[Pair], key: str) -> str:
     probes, examples = first.examples["predictions"].shape
     test = mcnemar(second.votes, first.votes)
     return (
-        f"paired over {examples:,} test sentences and {probes} probes; McNemar's test of the probes' votes: "
-        f"{test.only_first} sentences won, {test.only_second} lost, p = {test.p_value:.2g}"
+        f"paired over {examples:,} test sentences and {probes} probes; McNemar's test on the probes' plurality "
+        f"votes: {test.only_first} sentences gained, {test.only_second} lost, p = {test.p_value:.2g}"
     )
 
 

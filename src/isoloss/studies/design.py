@@ -124,8 +124,8 @@ def holds(folder: Path, design: Design) -> bool:
         return True
     around = next((place for place in (folder, *folder.absolute().parents) if Run(place).exists), None)
     if around is not None:
-        what = "is a run" if around == folder else f"lies in the run {around}"
-        raise IsolossError(f"{folder} {what}, and no study can lie there: choose another --folder")
+        what = "is a run" if around == folder else f"is inside the run {around}"
+        raise IsolossError(f"{folder} {what} and cannot hold a study: choose another --folder")
     if folder.exists() and not folder.is_dir():
         raise IsolossError(f"{folder} is a file: choose another --folder")
     if folder.is_dir() and any(not p.name.startswith(".") and p.name != _CONFIGS for p in folder.iterdir()):

@@ -50,7 +50,7 @@ def verify_run(
         same = recorded.get(str(step)) == run.weights(step)
         yield f"{run.name}: weights at step {step}", None if same else "not those that training saved"
     todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, present, settings)]
-    wrong = "missing, of other weights or settings, or not with the examples they were saved with"
+    wrong = "missing, made with other weights or settings, or without the file of examples they were saved with"
     yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
     if not todo and not missing:
         yield from _measured_again(run, measures, steps[-1], settings)

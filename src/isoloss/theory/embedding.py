@@ -238,8 +238,9 @@ def _factors(rows: Sequence[Share], trace: float, dtype: torch.dtype) -> Stateme
     worst = max(gaps, key=lambda name: gaps[name])
     return Statement(
         text="A parameter that becomes n copies divided by c has c^2 / n times its share of the trace.",
-        found=f"largest difference of the root of a share {gaps[worst]:.1e} of the trace's root ({worst}); the same "
-        f"signs measure both, so there is no sampling error; at most {allowed:.0e} allowed in {_name(dtype)}",
+        found=f"square roots of the shares differ by at most {gaps[worst]:.1e} of the root of the trace ({worst}); "
+        "both models are measured with the same signs, so there is no sampling error; at most "
+        f"{allowed:.0e} allowed in {_name(dtype)}",
         shown=gaps[worst] <= allowed,
     )
 

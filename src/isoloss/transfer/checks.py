@@ -37,4 +37,5 @@ def check_labels(train_y: torch.Tensor, test_y: torch.Tensor, classes: Sequence[
             f"examples has ({', '.join(classes[label] for label in unseen)}): they count as errors"
         )
     if len(seen) == 1:
-        warn(f"all {len(train_y):,} training examples have the label {classes[seen[0]]}, and so every prediction is it")
+        label = classes[seen[0]]
+        warn(f"all {len(train_y):,} training examples have the label {label}, so every prediction is that label")

@@ -168,7 +168,7 @@ def test_a_model_that_checkpoints_by_itself():
 def test_a_model_whose_checkpoints_take_no_part_in_a_gradient(name):
     model = Checkpointing(use_reentrant=True).double()
     model.config = types.SimpleNamespace(is_decoder=True, vocab_size=VOCAB)
-    with pytest.raises(IsolossError, match=r"Checkpointing drops activations to compute them again .*switch that off"):
+    with pytest.raises(IsolossError, match=r"Checkpointing recomputes activations .*reentrant=True.*switch that off"):
         MEASURES[name](model, batches())
 
 

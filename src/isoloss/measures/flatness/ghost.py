@@ -342,8 +342,8 @@ class Predictor:
                 self.gathering = early
             elif self._calibrated:
                 raise IsolossError(
-                    f"gathering positions {early} changes the gradients of this batch, and not those of the first one: "
-                    "begin with a batch like this, or take method='paper'"
+                    f"gathering positions {early} changes the gradients of this batch, but not those of the first one: "
+                    "put a batch like this first, or use method='paper'"
                 )
             else:
                 _FOUND[self._model] = self.gathering

@@ -66,7 +66,7 @@ def embeddings(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list
 
 
 def quantized_weights(model: nn.Module) -> int:
-    """Return how many weights of linear maps and embeddings are kept as integers or packed, and are no parameters.
+    """Return how many weights of linear maps and embeddings are stored as integers or packed, and are not parameters.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -109,7 +109,7 @@ def requiring_gradients(parameters: Mapping[str, nn.Parameter]) -> Iterator[None
 
 
 def _quantized(model: nn.Module) -> list[nn.Module]:
-    """Return the innermost modules of a linear map's or embedding's size whose weight is no floating-point tensor."""
+    """Return the innermost modules of a linear map's or embedding's size whose weight is not in floating point."""
     found = [module for module in model.modules() if _size(module) and _is_packed(module)]
     return [module for module in found if not any(part in found for part in module.modules() if part is not module)]
 

@@ -19,7 +19,7 @@ def judge_all(results: Results) -> tuple[ClaimResult, ...]:
 
 def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
     """Return what can be measured of two models, by what claims.toml calls it."""
-    expanded = {f"placement {way}": expanded_trace(scale, way) for way in EXPANSIONS}
+    expanded = {f"scale {way}": expanded_trace(scale, way) for way in EXPANSIONS}
     return {**common_measures(scale.tasks), "trace in one architecture": expanded}
 
 

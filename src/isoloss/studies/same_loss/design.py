@@ -8,7 +8,7 @@ from isoloss.config import LAPTOP_PCFG, EvalConfig, ModelConfig, OptimizerConfig
 from isoloss.studies.design import Design, Experiment, Measurement, choose, steps_of
 
 NAME = "same-loss"
-EXPANSIONS = ("paper", "balanced", "exact")  # all the ways to put a small model in a large one (isoloss embed --scale)
+EXPANSIONS = ("paper", "balanced", "exact")  # all values of isoloss embed --scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def adamw_run(size: str) -> str:
 
 
 def expanded_trace(scale: Scale, way: str) -> str:
-    """The measure of a smaller model's trace as a point of the largest size's architecture, by one of `EXPANSIONS`."""
+    """The measure of the trace of a model expanded into the largest size's architecture, by one of `EXPANSIONS`."""
     return f"trace-in-{scale.sizes[-1]}-{way}"
 
 

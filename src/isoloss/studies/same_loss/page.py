@@ -94,9 +94,9 @@ def _expansion(results: Results) -> str:
         "of the widths, and matrices divided by r (section 4 and appendix B.4 of the paper; isoloss embed --scale). "
         f"Its trace is measured there, on the same {sentences:,} sentences with the same random signs. The logits "
         f"differ by at most {differ:.0e} of the largest. The function does not say what the copies of the embeddings "
-        "are divided by, and the trace depends on it. Placement paper divides them by r, as the paper prints, and "
+        "are divided by, and the trace depends on it. Scale paper divides them by r, as the paper prints, and "
         "multiplies their part of the trace by r; balanced divides by the root of r and keeps it; exact divides by 1, "
-        "and divides that part by r. All three are shown, and the claim is asked of each."
+        "and divides that part by r. All three are shown, and the claim is tested with each."
     )
 
 
@@ -144,7 +144,7 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
                 "sizes",
                 "loss and transfer",
                 (KL, *tasks),
-                "Loss and probes by the number of parameters. Only models of the same loss compare: see the KL. The "
+                "Loss and probes by the number of parameters. Compare only models of the same loss: see the KL. The "
                 "paper's figures 3 and 5.",
             ),
             (
@@ -152,9 +152,9 @@ def _figures(results: Results, folder: Path) -> tuple[Figure, ...]:
                 "flatness",
                 traces,
                 "The trace by the number of parameters of the trained model. The first panel has the raw traces, each "
-                "in its own architecture: these are not comparable across widths. The others have each model as a "
-                f"point of the architecture of {largest}, with the embeddings placed in three ways, which the table of "
-                "the sizes explains. The paper's figure 5.",
+                "in its own architecture: these are not comparable across widths. The others show each model expanded "
+                f"into the architecture of {largest}, with the embeddings scaled in three ways, which are explained "
+                "with the table of sizes. The paper's figure 5.",
             ),
         )
     ]
@@ -177,6 +177,6 @@ def _settings(results: Results, scale_name: str) -> dict[str, str]:
         **pages.measuring(scale.evaluation, trace),
         "Seeds": f"one pre-training run each; grammar {scale.language.seed}, evaluation {scale.evaluation.seed}. "
         "Errors of differences are paired over the sentences, which are the same for all checkpoints; they cover the "
-        "measurement, not another pre-training seed",
+        "measurement, not the variation between pre-training seeds",
         **pages.making(run, trace),
     }

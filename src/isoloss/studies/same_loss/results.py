@@ -115,7 +115,7 @@ def size_table(results: Results) -> SummaryTable:
     for size in scale.sizes:
         found = results.at(adamw_run(size))
         traces = {"raw, not comparable": found["trace"].estimate}
-        traces |= {f"in {largest}, placement {way}": found[expanded_trace(scale, way)].estimate for way in EXPANSIONS}
+        traces |= {f"in {largest}, scale {way}": found[expanded_trace(scale, way)].estimate for way in EXPANSIONS}
         rows.append(((size,), traces))
     return SummaryTable(
         "sizes",
