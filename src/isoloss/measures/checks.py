@@ -21,7 +21,7 @@ _BEFORE_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """Raise where a part of the model is in training mode and would drop something at random.
+    """Raise where a part of the model is in training mode and would drop something at random or update statistics.
 
     Dropout modules are found by their `p`, parts that drop by themselves (LSTM layers, the attention of Llama) by an
     attribute whose name says so.
@@ -32,6 +32,11 @@ def refuse_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not module.training:
             continue
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise IsolossError(
+                f"the model is in training mode and {name or type(model).__name__} normalizes by the batch: call "
+                "model.eval() before measuring"
+            )
         rates = [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]
         if isinstance(module, nn.modules.dropout._DropoutNd):
             rates.append(module.p)
@@ -40,6 +45,19 @@ def refuse_dropout(model: nn.Module) -> None:
                 f"the model is in training mode and {name or type(model).__name__} has dropout {max(rates)}: "
                 "call model.eval() before measuring"
             )
+
+
+def refuse_random_training(model: nn.Module) -> None:
+    """Raise where a model whose forward pass draws random numbers has a part in training mode, such as router jitter.
+
+    Raises:
+        IsolossError: There is such a part.
+    """
+    if any(module.training for module in model.modules()):
+        raise IsolossError(
+            f"{type(model).__name__} is in training mode and its forward pass draws random numbers: call model.eval() "
+            "before measuring"
+        )
 
 
 def measured_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -83,6 +83,7 @@ class Capture(TorchFunctionMode):
         predicted: (B, T) the positions that are predicted.
         gather_before: Gather them before the linear map with this weight.
         unknown: (m,) which of the gathered positions are NaN from there on; None: none.
+        expands: Whether a lookup for all sequences together is made one for each, so that a rule can tell them apart.
 
     Attributes:
         predicted: (B, T) the positions that are predicted.
@@ -90,7 +91,8 @@ class Capture(TorchFunctionMode):
         layout: How the tokens lie in activations at this point.
         uses: What was noted, in order.
         without_rule: Names of parameters with a use that no rule knows.
-        shared: Whether a lookup for all sequences together was made one for each.
+        expands: Whether a lookup for all sequences together may be made one for each.
+        shared: Whether one was.
     """
 
     def __init__(
@@ -100,12 +102,13 @@ class Capture(TorchFunctionMode):
         *,
         gather_before: torch.Tensor | None = None,
         unknown: torch.Tensor | None = None,
+        expands: bool = True,
     ) -> None:
         super().__init__()
         self.layout = Layout(*predicted.shape)
         self.uses: list[Use] = []
         self.without_rule: set[str] = set()
-        self.shared = False
+        self.expands, self.shared = expands, False
         self._handles = {id(parameter): Handle(name) for name, parameter in parameters.items()}
         self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
         self._aliases: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one

@@ -24,17 +24,25 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.measures.checks import device_of, measured_parameters, plainly, refuse_dropout, unwrapped
+from isoloss.measures.checks import (
+    device_of,
+    measured_parameters,
+    plainly,
+    refuse_dropout,
+    refuse_random_training,
+    unwrapped,
+)
 from isoloss.measures.flatness import factors
 from isoloss.measures.flatness.capture import Capture, Use
 from isoloss.measures.flatness.gathering import Call, Gathering, calls
-from isoloss.measures.flatness.predictions import Batch, Predictions, predict
+from isoloss.measures.flatness.predictions import Batch, Predictions, plain_logits, predict
 from isoloss.measures.flatness.probes import NUM_STATIONS
 
 # the last place that was right for a model, which is tried before all are
 _FOUND: weakref.WeakKeyDictionary[nn.Module, Gathering] = weakref.WeakKeyDictionary()
 _CHECKED = 2  # sequences: the fewest that can be mixed up
 _FEWEST_POSITIONS = 3  # of which one keeps its logits while the first and the last are NaN
+_EVERY = 32  # sequences: of so many one is also run by itself, with all its positions
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,9 @@ class Predictor:
         self._reached: set[str] = set()
         self._checked: set[tuple[str, bool]] = set()  # names, and whether several sequences were told apart
         self._calibrated = False
+        self._expands = True  # lookups for all sequences together
+        self._draws = False  # whether a forward pass draws random numbers
+        self._since_check, self._skipped_checks = 0, False
         self._flags: list[tuple[nn.Parameter, bool]] = []
 
     def __enter__(self) -> Self:
@@ -157,6 +168,15 @@ class Predictor:
             self._check(read.rows(chosen))
             self._checked |= {(name, several) for name in new}
             predictions = self._run(read)
+        if not self._is_like_alone(read, predictions):
+            del predictions
+            self._give_up_gathering()
+            predictions = self._run(read)
+        if misplaced := self._misplaced(predictions) - self._slow:
+            del predictions
+            self._slow |= misplaced
+            self._switch_on(self._slow)
+            predictions = self._run(read)
         return predictions
 
     def squared_norms(
@@ -178,11 +198,7 @@ class Predictor:
         stations = self.stations(predictions)
         keep = keep or bool(self._slow)
         norms, found = self._ruled_norms(predictions, cotangent, stations, separate=separate, keep=keep)
-        if self._slow:
-            sequences = sorted(set(predictions.rows.tolist()))
-            exact = self._exact_norms(predictions, cotangent, self.slow_parameters, sequences)
-            columns = [self.names.index(name) for name in self.slow_parameters]
-            norms[torch.tensor(sequences)[:, None], torch.tensor(columns)] = exact
+        self._fill_slow(norms, predictions, cotangent)
         hidden = found.hidden
         if predictions.decoder is not None and hidden is None:
             hidden = cotangent @ predictions.decoder.weight.to(cotangent)
@@ -252,8 +268,16 @@ class Predictor:
         self, batch: Batch, gathering: Gathering, *, unknown: torch.Tensor | None = None
     ) -> Predictions | None:
         watched = {name: value for name, value in self.parameters.items() if name not in self._slow}
-        capture = Capture(watched, batch.predicted, gather_before=gathering.weight, unknown=unknown)
-        return predict(self._model, batch, capture, gathering)
+        capture = Capture(
+            watched, batch.predicted, gather_before=gathering.weight, unknown=unknown, expands=self._expands
+        )
+        try:
+            return predict(self._model, batch, capture, gathering)
+        except RuntimeError:
+            if gathering.is_early or not capture.shared:
+                raise
+        self._expands = False  # the model does not take the rows of a lookup that was expanded
+        return self._attempt(batch, gathering, unknown=unknown)
 
     def _switch_on(self, names: Iterable[str]) -> None:
         """Let only these parameters require a gradient."""
@@ -332,6 +356,7 @@ class Predictor:
         Parameters whose norms by rule differ go to the slow path. Positions are no longer gathered early if that is
         what makes a difference.
         """
+        batch = batch.without_coincidence()
         with self._same_draws():
             logits, cotangent, exact = self._plainly(batch)
         agrees, far = self._compare(batch, logits, cotangent, exact)
@@ -351,12 +376,76 @@ class Predictor:
         self._slow |= far
         self._switch_on(self._slow)
 
+    def _is_like_alone(self, batch: Batch, predictions: Predictions) -> bool:
+        """Whether the last sequence has the logits that it has by itself with all its positions.
+
+        On a later batch, positions or sequences may meet behind the place where they are gathered: a branch that the
+        data decides, a cap on how many positions pass. At most one sequence in 32 is run for it, the last of a batch,
+        which a cap meets first.
+        """
+        self._since_check += predictions.num_sequences
+        if not self.gathering.is_early or self._draws:
+            return True
+        if self._since_check < _EVERY:
+            self._skipped_checks = True
+            return True
+        self._since_check = 0
+        last = int(predictions.rows[-1])
+        alone = plain_logits(self._model, batch.rows(torch.tensor([last])))
+        return _agree(predictions.logits.detach()[predictions.rows == last], alone)
+
+    def _give_up_gathering(self) -> None:
+        """Measure ungathered from here on.
+
+        Raises:
+            IsolossError: Batches before this one may be wrong.
+        """
+        if self._skipped_checks:
+            raise IsolossError(
+                f"gathering positions {self.gathering} changes the logits of this batch, and earlier ones were too "
+                f"small to be checked: use batches of at least {_EVERY} sequences, or method='paper'"
+            )
+        self.gathering = Gathering()
+        _FOUND[self._model] = self.gathering
+
+    def _misplaced(self, predictions: Predictions) -> set[str]:
+        """Return the parameters with a use whose rows are not one for each sequence, although there are as many.
+
+        Such rows may have been chosen by a mask. If the logits' cotangent is multiplied by another number in each
+        sequence, so are the cotangents of that sequence's rows, and of no others.
+        """
+        number = predictions.num_sequences
+        doubtful = [use for use in predictions.capture.uses if len(use.shape) == 2 and use.shape[0] == number]
+        doubtful = [use for use in doubtful if not use.gathered] if number > 1 else []
+        if not doubtful:
+            return set()
+        logits, edges = predictions.logits, [GradientEdge(use.node, use.number) for use in doubtful]
+        cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
+        factors_of = 1 + torch.arange(number, device=logits.device) / number
+        factors_of[1::2] *= -1
+        scaled = cotangent * factors_of[predictions.rows, None].to(logits)
+        plain, other = (
+            torch.autograd.grad(logits, edges, values, retain_graph=True, allow_unused=True)
+            for values in (cotangent, scaled)
+        )
+        found = set()
+        for use, one, two in zip(doubtful, plain, other, strict=True):
+            if one is not None and two is not None:
+                expected = one.reshape(number, -1) * factors_of[:, None].to(one)
+                if not _agree(two.reshape(number, -1), expected):
+                    found |= set(use.contributions)
+        return found
+
     def _plainly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits (m, V), a random cotangent (m, V) and (B, P) squared norms, with no rule and no gathering."""
         self._switch_on(self.names)
+        before = self._random_states()
         try:
             plain = predict(self._model, batch, Capture({}, batch.predicted), Gathering())
             assert plain is not None
+            if any(not torch.equal(*states) for states in zip(before, self._random_states(), strict=True)):
+                self._draws = True
+                refuse_random_training(self._model)
             self._require_gradient(plain)
             logits = plain.logits
             cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
@@ -368,23 +457,20 @@ class Predictor:
     def _compare(
         self, batch: Batch, logits: torch.Tensor, cotangent: torch.Tensor, exact: torch.Tensor
     ) -> tuple[bool, set[str]]:
-        """Return whether the logits are the plain pass's, and the parameters whose norms by rule are not."""
+        """Return whether the logits are the plain pass's, and the parameters whose norms are not."""
         with self._same_draws():
             predictions = self._run(batch)
         capture = predictions.capture
         agrees = _agree(predictions.logits, logits)
-        ruled, _ = self._ruled_norms(predictions, cotangent)
+        found = self._all_norms(predictions, cotangent)
         works = [(use.work, use.work * use.gathered) for use in capture.uses]
         self.tail_share = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
         precision = torch.finfo(logits.dtype).eps
         total = exact.sum(dim=1, keepdim=True)
-        near = (ruled - exact).abs() <= max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
+        near = (found - exact).abs() <= max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
         self._checked |= {(name, predictions.num_sequences > 1) for name in _used(capture)}
-        return agrees, {
-            name
-            for name, is_near in zip(self.names, near.all(dim=0).tolist(), strict=True)
-            if not is_near and name not in self._slow
-        }
+        is_near = near.all(dim=0).tolist()
+        return agrees, {name for name, near_enough in zip(self.names, is_near, strict=True) if not near_enough}
 
     def _leading(self, predictions: Predictions, names: Iterable[str]) -> torch.Tensor:
         """Return the sequences, ascending, for which parameters have the largest gradients of those that predict."""
@@ -395,19 +481,25 @@ class Predictor:
         predicts = torch.bincount(predictions.rows, minlength=len(sizes)).cpu() > 0
         return sizes.where(predicts, -1.0).topk(min(_CHECKED, len(sizes))).indices.sort().values
 
-    @contextlib.contextmanager
-    def _same_draws(self) -> Iterator[None]:
-        """Let a model that draws random numbers draw the same ones each time, and leave the global generators alone."""
+    def _generators(self) -> list[torch.Generator]:
         device, generators = device_of(self._model), [torch.default_generator]
         if device.type == "cuda":
             generators.append(torch.cuda.default_generators[device.index or 0])
-        states = [generator.get_state() for generator in generators]
+        return generators
+
+    def _random_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    @contextlib.contextmanager
+    def _same_draws(self) -> Iterator[None]:
+        """Let a model that draws random numbers draw the same ones each time, and leave the global generators alone."""
+        states = self._random_states()
         try:
-            for generator in generators:
+            for generator in self._generators():
                 generator.manual_seed(0)
             yield
         finally:
-            for generator, state in zip(generators, states, strict=True):
+            for generator, state in zip(self._generators(), states, strict=True):
                 generator.set_state(state)
 
     # --- backward ---
@@ -442,6 +534,21 @@ class Predictor:
         found.finish()
         self._reached |= found.reached
         return found.norms.cpu(), found
+
+    def _all_norms(self, predictions: Predictions, cotangent: torch.Tensor) -> torch.Tensor:
+        """Return (B, P) norms, those of slow parameters by automatic differentiation."""
+        norms, _ = self._ruled_norms(predictions, cotangent)
+        self._fill_slow(norms, predictions, cotangent)
+        return norms
+
+    def _fill_slow(self, norms: torch.Tensor, predictions: Predictions, cotangent: torch.Tensor) -> None:
+        """Write the norms (B, P) of slow parameters."""
+        if not self._slow:
+            return
+        sequences = sorted(set(predictions.rows.tolist()))
+        columns = torch.tensor([self.names.index(name) for name in self.slow_parameters])
+        exact = self._exact_norms(predictions, cotangent, self.slow_parameters, sequences)
+        norms[torch.tensor(sequences)[:, None], columns] = exact
 
     def _exact_norms(
         self, predictions: Predictions, cotangent: torch.Tensor, names: Iterable[str], sequences: Sequence[int]

@@ -19,7 +19,7 @@ from isoloss.measures.checks import measured_parameters, unwrapped
 def counted_parameters(
     model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters that a measure is of, by name: the ones given, else all trainable ones, tied ones once.
+    """Return the parameters that a measure is of, by name: the ones given, else all trainable ones; tied ones once.
 
     Where it is all of them and layers of the model are quantized, it warns with the number of weights that are left
     out, as quantized weights are not parameters.
@@ -48,7 +48,8 @@ def counted_parameters(
     if others := [name for name, value in parameters.items() if id(value) not in known]:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise IsolossError(f"parameters has {others[0]}{more}, which {type(unwrapped(model)).__name__} does not have")
-    return dict(parameters)
+    names = {id(value): name for name, value in reversed(list(parameters.items()))}  # the first of several
+    return {name: value for name, value in parameters.items() if names[id(value)] == name}
 
 
 def embeddings(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[str]:

@@ -93,6 +93,18 @@ class Batch:
         predicted = self.predicted[chosen]
         return Batch(inputs, predicted, targets[chosen][predicted])
 
+    def without_coincidence(self) -> Batch:
+        """Return the batch; where as many positions are predicted as a sequence has, without the last of them.
+
+        What depends on the number of positions is then not the same once the predicted ones are gathered.
+        """
+        number = len(self.targets)
+        if number < 2 or number != self.predicted.shape[1]:
+            return self
+        predicted = self.predicted.clone()
+        predicted[tuple(self.predicted.nonzero()[-1])] = False
+        return Batch(self.inputs, predicted, self.targets[:-1])
+
     def head(self, count: int) -> Batch:
         """Return the first `count` sequences that predict something, or as many as there are."""
         return self.rows(self.predicted.any(dim=1).nonzero()[:count, 0])
@@ -168,10 +180,22 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gatheri
         return _predict(plain, batch, capture, gathering)
 
 
-def _predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gathering) -> Predictions | None:
+def plain_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the logits (m, V) of a model that is run as it is, without gradients."""
+    with plainly(model) as plain, torch.no_grad():
+        logits: torch.Tensor = plain(**_arguments(plain, batch)).logits
+        return logits[batch.predicted]
+
+
+def _arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
     inputs = dict(batch.inputs)
     if "use_cache" not in inputs and "use_cache" in inspect.signature(architecture(model).forward).parameters:
         inputs["use_cache"] = False  # a cache copies keys and values
+    return inputs
+
+
+def _predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gathering) -> Predictions | None:
+    inputs = _arguments(model, batch)
     with capture, gathered_at(model, gathering.call, capture):
         try:
             output = model(**inputs)

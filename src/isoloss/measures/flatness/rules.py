@@ -81,10 +81,12 @@ class Uses(Protocol):
 
     Attributes:
         layout: How the tokens lie at this point.
-        shared: Whether a lookup for all sequences together was made one for each, which the model does not know.
+        expands: Whether a lookup for all sequences together may be made one for each.
+        shared: Whether one was, which the model does not know.
     """
 
     layout: Layout
+    expands: bool
     shared: bool
 
     def handle(self, value: Any) -> Handle | None:
@@ -182,7 +184,8 @@ def _embedding(
             )
     layout = uses.layout
     # positions or types that all sequences share: one row each, so that their cotangents stay apart
-    shared = input.ndim == 2 and input.shape[0] == 1 and layout.num_sequences > 1 and layout.places is None
+    is_shared = input.ndim == 2 and input.shape[0] == 1 and layout.num_sequences > 1 and layout.places is None
+    shared = is_shared and uses.expands
     index = layout.tokens(input.expand(layout.num_sequences, -1) if shared else input, 0)
     if index is None or layout.places is not None or input.ndim < 2:
         return None
