@@ -14,7 +14,7 @@ from isoloss.cli.transfer import bounds
 from isoloss.config import EvalConfig
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate, rounded
-from isoloss.runs import Evaluation, Run, checkpoint_of
+from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study
 
 EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),
@@ -88,6 +88,7 @@ def _checkpoints(args: Args) -> tuple[Run, list[int]]:
         return run, steps
     found = checkpoint_of(args.run)
     if found is None:
+        refuse_study(args.run)
         raise IsolossError(
             f"{args.run} is neither a run directory (it has no run.json) nor a checkpoint in one"
             f"{files.nearest(args.run)}"
