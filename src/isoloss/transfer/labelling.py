@@ -63,10 +63,9 @@ def labelling(language: Labelled, name: str) -> Labelling:
     if isinstance(language, Brackets):
         return _of_brackets(language, name)
     if not isinstance(language, PCFG):
-        found = _TEXT if isinstance(language, Corpus) else repr(language)
         raise IsolossError(
             f"task {name!r} is about what produced a sentence: it takes a grammar, a hidden Markov model or brackets, "
-            f"not {found}"
+            f"not {_TEXT if isinstance(language, Corpus) else repr(language)}"
         )
     return _of_grammar(language, name, base, latent=latent)
 
