@@ -105,6 +105,13 @@ class Evaluator:
         self.run.log("evaluated", measure=measure, checkpoint=checkpoint, seconds=round(time.perf_counter() - start, 3))
         return evaluation
 
+    def why_no_loss(self) -> str | None:
+        """Return why the loss of this run cannot be measured, or None where it can; takes next to no time."""
+        from isoloss.languages.corpus import Corpus
+        from isoloss.measures import loss
+
+        return None if isinstance(self.language, Corpus) else loss.why_no_truth(self.language, **self._truth_settings)
+
     def measure(
         self, measure: str, step: int, *, progress: Callable[[int], None] | None = None
     ) -> tuple[Evaluation, bytes]:
@@ -225,12 +232,12 @@ class Evaluator:
     def _truth(self) -> Truth:
         from isoloss.measures import loss
 
-        return loss.truth(
-            self.language,
-            num_sentences=self.settings.loss_sentences,
-            objective=self.config.objective,
-            seed=self.settings.seed,
-        )
+        return loss.truth(self.language, **self._truth_settings)
+
+    @property
+    def _truth_settings(self) -> dict[str, Any]:
+        chosen = self.settings
+        return {"num_sentences": chosen.loss_sentences, "objective": self.config.objective, "seed": chosen.seed}
 
     @functools.cached_property
     def _trace_batches(self) -> list[Batch]:

@@ -116,6 +116,7 @@ class Run:
     def record(self) -> dict[str, Any]:
         """The content of run.json."""
         if not self.exists:
+            refuse_study(self.path)
             raise IsolossError(f"{self.path} is not a run directory: it has no run.json{files.nearest(self.path)}")
         document: dict[str, Any] = files.read_json(self.path / "run.json")
         return document
@@ -261,6 +262,14 @@ class Run:
                 file.write(json.dumps({"event": event, **values}) + "\n")
         except OSError as error:
             raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def refuse_study(path: Path) -> None:
+    """Refuse the folder of a study where a run is meant."""
+    if (path / "study.json").is_file():
+        found = files.read_json(path / "study.json")
+        command = f"isoloss study status {found.get('study')} --scale {found.get('scale')} --folder {path}"
+        raise IsolossError(f"{path} holds a study, not a run: {command} says how far it is")
 
 
 def checkpoint_of(path: Path) -> tuple[Run, int] | None:

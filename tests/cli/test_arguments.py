@@ -13,6 +13,7 @@ from speaking import refusal
 from isoloss.cli import common
 from isoloss.cli.arguments import ALSO_CALLED, _arguments, read
 from isoloss.cli.main import VERBS, main
+from isoloss.errors import IsolossError
 
 COMMANDS = {verb: importlib.import_module(f"isoloss.cli.{verb}").Args for verb in VERBS if verb != "theory"}
 COMMANDS |= {
@@ -120,7 +121,14 @@ def test_every_option_of_every_verb_is_read_as_tyro_reads_it(name):
 def test_what_other_programs_call_an_option_leads_to_ours():
     ours = {argument.name[2:] for cls in COMMANDS.values() for argument in _arguments(cls)}
     assert set(ALSO_CALLED.values()) <= ours
-    assert not set(ALSO_CALLED) & ours
+    for cls in COMMANDS.values():
+        own = {argument.name[2:] for argument in _arguments(cls)}
+        assert not {(other, name) for other, name in ALSO_CALLED.items() if {other, name} <= own}
+
+
+def test_a_dtype_of_training_is_its_precision():
+    with pytest.raises(IsolossError, match=r"^there is no option --dtype; did you mean --precision\?"):
+        read(COMMANDS["train"], "train", ["run", "--dtype", "bf16"])
 
 
 def test_the_commands_of_every_day(capsys, tmp_path):

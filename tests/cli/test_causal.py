@@ -65,6 +65,12 @@ def test_the_loss_is_transformers_own_and_the_trace_that_of_its_labels(capsys, r
     assert trace["value"] == pytest.approx(expected.value, rel=1e-4)
 
 
+def test_a_task_of_a_synthetic_language_says_what_a_model_of_text_takes(capsys, run):
+    message = refusal(capsys, "transfer", run, "--task", "root", alone=True)
+    assert "not text; for a task of text give isoloss transfer --task sst2 --data FOLDER" in message
+    assert "object at" not in message
+
+
 def test_flatness_measures_a_causal_checkpoint_on_its_own_text(capsys, run):
     document = as_json(capsys, "flatness", Run(run).checkpoint(20), "--num-inputs", "16")
     assert document["architecture"] == "OPTForCausalLM"
@@ -87,8 +93,17 @@ def test_probes_read_a_causal_model_and_the_exact_loss_is_refused(capsys, drawn)
     trace, probe = document["evaluations"]
     assert trace["estimates"]["trace"]["details"]["predicts"] == "next token"
     assert 0 < probe["estimates"]["accuracy"]["value"] <= 1
-    message = refusal(capsys, "eval", drawn, "--measures", "loss")
+    message = refusal(capsys, "eval", drawn, "--measures", "loss", alone=True)
     assert "gives exact conditionals of hidden tokens, not of next ones" in message
+
+
+def test_eval_of_what_has_no_exact_loss_measures_the_trace(capsys, drawn):
+    capsys.readouterr()
+    assert main(["eval", str(drawn), "--trace-sentences", "16", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert {e["measure"] for e in json.loads(out)["evaluations"]} >= {"trace"}
+    assert not any(e["measure"] == "loss" for e in json.loads(out)["evaluations"])
+    assert err.startswith("the loss is left out: PCFG gives exact conditionals of hidden tokens, not of next ones")
 
 
 def test_a_causal_model_reads_a_task_from_the_start(drawn):

@@ -382,7 +382,8 @@ def test_short_names_leave_out_what_all_share():
         "runs/x/step-2": "step-2",
     }
     assert comparison.short_names(["a/b", "c"]) == {"a/b": "a/b", "c": "c"}
-    assert comparison.short_names(["/x/run", "/x/run/deeper"]) == {"/x/run": "/x/run", "/x/run/deeper": "deeper"}
+    assert comparison.short_names(["/x/run", "/x/run/deeper"]) == {"/x/run": "run", "/x/run/deeper": "run/deeper"}
+    assert comparison.short_names([".", "./ema"]) == {".": ".", "./ema": "ema"}
     assert comparison.short_names(["/x/a", "b"]) == {"/x/a": "/x/a", "b": "b"}
 
 

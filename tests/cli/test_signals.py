@@ -72,7 +72,7 @@ def is_gone(pid):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=SLOW)])
-def test_training_saves_and_goes_on(tmp_path, number, status):
+def test_training_saves_and_goes_on(capsys, tmp_path, number, status):
     run = Run(tmp_path / "RUN")
     process = start(tmp_path, *TRAIN)
     wait_for(lambda: run.checkpoint(1).exists(), process)
@@ -81,6 +81,8 @@ def test_training_saves_and_goes_on(tmp_path, number, status):
     assert "saved. To go on:\n  isoloss train RUN " in err
     step = max(run.steps())
     assert json.loads((run.checkpoint(step) / "trainer.json").read_text())["step"] == step
+    assert main(["show", str(run.path)]) == 0
+    assert f"{run.path}: at step {step} of " in capsys.readouterr().out
     assert not list(run.path.rglob(f"{files.TEMPORARY}*"))
 
 

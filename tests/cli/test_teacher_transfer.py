@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from isoloss.cli.main import main
+from isoloss.languages.teacher import Teacher
 from isoloss.loading import quiet
 
 GOOD = ["a fine film", "fresh and funny", "warm , witty and wise", "the best of the year"]
@@ -83,6 +85,21 @@ def transfer(capsys, run, task, folder, *options):
     words = ("--task", task, "--data", folder, "--seeds", "2", "--threads", "1", *options)
     (found,) = as_json(capsys, "transfer", run, *words)["models"].values()
     return found
+
+
+def test_eval_leaves_out_a_loss_with_too_many_hidden_tokens(capsys, run, monkeypatch):
+    folder = run.parent / "fraction"
+    train(folder, run.parent / "language.toml", "--masking", "fraction", "--fraction", "0.5")
+    capsys.readouterr()
+    assert main(["eval", str(folder), "--trace-sentences", "16", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [e["measure"] for e in json.loads(out)["evaluations"]] == ["trace"]
+    reason = "Teacher gives exact conditionals with up to 2 hidden tokens a sentence, and masking a fraction of 0.5"
+    assert err.startswith(f"the loss is left out: {reason} hides up to")
+    drawn: list[int] = []  # by name it is refused before a sentence is drawn
+    monkeypatch.setattr(Teacher, "sample", lambda self, n, **options: drawn.append(n))
+    assert reason in refusal(capsys, "eval", folder, "--measures", "loss", "trace", alone=True)
+    assert drawn == []
 
 
 @pytest.mark.parametrize("task", ["sst2", "qnli"])

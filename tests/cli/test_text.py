@@ -8,6 +8,7 @@ import pytest
 from speaking import as_json, refusal
 from transformers import AutoTokenizer
 
+from isoloss.cli.main import main
 from isoloss.languages.tokenizers import load_tokenizer, train_tokenizer
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -64,6 +65,18 @@ def test_case_is_kept_where_it_is_asked_for():
     lower = train_tokenizer(texts, vocab_size=60)
     assert "Rome" not in lower.get_vocab()
     assert lower("ROME été")["input_ids"] == lower("rome ete")["input_ids"]
+
+
+def test_more_characters_than_tokens_are_a_warning(capsys, tmp_path):
+    (tmp_path / "text.txt").write_text("abc ab bca\n")
+    words = ["tokenizer", tmp_path / "text.txt", "--vocab-size", "10", "--out", tmp_path / "out"]
+    assert main([*map(str, words)]) == 0
+    out, err = capsys.readouterr()
+    assert "of 11 tokens" in out  # five special ones, three letters, and each of these within a word
+    assert "the tokenizer has 11 tokens, not 10: the characters of the texts and the special tokens alone are 11" in err
+    words[3], words[5] = "11", tmp_path / "other"
+    assert main([*map(str, words)]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_what_cannot_be_learned(capsys, tmp_path, text):

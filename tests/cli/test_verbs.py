@@ -292,6 +292,21 @@ def test_a_study_that_is_none(capsys):
     assert "laptop" in refusal(capsys, "study", "status", "same-loss", "--scale", "galaxy")
 
 
+@pytest.mark.parametrize("action", ["status", "verify", "report"])
+def test_a_run_that_is_taken_for_a_study(capsys, run, action):
+    message = refusal(capsys, "study", action, run, alone=True)
+    assert message.endswith(f"{run} is a run, not a study: isoloss show {run} says what it holds")
+
+
+@pytest.mark.parametrize("verb", ["show", "eval"])
+def test_a_study_that_is_taken_for_a_run(capsys, tmp_path, verb):
+    STUDY.prepare(tmp_path, "smoke")
+    message = refusal(capsys, verb, tmp_path, alone=True)
+    status = f"isoloss study status same-loss --scale smoke --folder {tmp_path}"
+    assert message.endswith(f"{tmp_path} holds a study, not a run: {status} says how far it is")
+    assert main(status.split()[1:]) == 0
+
+
 def test_a_folder_without_a_study_is_not_verified(capsys, tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         message = refusal(capsys, "study", "verify", "same-loss", "--folder", folder, alone=True)

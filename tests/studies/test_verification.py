@@ -105,7 +105,7 @@ def test_an_unfinished_run_is_found(run):
 
 def test_no_run_is_found(tmp_path):
     found = problems(Run(tmp_path))
-    assert found == {f"{tmp_path.name}: run.json": f"{tmp_path} is not a run directory: it has no run.json"}
+    assert found == {f"{tmp_path.name}: run.json": "it has not been made yet"}
 
 
 def test_a_study_says_the_same_of_a_run_once(tmp_path):
@@ -115,4 +115,5 @@ def test_a_study_says_the_same_of_a_run_once(tmp_path):
         unit.name.removeprefix("train ") for unit in STUDY.plan(tmp_path, "smoke") if unit.name.startswith("train")
     ]
     assert sorted(check for check, _ in checks) == sorted(f"{name}: run.json" for name in names)
+    assert {problem for _, problem in checks} == {"it has not been made yet"}  # whatever stands beside it
     assert len(STUDY.plan(tmp_path, "smoke")) > 2 * len(names)

@@ -14,6 +14,7 @@ from isoloss.errors import IsolossError, did_you_mean
 # what other programs call our options
 ALSO_CALLED = {
     "bs": "batch-size",
+    "dtype": "precision",
     "epoch": "epochs",
     "lr": "learning-rate",
     "max-steps": "steps",

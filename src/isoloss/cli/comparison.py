@@ -101,9 +101,11 @@ def _ratio_of(pair: Pair, name: str) -> str:
 
 
 def short_names(names: list[str]) -> dict[str, str]:
-    """Return each name without the folders that all have in common."""
+    """Return each name without the folders above it that all have in common."""
+    parts = {name: Path(name).parts for name in names}
     shared = len(Path(os.path.commonpath(names)).parts) if len({Path(name).is_absolute() for name in names}) == 1 else 0
-    return {name: str(Path(*Path(name).parts[shared:])) if len(Path(name).parts) > shared else name for name in names}
+    shared = max(0, min(shared, *(len(own) - 1 for own in parts.values())))  # one may lie in another
+    return {name: str(Path(*own[shared:])) for name, own in parts.items()}
 
 
 def skipped(trace: Estimate) -> Iterator[str]:

@@ -14,13 +14,15 @@ from isoloss.cli.transfer import bounds
 from isoloss.config import EvalConfig
 from isoloss.errors import IsolossError
 from isoloss.estimate import Estimate, rounded
-from isoloss.runs import Evaluation, Run, checkpoint_of
+from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study
 
 EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),
     ("isoloss eval runs/first --measures loss trace probe-root --steps 1000 2000", "chosen measures and steps"),
     ("isoloss eval runs/first/checkpoints/step-2000/ema", "one checkpoint; this one holds averaged weights (--ema)"),
 ]
+
+_DEFAULT = ("loss", "trace")
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Args:
 
     run: tyro.conf.Positional[Path]
     """The run directory, or one checkpoint in it: RUN/checkpoints/step-N, or step-N/ema for its averaged weights."""
-    measures: tuple[str, ...] = ("loss", "trace")
-    """loss, trace, probe-TASK, lookup-TASK (isoloss ls measures)."""
+    measures: tuple[str, ...] | None = None
+    """loss, trace, probe-TASK, lookup-TASK (isoloss ls measures); default: loss, where it can be had, and trace."""
     steps: tuple[int, ...] = ()
     """Steps to measure; default: all that have a checkpoint."""
     settings: tyro.conf.OmitArgPrefixes[EvalConfig] = field(default_factory=EvalConfig)
@@ -51,17 +53,23 @@ def main(arguments: list[str]) -> int:
     for name, value in dataclasses.asdict(args.settings).items():
         if value < 1 and name != "seed":
             raise IsolossError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    if not args.measures:
+    if args.measures == ():
         raise IsolossError(f"--measures names none; the measures are {', '.join(MEASURES)}")
     common.use_threads(args.threads)
-    todo = pending(run, args.measures, steps, args.settings)
+    measures = _DEFAULT if args.measures is None else args.measures
+    todo = pending(run, measures, steps, args.settings)
     if todo:
         evaluator = Evaluator(run, args.settings, device=args.device)
+        if any(measure == "loss" for _, measure in todo) and (reason := evaluator.why_no_loss()):
+            if args.measures is not None:
+                raise IsolossError(f"the loss of {run.path} cannot be measured: {reason}")
+            common.note(f"the loss is left out: {reason}")
+            todo = [(step, measure) for step, measure in todo if measure != "loss"]
         with common.Progress(f"measuring {run.name}", len(todo), "evaluations") as progress:
             for index, (step, measure) in enumerate(todo):
                 progress(index, f"{measure} at step {step}")
                 evaluator.evaluate(measure, step)
-    made = [e for s in steps for m in args.measures if (e := run.evaluation(m, s)) is not None]
+    made = [e for s in steps for m in measures if (e := run.evaluation(m, s)) is not None]
     if args.json:
         checkpoint = {} if Run(args.run).exists else {"checkpoint": str(args.run)}
         common.emit_json({"run": str(run.path), **checkpoint, "evaluations": [e.to_dict() for e in made]})
@@ -80,6 +88,7 @@ def _checkpoints(args: Args) -> tuple[Run, list[int]]:
         return run, steps
     found = checkpoint_of(args.run)
     if found is None:
+        refuse_study(args.run)
         raise IsolossError(
             f"{args.run} is neither a run directory (it has no run.json) nor a checkpoint in one"
             f"{files.nearest(args.run)}"

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         )
         return 0
     last = metrics[-1] if metrics else None
-    state = "complete" if run.complete else f"at step {last['step'] if last else 0} of {config.steps}"
+    state = "complete" if run.complete else f"at step {max(run.steps(), default=0)} of {config.steps}"
     common.say(f"{run.path}: {state}, fingerprint {record['fingerprint']}, seed {config.seed}")
     made = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     common.say_wrapped(f"made by {made}, commit {record['commit'] or 'unknown'}")

@@ -12,6 +12,7 @@ import tyro
 from isoloss import files, interrupts
 from isoloss.cli import common
 from isoloss.errors import IsolossError
+from isoloss.runs import Run
 from isoloss.studies import find
 from isoloss.studies.engine import local
 from isoloss.studies.study import Study, Summary, found
@@ -46,6 +47,8 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     args = common.parse(Args, "study", arguments, examples=EXAMPLES)
+    if Run(Path(args.name)).exists:
+        raise IsolossError(f"{args.name} is a run, not a study: {common.command('show', args.name)} says what it holds")
     study = find(args.name)
     study.check_scale(args.scale)
     folder = args.folder or Path("runs") / f"{args.name}-{args.scale}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.loading import hub_answers, may_be_hub_name
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ def train_tokenizer(
         ids = _wordpiece(documents, vocab_size, lowercase=lowercase)
         if len(ids) == len(_BERT_SPECIALS):
             raise IsolossError("there is no text to learn a tokenizer from")
+        if len(ids) > vocab_size:
+            warn(
+                f"the tokenizer has {len(ids):,} tokens, not {vocab_size:,}: the characters of the texts and the "
+                f"special tokens alone are {len(ids):,}"
+            )
         tokenizer: PreTrainedTokenizerFast = BertTokenizerFast(vocab=ids, do_lower_case=lowercase)
         return tokenizer
     learner = ByteLevelBPETokenizer()

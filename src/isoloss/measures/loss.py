@@ -87,6 +87,38 @@ class Truth:
         return batch_size * max(1, int(_PART_BYTES / batch_bytes))
 
 
+def why_no_truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> str | None:
+    """Return why the exact conditionals of `truth` cannot be had, or None where they can; draws no sentence.
+
+    Args:
+        language: As for `truth`.
+        num_sentences: As for `truth`.
+        objective: As for `truth`.
+        seed: As for `truth`.
+    """
+    if not isinstance(language, ExactLanguage):
+        return f"{type(language).__name__} has no exact conditionals: measure its held-out loss instead"
+    if objective.kind == "causal":
+        return (
+            f"{type(language).__name__} gives exact conditionals of hidden tokens, not of next ones: the exact loss is "
+            "that of the masked objective, and a causal model's trace can be measured"
+        )
+    most = getattr(language, "most_unknown", language.max_length)
+    if objective.masking == "fraction" and most < language.max_length:
+        # such a language's sentences are all of one length, without special tokens: masks do not depend on their tokens
+        shape = (num_sentences, language.max_length)
+        blank = Sentences(torch.zeros(shape, dtype=torch.int64), torch.full(shape[:1], shape[1]))
+        batch = mask(blank, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+        hidden = int((batch["labels"] != IGNORED).sum(dim=1).max())
+        if hidden > most:
+            return (
+                f"{type(language).__name__} gives exact conditionals with up to {most} hidden "
+                f"token{'s' if most > 1 else ''} a sentence, and masking a fraction of {objective.fraction:g} hides up "
+                f"to {hidden}; the trace can be measured"
+            )
+    return None
+
+
 def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> Truth:
     """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
 
@@ -104,15 +136,11 @@ def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig,
         IsolossError: The language is not exact, or not under masks as the objective draws them, or there are fewer
             than ten sentences.
     """
-    if not isinstance(language, ExactLanguage):
-        raise IsolossError(f"{type(language).__name__} has no exact conditionals: measure its held-out loss instead")
-    if objective.kind == "causal":
-        raise IsolossError(
-            f"{type(language).__name__} gives exact conditionals of hidden tokens, not of next ones: the exact loss is "
-            "that of the masked objective, and a causal model's trace can be measured"
-        )
     if num_sentences < 2 * _SUBSETS:
         raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * _SUBSETS}")
+    if reason := why_no_truth(language, num_sentences=num_sentences, objective=objective, seed=seed):
+        raise IsolossError(reason)
+    assert isinstance(language, ExactLanguage)
     tokens, lengths = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))[:2]
     sentences = Sentences(tokens.cpu(), lengths.cpu())
     batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))

@@ -28,6 +28,9 @@ def verify_run(
     Yields:
         For each check its name and None, or what is wrong.
     """
+    if not run.exists:
+        yield f"{run.name}: run.json", "it has not been made yet"
+        return
     try:
         differing = configs.differences(run.config, config)
         fingerprint = run.record.get("fingerprint")

@@ -16,6 +16,7 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.languages.base import Sentences
 from isoloss.languages.chart_plan import FoldedRules
+from isoloss.languages.corpus import Corpus
 from isoloss.languages.dyck import Brackets
 from isoloss.languages.grammar import Grammar
 from isoloss.languages.hmm import HMM
@@ -25,6 +26,7 @@ from isoloss.transfer.task_names import LATENT, canonical
 Labelled = PCFG | HMM | Brackets
 
 UNDEFINED = -1  # the label of a sentence that the task does not cover
+_TEXT = "text; for a task of text give isoloss transfer --task sst2 --data FOLDER, or a name of yours and --data FILE"
 _NUMBERED = re.compile(r"(level|prefix|state|task)-(0|[1-9]\d*)")
 
 
@@ -63,7 +65,7 @@ def labelling(language: Labelled, name: str) -> Labelling:
     if not isinstance(language, PCFG):
         raise IsolossError(
             f"task {name!r} is about what produced a sentence: it takes a grammar, a hidden Markov model or brackets, "
-            f"not {language!r}"
+            f"not {_TEXT if isinstance(language, Corpus) else repr(language)}"
         )
     return _of_grammar(language, name, base, latent=latent)
 
