@@ -106,6 +106,19 @@ def test_a_later_batch_that_is_not_like_earlier_ones_that_were_not_checked():
         fisher_trace(build("branch"), batches, causal=False)
 
 
+def test_sequences_that_meet_in_the_model_itself_do_not_end_the_measurement():
+    class Meeting(Mixing):
+        def forward(self, input_ids):
+            output = super().forward(input_ids)
+            output.logits = output.logits * (1 + 0.1 * len(input_ids))
+            return output
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = Meeting("none").double().eval()
+    fisher_trace(model, [{"input_ids": ids, "labels": ids} for ids in tokens(64).split(8)], causal=False)
+
+
 @pytest.mark.parametrize("places", [[(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 3)], [(6, 0), (6, 1)]])
 def test_rows_chosen_by_a_mask_that_are_as_many_as_sequences(places):
     ids = tokens(8)
