@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from isoloss.errors import IsolossError  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
-from isoloss.measures.flatness import fisher_trace, probes  # noqa: E402
+from isoloss.flatness import fisher_trace  # noqa: E402
+from isoloss.flatness.engine import control_variates  # noqa: E402
 from isoloss.seeds import generator  # noqa: E402
 
 FEWEST = 150  # classes that can be built, or the script no longer fits transformers
@@ -120,9 +121,9 @@ def orthogonal_signs(rows: int) -> Iterator[int]:
     matrix = torch.ones(1, 1)
     while len(matrix) < rows:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    drawn = probes.packed_signs
+    drawn = control_variates.packed_signs
 
-    def packed(streams: probes.Streams, device: torch.device, seed: int, *, copies: int = 1) -> torch.Tensor:
+    def packed(streams: control_variates.Streams, device: torch.device, seed: int, *, copies: int = 1) -> torch.Tensor:
         if streams[0][1][0] != "probes":
             return drawn(streams, device, seed, copies=copies)
         octets = []
@@ -132,11 +133,11 @@ def orthogonal_signs(rows: int) -> Iterator[int]:
             octets.append((bits.view(-1, 8) << torch.arange(8)).sum(dim=1).to(torch.uint8))
         return torch.cat(octets).expand(copies, -1)
 
-    probes.packed_signs = packed  # type: ignore[assignment]
+    control_variates.packed_signs = packed  # type: ignore[assignment]
     try:
         yield len(matrix)
     finally:
-        probes.packed_signs = drawn
+        control_variates.packed_signs = drawn
 
 
 class _Narrowest(TorchDispatchMode):

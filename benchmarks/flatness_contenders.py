@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from workloads import MASK, Batch, Workload
 
-from isoloss.languages.masking import IGNORED
-from isoloss.measures.flatness.fisher import fisher_trace
-from isoloss.measures.flatness.ghost import Predictor
+from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness.fisher import fisher_trace
+from isoloss.text.masking import IGNORED
 
 PEERS = {"curvlinops": "curvlinops-for-pytorch", "PyHessian": "PyHessian", "hessian-eigenthings": "hessian-eigenthings"}
 FISHER, HESSIAN = "Fisher = Gauss-Newton", "true Hessian on given labels: another quantity"

@@ -7,7 +7,7 @@ from typing import Any
 
 from timing import heading
 
-from isoloss.estimate import rounded
+from isoloss.statistics.estimate import rounded
 
 _COLUMNS = (
     "estimator",

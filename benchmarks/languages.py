@@ -27,10 +27,10 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from timing import OURS, Contender, Task, machine, measure, summary, table, versions  # noqa: E402
 
-from isoloss.config import HMMConfig, PCFGConfig  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
-from isoloss.languages.hmm import HMM  # noqa: E402
-from isoloss.languages.pcfg import PCFG  # noqa: E402
+from isoloss.languages.config import HMMConfig, PCFGConfig  # noqa: E402
+from isoloss.languages.hmm.language import HMM  # noqa: E402
+from isoloss.languages.pcfg.language import PCFG  # noqa: E402
 from isoloss.seeds import generator  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"

@@ -33,15 +33,16 @@ from timing import machine, versions  # noqa: E402
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from isoloss import languages  # noqa: E402
-from isoloss.config import PRESETS, ModelConfig, OptimizerConfig, TrainConfig  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
+from isoloss.languages.config import PRESETS  # noqa: E402
 from isoloss.models import bert, fused  # noqa: E402
 from isoloss.models.bert import build  # noqa: E402
 from isoloss.models.make import make_model  # noqa: E402
-from isoloss.pretraining import train  # noqa: E402
-from isoloss.pretraining.objectives import prediction_loss, training_batch  # noqa: E402
-from isoloss.pretraining.process import process_settings  # noqa: E402
+from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig  # noqa: E402
 from isoloss.runs import Run  # noqa: E402
+from isoloss.training import train  # noqa: E402
+from isoloss.training.objectives import prediction_loss, training_batch  # noqa: E402
+from isoloss.training.process import process_settings  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("isoloss", "torch", "transformers", "accelerate", "numpy", "numba")

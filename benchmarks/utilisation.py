@@ -22,13 +22,14 @@ from timing import machine, versions
 from torch.utils.flop_counter import FlopCounterMode
 
 from isoloss import languages
-from isoloss.config import PRESETS, ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.files import write_text
-from isoloss.languages.masking import Batch
+from isoloss.languages.config import PRESETS
 from isoloss.models.make import make_model
 from isoloss.models.sizes import num_parameters, shape
-from isoloss.pretraining.objectives import prediction_loss, training_batch
-from isoloss.pretraining.steps import GradientStep
+from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
+from isoloss.text.masking import Batch
+from isoloss.training.objectives import prediction_loss, training_batch
+from isoloss.training.steps import GradientStep
 
 RESULTS = Path(__file__).parent / "results"
 LANGUAGE = PRESETS["hmm-paper"][0]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from isoloss.languages.masking import IGNORED
 from isoloss.seeds import derive, generator
+from isoloss.text.masking import IGNORED
 
 Batch = dict[str, torch.Tensor]
 _SPECIAL = 5  # ids without a word, the mask among them

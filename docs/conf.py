@@ -55,11 +55,12 @@ def write_api_reference() -> None:
         is_package = (Path(*isoloss.__path__) / name.split(".")[1]).is_dir()
         groups.setdefault(name.split(".")[1] if is_package else "ground", []).append(name)
     for group, names in groups.items():
-        parts = [f"# isoloss.{group}" if group != "ground" else "# isoloss: configs, files, seeds, runs, evaluation"]
+        parts = [f"# isoloss.{group}" if group != "ground" else "# isoloss: configs, files, seeds, runs"]
         directive = "```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n   :ignore-module-all:\n```"
         parts += [f"## {name}\n\n{directive.format(name=name)}" for name in names]
         (GENERATED / f"api-{group}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    order = ["languages", "models", "pretraining", "measures", "transfer", "theory", "report", "studies", "ground"]
+    order = ["statistics", "text", "languages", "flatness", "models", "training", "transfer", "evaluation"]
+    order += ["studies", "report", "paper", "ground"]
     assert sorted(order) == sorted(groups), f"packages without a place in the reference: {set(groups) ^ set(order)}"
     toctree = "\n".join(f"api-{group}" for group in order)
     (GENERATED / "api.md").write_text(

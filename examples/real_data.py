@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tokenizers import BertWordPieceTokenizer
 
-from isoloss.languages.documents import read_documents
+from isoloss.text.documents import read_documents
 
 
 def learn_vocabulary(text: Path, path: Path, size: int) -> None:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isoloss import config as configs
-from isoloss.config import CorpusConfig, GrammarConfig, ModelConfig, OptimizerConfig, PCFGConfig, TrainConfig
 from isoloss.errors import IsolossError
+from isoloss.languages.config import CorpusConfig, GrammarConfig, PCFGConfig
+from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=20)
 languages = st.one_of(
@@ -69,7 +70,7 @@ def test_the_fingerprint_is_over_what_decides_a_result():
     same = dataclasses.replace(base, device="cuda", threads=7, save_every_seconds=1.0)
     assert configs.fingerprint(same) == configs.fingerprint(base)
     for field in dataclasses.fields(TrainConfig):
-        if field.metadata.get("incidental"):
+        if field.metadata.get("exclude_from_fingerprint"):
             continue
         other = dataclasses.replace(base, **{field.name: {"language": PCFGConfig(seed=9)}.get(field.name, "other")})
         assert configs.fingerprint(other) != configs.fingerprint(base), field.name

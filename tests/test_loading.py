@@ -25,10 +25,10 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
 from isoloss.loading import load, quiet, resolve_device
 from isoloss.models.bert import build
+from isoloss.run_config import ModelConfig
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
 INPUT = torch.tensor([[1, 2, 3, 4]])

@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from isoloss.errors import IsolossError
+from isoloss.flatness import fisher_trace
+from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
 from isoloss.loading import load
 from isoloss.lstm import LSTMConfig, LSTMForMaskedLM, LSTMModel
-from isoloss.measures.flatness import fisher_trace
-from isoloss.measures.flatness.ghost import Predictor
 
 LENGTHS = (6, 1, 3, 6, 4)
 

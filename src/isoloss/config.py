@@ -1,311 +1,183 @@
-"""Configuration: frozen dataclasses, read strictly from TOML and JSON, with a fingerprint of what decides a result."""
+"""Configs: frozen dataclasses whose fields carry their ranges, read strictly from TOML and JSON, with a fingerprint.
+
+A config is checked in one place, `check`: choices and ranges field by field, then the rules between fields, which a
+config has as a method `check_fields`. A component (a language, a training algorithm) is a config with a `kind`, by
+which it is registered in `isoloss.registry`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import math
+import operator
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import cattrs
 
 from isoloss import files
-from isoloss.algorithms import AdversarialConfig as AdversarialConfig
-from isoloss.algorithms import FisherPenaltyConfig as FisherPenaltyConfig
-from isoloss.algorithms import GradientConfig as GradientConfig
-from isoloss.algorithms import ObjectiveConfig as ObjectiveConfig
-from isoloss.algorithms import OptimizerConfig as OptimizerConfig
-from isoloss.algorithms import RuleConfig as RuleConfig
-from isoloss.algorithms import SAMConfig as SAMConfig
 from isoloss.errors import IsolossError
+from isoloss.registry import ALGORITHMS, LANGUAGES, Registry
 
 T = TypeVar("T")
 
 
-def _incidental(default: Any) -> Any:
-    """A field that says how a result is computed, not which result: it stays out of the fingerprint."""
-    return field(default=default, metadata={"incidental": True})
-
-
-def _later(default: Any) -> Any:
-    """A field that decides a result and, at its default, stays out of the fingerprint: runs without it keep theirs."""
-    return field(default=default, metadata={"later": True})
-
-
-# --- languages -------------------------------------------------------------------------------------------------------
+# --- fields ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class PCFGConfig:
-    """A random levelled grammar (see `isoloss.languages.pcfg.PCFG.random`)."""
+class Range:
+    """The values that a number may have; None: no bound.
 
-    kind: Literal["pcfg"] = "pcfg"
-    levels: int = 3
-    """Number of binary levels: a sentence has at most 2^levels tokens."""
-    symbols_per_level: int = 6
-    """Symbols of each level, the root level included."""
-    rules_per_symbol: int = 8
-    """Binary rules of each symbol above the lowest level."""
-    vocab_size: int = 32
-    """Tokens of the language."""
-    stop_probability: float = 0.0
-    """Probability that a symbol above the lowest level emits a token instead of splitting; makes lengths vary."""
-    seed: int = 0
-    """Decides the rules and their weights."""
+    Example:
+        >>> unit = Range(above=0, maximum=1)
+        >>> str(unit), 1 in unit, 0 in unit
+        ('above 0 and at most 1', True, False)
+    """
 
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    note: str = ""
+    """Appended in parentheses where the range is told, e.g. what 0 stands for."""
 
-@dataclass(frozen=True, kw_only=True)
-class GrammarConfig:
-    """A grammar given by its rules, as `PCFG.to_file` writes them: the run keeps the rules, not a path to them."""
+    def __contains__(self, value: object) -> bool:
+        return (
+            isinstance(value, int | float)
+            and not math.isnan(value)
+            and (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.below is None or value < self.below)
+        )
 
-    kind: Literal["grammar"] = "grammar"
-    rules: str
-    """One rule a line: LHS RHS [RHS] weight."""
-    max_length: int = 64
-    """Longer sentences are left out of the language, and its probabilities are given that."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BracketsConfig:
-    """The paper's bracket language (see `isoloss.languages.dyck.Brackets`)."""
-
-    kind: Literal["brackets"] = "brackets"
-    length: int = 8
-    """Brackets in a sentence; even."""
+    def __str__(self) -> str:
+        bounds = {"at least": self.minimum, "above": self.above, "at most": self.maximum, "below": self.below}
+        told = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        return f"{told} ({self.note})" if self.note else told
 
 
-@dataclass(frozen=True, kw_only=True)
-class DyckConfig:
-    """Nested brackets of several kinds, as a grammar (see `isoloss.languages.dyck.dyck_grammar`)."""
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    factory: Callable[[], Any] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    note: str = "",
+    exclude_from_fingerprint: bool = False,
+    omit_default: bool = False,
+) -> Any:
+    """Return a dataclass field with a range.
 
-    kind: Literal["dyck"] = "dyck"
-    kinds: int = 2
-    """Kinds of bracket; all are equally likely."""
-    max_depth: int = 3
-    """Brackets that may be open at once."""
-    max_length: int = 16
-    """Longer sentences are left out of the language; even."""
-    continue_probability: float = 0.5
-    """Probability that after a group of brackets another one follows, at the same depth."""
-    nest_probability: float = 0.5
-    """Probability that a pair of brackets holds others, where the depth allows it."""
-    tokens_per_bracket: int = 1
-    """Tokens that each bracket may be written as, by random probabilities."""
-    seed: int = 0
-    """Decides those probabilities."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HMMConfig:
-    """A random block-diagonal hidden Markov model (see `isoloss.languages.hmm.HMM.random`)."""
-
-    kind: Literal["hmm"] = "hmm"
-    states: int = 100
-    """Hidden states."""
-    blocks: int = 4
-    """Runs of states that only follow one another, each with tokens of its own."""
-    vocab_size: int = 200
-    """Tokens of the language."""
-    length: int = 16
-    """Tokens in a sentence."""
-    leak: float = 0.0
-    """Share of every row's probability that is spread over all states and tokens instead of the block's."""
-    seed: int = 0
-    """Decides the matrices."""
+    Args:
+        default: The field's default; none: it must be given.
+        factory: Makes the default, where that is no constant.
+        minimum: The least value; of a tuple, of each of its items.
+        above: A bound that the value exceeds.
+        maximum: The greatest value.
+        below: A bound that the value stays below.
+        note: What is said in parentheses where the range is told.
+        exclude_from_fingerprint: The field says how a result is computed, not which result.
+        omit_default: The field decides a result and, at its default, stays out of the fingerprint.
+    """
+    bounds = Range(minimum=minimum, above=above, maximum=maximum, below=below, note=note)
+    metadata = {
+        "range": bounds if bounds != Range(note=note) else None,
+        "exclude_from_fingerprint": exclude_from_fingerprint,
+        "omit_default": omit_default,
+    }
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileConfig:
-    """A language in a file, as `isoloss.languages.save` or `HMM.to_file` writes it."""
+def check(config: Any, path: str = "") -> None:
+    """Check every field of a config, then the rules between them.
 
-    kind: Literal["file"] = "file"
-    path: str
-    """A safetensors file with the language's tables."""
-    content: str = ""
-    """SHA-256 of the file; filled in when a run is made and checked whenever it is opened."""
+    Args:
+        config: A config dataclass.
+        path: What stands before the fields' names in messages, e.g. `model`.
 
+    Raises:
+        IsolossError: A value that is none of the choices or out of its range; it is named.
 
-@dataclass(frozen=True, kw_only=True)
-class TeacherConfig:
-    """A causal language model that writes the sentences (see `isoloss.languages.teacher.Teacher`)."""
-
-    kind: Literal["teacher"] = "teacher"
-    checkpoint: str
-    """A Hugging Face folder or name."""
-    length: int = 24
-    """Tokens in a sentence."""
-    tokens: tuple[int, ...] = ()
-    """The checkpoint's ids of the language's tokens; none: the most frequent, filled in when a run is made."""
-    vocab_size: int = 2000
-    """The most tokens that are chosen; of no effect where `tokens` are given."""
-    corpus: tuple[str, ...] = ()
-    """Text files or folders in which tokens are counted; none: the checkpoint's own samples."""
-    samples: int = 4096
-    """Sequences of `length` tokens that are drawn to count tokens in."""
-    seed: int = 0
-    """Decides those sequences."""
-    start_id: int | None = None
-    """The checkpoint's id that sentences begin after; None: its bos, else its eos, filled in when a run is made."""
-    content: str = ""
-    """SHA-256 of weights and config.json; filled in when a run is made and checked whenever it is opened."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusConfig:
-    """Real text: files or datasets, a tokenizer and the length that the tokens are packed to."""
-
-    kind: Literal["corpus"] = "corpus"
-    paths: tuple[str, ...]
-    """Text files (.txt), JSON lines (.jsonl), folders of them, or datasets: hf:NAME[:CONFIG][@REVISION]."""
-    tokenizer: str
-    """A Hugging Face folder or name, or a `vocab.txt` of WordPiece."""
-    length: int = 128
-    """Tokens in a packed sequence, the tokenizer's special tokens included."""
-    held_out: float = 0.05
-    """Share of the documents kept out of training, for the validation loss."""
-    column: str = "text"
-    """Field of JSON lines and column of datasets that holds the text."""
-    split: str | None = None
-    """Which split of a dataset is taken. None is `train`."""
-    max_documents: int | None = None
-    """How many documents are taken, from the first on; None: all."""
-    content: str = ""
-    """SHA-256 over the text and the tokenizer; filled in when a run is made and checked whenever it is opened."""
+    Example:
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Small:
+        ...     steps: int = setting(10, minimum=1)
+        >>> check(Small(steps=0))
+        Traceback (most recent call last):
+            ...
+        isoloss.errors.IsolossError: steps is 0; it must be at least 1
+    """
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{path}.{field.name}" if path else field.name
+        if dataclasses.is_dataclass(value):
+            check(value, name)
+            continue
+        choices = _choices(hints[field.name])
+        bounds = field.metadata.get("range")
+        for item in value if isinstance(value, tuple) else (value,):
+            if choices and item not in choices:
+                raise IsolossError(f"{name} is {item!r}; it must be one of {', '.join(map(str, choices))}")
+            if bounds is not None and item is not None and item not in bounds:
+                raise IsolossError(f"{name} is {item!r}; it must be {bounds}")
+    if rules := getattr(config, "check_fields", None):
+        rules()
 
 
-LanguageConfig = (
-    PCFGConfig | GrammarConfig | BracketsConfig | DyckConfig | HMMConfig | FileConfig | CorpusConfig | TeacherConfig
-)
-
-# of the first few seeds, this one's symbols are the most evenly used: no downstream label is nearly always the same
-LAPTOP_PCFG = PCFGConfig(seed=4)
-
-PRESETS: dict[str, tuple[LanguageConfig, str]] = {
-    "pcfg-laptop": (
-        LAPTOP_PCFG,
-        "a grammar of 3 binary levels with 6 symbols each over 32 tokens; sentences of 8 tokens",
-    ),
-    "pcfg-varied": (
-        PCFGConfig(seed=4, stop_probability=0.2),
-        "the same with symbols that may stop early; sentences of 1 to 8 tokens",
-    ),
-    "pcfg-paper": (
-        PCFGConfig(levels=5, symbols_per_level=8, rules_per_symbol=14, vocab_size=200, stop_probability=0.1),
-        "a grammar of the paper's shape (appendix A.1): 49 symbols, 200 tokens, sentences of up to 32 tokens",
-    ),
-    "hmm-laptop": (
-        HMMConfig(states=8, blocks=2, vocab_size=32, length=8, seed=3),
-        "a hidden Markov model of 8 states in 2 blocks over 32 tokens; sentences of 8 tokens",
-    ),
-    "hmm-paper": (
-        HMMConfig(),
-        "one of the paper's shape (appendix A.1): 100 states in 4 blocks, 200 tokens; sentences of 16 tokens",
-    ),
-    "brackets-8": (
-        BracketsConfig(length=8),
-        "the paper's bracket language (section 5): as many < as >, in any order; sentences of 8 tokens",
-    ),
-    "dyck-2": (
-        DyckConfig(),
-        "nested brackets of 2 kinds, at most 3 deep; sentences of 2 to 16 tokens",
-    ),
-}
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """Return the values that an annotation lists, also inside a tuple or an optional; none where it lists none."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if get_origin(hint) in (Union, UnionType, tuple):
+        found = tuple(choice for part in get_args(hint) for choice in _choices(part))
+        return (*found, None) if found and type(None) in get_args(hint) else found
+    return ()
 
 
-# --- pre-training ----------------------------------------------------------------------------------------------------
+# --- components ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A model by its architecture and size name (`isoloss ls models`, `isoloss ls sizes`)."""
+class LanguageConfig:
+    """What a language is made from; a subclass has its settings, and is registered under its `kind`.
 
-    architecture: Literal["bert", "bert-pre-ln", "lstm", "opt"] = "bert"
-    """`opt` predicts each token from those before it, the others hidden tokens from both sides."""
-    size: str = "d64"
-    """Name of the shape: d16, d64, d768 of a transformer, h16, h128 of an LSTM."""
-    dropout: float = 0.1
-    """Dropout of hidden states and attention weights; between the layers of an LSTM."""
-    layers: int | None = _later(None)
-    """Number of layers; None: that of the size."""
-    width: int | None = _later(None)
-    """Width of the hidden states (for an LSTM, per direction); None: that of the size."""
-    heads: int | None = _later(None)
-    """Attention heads of a transformer's layer, a divisor of the width; None: those of the size."""
-    ffn: int | None = _later(None)
-    """Width inside a transformer's feed-forward blocks; None: 4 times the width, as in every size."""
-    directions: Literal[1, 2] = _later(2)
-    """Whether an LSTM reads from left to right only (1) or both ways (2)."""
+    Attributes:
+        kind: Its name in `isoloss.registry.LANGUAGES`.
+    """
+
+    kind: str
+
+    def build(self) -> Any:
+        """Return the language (`isoloss.languages.api.Language`)."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """One pre-training run."""
+class AlgorithmConfig:
+    """What a training algorithm is made from; a subclass has its settings, and is registered under its `kind`.
 
-    language: LanguageConfig
-    model: ModelConfig = ModelConfig()
-    objective: ObjectiveConfig = field(default=ObjectiveConfig())
-    optimizer: OptimizerConfig = field(default=OptimizerConfig())
-    rule: RuleConfig = field(default=GradientConfig())
-    steps: int = 1000
-    batch_size: int = 128
-    """Sentences in a step."""
-    checkpoints: tuple[int, ...] = ()
-    """Steps whose checkpoint is kept, besides the last."""
-    initial: str | None = None
-    """Checkpoint folder whose weights the run starts from, relative to the run's folder; None: random weights."""
-    seed: int = 0
-    """Decides the initial weights, the data, the masks and the dropout."""
-    log_every: int = 50
-    """Steps between two lines of metrics.jsonl."""
-    measure_every: int = 0
-    """Steps between two measurements of loss and trace in metrics.jsonl, a multiple of `log_every`; 0: none."""
-    measure_sentences: int = 1024
-    """Sentences that these are measured on, the same each time."""
-    micro_batch: int = _incidental(0)
-    """Sentences whose gradient is computed at once in a process, to save memory; 0: the process's whole share."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Matrix products of the loss and its gradient in float32 or, by autocast, bfloat16; weights are float32."""
-    ema: float = _later(0.0)
-    """Decay by step of an exponential moving average of the weights, kept beside each checkpoint; 0: none."""
-    trackers: tuple[str, ...] = _incidental(())
-    """Where metrics.jsonl is mirrored: tensorboard, trackio, wandb."""
-    parallel: Literal["ddp", "fsdp"] = _incidental("ddp")
-    """On several processes, each has the whole model (ddp), or a piece of every parameter (fsdp), to save memory."""
-    device: str = _incidental("auto")
-    """Device to train on: auto, cpu, cuda, cuda:1, mps."""
-    threads: int = _incidental(0)
-    """CPU threads; 0: all cores."""
-    prefetch: bool = _incidental(False)
-    """Make the next step's batch in a background thread while a step is at work; needs `threads` = 1."""
-    save_every_seconds: float = _incidental(60.0)
-    """Seconds between two checkpoints kept only for resuming."""
+    Attributes:
+        kind: Its name in `isoloss.registry.ALGORITHMS`.
+    """
 
+    kind: str
 
-# --- evaluation ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """How much a checkpoint is measured on."""
-
-    loss_sentences: int = 4096
-    """Sentences for the pre-training loss; for a corpus, held-out sequences at most."""
-    trace_sentences: int = 2048
-    """Sentences for the trace."""
-    probe_train: int = 4096
-    """Sentences that a linear probe is fitted on."""
-    probe_test: int = 4096
-    """Sentences that it is scored on."""
-    probe_seeds: int = 5
-    """Probes, each with its own initial weights and order."""
-    probe_epochs: int = 100
-    """Passes of a probe over its training sentences."""
-    seed: int = 0
-    """Decides the sentences, masks, random signs and probes; checkpoints compare best under the same."""
+    def build(self, model: Any, context: Any) -> Any:
+        """Return the algorithm for a model (`isoloss.training.steps`)."""
+        raise NotImplementedError
 
 
 # --- TOML, JSON, fingerprint -----------------------------------------------------------------------------------------
@@ -313,34 +185,12 @@ class EvalConfig:
 _converter = cattrs.Converter(forbid_extra_keys=True)
 
 
-def _structure_language(document: Any, _: Any) -> Any:
-    kinds = {
-        "pcfg": PCFGConfig,
-        "grammar": GrammarConfig,
-        "brackets": BracketsConfig,
-        "dyck": DyckConfig,
-        "hmm": HMMConfig,
-        "file": FileConfig,
-        "teacher": TeacherConfig,
-        "corpus": CorpusConfig,
-    }
+def _structure_component(document: Any, _: Any, *, registry: Registry) -> Any:
+    """Return the component that a document names by its `kind`."""
     kind = document.get("kind") if isinstance(document, Mapping) else None
-    if kind not in kinds:
-        raise IsolossError(f"a language's kind is one of {', '.join(kinds)}, not {kind!r}")
-    return _converter.structure(document, kinds[kind])
-
-
-def _structure_rule(document: Any, _: Any) -> Any:
-    kinds = {
-        "gradient": GradientConfig,
-        "sam": SAMConfig,
-        "adversarial": AdversarialConfig,
-        "fisher-penalty": FisherPenaltyConfig,
-    }
-    kind = document.get("kind") if isinstance(document, Mapping) else None
-    if kind not in kinds:
-        raise IsolossError(f"a step rule's kind is one of {', '.join(kinds)}, not {kind!r}")
-    return _converter.structure(document, kinds[kind])
+    if not isinstance(kind, str) or kind not in registry:
+        raise IsolossError(f"the kind of a {registry.kind} is one of {', '.join(registry)}, not {kind!r}")
+    return _converter.structure(document, registry.load(kind))
 
 
 def _structure_strict(value: Any, target: Any) -> Any:
@@ -354,8 +204,11 @@ def _structure_strict(value: Any, target: Any) -> Any:
 
 for _primitive in (bool, int, float, str):
     _converter.register_structure_hook(_primitive, _structure_strict)
-_converter.register_structure_hook(LanguageConfig, _structure_language)
-_converter.register_structure_hook(RuleConfig, _structure_rule)
+for _base, _registry in ((LanguageConfig, LANGUAGES), (AlgorithmConfig, ALGORITHMS)):
+    _converter.register_structure_hook_func(
+        functools.partial(operator.is_, _base),  # not of its subclasses
+        functools.partial(_structure_component, registry=_registry),
+    )
 
 
 def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
@@ -368,8 +221,7 @@ def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
         return _converter.structure(document, cls)
     except cattrs.BaseValidationError as error:
         reasons = "; ".join(cattrs.transform_error(error, path="config"))
-        name = getattr(cls, "__name__", "LanguageConfig")  # the one union among the configs
-        raise IsolossError(f"not a valid {name}: {reasons}") from error
+        raise IsolossError(f"not a valid {cls.__name__}: {reasons}") from error
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -402,7 +254,7 @@ def to_toml(config: Any) -> str:
 
 
 def fingerprint(config: Any) -> str:
-    """Return 16 hexadecimal digits over the fields that decide a result; incidental ones (device, threads) are out."""
+    """Return 16 hexadecimal digits over the fields that decide a result, not how it is computed (device, threads)."""
     document = json.dumps(identity(config), sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 
@@ -432,8 +284,8 @@ def identity(config: Any) -> Any:
         return {
             f.name: identity(getattr(config, f.name))
             for f in dataclasses.fields(config)
-            if not f.metadata.get("incidental")
-            and not (f.metadata.get("later") and getattr(config, f.name) == f.default)
+            if not f.metadata.get("exclude_from_fingerprint")
+            and not (f.metadata.get("omit_default") and getattr(config, f.name) == f.default)
         }
     if isinstance(config, tuple):
         return [identity(item) for item in config]

@@ -26,9 +26,9 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.config import TrainConfig
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
+from isoloss.run_config import TrainConfig
+from isoloss.statistics.estimate import Estimate
 
 AVERAGE = "ema"  # the folder of what belongs to the averaged weights
 _STEP = re.compile(r"step-(\d+)$")
@@ -218,7 +218,7 @@ class Run:
         return folder / AVERAGE if self.is_average else folder
 
     def save(self, evaluation: Evaluation, examples: bytes = b"") -> None:
-        """Write an evaluation to its file, after the file of its examples (`isoloss.evaluation`), if it has any."""
+        """Write an evaluation to its file, after the file of its examples, if it has any."""
         path = self.evaluation_path(evaluation.measure, evaluation.step)
         if examples:
             files.write_bytes(path.with_suffix(".safetensors"), examples)

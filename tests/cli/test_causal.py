@@ -9,10 +9,10 @@ from speaking import as_json, refusal
 from transformers import AutoModelForCausalLM
 
 from isoloss.cli.main import main
+from isoloss.flatness import fisher_trace
 from isoloss.languages import make
-from isoloss.languages.masking import IGNORED
-from isoloss.measures.flatness import fisher_trace
 from isoloss.runs import Run
+from isoloss.text.masking import IGNORED
 
 SMALL = ("--architecture", "opt", "--size", "d16", "--steps", "20", "--batch-size", "8", "--threads", "1")
 

@@ -7,10 +7,10 @@ import pytest
 from speaking import as_json, refusal
 
 from isoloss.cli.main import main
-from isoloss.config import EvalConfig
-from isoloss.estimate import rounded
-from isoloss.evaluation import Evaluator
+from isoloss.evaluation.config import EvalConfig
+from isoloss.evaluation.evaluator import Evaluator
 from isoloss.runs import Run, checkpoint_of
+from isoloss.statistics.estimate import rounded
 
 SETTINGS = ("--loss-sentences", "64", "--trace-sentences", "32", "--probe-train", "64", "--probe-test", "64")
 MEASURES = ("--measures", "loss", "trace", "probe-root", *SETTINGS, "--probe-seeds", "2", "--probe-epochs", "2")

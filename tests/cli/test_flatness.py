@@ -20,11 +20,12 @@ from transformers import (
 
 from isoloss.cli import comparison
 from isoloss.cli.main import main
-from isoloss.estimate import rounded
-from isoloss.measures import inputs
-from isoloss.measures.flatness import InterruptedEstimate, fisher, fisher_trace, pool
-from isoloss.measures.flatness.compare import compare
-from isoloss.measures.flatness.tally import Shares
+from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
+from isoloss.flatness.compare import compare
+from isoloss.flatness.engine import auxiliary_sample
+from isoloss.statistics.estimate import rounded
+from isoloss.statistics.ratio_estimator import Shares
+from isoloss.text import inputs
 
 VOCAB = 20
 
@@ -136,7 +137,7 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
 def test_a_model_without_input_embeddings_is_measured_alone(capsys, folder, tmp_path, monkeypatch):
     np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(0, VOCAB, (4000, 8)))
     data = ("--data", tmp_path / "ids.npy", "--num-inputs", "100", "--json")
-    monkeypatch.setattr(pool, "input_embeddings", lambda model: None)
+    monkeypatch.setattr(auxiliary_sample, "input_embeddings", lambda model: None)
     details = json.loads(call(capsys, folder / "a", *data).out)["fisher_trace"]["details"]
     assert (details["sequences"], details["pool_sequences"]) == (100, 0)
     found = json.loads(call(capsys, folder / "a", folder / "b", *data).out)["models"]
@@ -176,9 +177,9 @@ def test_inputs_come_in_random_order_where_it_may_stop_early(capsys, folder, tmp
 
 
 def test_it_resumes_from_its_file(capsys, folder, tmp_path, monkeypatch):
-    from isoloss.measures.flatness import record
+    from isoloss.flatness.engine import resume
 
-    monkeypatch.setattr(record, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
     words = (folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--json", "--resume", tmp_path / "half")
     whole = json.loads(call(capsys, *words[:-2]).out)["fisher_trace"]
     calls = []
@@ -205,7 +206,7 @@ def test_an_interruption_prints_the_estimate_so_far(capsys, folder, monkeypatch)
     def stopped(model, batches, **_):
         raise InterruptedEstimate(fisher_trace(model, batches[:1], causal=True))
 
-    import isoloss.measures.flatness as package
+    import isoloss.flatness as package
 
     monkeypatch.setattr(package, "fisher_trace", stopped)
     out, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", status=130)

@@ -9,8 +9,8 @@ from speaking import as_json
 from transformers import AutoModelForMaskedLM
 
 from isoloss.cli.main import main
+from isoloss.flatness import fisher_trace
 from isoloss.languages import make
-from isoloss.measures.flatness import fisher_trace
 from isoloss.runs import Run
 
 MODELS = {"bert-pre-ln": "d16", "lstm": "h16"}

@@ -9,9 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from isoloss import languages
 from isoloss.cli.main import main
-from isoloss.config import PRESETS
 from isoloss.errors import IsolossError
 from isoloss.languages import make
+from isoloss.languages.config import PRESETS
 
 
 def output(capsys, *words):

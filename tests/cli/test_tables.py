@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from isoloss.cli import common, ls, study
-from isoloss.config import PCFGConfig, TrainConfig
-from isoloss.estimate import Estimate
+from isoloss.languages.config import PCFGConfig
 from isoloss.report.claims import Claim, ClaimResult, judged, not_tested
+from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
+from isoloss.statistics.estimate import Estimate
 from isoloss.studies.study import Summary, SummaryTable
 
 COLUMNS = ("run", "step", "KL (nats/token)", "trace (nats/token)", "root (accuracy, %)", "prefix-4 (accuracy, %)")

@@ -9,7 +9,7 @@ from speaking import as_json, refusal
 from transformers import AutoTokenizer
 
 from isoloss.cli.main import main
-from isoloss.languages.tokenizers import load_tokenizer, train_tokenizer
+from isoloss.text.tokenizers import load_tokenizer, train_tokenizer
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 

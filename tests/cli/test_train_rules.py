@@ -6,8 +6,9 @@ import pytest
 
 from isoloss import config as configs
 from isoloss.cli.main import main
-from isoloss.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig, TrainConfig
+from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
+from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 
 
 def config_of(capsys, tmp_path, *options):

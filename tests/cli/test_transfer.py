@@ -13,8 +13,8 @@ from speaking import as_json, refusal
 from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.cli.main import main
-from isoloss.languages.tokenizers import load_tokenizer
-from isoloss.transfer.comparison import paired_difference
+from isoloss.text.tokenizers import load_tokenizer
+from isoloss.transfer.compare import paired_difference
 from isoloss.transfer.results import TransferResult
 
 SMALL = ("--num-train", "120", "--num-test", "80", "--epochs", "2", "--seeds", "2", "--threads", "1")

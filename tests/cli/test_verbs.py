@@ -15,10 +15,10 @@ from speaking import as_json, refusal
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from isoloss.cli.main import VERBS, main
-from isoloss.config import PRESETS
+from isoloss.flatness import fisher_trace
 from isoloss.languages import make
-from isoloss.measures.flatness import fisher_trace
-from isoloss.studies.same_loss.study import STUDY
+from isoloss.languages.config import PRESETS
+from isoloss.paper.same_loss.study import STUDY
 
 RULES = """\
 S A B 2
@@ -366,7 +366,7 @@ def test_no_work_is_done_for_results_that_cannot_be_written(capsys, run, tmp_pat
         ("flatness", one, other, "--figure", place / "a.svg"),
         ("flatness", one, "--resume", place / "state"),
         ("transfer", run, "--task", "root", "--out", place),
-        ("embed", run, "--into", "d32", "--out", place / "model"),
+        ("expand", run, "--into", "d32", "--out", place / "model"),
     ):
         assert f"cannot write in {place}: Not a directory" in refusal(capsys, *words, alone=True)
 

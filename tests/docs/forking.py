@@ -19,8 +19,13 @@ PRELOADED = [
     *("datasets", "matplotlib.figure", "rich.progress", "tokenizers", "torch", "tyro"),
     *("transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert"),
     *("transformers.models.opt.modeling_opt", "transformers.trainer"),
-    *("isoloss.evaluation", "isoloss.languages.numba_kernels", "isoloss.models.fused_kernels"),
-    *("isoloss.measures.flatness.compare", "isoloss.pretrain", "isoloss.report.flatness", "isoloss.transfer.finetune"),
+    *("isoloss.evaluation.evaluator", "isoloss.languages.pcfg.numba_kernels", "isoloss.models.fused_kernels"),
+    *(
+        "isoloss.flatness.compare",
+        "isoloss.evaluation.pretraining",
+        "isoloss.report.flatness",
+        "isoloss.transfer.finetune",
+    ),
 ]
 
 CLIENT = """#!{python} -SE

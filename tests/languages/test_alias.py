@@ -10,18 +10,18 @@ import torch
 from numba import njit
 
 from isoloss.errors import IsolossError
-from isoloss.languages import alias
+from isoloss.languages.pcfg import alias_sampling
 
 
 @njit
 def words(seed, sentence, block):
-    return alias.philox(seed, sentence, block)
+    return alias_sampling.philox(seed, sentence, block)
 
 
 @njit
 def cells(bits, tables, out):
     for index in range(len(bits)):
-        out[index] = alias.draw(bits[index], tables, 0)
+        out[index] = alias_sampling.draw(bits[index], tables, 0)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**63 + 5, 2**64 - 1])
@@ -52,7 +52,7 @@ def distributions():
 
 @pytest.mark.parametrize("rows", list(distributions()))
 def test_tables_are_the_probabilities(rows):
-    tables = alias.alias_tables(rows)
+    tables = alias_sampling.alias_tables(rows)
     assert ((tables.threshold >= 0) & (tables.threshold <= 1)).all()
     found = tables.probabilities(rows.shape[1])
     np.testing.assert_allclose(found, rows, rtol=0, atol=1e-15)
@@ -62,7 +62,7 @@ def test_tables_are_the_probabilities(rows):
 
 def test_cells_in_any_order_and_rows_without_any():
     rows, outcomes, weights = np.array([3, 0, 3, 0]), np.array([5, 1, 2, 0]), np.array([3.0, 0.5, 1.0, 0.5])
-    tables = alias.sparse_tables(rows, outcomes, weights, rows=5)
+    tables = alias_sampling.sparse_tables(rows, outcomes, weights, rows=5)
     expected = np.zeros((5, 6))
     expected[0, :2], expected[3, 2], expected[3, 5] = 0.5, 0.25, 0.75
     assert np.array_equal(tables.probabilities(6), expected)
@@ -71,13 +71,13 @@ def test_cells_in_any_order_and_rows_without_any():
 def test_every_part_of_a_cell_gives_what_it_should():
     """An even grid of numbers through `draw` gives each outcome its share, and both ends of the range are safe."""
     probabilities = np.array([[0.125, 0.5, 0.0, 0.375]])
-    tables = alias.alias_tables(probabilities)
+    tables = alias_sampling.alias_tables(probabilities)
     grid = np.arange(3 * 2**14, dtype=np.uint64) * np.uint64(2**64 // (3 * 2**14))
     out = np.empty(len(grid), np.int64)
     cells(grid, tables, out)
     np.testing.assert_allclose(np.bincount(out, minlength=4) / len(grid), probabilities[0], atol=3 / len(grid))
     out = np.empty(2, np.int64)
-    wide = alias.alias_tables(np.full((1, 999), 1 / 999))
+    wide = alias_sampling.alias_tables(np.full((1, 999), 1 / 999))
     cells(np.array([0, 2**64 - 1], np.uint64), wide, out)
     assert out.tolist() == [0, 998]
 
@@ -85,9 +85,9 @@ def test_every_part_of_a_cell_gives_what_it_should():
 def test_chains_follow_their_probabilities_and_steps_are_independent():
     rng = np.random.default_rng(1)
     initial, transition, emission = rng.dirichlet(np.ones(3)), *(rng.dirichlet(np.ones(k), size=3) for k in (3, 4))
-    tables = [alias.alias_tables(table) for table in (initial[None], transition, emission)]
+    tables = [alias_sampling.alias_tables(table) for table in (initial[None], transition, emission)]
     n = 200_000
-    tokens, states = alias.draw_chains(*tables, n=n, length=3, seed=4)
+    tokens, states = alias_sampling.draw_chains(*tables, n=n, length=3, seed=4)
     joint = np.einsum("a,ab,bc,ai,bj,ck->abcijk", initial, transition, transition, emission, emission, emission)
     code = torch.zeros(n, dtype=torch.int64)
     for part, base in ((states, 3), (tokens, 4)):
@@ -104,25 +104,25 @@ def test_chains_follow_their_probabilities_and_steps_are_independent():
 
 def test_sentences_depend_on_seed_and_index_alone():
     rng = np.random.default_rng(2)
-    tables = [alias.alias_tables(rng.dirichlet(np.ones(9), size=k)) for k in (1, 9, 9)]
+    tables = [alias_sampling.alias_tables(rng.dirichlet(np.ones(9), size=k)) for k in (1, 9, 9)]
     n, threads = 3 * (1 << 14) + 5, torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = alias.draw_chains(*tables, n=n, length=5, seed=7)
+        one = alias_sampling.draw_chains(*tables, n=n, length=5, seed=7)
         torch.set_num_threads(3)
-        three = alias.draw_chains(*tables, n=n, length=5, seed=7)
+        three = alias_sampling.draw_chains(*tables, n=n, length=5, seed=7)
     finally:
         torch.set_num_threads(threads)
-    few = alias.draw_chains(*tables, n=11, length=5, seed=7)
-    long = alias.draw_chains(*tables, n=11, length=8, seed=7)
-    other = alias.draw_chains(*tables, n=11, length=5, seed=8)
+    few = alias_sampling.draw_chains(*tables, n=11, length=5, seed=7)
+    long = alias_sampling.draw_chains(*tables, n=11, length=8, seed=7)
+    other = alias_sampling.draw_chains(*tables, n=11, length=5, seed=8)
     for index in range(2):
         assert torch.equal(one[index], three[index])
         assert torch.equal(one[index][:11], few[index])
         assert torch.equal(long[index][:, :5], few[index])
         assert not torch.equal(other[index], few[index])
     assert len(torch.unique(one[0][:1000], dim=0)) > 900
-    assert alias.draw_chains(*tables, n=0, length=5, seed=7)[0].shape == (0, 5)
+    assert alias_sampling.draw_chains(*tables, n=0, length=5, seed=7)[0].shape == (0, 5)
 
 
 @pytest.mark.parametrize(
@@ -137,4 +137,4 @@ def test_sentences_depend_on_seed_and_index_alone():
 )
 def test_what_is_no_distribution(rows, message):
     with pytest.raises(IsolossError, match=message):
-        alias.alias_tables(rows)
+        alias_sampling.alias_tables(rows)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slow_grammar import error_of, random_rules
 
-from isoloss.config import PCFGConfig
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.languages.grammar import parse_grammar
-from isoloss.languages.random_grammar import random_grammar
+from isoloss.languages.config import PCFGConfig
+from isoloss.languages.pcfg.grammar import parse_grammar
+from isoloss.languages.pcfg.random_grammar import random_grammar
 
 NLTK = """
 # a comment

@@ -13,9 +13,10 @@ from safetensors.numpy import save_file
 
 from isoloss import config as configs
 from isoloss import languages
-from isoloss.config import FileConfig, HMMConfig, LanguageConfig
+from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
-from isoloss.languages.hmm import HMM
+from isoloss.languages.config import FileConfig, HMMConfig
+from isoloss.languages.hmm.language import HMM
 from isoloss.seeds import generator
 
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_grammar import SlowGrammar, random_rules
 
-from isoloss.config import PCFGConfig
 from isoloss.errors import IsolossError
-from isoloss.languages.chart_plan import FoldedRules, Planner
-from isoloss.languages.grammar import parse_grammar
-from isoloss.languages.inside_outside import InsideOutside
-from isoloss.languages.random_grammar import random_grammar
+from isoloss.languages.config import PCFGConfig
+from isoloss.languages.pcfg.chart_plan import FoldedRules, Planner
+from isoloss.languages.pcfg.grammar import parse_grammar
+from isoloss.languages.pcfg.inside_outside import InsideOutside
+from isoloss.languages.pcfg.random_grammar import random_grammar
 
 CPU = torch.device("cpu")
 CATALAN = "S S S 0.4\nS a 0.36\nS b 0.24"  # Pr(x) = C(T-1) 0.4^(T-1) times the tokens' probabilities

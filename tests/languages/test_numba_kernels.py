@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from slow_grammar import random_rules
 
 import isoloss
-from isoloss.config import PCFGConfig
-from isoloss.languages import inside_outside
-from isoloss.languages.chart_plan import FoldedRules
-from isoloss.languages.grammar import parse_grammar
-from isoloss.languages.inside_outside import InsideOutside, choose_backend
-from isoloss.languages.pcfg import PCFG
-from isoloss.languages.random_grammar import random_grammar
+from isoloss.languages.config import PCFGConfig
+from isoloss.languages.pcfg import inside_outside
+from isoloss.languages.pcfg.chart_plan import FoldedRules
+from isoloss.languages.pcfg.grammar import parse_grammar
+from isoloss.languages.pcfg.inside_outside import InsideOutside, choose_backend
+from isoloss.languages.pcfg.language import PCFG
+from isoloss.languages.pcfg.random_grammar import random_grammar
 
 CPU = torch.device("cpu")
 LEVELLED = PCFGConfig(levels=3, symbols_per_level=5, rules_per_symbol=6, vocab_size=20, stop_probability=0.2)
@@ -165,7 +165,7 @@ def test_the_back_end_follows_the_device(monkeypatch):
 
 PROBE = """
 import torch
-from isoloss.languages.pcfg import PCFG
+from isoloss.languages.pcfg.language import PCFG
 language = PCFG.from_text("S -> 'a' [0.25] | 'b' [0.75]")
 found = language.log_conditionals(torch.tensor([[1]]), torch.tensor([1])).exp()
 assert torch.allclose(found, torch.tensor([0.25, 0.75]).double()), found

@@ -14,11 +14,12 @@ from slow_grammar import SlowGrammar, random_rules
 
 from isoloss import config as configs
 from isoloss import languages
-from isoloss.config import GrammarConfig, LanguageConfig, PCFGConfig
+from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.languages.base import ExactLanguage
-from isoloss.languages.grammar import parse_grammar
-from isoloss.languages.pcfg import PCFG
+from isoloss.languages.api import ExactLanguage
+from isoloss.languages.config import GrammarConfig, PCFGConfig
+from isoloss.languages.pcfg.grammar import parse_grammar
+from isoloss.languages.pcfg.language import PCFG
 from isoloss.seeds import generator
 
 TINY = math.log(torch.finfo(torch.float64).tiny)

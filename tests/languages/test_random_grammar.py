@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isoloss.config import PCFGConfig
 from isoloss.errors import IsolossError
-from isoloss.languages.random_grammar import random_grammar
+from isoloss.languages.config import PCFGConfig
+from isoloss.languages.pcfg.random_grammar import random_grammar
 
 
 @given(

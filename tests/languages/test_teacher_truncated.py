@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from teacher_models import build, enumerated, next_logs
 
 from isoloss.errors import IsolossError
-from isoloss.languages.teacher import Teacher
+from isoloss.languages.teacher.language import Teacher
 
 IDS, LENGTH = (5, 2, 8, 3), 3
 EVERYWHERE = torch.arange(LENGTH)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
 from isoloss.models.bert import build, masked_logits
+from isoloss.run_config import ModelConfig
 
 
 def small(size="d32", seed=0, **changes):

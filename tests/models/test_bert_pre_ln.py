@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
-from isoloss.measures.flatness import fisher_trace
+from isoloss.flatness import fisher_trace
 from isoloss.models.bert_pre_ln import build, states
+from isoloss.run_config import ModelConfig
 
 LENGTHS = (6, 3, 1, 6, 4)
 

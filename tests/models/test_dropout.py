@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from isoloss.config import PRESETS, ModelConfig
 from isoloss.languages import make
+from isoloss.languages.config import PRESETS
 from isoloss.models.dropout import Dropout, with_fast_dropout
 from isoloss.models.make import make_model
+from isoloss.run_config import ModelConfig
 
 LANGUAGE = make(PRESETS["pcfg-varied"][0])
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
 from isoloss.models.lstm import build
+from isoloss.run_config import ModelConfig
 
 
 def small(size="h32", seed=0, dropout=0.1):

@@ -7,13 +7,14 @@ import pytest
 import torch
 from transformers import BertForMaskedLM, OPTForCausalLM, RobertaPreLayerNormForMaskedLM
 
-from isoloss.config import PRESETS, ModelConfig, ObjectiveConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import make
-from isoloss.languages.next_tokens import objective_batch
+from isoloss.languages.config import PRESETS
 from isoloss.lstm import LSTMForMaskedLM
 from isoloss.models.make import make_model, predicted_logits, predicted_states
+from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.seeds import generator
+from isoloss.text.causal import objective_batch
 
 LANGUAGE = make(PRESETS["pcfg-varied"][0])  # up to 8 of 32 tokens
 KINDS = {"bert": "masked", "bert-pre-ln": "masked", "lstm": "masked", "opt": "causal"}

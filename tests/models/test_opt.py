@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
 from isoloss.models.opt import build
+from isoloss.run_config import ModelConfig
 
 
 def small(size="d32", seed=0, **changes):

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
 from isoloss.models import bert, bert_pre_ln, lstm, opt
 from isoloss.models.sizes import (
@@ -22,6 +21,7 @@ from isoloss.models.sizes import (
     shape,
     sizes_of,
 )
+from isoloss.run_config import ModelConfig
 
 TABLE_3 = """
 64   1  1 256

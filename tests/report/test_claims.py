@@ -1,8 +1,8 @@
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
 from isoloss.report.claims import Claim, ClaimResult, Verdict, judge, judged, not_tested, read_claims
+from isoloss.statistics.estimate import Estimate
 
 
 def estimate(value, stderr):

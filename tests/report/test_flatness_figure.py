@@ -4,9 +4,9 @@ import pytest
 from notes import note_of
 
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
-from isoloss.measures.flatness.differences import Comparison, Measured
+from isoloss.flatness.differences import Comparison, Measured
 from isoloss.report.flatness import save, trace_against_loss
+from isoloss.statistics.estimate import Estimate
 
 
 def estimate(value, stderr):

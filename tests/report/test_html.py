@@ -7,10 +7,10 @@ import polars as pl
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
 from isoloss.report import charts, html
 from isoloss.report.claims import Claim, ClaimResult, judged, not_tested
 from isoloss.report.data import KL, TRACE, accuracy
+from isoloss.statistics.estimate import Estimate
 
 HOSTILE = '"><script>alert(1)</script>'
 

@@ -3,13 +3,13 @@
 import pytest
 from notes import note_of
 
+from isoloss.paper.theory import bartlett
+from isoloss.paper.theory.bracket_language import study
+from isoloss.paper.theory.bracket_language.heads import sign_missing
+from isoloss.paper.theory.figures import bartlett_gap, bracket_solutions, sgd_and_flow
+from isoloss.paper.theory.sgd_flow.study import masked_lm, two_parameters
+from isoloss.paper.theory.sgd_flow.study import study as sgd_flow
 from isoloss.report.flatness import save
-from isoloss.report.theory import bartlett_gap, bracket_solutions, sgd_and_flow
-from isoloss.theory import bartlett
-from isoloss.theory.bracket_language import study
-from isoloss.theory.bracket_language.heads import sign_missing
-from isoloss.theory.sgd_flow.study import masked_lm, two_parameters
-from isoloss.theory.sgd_flow.study import study as sgd_flow
 
 
 def test_the_gap_over_the_kl(tmp_path):

@@ -12,20 +12,20 @@ import pytest
 
 from isoloss.runs import Run
 
-HELPERS = Path(__file__).parents[1] / "pretraining"
+HELPERS = Path(__file__).parents[1] / "training"
 
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
 from toy_language import PairLanguage
 from isoloss import config as configs
-from isoloss.config import ModelConfig, OptimizerConfig, PCFGConfig, RuleConfig, TrainConfig
-from isoloss.pretraining import Examples, train
+from isoloss.config import ModelConfig, OptimizerConfig, PCFGConfig, AlgorithmConfig, TrainConfig
+from isoloss.training import Examples, train
 from isoloss.runs import Run
 from isoloss.seeds import generator
 
 path, steps, kill_at = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-rule = configs.from_dict(RuleConfig, json.loads(sys.argv[4]))
+rule = configs.from_dict(AlgorithmConfig, json.loads(sys.argv[4]))
 
 class Deadly(PairLanguage):
     def batch(self, step, n, *, seed):

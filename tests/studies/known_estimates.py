@@ -7,8 +7,8 @@ import json
 import numpy as np
 from safetensors.numpy import save as saved
 
-from isoloss.estimate import Estimate
 from isoloss.runs import Evaluation
+from isoloss.statistics.estimate import Estimate
 from isoloss.studies.comparison import Measured
 from isoloss.studies.design import run_of
 

@@ -14,8 +14,8 @@ import pytest
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
-from isoloss.studies.engine import local
-from isoloss.studies.engine.plan import Unit
+from isoloss.studies.executors import local
+from isoloss.studies.plan import Unit
 
 TRAINING = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--device", "cpu", "--threads", "1")
 
@@ -75,8 +75,8 @@ def test_at_least_one_worker(tmp_path):
 ENGINE = """
 import pathlib, sys
 from isoloss.runs import Run
-from isoloss.studies.engine import local
-from isoloss.studies.engine.plan import Unit
+from isoloss.studies.executors import local
+from isoloss.studies.plan import Unit
 path = pathlib.Path(sys.argv[1])
 unit = Unit(name="train", arguments=tuple(sys.argv[2:]), done=lambda: Run(path).complete)
 local.run([unit], workers=1, logs=path.parent / "logs", say=lambda line: None)

@@ -3,7 +3,7 @@
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.studies.engine.plan import Unit, check, urgency
+from isoloss.studies.plan import Unit, check, urgency
 
 
 def unit(name, *after, cost=1.0):

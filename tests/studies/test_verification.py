@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from isoloss import files
-from isoloss.config import PRESETS, EvalConfig, ModelConfig, TrainConfig
-from isoloss.evaluation import Evaluator, pending
+from isoloss.evaluation.config import EvalConfig
+from isoloss.evaluation.evaluator import Evaluator, pending
 from isoloss.languages import make
-from isoloss.pretraining import train
+from isoloss.languages.config import PRESETS
+from isoloss.paper.same_loss.study import STUDY
+from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
-from isoloss.studies.same_loss.study import STUDY
-from isoloss.studies.verification import verify_run
+from isoloss.studies.verify import verify_run
+from isoloss.training import train
 
 CONFIG = TrainConfig(
     language=PRESETS["pcfg-laptop"][0],

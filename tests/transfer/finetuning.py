@@ -6,7 +6,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from isoloss import seeds
-from isoloss.languages.base import Sentences
+from isoloss.languages.api import Sentences
 from isoloss.transfer.tasks import TaskData, majority_rate
 
 

@@ -12,8 +12,8 @@ from transformers import RobertaPreLayerNormForMaskedLM as PreNorm
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.base import Sentences
-from isoloss.languages.pcfg import PCFG
+from isoloss.languages.api import Sentences
+from isoloss.languages.pcfg.language import PCFG
 from isoloss.transfer.features import extract, extract_to, lookup_features
 from isoloss.transfer.stored_features import StoredFeatures, store
 

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from isoloss import seeds
-from isoloss.config import OptimizerConfig
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.languages.base import Sentences
-from isoloss.pretraining import Interrupted
+from isoloss.languages.api import Sentences
+from isoloss.run_config import OptimizerConfig
+from isoloss.training import Interrupted
 from isoloss.transfer.finetune import finetune, num_steps
 from isoloss.transfer.finetune_config import FinetuneConfig
 from isoloss.transfer.tasks import TaskData

@@ -9,8 +9,8 @@ import datasets
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.languages.pairs import Coverage, encode_labelled_text, read_labelled_text
-from isoloss.languages.tokenizers import load_tokenizer
+from isoloss.text.text_classification import Coverage, encode_labelled_text, read_labelled_text
+from isoloss.text.tokenizers import load_tokenizer
 from isoloss.transfer.labelled import TextTask, glue_task, make_text_task
 from isoloss.transfer.task_names import GLUE
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.languages.dyck import Brackets
-from isoloss.languages.hmm import HMM
-from isoloss.languages.pcfg import PCFG
+from isoloss.languages.brackets import Brackets
+from isoloss.languages.hmm.language import HMM
+from isoloss.languages.pcfg.language import PCFG
 from isoloss.transfer.bayes import bayes_accuracy
 from isoloss.transfer.labelling import UNDEFINED, labelling
 from isoloss.transfer.tasks import make_task

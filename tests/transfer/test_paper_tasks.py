@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from isoloss.config import PRESETS
 from isoloss.languages import make
-from isoloss.languages.hmm import HMM
-from isoloss.languages.pcfg import PCFG
+from isoloss.languages.config import PRESETS
+from isoloss.languages.hmm.language import HMM
+from isoloss.languages.pcfg.language import PCFG
 from isoloss.transfer.lookup import lookup_task
 from isoloss.transfer.tasks import make_task
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
+from isoloss.statistics.estimate import Estimate
 from isoloss.transfer.results import TransferResult, majority_rate, score, write_predictions
 
 CLASSES = ("x", "y", "z")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.languages.base import Sentences
-from isoloss.languages.hmm import HMM
-from isoloss.languages.pcfg import PCFG
+from isoloss.languages.api import Sentences
+from isoloss.languages.hmm.language import HMM
+from isoloss.languages.pcfg.language import PCFG
 from isoloss.transfer.tasks import TaskData, majority_rate, make_task
 
 # ambiguous, of mixed lengths, with a chain of unary rules, and with prefixes that no symbol yields (any that ends in d)

@@ -29,7 +29,7 @@ from isoloss.errors import IsolossError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from isoloss.theory.statements import Statement
+    from isoloss.paper.theory.statements import Statement
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isoloss.cli import common
-from isoloss.estimate import rounded
+from isoloss.statistics.estimate import rounded
 
 if TYPE_CHECKING:
-    from isoloss.estimate import Estimate
-    from isoloss.measures.flatness.differences import Comparison, Pair
+    from isoloss.flatness.differences import Comparison, Pair
+    from isoloss.statistics.estimate import Estimate
 
 _SURE = 0.975  # the probability from which the verdict names a model
 

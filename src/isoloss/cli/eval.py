@@ -11,10 +11,10 @@ import tyro
 from isoloss import files
 from isoloss.cli import common
 from isoloss.cli.transfer import bounds
-from isoloss.config import EvalConfig
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate, rounded
+from isoloss.evaluation.config import EvalConfig
 from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study
+from isoloss.statistics.estimate import Estimate, rounded
 
 EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),
@@ -47,7 +47,7 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     args = common.parse(Args, "eval", arguments, examples=EXAMPLES)
-    from isoloss.evaluation import MEASURES, Evaluator, pending
+    from isoloss.evaluation.evaluator import MEASURES, Evaluator, pending
 
     run, steps = _checkpoints(args)
     for name, value in dataclasses.asdict(args.settings).items():

@@ -12,17 +12,17 @@ import tyro
 
 from isoloss import files, interrupts
 from isoloss.cli import common, comparison
-from isoloss.config import ObjectiveConfig, TrainConfig
 from isoloss.errors import IsolossError
-from isoloss.estimate import rounded
+from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.runs import Run, checkpoint_of
+from isoloss.statistics.estimate import rounded
 
 if TYPE_CHECKING:
-    from isoloss.estimate import Estimate
+    from isoloss.flatness.compare import InterruptedComparison, Outline
+    from isoloss.flatness.differences import Comparison
     from isoloss.loading import Kind, Loaded
-    from isoloss.measures.flatness.compare import InterruptedComparison, Outline
-    from isoloss.measures.flatness.differences import Comparison
-    from isoloss.measures.inputs import Inputs
+    from isoloss.statistics.estimate import Estimate
+    from isoloss.text.inputs import Inputs
 
 EXAMPLES = [
     ("isoloss flatness CHECKPOINT --data text.txt", "a checkpoint with its tokenizer, on your text"),
@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
     args = common.parse(Args, "flatness", arguments, examples=EXAMPLES)
     _check(args)
     common.use_threads(args.threads)
-    from isoloss.measures.flatness.measurement import Stopping
+    from isoloss.flatness.engine.run import Stopping
 
     Stopping(rtol=args.rtol, seconds=args.seconds)  # refuses a value out of range before a model is loaded
     return _one(args, args.models[0]) if len(args.models) == 1 else _several(args)
@@ -159,8 +159,8 @@ def _load(args: Args, name: str) -> Loaded:
 def _one(args: Args, name: str) -> int:
     loaded = _load(args, name)
     inputs = _inputs(args, name, loaded.kind, loaded.model.config)
-    from isoloss.measures.flatness import InterruptedEstimate, fisher_trace
-    from isoloss.measures.flatness.pool import input_embeddings
+    from isoloss.flatness import InterruptedEstimate, fisher_trace
+    from isoloss.flatness.engine.auxiliary_sample import input_embeddings
 
     inputs = inputs.cut(args.batch_size or inputs.fitting_batch_size(loaded.model.config))
     common.note(f"{name}: {loaded.architecture}, {loaded.kind}; {inputs.description}")
@@ -293,7 +293,7 @@ class _Candidate:
 
 
 def _several(args: Args) -> int:
-    from isoloss.measures.flatness.compare import InterruptedComparison, compare
+    from isoloss.flatness.compare import InterruptedComparison, compare
 
     candidates = [_candidate(args, name) for name in args.models]
     inputs = _common_inputs(args, candidates)
@@ -345,8 +345,8 @@ def _several(args: Args) -> int:
 
 def _candidate(args: Args, name: str) -> _Candidate:
     """Load a model to see what it is, and drop it."""
-    from isoloss.measures.flatness.compare import Outline
-    from isoloss.measures.flatness.pool import input_embeddings
+    from isoloss.flatness.compare import Outline
+    from isoloss.flatness.engine.auxiliary_sample import input_embeddings
 
     loaded = _load(args, name)
     outline = Outline.of(name, loaded.model, loaded.kind == "causal")
@@ -368,7 +368,7 @@ def _common_inputs(args: Args, candidates: list[_Candidate]) -> Inputs:
     Raises:
         IsolossError: There are none.
     """
-    from isoloss.measures.inputs import check_model
+    from isoloss.text.inputs import check_model
 
     first = candidates[0]
     for other in candidates[1:]:
@@ -398,7 +398,7 @@ def _check_languages(names: list[str]) -> None:
 
 def _check_tokenizers(names: list[str]) -> None:
     """Refuse checkpoints that bring tokenizers in which an id is not the same token."""
-    from isoloss.languages.tokenizers import load_tokenizer
+    from isoloss.text.tokenizers import load_tokenizer
 
     known: tuple[str, dict[str, int]] | None = None
     for name in names:
@@ -423,7 +423,7 @@ def _inputs(args: Args, name: str, kind: Kind, config: Any) -> Inputs:
 
 
 def _in_order(args: Args, name: str, kind: Kind, config: Any) -> Inputs:
-    from isoloss.measures import inputs
+    from isoloss.text import inputs
 
     if args.data is None:
         config_of_run = _run_config(name)

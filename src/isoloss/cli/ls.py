@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _languages() -> list[Row]:
-    from isoloss.config import PRESETS
+    from isoloss.languages.config import PRESETS
 
     files = "a grammar (NLTK's PCFG text or rule lines), a stored language (.safetensors), or a config (.toml)"
     texts = "text (.txt, .jsonl or a folder) together with --tokenizer"
@@ -142,7 +142,7 @@ def _tasks() -> list[Row]:
 
 
 def _measures() -> list[Row]:
-    from isoloss.evaluation import MEASURES
+    from isoloss.evaluation.evaluator import MEASURES
 
     return [{"measure": name, "what": text} for name, text in MEASURES.items()]
 

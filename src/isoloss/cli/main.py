@@ -24,7 +24,7 @@ VERBS = {
     "train": "pre-train a model; the same command resumes",
     "eval": "measure a run's checkpoints: loss, flatness, probes",
     "flatness": "flatness of any Hugging Face masked or causal language model, with its error",
-    "embed": "a small transformer inside a larger one: the same function, and its flatness there",
+    "expand": "a small transformer inside a larger one: the same function, and its flatness there",
     "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",
     "show": "what is in a run directory",
     "study": "plan, run, status, report or verify a whole study",

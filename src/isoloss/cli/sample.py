@@ -131,8 +131,8 @@ def _check_numbers(args: Args) -> None:
 def _check_effects(args: Args, language: Language) -> None:
     """Refuse options that this language has no use for."""
     from isoloss.languages import ExactLanguage
-    from isoloss.languages.hmm import HMM
-    from isoloss.languages.pcfg import PCFG
+    from isoloss.languages.hmm.language import HMM
+    from isoloss.languages.pcfg.language import PCFG
 
     if args.tree and not isinstance(language, PCFG):
         raise IsolossError(f"--tree is for a grammar: the sentences of {args.language} have no derivation")
@@ -192,7 +192,7 @@ def _truth(
 ) -> tuple[list[dict[str, Any]], Entropy | None]:
     """Add to the rows what is exactly known of them; return conditionals of the first, and the language's entropy."""
     from isoloss import languages
-    from isoloss.languages.teacher import Teacher
+    from isoloss.languages.teacher.language import Teacher
 
     is_teacher = isinstance(language, Teacher)  # a conditional takes it a forward pass for each token there is
     for row, log_prob in zip(rows, language.log_prob(sentences.tokens, sentences.lengths).tolist(), strict=True):
@@ -246,11 +246,11 @@ def _conditionals(language: ExactLanguage, sentences: Sentences, number: int) ->
 
 def _in_words(language: Any) -> str:
     """Return the kind of a language, its numbers of tokens, and its lengths."""
-    from isoloss.languages.corpus import Corpus
-    from isoloss.languages.dyck import Brackets
-    from isoloss.languages.hmm import HMM
-    from isoloss.languages.pcfg import PCFG
-    from isoloss.languages.teacher import Teacher
+    from isoloss.languages.brackets import Brackets
+    from isoloss.languages.hmm.language import HMM
+    from isoloss.languages.pcfg.language import PCFG
+    from isoloss.languages.teacher.language import Teacher
+    from isoloss.text.corpus import Corpus
 
     lengths = f"sentences of {language.max_length} tokens"
     if isinstance(language, Corpus):
@@ -301,7 +301,7 @@ def _with_probability(row: dict[str, Any]) -> str:
 
 
 def _say_entropy(entropy: Entropy) -> None:
-    from isoloss.estimate import Estimate, rounded
+    from isoloss.statistics.estimate import Estimate, rounded
 
     def number(estimate: Estimate) -> str:
         return rounded(estimate.value, estimate.stderr) if estimate.stderr else f"{estimate.value:.7g}"

@@ -14,7 +14,7 @@ from isoloss.cli import common
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
 from isoloss.studies import find
-from isoloss.studies.engine import local
+from isoloss.studies.executors import local
 from isoloss.studies.study import Study, Summary, found
 
 EXAMPLES = [

@@ -29,7 +29,7 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     args = common.parse(Args, "text", arguments, examples=EXAMPLES)
-    from isoloss.languages.python_docs import write_python_docs
+    from isoloss.text.python_docs import write_python_docs
 
     number = write_python_docs(args.folder)
     if args.json:

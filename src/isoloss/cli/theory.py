@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isoloss.cli import common
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.estimate import rounded
+from isoloss.statistics.estimate import rounded
 
 if TYPE_CHECKING:
-    from isoloss.theory.bracket_language.study import Result
-    from isoloss.theory.sgd_flow.study import Result as FlowResult
-    from isoloss.theory.sgd_flow.study import Settings
-    from isoloss.theory.statements import Statement
+    from isoloss.paper.theory.bracket_language.study import Result
+    from isoloss.paper.theory.sgd_flow.study import Result as FlowResult
+    from isoloss.paper.theory.sgd_flow.study import Settings
+    from isoloss.paper.theory.statements import Statement
 
 HELP = """\
 usage: isoloss theory STATEMENT [...]        isoloss theory STATEMENT --help tells more
@@ -134,12 +134,12 @@ def _bartlett(arguments: list[str]) -> int:
     args = common.parse(BartlettArgs, "theory bartlett", arguments, examples=examples)
     common.check_figure(args.figure)
     common.use_threads(args.threads)
-    from isoloss.theory import bartlett
+    from isoloss.paper.theory import bartlett
 
     with common.Progress("bartlett", bartlett.num_points(max(args.directions, 0)), "points") as progress:
         found = bartlett.study(length=args.length, directions=args.directions, seed=args.seed, progress=progress)
     if args.figure is not None:
-        from isoloss.report.theory import bartlett_gap
+        from isoloss.paper.theory.figures import bartlett_gap
 
         common.save_figure(args.figure, bartlett_gap(found))
     if args.json:
@@ -173,7 +173,7 @@ def _sgd_flow(arguments: list[str]) -> int:
     args = common.parse(FlowArgs, "theory sgd-flow", arguments, examples=examples)
     common.check_figure(args.figure)
     common.use_threads(args.threads)
-    from isoloss.theory.sgd_flow.study import study
+    from isoloss.paper.theory.sgd_flow.study import study
 
     found: list[tuple[Settings, FlowResult]] = []
     for settings in _flow_settings(args):
@@ -181,7 +181,7 @@ def _sgd_flow(arguments: list[str]) -> int:
             found.append((settings, study(settings, progress=progress)))
     statements = [statement for _, result in found for statement in result.statements]
     if args.figure is not None:
-        from isoloss.report.theory import sgd_and_flow
+        from isoloss.paper.theory.figures import sgd_and_flow
 
         common.save_figure(args.figure, sgd_and_flow(found))
     if args.json:
@@ -210,7 +210,7 @@ def _sgd_flow(arguments: list[str]) -> int:
 
 
 def _flow_settings(args: FlowArgs) -> list[Settings]:
-    from isoloss.theory.sgd_flow.study import masked_lm, two_parameters
+    from isoloss.paper.theory.sgd_flow.study import masked_lm, two_parameters
 
     own = {"probability": args.probability, "start": args.start}
     if args.model == "masked-lm" and own != {"probability": FlowArgs.probability, "start": FlowArgs.start}:
@@ -253,7 +253,7 @@ def _brackets(arguments: list[str]) -> int:
     args = common.parse(BracketsArgs, "theory brackets", arguments, examples=examples)
     common.check_figure(args.figure)
     common.use_threads(args.threads)
-    from isoloss.theory.bracket_language import study, verdicts
+    from isoloss.paper.theory.bracket_language import study, verdicts
 
     names = [field.name for field in dataclasses.fields(study.Settings)]
     settings = study.Settings(**{name: getattr(args, name) for name in names})
@@ -261,7 +261,7 @@ def _brackets(arguments: list[str]) -> int:
         found = study.study(settings, progress=progress)
     statements = verdicts.judge(found)
     if args.figure is not None:
-        from isoloss.report.theory import bracket_solutions
+        from isoloss.paper.theory.figures import bracket_solutions
 
         common.save_figure(args.figure, bracket_solutions(found))
     if args.json:
@@ -273,8 +273,8 @@ def _brackets(arguments: list[str]) -> int:
 
 
 def _print_brackets(found: Result) -> None:
-    from isoloss.theory.bracket_language.heads import ZERO
-    from isoloss.theory.bracket_language.study import LOSSES
+    from isoloss.paper.theory.bracket_language.heads import ZERO
+    from isoloss.paper.theory.bracket_language.study import LOSSES
 
     columns: tuple[str, ...] = ("solution", "T", "m", "loss", "trace", "/ bound", "(3)", "(4)", "(5)")
     cells: list[tuple[object, ...]] = [

@@ -51,8 +51,8 @@ def main(arguments: list[str]) -> int:
     if args.cased and args.kind == "bpe":
         raise IsolossError("--cased is for wordpiece: byte-level BPE keeps all characters as they are")
     files.check_writable(args.out.parent)
-    from isoloss.languages.documents import read_documents
-    from isoloss.languages.tokenizers import train_tokenizer
+    from isoloss.text.documents import read_documents
+    from isoloss.text.tokenizers import train_tokenizer
 
     documents = read_documents(args.texts, column=args.column, split=args.split, max_documents=args.max_documents)
     tokenizer = train_tokenizer(
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 def _is_there(folder: Path, tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether the folder holds this tokenizer, made by the same command before."""
-    from isoloss.languages.tokenizers import load_tokenizer, serialised
+    from isoloss.text.tokenizers import load_tokenizer, serialised
 
     if not (folder / "tokenizer.json").is_file():
         return False

@@ -14,22 +14,13 @@ import tyro
 from isoloss import config as configs
 from isoloss import interrupts
 from isoloss.cli import common
-from isoloss.config import (
-    AdversarialConfig,
-    CorpusConfig,
-    FisherPenaltyConfig,
-    GradientConfig,
-    LanguageConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    RuleConfig,
-    SAMConfig,
-    TrainConfig,
-)
+from isoloss.config import AlgorithmConfig, LanguageConfig
 from isoloss.errors import IsolossError
+from isoloss.languages.config import CorpusConfig
 from isoloss.models.sizes import default_size, find_architecture
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run
+from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, GradientConfig, SAMConfig
 
 if TYPE_CHECKING:
     from isoloss.languages import Language
@@ -173,7 +164,7 @@ def main(arguments: list[str]) -> int:
     """Run the verb; of several processes, rank 0 speaks, and of those that fail, the first."""
     if not _is_one_of_several():
         return _main(arguments)
-    from isoloss.pretraining.distributed import together
+    from isoloss.training.distributed import together
 
     with together() as processes, contextlib.ExitStack() as silence:
         if not processes.is_main:
@@ -189,7 +180,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _is_one_of_several() -> bool:
-    """Whether a launcher started several processes; `isoloss.pretraining.distributed` knows, but needs torch."""
+    """Whether a launcher started several processes; `isoloss.training.distributed` knows, but needs torch."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
@@ -200,9 +191,9 @@ def _main(arguments: list[str]) -> int:
         common.say(configs.to_toml(config).rstrip())
         return 0
 
-    from isoloss.pretrain import pretrain
-    from isoloss.pretraining import Interrupted
-    from isoloss.pretraining import Progress as Step
+    from isoloss.evaluation.pretraining import pretrain
+    from isoloss.training import Interrupted
+    from isoloss.training import Progress as Step
 
     run = Run(args.run)
     language = _language(config.language)
@@ -337,7 +328,7 @@ def _from_options(args: Args) -> TrainConfig:
     )
 
 
-RULES: dict[str, tuple[type[RuleConfig], dict[str, str]]] = {
+RULES: dict[str, tuple[type[AlgorithmConfig], dict[str, str]]] = {
     "gradient": (GradientConfig, {}),
     "sam": (SAMConfig, {"rho": "rho", "sam_batch": "batch", "ascent": "ascent"}),
     "adversarial": (
@@ -348,7 +339,7 @@ RULES: dict[str, tuple[type[RuleConfig], dict[str, str]]] = {
 }  # by name: the config, and its fields by option
 
 
-def _rule(args: Args) -> RuleConfig:
+def _rule(args: Args) -> AlgorithmConfig:
     chosen, fields = RULES[args.rule]
     for option in dict.fromkeys(name for _, options in RULES.values() for name in options):
         if option not in fields and getattr(args, option) is not None:

@@ -15,12 +15,12 @@ from isoloss import files, interrupts
 from isoloss.cli import common, comparison
 from isoloss.cli.transfer_inputs import Subject, Tasks, subjects
 from isoloss.errors import IsolossError
-from isoloss.estimate import rounded
+from isoloss.statistics.estimate import rounded
 
 if TYPE_CHECKING:
-    from isoloss.languages.pairs import Coverage
     from isoloss.loading import Loaded
-    from isoloss.transfer.comparison import TransferComparison
+    from isoloss.text.text_classification import Coverage
+    from isoloss.transfer.compare import TransferComparison
     from isoloss.transfer.results import TransferResult
     from isoloss.transfer.tasks import TaskData
 
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
         files.check_writable(args.out)
     common.use_threads(args.threads)
     tasks = Tasks(args, found)
-    from isoloss.pretraining import Interrupted
+    from isoloss.training import Interrupted
 
     results: dict[str, tuple[TaskData, TransferResult]] = {}
     for subject in found:
@@ -189,7 +189,7 @@ def _measure(args: Args, subject: Subject, tasks: Tasks) -> tuple[TaskData, Tran
     task = tasks.of(subject, loaded)
     if args.how == "finetune":
         return task, _finetune(args, subject, task, loaded)
-    from isoloss.transfer.probe import probe_task
+    from isoloss.transfer.linear_probe import probe_task
 
     with common.Progress(f"{args.task}: {subject.name}", 1, "probes"):
         pooling = "concatenate" if args.pooling == "auto" else args.pooling
@@ -239,7 +239,7 @@ def _finetune(args: Args, subject: Subject, task: TaskData, loaded: Loaded) -> T
 
 
 def _pairs(args: Args, results: Mapping[str, TransferResult]) -> list[tuple[str, str, TransferComparison]]:
-    from isoloss.transfer.comparison import compare
+    from isoloss.transfer.compare import compare
 
     return [
         (first, second, compare(results[first], results[second], seed=args.seed))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import files
 from isoloss.cli import common
-from isoloss.config import CorpusConfig, TeacherConfig
 from isoloss.errors import IsolossError, warn
+from isoloss.languages.config import CorpusConfig, TeacherConfig
 from isoloss.runs import Run, checkpoint_of
 from isoloss.transfer.task_names import GLUE, REGRESSION
 
@@ -166,7 +166,7 @@ class Tasks:
 
     def _tokenizer(self, subject: Subject) -> PreTrainedTokenizerFast:
         from isoloss import languages
-        from isoloss.languages.tokenizers import load_tokenizer
+        from isoloss.text.tokenizers import load_tokenizer
 
         if self.args.tokenizer is not None:
             return load_tokenizer(self.args.tokenizer, needs=["pad"])

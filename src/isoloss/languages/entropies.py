@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 
 from isoloss import seeds
-from isoloss.config import DyckConfig
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
-from isoloss.languages.base import ExactLanguage, Language
-from isoloss.languages.grammar import Grammar
+from isoloss.languages.api import ExactLanguage, Language
+from isoloss.languages.config import DyckConfig
+from isoloss.languages.pcfg.grammar import Grammar
+from isoloss.statistics.estimate import Estimate
 
 EXACT = "exact"
 _CHUNK = 4096  # sentences drawn together; part of what a seed stands for
@@ -69,7 +69,7 @@ def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> 
         IsolossError: The language's probabilities are not known, or `num_sentences` is below 2.
 
     Example:
-        >>> from isoloss.languages.dyck import Brackets
+        >>> from isoloss.languages.brackets import Brackets
         >>> found = entropy(Brackets(4))  # one of 6 sentences
         >>> print(found.sentence, found.sentence.method, found.masked_token.value)
         1.791759469 nats per sentence exact 0.0
@@ -78,7 +78,7 @@ def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> 
         raise IsolossError(f"the probabilities of {language!r} are not known, and so neither is its entropy")
     if num_sentences < 2:
         raise IsolossError(f"num_sentences is {num_sentences}; an estimate with an error needs at least 2")
-    from isoloss.languages.pcfg import PCFG
+    from isoloss.languages.pcfg.language import PCFG
 
     if isinstance(language, PCFG):
         language = language.to(dtype=torch.float64)
@@ -109,7 +109,7 @@ def derivation_sums(grammar: Grammar, max_length: int) -> tuple[Floats, Floats]:
     S(w) / P(w) + log P(w). It is the entropy of the sentences where each has one derivation, and else more.
 
     Example:
-        >>> from isoloss.languages.grammar import parse_grammar
+        >>> from isoloss.languages.pcfg.grammar import parse_grammar
         >>> derivation_sums(parse_grammar("S A A 1\nA a 0.5\nA b 0.5"), 2)[1] / math.log(2)
         array([0., 0., 2.])
     """
@@ -143,8 +143,8 @@ def _surprise(probs: Floats) -> Floats:
 
 def _closed_forms(language: ExactLanguage) -> tuple[float, float] | None:
     """Return H(x | length) and that of a hidden token where both have a closed form."""
-    from isoloss.languages.dyck import Brackets
-    from isoloss.languages.pcfg import PCFG
+    from isoloss.languages.brackets import Brackets
+    from isoloss.languages.pcfg.language import PCFG
 
     if isinstance(language, Brackets):
         return math.log(math.comb(language.length, language.length // 2)), 0.0

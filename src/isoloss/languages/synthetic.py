@@ -10,7 +10,7 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.base import Sentences
+from isoloss.languages.api import Sentences
 
 
 class Synthetic(abc.ABC):

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
-from isoloss.config import ModelConfig
 from isoloss.models.initial import checked_shape, seeded_weights
 from isoloss.models.sizes import TOKEN_TYPES
+from isoloss.run_config import ModelConfig
 
 
 def build(config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int, seed: int) -> BertForMaskedLM:

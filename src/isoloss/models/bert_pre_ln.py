@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
 
-from isoloss.config import ModelConfig
 from isoloss.models.bert import selected
 from isoloss.models.initial import checked_shape, seeded_weights
 from isoloss.models.sizes import TOKEN_TYPES
+from isoloss.run_config import ModelConfig
 
 
 def build(

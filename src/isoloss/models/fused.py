@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.languages.inside_outside import choose_backend
+from isoloss.languages.pcfg.inside_outside import choose_backend
 from isoloss.models.dropout import LEVELS, num_levels, random_bits
 
 Gradients = tuple[torch.Tensor | None, ...]

@@ -82,7 +82,7 @@ def computed_by(model: nn.Module, precision: str) -> str:
 
     Args:
         model: On the device where it is trained.
-        precision: As `isoloss.config.TrainConfig.precision`.
+        precision: As `isoloss.run_config.TrainConfig.precision`.
     """
     has_fused = any(type(module) in _CLASSES.values() for module in model.modules())
     return "fused" if has_fused and precision == "fp32" and fused.is_usable(next(model.parameters())) else "torch"

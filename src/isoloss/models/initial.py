@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
 from isoloss.models.sizes import Shape, configured_shape
+from isoloss.run_config import ModelConfig
 from isoloss.seeds import derive
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
 from isoloss.lstm import LSTMConfig, LSTMForMaskedLM
 from isoloss.models.initial import check_settings, seeded_weights
 from isoloss.models.sizes import LSTMShape, configured_shape
+from isoloss.run_config import ModelConfig
 
 
 def build(config: ModelConfig, *, vocab_size: int, pad_id: int, seed: int) -> LSTMForMaskedLM:

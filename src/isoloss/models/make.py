@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from transformers import BertForMaskedLM, OPTForCausalLM, PreTrainedModel, RobertaPreLayerNormForMaskedLM
 
-from isoloss.config import ModelConfig
-from isoloss.languages.base import Language
-from isoloss.languages.masking import IGNORED, Batch
-from isoloss.languages.next_tokens import start_of
+from isoloss.languages.api import Language
 from isoloss.lstm import LSTMForMaskedLM
 from isoloss.models import bert, bert_pre_ln, lstm, opt
 from isoloss.models.dropout import with_fast_dropout
 from isoloss.models.fused_blocks import with_fused_blocks
 from isoloss.models.sizes import configured_shape
+from isoloss.run_config import ModelConfig
+from isoloss.text.causal import start_of
+from isoloss.text.masking import IGNORED, Batch
 
 _KNOWN = (BertForMaskedLM, RobertaPreLayerNormForMaskedLM, LSTMForMaskedLM, OPTForCausalLM)
 

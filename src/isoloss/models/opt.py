@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import OPTConfig, OPTForCausalLM
 
-from isoloss.config import ModelConfig
 from isoloss.models.initial import checked_shape, seeded_weights
+from isoloss.run_config import ModelConfig
 
 
 def build(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from isoloss.config import ModelConfig
 from isoloss.errors import IsolossError
+from isoloss.run_config import ModelConfig
 
 TOKEN_TYPES = 2  # rows of the token-type embedding, as BERT's tokenizers expect when they pair two sentences
 
@@ -17,7 +17,7 @@ class Architecture:
     """What an architecture is for.
 
     Attributes:
-        objective: The objective it is trained with, as `isoloss.config.ObjectiveConfig.kind` names it.
+        objective: The objective it is trained with, as `isoloss.run_config.ObjectiveConfig.kind` names it.
         text: One line about it.
     """
 

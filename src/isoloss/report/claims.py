@@ -11,7 +11,7 @@ from typing import Literal
 
 from isoloss import config
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
+from isoloss.statistics.estimate import Estimate
 
 Direction = Literal["decrease", "increase", "no change within"]
 

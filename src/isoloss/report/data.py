@@ -12,7 +12,7 @@ from urllib.parse import quote
 import polars as pl
 
 from isoloss.errors import IsolossError
-from isoloss.estimate import Z95, rounded
+from isoloss.statistics.estimate import Z95, rounded
 
 COLUMNS = ("run", "group", "size", "parameters", "step", "path")
 

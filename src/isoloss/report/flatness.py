@@ -15,10 +15,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
-from isoloss.measures.flatness.differences import Comparison
+from isoloss.flatness.differences import Comparison
 from isoloss.report import figures
 from isoloss.report.data import COLOURS, MARKERS, TRACE
+from isoloss.statistics.estimate import Estimate
 
 _SIZE = (4.6, 3.2)  # inches, without the legend
 _NAME = 50  # letters of a name on a line, such as fit the figure

@@ -22,5 +22,5 @@ def find(name: str) -> Study:
         raise IsolossError(
             f"no study {name!r}{did_you_mean(name, STUDIES) or ';'} the studies are {', '.join(STUDIES)}"
         )
-    study: Study = importlib.import_module(f"isoloss.studies.{name.replace('-', '_')}.study").STUDY
+    study: Study = importlib.import_module(f"isoloss.paper.{name.replace('-', '_')}.study").STUDY
     return study

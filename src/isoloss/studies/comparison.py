@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
+from isoloss.languages.config import PCFGConfig
 from isoloss.models.sizes import configured_shape, num_parameters
 from isoloss.report.claims import Answer, Claim, ClaimResult, Verdict, judge, judged, not_tested, read_claims
 from isoloss.runs import Run
+from isoloss.statistics.estimate import Estimate
 from isoloss.studies.design import Experiment
-from isoloss.transfer.comparison import mcnemar, paired_difference
+from isoloss.transfer.compare import mcnemar, paired_difference
 
 SAME_LOSS_NATS = 0.01  # two models whose KL differs by less, with 95 % confidence, count as of the same loss
 
@@ -106,7 +107,7 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
 def row(run: str, group: str, experiment: Experiment, step: int, found: Found, tasks: Sequence[str]) -> dict[str, Any]:
     """Return a checkpoint's row of the table that `isoloss.report.data` takes."""
     config = experiment.config
-    assert config.language.kind == "pcfg"
+    assert isinstance(config.language, PCFGConfig)
     parameters = num_parameters(
         configured_shape(config.model), config.language.vocab_size + 2, 2**config.language.levels
     )
@@ -129,7 +130,7 @@ def row(run: str, group: str, experiment: Experiment, step: int, found: Found, t
 def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Estimate:
     """Return later - factor * earlier, with the error of the difference on the same examples.
 
-    Accuracies become percentage points, with the error of `isoloss.transfer.comparison.paired_difference` over test
+    Accuracies become percentage points, with the error of `isoloss.transfer.compare.paired_difference` over test
     examples and probes. For all else the squared error is the sum of (psi_i - factor psi'_i)^2 over n (n - 1), with
     psi_i what example i adds to the first and psi'_i what it adds to the second.
 

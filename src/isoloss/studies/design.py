@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.config import EvalConfig, TrainConfig
 from isoloss.errors import IsolossError
-from isoloss.evaluation import pending
+from isoloss.evaluation.config import EvalConfig
+from isoloss.evaluation.evaluator import pending
+from isoloss.run_config import TrainConfig
 from isoloss.runs import Run, versions
-from isoloss.studies.engine.plan import Unit
+from isoloss.studies.plan import Unit
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ class Measurement:
     """What one unit measures of a run: each of these measures on the checkpoint of each of these steps.
 
     Attributes:
-        measures: As `isoloss.evaluation` calls them.
+        measures: As `isoloss.evaluation.evaluator` calls them.
         steps: Steps that have a checkpoint.
         settings: How much is measured on.
         verb: The unit is called by it and the run.
@@ -192,7 +193,7 @@ def _measured(run: Run, config: TrainConfig, measurement: Measurement) -> bool:
 
 
 def verify(folder: Path, design: Design) -> Iterator[tuple[str, str | None]]:
-    """Check every run of the study in `folder`; see `isoloss.studies.verification.verify_run`.
+    """Check every run of the study in `folder`; see `isoloss.studies.verify.verify_run`.
 
     Raises:
         IsolossError: The folder holds no study.
@@ -201,7 +202,7 @@ def verify(folder: Path, design: Design) -> Iterator[tuple[str, str | None]]:
         raise IsolossError(f"{folder} holds no study: it has no study.json")
     import torch
 
-    from isoloss.studies.verification import verify_run
+    from isoloss.studies.verify import verify_run
 
     torch.set_num_threads(1)  # as the study's workers have
     said = set()

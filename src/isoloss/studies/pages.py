@@ -11,12 +11,13 @@ from altair import ConcatChart
 from matplotlib.figure import Figure as Drawing
 
 from isoloss import files
-from isoloss.config import EvalConfig, PCFGConfig
-from isoloss.estimate import Estimate
+from isoloss.evaluation.config import EvalConfig
+from isoloss.languages.config import PCFGConfig
 from isoloss.report import figures
 from isoloss.report.claims import ClaimResult
 from isoloss.report.html import Cell, Figure, Finding, Page, Table, checkpoint_table, render
 from isoloss.runs import Run
+from isoloss.statistics.estimate import Estimate
 from isoloss.studies.comparison import SAME_LOSS_NATS
 from isoloss.studies.study import SummaryTable
 

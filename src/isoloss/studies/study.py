@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isoloss import files
-from isoloss.estimate import Estimate, rounded
 from isoloss.report.claims import Answer, ClaimResult, Verdict
+from isoloss.statistics.estimate import Estimate, rounded
 from isoloss.studies import design as designs
 from isoloss.studies.design import Design
-from isoloss.studies.engine.plan import Unit
+from isoloss.studies.plan import Unit
 
 _COLUMNS = {"kl": "KL (nats/token)", "trace": "trace (nats/token)"}
 

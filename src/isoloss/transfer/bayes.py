@@ -7,10 +7,10 @@ import math
 
 import torch
 
-from isoloss.estimate import Estimate
-from isoloss.languages.base import Sentences
-from isoloss.languages.hmm import HMM
-from isoloss.languages.pcfg import PCFG
+from isoloss.languages.api import Sentences
+from isoloss.languages.hmm.language import HMM
+from isoloss.languages.pcfg.language import PCFG
+from isoloss.statistics.estimate import Estimate
 from isoloss.transfer.labelling import Labelled, Labelling
 
 _MOST_STRINGS = 1 << 16  # that are enumerated for an exact value

@@ -11,7 +11,7 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.base import ExactLanguage, Sentences
+from isoloss.languages.api import ExactLanguage, Sentences
 from isoloss.transfer.stored_features import StoredFeatures, store
 
 Pooling = Literal["concatenate", "mean", "first", "last"]

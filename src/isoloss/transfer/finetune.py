@@ -28,12 +28,12 @@ from torch import nn
 from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.languages.masking import Batch
-from isoloss.pretraining import Interrupted, optimizers
-from isoloss.pretraining.process import process_settings, signals
-from isoloss.pretraining.steps import GradientStep
 from isoloss.runs import versions
 from isoloss.seeds import derive, generator
+from isoloss.text.masking import Batch
+from isoloss.training import Interrupted, optimizers
+from isoloss.training.process import process_settings, signals
+from isoloss.training.steps import GradientStep
 from isoloss.transfer.checks import absent_classes, check_labels
 from isoloss.transfer.features import backbone_of, check_sentences
 from isoloss.transfer.finetune_config import FinetuneConfig as FinetuneConfig
@@ -59,7 +59,7 @@ def finetune(
     The head is a linear layer on one state of the last layer, by default that of the first token: [CLS] in tasks of
     real text, and an ordinary token of a synthetic language's sentences, which have no [CLS]. A causal model's last
     token is read instead, and of a language that is read from a start token the sentences must hold it
-    (`isoloss.languages.next_tokens.with_start`). All weights are trained, dropout is that of the model's config, and
+    (`isoloss.text.causal.with_start`). All weights are trained, dropout is that of the model's config, and
     there is no early stopping: the accuracy is that of the weights after the last step.
 
     With a `folder`, a state is kept once a minute; Ctrl-C and SIGTERM save one and raise `Interrupted`. The same call

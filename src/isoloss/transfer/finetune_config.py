@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from isoloss.config import OptimizerConfig
+from isoloss.run_config import OptimizerConfig
 
 Pooling = Literal["auto", "first", "last", "mean"]
 

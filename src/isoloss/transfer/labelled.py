@@ -11,9 +11,9 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages import hub_datasets
-from isoloss.languages.base import Sentences
-from isoloss.languages.pairs import SUFFIXES, LabelledText, coverage, encode_labelled_text, read_labelled_text
+from isoloss.languages.api import Sentences
+from isoloss.text import hub_datasets
+from isoloss.text.text_classification import SUFFIXES, LabelledText, coverage, encode_labelled_text, read_labelled_text
 from isoloss.transfer.results import majority_rate
 from isoloss.transfer.task_names import GLUE, REGRESSION
 from isoloss.transfer.tasks import TaskData, overlap
@@ -106,7 +106,7 @@ def make_text_task(
 
     Example:
         >>> import tempfile
-        >>> from isoloss.languages.tokenizers import load_tokenizer
+        >>> from isoloss.text.tokenizers import load_tokenizer
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     words = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\ngood\nbad\nfilm\n"
         ...     _ = Path(folder, "vocab.txt").write_text(words)

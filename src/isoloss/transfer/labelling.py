@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.languages.base import Sentences
-from isoloss.languages.chart_plan import FoldedRules
-from isoloss.languages.corpus import Corpus
-from isoloss.languages.dyck import Brackets
-from isoloss.languages.grammar import Grammar
-from isoloss.languages.hmm import HMM
-from isoloss.languages.pcfg import PCFG
+from isoloss.languages.api import Sentences
+from isoloss.languages.brackets import Brackets
+from isoloss.languages.hmm.language import HMM
+from isoloss.languages.pcfg.chart_plan import FoldedRules
+from isoloss.languages.pcfg.grammar import Grammar
+from isoloss.languages.pcfg.language import PCFG
+from isoloss.text.corpus import Corpus
 from isoloss.transfer.task_names import LATENT, canonical
 
 Labelled = PCFG | HMM | Brackets

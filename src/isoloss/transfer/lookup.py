@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from isoloss.errors import IsolossError
-from isoloss.languages.base import ExactLanguage
-from isoloss.languages.dyck import Brackets
+from isoloss.languages.api import ExactLanguage
+from isoloss.languages.brackets import Brackets
 from isoloss.transfer.features import lookup_features
-from isoloss.transfer.probe import probe_features
+from isoloss.transfer.linear_probe import probe_features
 from isoloss.transfer.results import TransferResult
 from isoloss.transfer.tasks import TaskData
 
@@ -27,7 +27,7 @@ def lookup_task(language: ExactLanguage, task: TaskData, **settings: Any) -> Tra
         IsolossError: As `linear_probe`; or a sentence is not one of the language.
 
     Example:
-        >>> from isoloss.languages.pcfg import PCFG
+        >>> from isoloss.languages.pcfg.language import PCFG
         >>> from isoloss.transfer.tasks import make_task
         >>> language = PCFG.from_text("S A 1\nS B 1\nA C D 1\nB D C 1\nC c 1\nD d 1")
         >>> task = make_task(language, "root", num_train=100, num_test=50, seed=0)

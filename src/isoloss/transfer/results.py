@@ -17,7 +17,7 @@ import torch
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
+from isoloss.statistics.estimate import Estimate
 
 
 def majority_rate(labels: torch.Tensor) -> float:
@@ -79,7 +79,7 @@ class TransferResult:
 
     @property
     def correct(self) -> torch.Tensor:
-        """(S, n) bool, whether a prediction is the label; `isoloss.transfer.comparison` compares two of them."""
+        """(S, n) bool, whether a prediction is the label; `isoloss.transfer.compare` compares two of them."""
         return self.predictions == self.labels
 
     @property

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.hmm import HMM
-from isoloss.languages.pcfg import PCFG
+from isoloss.languages.hmm.language import HMM
+from isoloss.languages.pcfg.language import PCFG
 
 AnyLanguage = TypeVar("AnyLanguage", PCFG, HMM)
 Floats = npt.NDArray[np.float64]

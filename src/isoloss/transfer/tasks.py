@@ -9,12 +9,12 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.estimate import Estimate
-from isoloss.languages.base import Sentences
-from isoloss.languages.dyck import Brackets
-from isoloss.languages.hmm import HMM
-from isoloss.languages.next_tokens import with_start
-from isoloss.languages.pairs import Coverage
+from isoloss.languages.api import Sentences
+from isoloss.languages.brackets import Brackets
+from isoloss.languages.hmm.language import HMM
+from isoloss.statistics.estimate import Estimate
+from isoloss.text.causal import with_start
+from isoloss.text.text_classification import Coverage
 from isoloss.transfer.bayes import bayes_accuracy
 from isoloss.transfer.labelling import UNDEFINED, Labelled, Labelling, labelling
 from isoloss.transfer.results import majority_rate as majority_rate
@@ -151,7 +151,7 @@ def make_task(
             sentences is below 1; lengths that the language does not have; a `test_language` of other tokens or classes.
 
     Example:
-        >>> from isoloss.languages.pcfg import PCFG
+        >>> from isoloss.languages.pcfg.language import PCFG
         >>> language = PCFG.random(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=9)
         >>> task = make_task(language, "prefix-2", num_train=100, num_test=50, seed=0)
         >>> task.classes, tuple(task.train.tokens.shape), task.train_labels[:5].tolist()

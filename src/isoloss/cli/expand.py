@@ -1,0 +1,219 @@
+"""`isoloss expand`: a small transformer inside a larger one, with the same function, and its flatness there."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from isoloss import files
+from isoloss.cli import common
+from isoloss.errors import IsolossError
+from isoloss.models.sizes import reshaped, shape
+from isoloss.runs import Run, checkpoint_of
+from isoloss.statistics.estimate import rounded
+
+if TYPE_CHECKING:
+    from isoloss.loading import Loaded
+    from isoloss.paper.theory.expansion import Result
+    from isoloss.text.inputs import Inputs
+
+EXAMPLES = [
+    ("isoloss expand runs/first --into d128 --out first-d128", "the last checkpoint of a run, as a model of width 128"),
+    ("isoloss expand runs/first --into d128 --scale balanced", "another way; without --out nothing is written"),
+    ("isoloss expand runs/heads --into d128 --heads 8", "a size with heads as narrow as those of a d64 of 4 heads"),
+    ("isoloss expand CHECKPOINT --into d1536 --data text.txt", "any BERT, RoBERTa or OPT, measured on your text"),
+]
+RECORD = "embedding.json"  # what was found, beside the weights
+
+
+@dataclass(frozen=True)
+class Args:
+    """Place a small transformer inside a larger one with the same function: width by copies, depth by layers that do
+    nothing. Reports how far logits and hidden states differ, and the Fisher's trace before and after, by parameter.
+    """
+
+    model: tyro.conf.Positional[str]
+    """A run (its last checkpoint), a checkpoint folder, or a name on the Hugging Face hub."""
+    into: str
+    """Size of the large model, e.g. d384 (isoloss ls sizes)."""
+    layers: int | None = None
+    """Layers of the large model; default: those of the size."""
+    width: int | None = None
+    """Width of its hidden states; default: that of the size."""
+    heads: int | None = None
+    """Its attention heads, each as wide as the small model's (or a multiple, if that has one head); default: the
+    size's."""
+    ffn: int | None = None
+    """Width inside its feed-forward blocks; default: 4 times the width."""
+    out: Path | None = None
+    """Folder to write the large model to, which must be new or empty."""
+    scale: Literal["exact", "balanced", "paper"] = "exact"
+    """What the embeddings are divided by, for r copies: 1, exact at every eps of the layer norms; sqrt(r), which keeps
+    their share of the trace; r, as the paper prints it."""
+    data: Path | None = None
+    """Text (.txt, .jsonl or a folder), or token ids (.npy); default, for runs: the run's language."""
+    tokenizer: str | None = None
+    """For text: a Hugging Face folder or name, or a vocab.txt; default: the checkpoint's own."""
+    length: int | None = None
+    """Tokens in a sequence, for text and flat arrays; default: 128, or what the model takes at most."""
+    mask_id: int | None = None
+    """For masked models and token ids: the mask's id; default: the tokenizer's."""
+    num_inputs: int = 128
+    """Sequences to measure on, at most; with --data, one token of each is hidden from a masked model."""
+    seed: int = 0
+    """Decides inputs, masks and signs."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    threads: int = 0
+    """CPU threads; 0: all cores."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Type of the weights, also of those that are written."""
+    trust_remote_code: bool = False
+    """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    args = common.parse(Args, "expand", arguments, examples=EXAMPLES)
+    if args.num_inputs < 2:
+        raise IsolossError(f"--num-inputs is {args.num_inputs}; an error bar needs at least 2")
+    into = reshaped(shape(args.into), layers=args.layers, width=args.width, heads=args.heads, ffn=args.ffn)
+    if args.out is not None:
+        files.check_new(args.out)
+    common.use_threads(args.threads)
+    import torch
+
+    from isoloss.loading import load
+    from isoloss.models.expansion import check_fits, embed, shape_of
+    from isoloss.paper.theory.expansion import study
+
+    name = _checkpoint(args.model)
+    dtype = getattr(torch, args.dtype)
+    loaded = load(name, device=args.device, dtype=dtype, trust_remote_code=args.trust_remote_code)
+    check_fits(shape_of(loaded.model), into)
+    inputs = _inputs(args, name, loaded)
+    embedded = embed(loaded.model, into, scale=args.scale)
+    inputs = inputs.cut(inputs.fitting_batch_size(embedded.model.config))
+    common.note(f"{name}: {loaded.architecture}, {loaded.kind}; {inputs.description}")
+    with common.Progress("expand", 3 * inputs.num_sequences, "sequences") as progress:
+        found = study(
+            loaded.model,
+            embedded,
+            inputs.batches,
+            causal=loaded.kind == "causal",
+            seed=args.seed,
+            progress=progress,
+        )
+    document = {
+        "model": name,
+        "into": _name_of(args),
+        "shape": dataclasses.asdict(into),
+        "scale": args.scale,
+        "dtype": args.dtype,
+        "data": inputs.description,
+        "differences": dataclasses.asdict(found.differences),
+        "before": {**found.before.to_dict(), "seconds": None},
+        "after": {**found.after.to_dict(), "seconds": None},
+        "change": found.change.to_dict(),
+        "shares": [dataclasses.asdict(share) for share in found.shares],
+        "statements": [statement.to_dict() for statement in found.statements],
+    }
+    if args.out is not None:
+        _write(args.out, embedded.model, name, document)
+    if args.json:
+        common.emit_json(document)
+    else:
+        _print(args, found)
+    return 0
+
+
+def _name_of(args: Args) -> str:
+    """Return the large model's size and what is set beside it."""
+    own = [f"{name} {value}" for name in ("layers", "width", "heads", "ffn") if (value := getattr(args, name))]
+    return ", ".join([args.into, *own])
+
+
+def _checkpoint(model: str) -> str:
+    """Return the checkpoint that a run stands for, or `model` itself."""
+    run = Run(Path(model))
+    if not run.exists:
+        return model
+    if not run.steps():
+        raise IsolossError(f"{model} has no checkpoint yet: isoloss train {model} goes on with it")
+    return str(run.checkpoint(run.steps()[-1]))
+
+
+def _inputs(args: Args, name: str, loaded: Loaded) -> Inputs:
+    from isoloss.text.inputs import language_inputs, read_inputs
+
+    if args.data is not None:
+        return read_inputs(
+            args.data,
+            checkpoint=name,
+            tokenizer=args.tokenizer,
+            config=loaded.model.config,
+            kind=loaded.kind,
+            length=args.length,
+            num_inputs=args.num_inputs,
+            mask_id=args.mask_id,
+            seed=args.seed,
+        )
+    found = checkpoint_of(Path(name))
+    if found is None:
+        raise IsolossError(
+            f"{name} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
+            "text or a .npy file of token ids"
+        )
+    return language_inputs(found[0].config, num_inputs=args.num_inputs, seed=args.seed)
+
+
+def _write(out: Path, model: Any, source: str, document: dict[str, Any]) -> None:
+    """Write the model with its source's tokenizer, if that has one, and the record, whole or not at all."""
+    from safetensors import SafetensorError
+
+    from isoloss.loading import quiet
+    from isoloss.text.tokenizers import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(source)
+    except IsolossError:
+        tokenizer = None
+    try:
+        with files.new_directory(out) as folder, quiet():
+            model.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            for weights in folder.glob("*.safetensors"):  # safetensors lets nobody but the owner read what it writes
+                weights.chmod((folder / "config.json").stat().st_mode)
+            files.write_json(folder / RECORD, document)
+    except (OSError, SafetensorError) as error:
+        raise IsolossError(f"cannot write {out}: {error}") from error
+    common.note(f"written: {out}")
+
+
+_NEGLIGIBLE = 1e-12  # of the trace: a share that is 0 but for rounding, as that of a key's bias
+
+
+def _print(args: Args, found: Result) -> None:
+    cells = []
+    for share in found.shares:
+        is_zero = share.before <= _NEGLIGIBLE * found.before.value
+        ratio = "" if is_zero else f"{share.after / share.before:.4f}"
+        factor = "" if share.factor is None else f"{share.factor:.4f}"
+        before = "" if share.factor is None else f"{share.before:.4g}"
+        cells.append((share.name, f"{share.parameters:,}", before, f"{share.after:.4g}", ratio, factor))
+    columns = ("parameter", "size", "before", "after", "ratio", "expected")
+    common.print_table("share of the trace, nats per predicted token; * is any layer", columns, cells)
+    before, after = (trace.details["num_parameters"] for trace in (found.before, found.after))
+    common.say(f"\ntrace of the Fisher before: {found.before}, over {before:,} parameters")
+    common.say(f"trace of the Fisher in {_name_of(args)}: {found.after}, over {after:,} parameters")
+    change = rounded(found.change.value, found.change.stderr)
+    common.say(f"change: {change} nats per predicted token, on the same {found.before.num_inputs:,} predicted tokens")
+    common.say(f"  scale {args.scale}; {found.before.details['device']}, {args.dtype}")
+    common.say_statements(found.statements)

@@ -1,0 +1,1 @@
+"""Evaluation: which measures a model has, and making those it lacks."""

@@ -1,0 +1,325 @@
+"""Several models on the same inputs with the same random signs: paired differences of their flatness and loss.
+
+Shapes: m predicted positions, V vocabulary, N clusters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.flatness.differences import Comparison, Influence, compared
+from isoloss.flatness.engine.auxiliary_sample import Pool
+from isoloss.flatness.engine.predictions import Batch, Predictions
+from isoloss.flatness.engine.run import UNIT, InterruptedEstimate, Measurement, Norms, Stopping
+from isoloss.flatness.fisher import Integrated
+from isoloss.loading import load
+from isoloss.model_checks import is_causal, unwrapped
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.ratio_estimator import Tally
+
+Model = nn.Module | Callable[[], nn.Module]
+
+_CHUNK = 1 << 22  # logits widened at a time
+
+
+class InterruptedComparison(KeyboardInterrupt):
+    """Ctrl-C during a comparison that already has a result.
+
+    Attributes:
+        complete: The comparison of the models that were done; None where none was.
+        name: The model that was being measured.
+        partial: Its trace so far; None where there was no error bar yet.
+    """
+
+    def __init__(self, complete: Comparison | None, name: str, partial: Estimate | None) -> None:
+        super().__init__(f"interrupted while {name} was measured")
+        self.complete, self.name, self.partial = complete, name, partial
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What models must share for their losses and traces per token to be of the same thing.
+
+    Attributes:
+        name: What the model is called.
+        causal: Whether it predicts next tokens, not hidden ones.
+        vocabulary: How many ids it knows; None where its config does not say.
+    """
+
+    name: str
+    causal: bool
+    vocabulary: int | None
+
+    @classmethod
+    def of(cls, name: str, model: nn.Module, causal: bool | None = None) -> Outline:
+        """Return a model's outline; `causal` None: by its class."""
+        config: Any = getattr(unwrapped(model), "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return cls(name, is_causal(model) if causal is None else causal, getattr(text, "vocab_size", None))
+
+    def check(self, other: Outline) -> None:
+        """Refuse another model that cannot be compared with this one.
+
+        Raises:
+            IsolossError: It predicts other tokens, or has another vocabulary.
+        """
+        if self.causal != other.causal:
+            next_tokens, hidden = (self, other) if self.causal else (other, self)
+            raise IsolossError(
+                f"{next_tokens.name} predicts next tokens and {hidden.name} hidden ones, so they have no inputs in "
+                "common: compare models of one kind"
+            )
+        if self.vocabulary != other.vocabulary:
+            raise IsolossError(
+                f"{self.name} has a vocabulary of {self.vocabulary} tokens and {other.name} of {other.vocabulary}, so "
+                "a token is not the same thing to both: compare models of one tokenizer"
+            )
+
+
+def compare(
+    models: Mapping[str, Model] | Sequence[str],
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    seed: int = 0,
+    num_probes: int | None = None,
+    num_sequences: int | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
+    causal: bool | None = None,
+    pool: Iterable[Mapping[str, Any]] | None = None,
+    one_estimator: bool = False,
+    progress: Callable[[str, int], None] | None = None,
+) -> Comparison:
+    """Compare the flatness of models, each measured on the same inputs with the same random signs.
+
+    What makes an input hard, or a draw of signs lucky, is much the same for similar models, so that the difference of
+    two traces is known far better than either of them. With psi_b the influence of cluster b on a trace
+    (`isoloss.statistics.ratio_estimator.Shares`), the error of the difference is that of the mean of psi_b - psi'_b;
+    the error of the logarithm of the ratio is that of the mean of psi_b / R - psi'_b / R' (the delta method). The
+    probability of being the flattest is that of the smallest of L jointly normal numbers with the estimates as means
+    and the influences' covariance: in closed form for two models, from 200,000 draws for more.
+
+    Args:
+        models: Language models by name, or functions that load them, or names of checkpoints. What is loaded here is
+            dropped before the next one is. Sizes may differ; vocabularies may not.
+        batches: As for `isoloss.flatness.fisher_trace`. The values of the labels count for the loss.
+        seed: Decides the signs.
+        num_probes: Sign vectors a position; None: 1.
+        num_sequences: Stop after as many; None: at the end of the batches.
+        rtol: As for `fisher_trace`; the first model decides, and the others are measured on as many sequences.
+        seconds: As for `fisher_trace`; the first model decides, and the others are measured on as many sequences.
+        causal: Whether position t predicts token t + 1. None: by each model's class.
+        pool: As for `fisher_trace`; it is read once, by the embeddings of the first model, which need not be the one
+            that is measured: they only tell the sequences apart. The first model decides how much of it is used.
+        one_estimator: Whether every estimate is the same linear function of the squared norms of the sequences'
+            gradients: all models are given the first one's control variates, and no norm is taken position by position
+            because of where its parameter stands. Two parameters whose squared norms have one ratio on every sequence
+            then have estimates of that ratio. False: what has the smallest error for each model and parameter.
+        progress: Called with a model's name and the number of its sequences done.
+
+    Raises:
+        IsolossError: No models, two of one name, models that predict different things or have different vocabularies,
+            a trace that is not above 0, or whatever `fisher_trace` refuses; the model is named.
+        InterruptedComparison: Ctrl-C; it carries what is complete, and the trace of the model in work so far.
+
+    Example:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                     intermediate_size=16, max_position_embeddings=8)
+        >>> models = {}
+        >>> for name, seed in (("a", 0), ("b", 1)):
+        ...     _ = torch.manual_seed(seed)
+        ...     models[name] = BertForMaskedLM(config).eval()
+        >>> input_ids = torch.randint(0, 8, (64, 4))
+        >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
+        >>> found = compare(models, [{"input_ids": input_ids, "labels": labels}])
+        >>> [model.name for model in found.models], sum(model.flattest for model in found.models)
+        (['a', 'b'], 1.0)
+        >>> difference = found.pair("a", "b").trace
+        >>> round(difference.value - (found.models[0].trace.value - found.models[1].trace.value), 9)
+        0.0
+    """
+    named = _named(models)
+    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    if not isinstance(batches, Mapping):  # that one is refused by the measurement
+        batches = list(batches)
+    first: Outline | None = None
+    read: Pool | None = None
+    controls: torch.Tensor | None = None
+    done: list[Influence] = []
+    for name, given in named.items():
+        step = None if progress is None else _progress_of(name, progress)
+        try:
+            with torch.inference_mode(False):
+                model = given if isinstance(given, nn.Module) else given()
+            outline = Outline.of(name, model, causal)
+            first = first or outline
+            first.check(outline)
+            source = WithLoss(
+                model, num_probes=num_probes, seed=seed, causal=outline.causal, parameters=None, controls=controls
+            )
+            source.separate = not one_estimator
+            if pool is not None and read is None:
+                read = Pool.read(model, pool)
+            one = _measure(name, Measurement(model, source, pool=read), source, batches, stopping, step)
+        except InterruptedEstimate as stop:
+            raise InterruptedComparison(compared(done) if done else None, name, stop.partial) from stop
+        except KeyboardInterrupt as stop:
+            if not done:
+                raise
+            raise InterruptedComparison(compared(done), name, None) from stop
+        if not done and read is not None:
+            read = dataclasses.replace(read, number=sum(one.pool_controls))
+        if not done and (rtol is not None or seconds is not None):
+            stopping = Stopping(num_sequences=one.trace.details["sequences"])
+        if one_estimator and not done:
+            controls = torch.cat(source.own_controls)
+        done.append(one)
+        del model, source  # so that two are never held
+    return compared(done)
+
+
+class WithLoss(Integrated):
+    """The integrated labels' cotangents, keeping the loss at the given labels of every sequence.
+
+    Attributes:
+        own_controls: The model's own control variates (B, C) of each batch, whether they were used or not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_probes: int | None,
+        seed: int,
+        causal: bool | None,
+        parameters: Mapping[str, nn.Parameter] | None,
+        controls: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
+        self.own_controls: list[torch.Tensor] = []
+        self._controls = controls
+        self._nats: list[torch.Tensor] = []
+        self._positions: list[torch.Tensor] = []
+
+    def measure(self, batch: Batch, first: int) -> Norms:
+        """Measure a batch, with the given control variates where there are any."""
+        norms = super().measure(batch, first)
+        self.own_controls.append(norms.controls)
+        if self._controls is None:
+            return norms
+        return norms._replace(controls=self._controls[first : first + len(norms.positions)])
+
+    def _nothing(self, batch: Batch) -> Norms:
+        norms = super()._nothing(batch)
+        self._nats.append(norms.square_norms.new_zeros(len(norms.positions)))
+        self._positions.append(norms.positions)
+        return norms
+
+    def loss(self, batches: Iterable[Mapping[str, Any]], sequences: int) -> tuple[Estimate, torch.Tensor]:
+        """Return the loss of the first `sequences` sequences, and (N,) the influence of each cluster on it."""
+        nats, positions = torch.cat(self._nats)[:sequences], torch.cat(self._positions)[:sequences]
+        ids = [batch["documents"] for batch in batches if "documents" in batch]
+        tally = Tally(num_parameters=1, num_controls=0)
+        tally.add(
+            nats[:, None], positions, torch.zeros(len(nats), 0), torch.cat(ids)[: len(nats)].cpu() if ids else None
+        )
+        shares = tally.shares()
+        estimate = Estimate(
+            value=shares.value,
+            stderr=shares.stderr,
+            samples=len(tally),
+            unit=UNIT,
+            num_inputs=int(positions.sum()),
+            method="cross-entropy",
+        )
+        return estimate, shares.influence
+
+    def _probe(
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if probe == 0:
+            nats = torch.zeros(len(positions), dtype=torch.float64)
+            nats.index_add_(0, predictions.rows.cpu(), _surprise(predictions.logits, predictions.targets).cpu())
+            self._nats.append(nats)
+            self._positions.append(positions.cpu())
+        return super()._probe(predictions, positions, first, probe, keep=keep)
+
+
+def _surprise(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return (m,) float64: the cross-entropy of each position in nats, without a second buffer of logits."""
+    if int(targets.max()) >= logits.shape[1] or int(targets.min()) < 0:
+        raise IsolossError(
+            f"a label is {int(targets.min())} or {int(targets.max())}; the model has {logits.shape[1]} logits"
+        )
+    rows = max(1, _CHUNK // logits.shape[1])
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    parts = zip(torch.split(logits.detach(), rows), torch.split(targets, rows), strict=True)
+    losses = [nn.functional.cross_entropy(part.to(wide), target, reduction="none") for part, target in parts]
+    return torch.cat(losses).double()
+
+
+def _measure(
+    name: str,
+    measurement: Measurement,
+    source: WithLoss,
+    batches: Iterable[Mapping[str, Any]],
+    stopping: Stopping,
+    progress: Callable[[int], None] | None,
+) -> Influence:
+    try:
+        trace = measurement.run(batches, stopping, progress=progress)
+    except IsolossError as error:
+        raise IsolossError(f"{name}: {error}") from error
+    if trace.value <= 0:
+        raise IsolossError(f"{name}: the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
+    loss, on_loss = source.loss(batches, trace.details["sequences"])
+    shares = measurement.shares()
+    rest = Estimate(
+        value=shares.part,
+        stderr=shares.part_stderr,
+        samples=trace.samples,
+        unit=trace.unit,
+        num_inputs=trace.num_inputs,
+        num_probes=trace.num_probes,
+        method=f"{trace.method}, without embeddings",
+    )
+    return Influence(
+        name=name,
+        trace=trace,
+        without_embeddings=rest,
+        loss=loss,
+        on_trace=shares.influence,
+        on_without_embeddings=shares.part_influence,
+        on_loss=on_loss,
+        pool_controls=shares.pool_controls,
+    )
+
+
+def _named(models: Mapping[str, Model] | Sequence[str]) -> dict[str, Model]:
+    if isinstance(models, str) or not models:
+        raise IsolossError(f"models is {models!r}; it is a mapping of names to models, or several names of checkpoints")
+    if isinstance(models, Mapping):
+        return dict(models)
+    if twice := next((name for i, name in enumerate(models) if name in models[:i]), None):
+        raise IsolossError(f"{twice} is named twice; a model is compared with others")
+    return {name: _loader(name) for name in models}
+
+
+def _loader(name: str) -> Callable[[], nn.Module]:
+    def loaded() -> nn.Module:
+        model: nn.Module = load(name).model
+        return model
+
+    return loaded
+
+
+def _progress_of(name: str, progress: Callable[[str, int], None]) -> Callable[[int], None]:
+    return lambda done: progress(name, done)

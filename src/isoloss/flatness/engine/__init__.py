@@ -1,0 +1,1 @@
+"""How flatness is computed: per-sequence gradient norms, control variates, curvature products; internal."""

@@ -1,0 +1,213 @@
+"""Sequences whose tokens alone are read: control variates whose mean these give, without a forward pass.
+
+Shapes: B sequences of a batch, T positions, V vocabulary, d the width of the embeddings, r of its directions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.flatness.engine.bigrams import Bigrams
+from isoloss.model_checks import unwrapped
+from isoloss.statistics.ratio_estimator import Clusters
+from isoloss.text.masking import IGNORED
+
+_DIRECTIONS = 16
+_NONE = 1e-12  # of the mean square: a direction with less variance is rounding
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """What sequences of a pool say on average, so that measured ones can be told from the average by their tokens.
+
+    A sequence's features are how probable its tokens are, each after the one before it
+    (`isoloss.flatness.engine.bigrams.Bigrams`), and their mean input embedding along the at most 16 directions in
+    which it varies most from cluster to cluster of the pool; tokens that are hidden from the model count as what they
+    are. Less the pool's mean they are control variates: their expectation is 0, up to the error of that mean, which is
+    known too. This is the regression estimator of double sampling (Neyman 1938; Cochran, Sampling Techniques,
+    chapter 12): the part of a quantity's variance that a sequence's words explain is divided by the size of the pool
+    and no longer by the number of measured sequences. The measured sequences may be in the pool or not; they must be
+    drawn alike.
+
+    Attributes:
+        embedding: (V, d) the model's input embeddings.
+        bigrams: Counts of the pool's pairs of tokens.
+        mean: (1 + d,) float64, the mean over the pool's sequences: of the log-probability, and of the embedding.
+        directions: (1 + d, 1 + r) float64, orthonormal, the log-probability first.
+        covariance: (1 + r, 1 + r) float64, of the error of the mean along each direction.
+        num_sequences: How many were read.
+        by_document: Whether errors count documents as independent, not sequences.
+        seconds: The time that it took.
+        number: How many of the features are used, the first ones; None: as many as make the error smallest. It is the
+            same for models that are compared, so that what they have in common cancels.
+
+    Example:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                     intermediate_size=16, max_position_embeddings=8)
+        >>> batch = {"input_ids": torch.randint(0, 8, (64, 4))}
+        >>> pool = Pool.read(BertForMaskedLM(config), [batch])
+        >>> features = pool.features(batch)
+        >>> features.shape, bool(features.mean(dim=0).abs().max() < 1e-7)
+        (torch.Size([64, 8]), True)
+    """
+
+    embedding: torch.Tensor
+    bigrams: Bigrams
+    mean: torch.Tensor
+    directions: torch.Tensor
+    covariance: torch.Tensor
+    num_sequences: int
+    by_document: bool
+    seconds: float
+    number: int | None = None
+
+    @classmethod
+    def read(cls, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Self:
+        """Read a pool, twice; what can be iterated over only once is held in memory.
+
+        Args:
+            model: A Hugging Face model, for its input embeddings.
+            batches: Mappings of `input_ids` (B, T); optionally `labels` (B, T), which show what hidden tokens were,
+                `attention_mask` (B, T) and `documents` (B,), as the measured batches have them.
+
+        Raises:
+            IsolossError: The model has no input embeddings, a batch has no `input_ids` or a token that has no
+                embedding, or there are fewer than two sequences or documents.
+        """
+        begun = time.perf_counter()
+        if isinstance(batches, Mapping):
+            raise IsolossError("the pool is a single batch; pass an iterable of batches, e.g. [batch]")
+        if isinstance(batches, Iterator):
+            batches = list(batches)
+        weight = input_embeddings(model)
+        if weight is None:
+            raise IsolossError(f"{type(model).__name__} has no input embeddings, by which a pool is read")
+        bigrams, kinds = Bigrams(len(weight)), set()
+        for batch in batches:
+            tokens = _Tokens.of(batch, len(weight))
+            bigrams.add(tokens.ids, tokens.present, tokens.documents)
+            kinds.add(tokens.documents is not None)
+        if len(kinds) == 2:
+            raise IsolossError("all batches of the pool have `documents`, or none has")
+        clusters, sums, moments = _sums((_Tokens.of(batch, len(weight)) for batch in batches), weight, bigrams)
+        if clusters < 2:
+            raise IsolossError(f"the pool has {clusters} independent sequences or documents; it needs at least 2")
+        mean = sums[:-1] / sums[-1]
+        centring = torch.cat([torch.eye(len(mean), dtype=torch.float64), -mean[None]])  # a cluster's sum less n means
+        scatter = centring.T @ moments @ centring
+        directions = _directions(scatter, float(moments.diagonal()[1:-1].sum()))
+        return cls(
+            embedding=weight,
+            bigrams=bigrams,
+            mean=mean,
+            directions=directions,
+            covariance=directions.T @ scatter @ directions * (clusters / (clusters - 1)) / sums[-1].square(),
+            num_sequences=int(sums[-1]),
+            by_document=kinds == {True},
+            seconds=time.perf_counter() - begun,
+        )
+
+    def features(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return (B, 1 + r) float64 on the CPU: each sequence's features less the pool's mean.
+
+        Raises:
+            IsolossError: The batch has no `input_ids`, or a token that has no embedding.
+        """
+        tokens = _Tokens.of(batch, len(self.embedding))
+        return (_values(tokens, self.embedding, self.bigrams) - self.mean) @ self.directions
+
+    def __str__(self) -> str:
+        """Return what tells it from another one."""
+        variances = [float(f"{variance:.6g}") for variance in self.covariance.diagonal().tolist()]
+        return f"{self.num_sequences} sequences, variances {variances}"
+
+
+def input_embeddings(model: nn.Module) -> torch.Tensor | None:
+    """Return a Hugging Face model's input embeddings (V, d), detached; None where it has none to ask for.
+
+    Example:
+        >>> input_embeddings(nn.Linear(2, 2)) is None
+        True
+    """
+    holder: Any = unwrapped(model)
+    try:
+        weight = getattr(holder.get_input_embeddings(), "weight", None)
+    except (AttributeError, NotImplementedError):
+        return None
+    return weight.detach() if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens (B, T) of a batch on the CPU, which of them are no padding (None: all), and their documents (B,)."""
+
+    ids: torch.Tensor
+    present: torch.Tensor | None
+    documents: torch.Tensor | None
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], vocabulary: int) -> Self:
+        """Return a batch's tokens, hidden ones as the labels show them."""
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            raise IsolossError("a batch has no `input_ids` of shape (sequences, positions), by which a pool is read")
+        labels, mask = batch.get("labels"), batch.get("attention_mask")
+        if isinstance(labels, torch.Tensor) and labels.shape == ids.shape:
+            ids = torch.where(labels == IGNORED, ids, labels)
+        ids = ids.cpu()
+        if ids.numel() and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < vocabulary:
+            outside = low if low < 0 else high
+            raise IsolossError(f"a token is {outside}; the model has embeddings for 0 to {vocabulary - 1}")
+        if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or bool(mask.all()):
+            return cls(ids, None, batch.get("documents"))
+        return cls(ids, mask.bool().cpu(), batch.get("documents"))
+
+
+def _sums(batches: Iterable[_Tokens], weight: torch.Tensor, bigrams: Bigrams) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Return the number of clusters, and the sums (1 + d + 1,) and products of the clusters' values and sizes."""
+    width = 1 + weight.shape[1] + 1
+    clusters = Clusters(width)
+    sums, moments = torch.zeros(width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
+    number = 0
+
+    def record(rows: torch.Tensor) -> None:
+        nonlocal number, sums, moments
+        number, sums, moments = number + len(rows), sums + rows.sum(dim=0), moments + rows.T @ rows
+
+    for tokens in batches:
+        values = _values(tokens, weight, bigrams)
+        record(clusters.add(torch.cat([values, values.new_ones(len(values), 1)], dim=1), tokens.documents))
+    record(clusters.close())
+    return number, sums, moments
+
+
+def _directions(scatter: torch.Tensor, square: float) -> torch.Tensor:
+    """Return (1 + d, 1 + r): the first unit vector, and those of the largest variance among the others."""
+    variances, vectors = torch.linalg.eigh(scatter[1:, 1:])
+    variances, vectors = variances.flip(0)[:_DIRECTIONS], vectors.flip(1)[:, :_DIRECTIONS]
+    directions = F.pad(vectors[:, variances > _NONE * square], (1, 0, 1, 0))
+    directions[0, 0] = 1
+    return directions
+
+
+@torch.no_grad()
+def _values(tokens: _Tokens, weight: torch.Tensor, bigrams: Bigrams) -> torch.Tensor:
+    """Return (B, 1 + d) float64 on the CPU: each sequence's log-probability and mean embedding."""
+    ids, present = tokens.ids.to(weight.device), tokens.present
+    if present is None:
+        means = F.embedding_bag(ids, weight, mode="mean")
+    else:
+        counts = present.sum(dim=1)
+        starts = (counts.cumsum(dim=0) - counts).to(weight.device)
+        means = F.embedding_bag(ids[present.to(weight.device)], weight, starts, mode="mean")
+    logs = bigrams.log_probability(tokens.ids, present, tokens.documents)
+    return torch.cat([logs[:, None], means.cpu().double()], dim=1)  # in this order: not every device has float64

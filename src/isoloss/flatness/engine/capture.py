@@ -1,0 +1,279 @@
+"""Watching one forward pass: every torch function that takes a parameter, by its rule, or as one that has none.
+
+Shapes: B sequences, T tokens in each, m predicted positions, d the width of the model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from isoloss.flatness.engine.factors import Places
+from isoloss.flatness.engine.vjp_rules import Contribution, Handle, Layout, Rule, rule_of
+
+_RESHAPES = (torch.Tensor.view, torch.Tensor.reshape)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The last linear map of a model: logits = hidden @ weight.T + bias.
+
+    Attributes:
+        weight: (V, d).
+        bias: (V,) or None.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Use:
+    """An output of a function that took parameters, by where the backward pass comes through it.
+
+    Attributes:
+        node: The node of the graph that receives the output's cotangent.
+        number: Which of the node's cotangents it is.
+        shape: The output's shape; the cotangent has as many elements in the same order.
+        contributions: How the cotangent gives each parameter's factor of the gradient.
+        gathered: Whether the output has the predicted positions alone.
+        work: Multiplications of matrices that gave the output.
+    """
+
+    node: Node
+    number: int
+    shape: torch.Size
+    contributions: dict[str, Contribution]
+    gathered: bool
+    work: int
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A call of `torch.nn.functional.linear`."""
+
+    output: torch.Tensor
+    version: int
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    before: int  # uses that were noted before it
+
+
+class Capture(TorchFunctionMode):
+    """Notes the uses of parameters while it is entered, and gathers the predicted positions where it is told to.
+
+    The output of a parameter's use becomes a leaf of the graph where nothing above it needs a gradient. Once positions
+    are gathered, so is what meets them in a call: the residual stream that they are added to, or a scale for each
+    position. A call that gives them the shape of all positions gives them their own.
+
+    Args:
+        parameters: The parameters to watch, by name.
+        predicted: (B, T) the positions that are predicted.
+        gather_before: Gather them before the linear map with this weight.
+        unknown: (m,) which of the gathered positions are NaN from there on; None: none.
+        expands: Whether a lookup for all sequences together is made one for each, so that a rule can tell them apart.
+
+    Attributes:
+        predicted: (B, T) the positions that are predicted.
+        unknown: (m,) which of the gathered positions are NaN.
+        layout: How the tokens lie in activations at this point.
+        uses: What was noted, in order.
+        without_rule: Names of parameters with a use that no rule knows.
+        expands: Whether a lookup for all sequences together may be made one for each.
+        shared: Whether one was.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        predicted: torch.Tensor,
+        *,
+        gather_before: torch.Tensor | None = None,
+        unknown: torch.Tensor | None = None,
+        expands: bool = True,
+    ) -> None:
+        super().__init__()
+        self.layout = Layout(*predicted.shape)
+        self.uses: list[Use] = []
+        self.without_rule: set[str] = set()
+        self.expands, self.shared = expands, False
+        self._handles = {id(parameter): Handle(name) for name, parameter in parameters.items()}
+        self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
+        self._aliases: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
+        self.predicted, self.unknown = predicted, unknown
+        self._gather_before = gather_before
+        self._last_linear: _Linear | None = None
+        self._source: Callable[[], torch.Tensor | None] = lambda: None  # what was gathered, while it lives
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.gathered:
+            args, kwargs = self._together(func, args, kwargs)
+        if self.shared and func is torch.Tensor.repeat and self._is_repeated(*args):
+            return args[0].clone()
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        return self._watched(func, args, kwargs)
+
+    def _is_repeated(self, values: torch.Tensor, *sizes: Any) -> bool:
+        """Whether this would give each sequence what it has already been given."""
+        times = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
+        number = self.layout.num_sequences
+        return len(values) == number and times == (number, *[1] * (values.ndim - 1))
+
+    def _linear(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if weight is self._gather_before and input.shape[:2] == self.predicted.shape:
+            input = self.gather(input)  # noqa: A001
+        before = len(self.uses)
+        output: torch.Tensor = self._watched(F.linear, (input, weight, bias), {})
+        self._last_linear = _Linear(output, output._version, input, weight, bias, before)
+        return output
+
+    def handle(self, value: Any) -> Handle | None:
+        """Return the parameter that a tensor is, if it is one that is measured."""
+        return self._handles.get(id(value)) if isinstance(value, torch.Tensor) else None
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Apply a function and note the use of the parameters among its arguments."""
+        return self._watched(function, args, {})
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Return (1, m, ...) of values (B, T, ...): the predicted positions, as one sequence from here on."""
+        rows = self._rows(values)
+        self._source = weakref.ref(values)
+        self.layout = Layout(self.layout.num_sequences, self.layout.length, Places.of(self.predicted))
+        return rows
+
+    def _rows(self, values: torch.Tensor) -> torch.Tensor:
+        rows = values[self.predicted][None]
+        if self.unknown is None or not rows.is_floating_point():
+            return rows
+        return rows.masked_fill(self.unknown.view(1, -1, *[1] * (rows.ndim - 2)), math.nan)
+
+    def _together(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, those with all positions gathered where others are, or a shape of all positions."""
+        places, everywhere = self.layout.places, tuple(self.predicted.shape)
+        assert places is not None
+        here = (1, len(places.rows))
+        # a constant of this shape is no activation, and needs no gradient
+        is_here = any(value.requires_grad and value.shape[:2] == here for value in _tensors((args, kwargs)))
+        source = self._source()
+
+        def gathered(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                is_met = is_here and value.ndim > 2 and value.shape[:2] == everywhere
+                return self._rows(value) if is_met or value is source else value
+            if isinstance(value, (tuple, list)) and any(True for _ in _tensors(value)):
+                return type(value)(gathered(part) for part in value)
+            return value
+
+        if is_here and func in _RESHAPES:
+            shape = tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
+            if len(shape) > 2 and all(new in (-1, old) for new, old in zip(shape, everywhere, strict=False)):
+                return (args[0], here + shape[2:]), kwargs
+        return tuple(gathered(value) for value in args), {name: gathered(value) for name, value in kwargs.items()}
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the predicted positions have been gathered."""
+        return self.layout.places is not None
+
+    def decoder(self, logits: torch.Tensor) -> tuple[torch.Tensor, Decoder] | None:
+        """Return the hidden states and the linear map that gave the logits; None: they are no linear map's output."""
+        last = self._last_linear
+        if last is None or last.weight.ndim != 2 or last.output.shape != logits.shape:
+            return None
+        if last.output.data_ptr() != logits.data_ptr() or logits._version != last.version:
+            return None
+        return last.hidden, Decoder(last.weight.detach(), None if last.bias is None else last.bias.detach())
+
+    @property
+    def before_last_linear(self) -> list[Use]:
+        """The uses that were noted before the last linear map."""
+        return [] if self._last_linear is None else self.uses[: self._last_linear.before]
+
+    @property
+    def last_weight(self) -> torch.Tensor | None:
+        """The weight of the last linear map."""
+        return None if self._last_linear is None else self._last_linear.weight
+
+    def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        touched = {handle.name for value in _tensors((args, kwargs)) if (handle := self.handle(value)) is not None}
+        if not touched:
+            return func(*args, **kwargs)
+        rule = rule_of(func)
+        if rule is not None and torch.is_grad_enabled():
+            result = rule(self, *args, **kwargs) if _fits(rule, self, args, kwargs) else None
+            if result is not None:
+                if result.alias is not None:
+                    self._add_alias(result.output, result.alias)
+                if not result.contributions:
+                    return result.output
+                by_row = 0 if func is F.embedding else sum(self._matrices.get(name, 0) for name in result.contributions)
+                return self._noted(result.output, result.contributions, by_row)
+        output = func(*args, **kwargs)
+        if any(value.is_floating_point() and self.handle(value) is None for value in _tensors(output)):
+            self.without_rule |= touched
+        return output
+
+    def _add_alias(self, value: torch.Tensor, handle: Handle) -> None:
+        if id(value) not in self._handles:
+            self._handles[id(value)] = handle
+            self._aliases.append(value)
+
+    def _noted(self, output: torch.Tensor, contributions: dict[str, Contribution], by_row: int) -> torch.Tensor:
+        if not output.requires_grad:
+            output = output.requires_grad_().clone()  # a node of its own, and the model may overwrite it
+        base = output._base
+        # a view that the model overwrites leaves the graph, what it is a view of stays in it
+        whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+        edge = get_gradient_edge(base if base is not None and whole else output)
+        work = by_row * math.prod(output.shape[:-1])
+        self.uses.append(Use(edge.node, edge.output_nr, output.shape, contributions, self.gathered, work))
+        return output
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+
+
+def _fits(rule: Rule, uses: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the rule has these arguments."""
+    try:
+        _signature(rule).bind(uses, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+@functools.cache
+def _signature(rule: Rule) -> inspect.Signature:
+    return inspect.signature(rule)

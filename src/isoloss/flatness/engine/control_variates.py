@@ -1,0 +1,221 @@
+"""Random cotangents of the logits whose covariance is the Fisher's, and control variates of mean 0.
+
+Shapes: m predicted positions of B sequences, V vocabulary, d width of the decoder's input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from isoloss import seeds
+from isoloss.flatness.engine.capture import Decoder
+
+NUM_STATIONS = 3  # whose cotangents are controls, at most
+# numbers worked on at a time, so that no second buffer of the logits' shape is needed; on a CPU they stay in its cache
+_CHUNK = {"cpu": 1 << 18}
+_CHUNK_ELSEWHERE = 1 << 22
+
+
+def root_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Return (m, V): the square roots of the softmax of the logits, in float32 or their own wider type."""
+    wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    for part in _parts(wide):
+        torch.sqrt(part.softmax(dim=-1), out=part)
+    return wide
+
+
+def integrated_(root_p: torch.Tensor, counts: torch.Tensor, sequences: range, *, seed: int, probe: int) -> torch.Tensor:
+    """Turn square roots of probabilities into u = S v, S = diag(sqrt p) - p sqrt(p)^T, in place, and return them.
+
+    v are random signs, a function of the seed, the sequence and the probe. E[u u^T] = diag(p) - p p^T: the labels are
+    integrated out. With w = sqrt(p) v, u is w - w^2 sum(w), as v^2 = 1.
+
+    Args:
+        root_p: (m, V) square roots of probabilities.
+        counts: (B,) predicted positions of each sequence.
+        sequences: Places of the B sequences in the stream.
+        seed: The measurement's.
+        probe: Which of several.
+    """
+    streams = streams_of(counts, root_p.shape[1], sequences, "probes", probe)
+    return with_signs_(root_p, counts, packed_signs(streams, root_p.device, seed)[0])
+
+
+def with_signs_(root_p: torch.Tensor, counts: torch.Tensor, octets: torch.Tensor) -> torch.Tensor:
+    """Do as `integrated_` with the signs of one row of `packed_signs`, a stream for each sequence."""
+    sizes, vocabulary, start, read = counts.tolist(), root_p.shape[1], 0, 0
+    step = max(1, _limit(root_p) // max(1, vocabulary * max(sizes)))  # sequences whose signs are unpacked together
+    for first in range(0, len(sizes), step):
+        numbers = [count * vocabulary for count in sizes[first : first + step]]
+        rows = root_p[start : start + sum(numbers) // vocabulary]
+        length = sum(map(_octets, numbers))
+        rows.mul_(unpacked_signs(octets[read : read + length], numbers).view(rows.shape).to(rows.device))
+        start, read = start + len(rows), read + length
+    for w in _parts(root_p):
+        w.sub_(w.square().mul_(w.sum(dim=-1, keepdim=True)))
+    return root_p
+
+
+def observed_(
+    root_p: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, sequences: range, *, seed: int
+) -> torch.Tensor:
+    """Turn square roots of probabilities into e (p - onehot(y)), in place: y the labels, e one random sign a position.
+
+    The signs make the positions' gradients add up in square: E||sum_r e_r g_r||^2 = sum_r ||g_r||^2.
+    """
+    root_p.square_()
+    root_p[torch.arange(len(root_p), device=root_p.device), targets.to(root_p.device)] -= 1
+    octets = packed_signs(streams_of(counts, 1, sequences, "observed"), root_p.device, seed)[0]
+    return root_p.mul_(unpacked_signs(octets, counts.tolist())[:, None].to(root_p.device))
+
+
+def random_signs(
+    shape: torch.Size | tuple[int, ...], device: torch.device, seed: int, *names: str | int
+) -> torch.Tensor:
+    """Return `shape` random signs of the stream `names`, int8; a CUDA device draws its own, other than a CPU's."""
+    count = math.prod(shape)
+    octets = packed_signs([(count, names)], device, seed)[0]
+    return unpacked_signs(octets, [count]).view(tuple(shape)).to(device)
+
+
+Streams = Sequence[tuple[int, tuple[str | int, ...]]]  # how many signs, and the stream's name
+
+
+def streams_of(counts: torch.Tensor, width: int, sequences: range, purpose: str, *probe: int) -> Streams:
+    """Return the streams of B sequences, each of `width` signs for each of its `counts` (B,) positions."""
+    pairs = zip(sequences, counts.tolist(), strict=True)
+    return [(count * width, (purpose, sequence, *probe)) for sequence, count in pairs]
+
+
+def packed_signs(streams: Streams, device: torch.device, seed: int, *, copies: int = 1) -> torch.Tensor:
+    """Return (copies, octets) uint8: independent random signs of streams, 8 to the octet, end to end."""
+    place = device if device.type == "cuda" else torch.device("cpu")
+    generator = torch.Generator(device=place)
+    octets = []
+    for count, names in streams:
+        generator.manual_seed(seeds.derive(seed, *names))
+        size = (copies, _octets(count))
+        octets.append(torch.randint(0, 256, size, generator=generator, dtype=torch.uint8, device=place))
+    return torch.cat(octets, dim=1)
+
+
+def unpacked_signs(octets: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return the signs of a row of `packed_signs`, int8, end to end: `counts` of each stream."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=octets.device)
+    signs = (octets[:, None] >> shifts).bitwise_and_(1).view(torch.int8).mul_(2).sub_(1).view(-1)
+    if not any(count % 8 for count in counts):
+        return signs
+    parts = torch.split(signs, [8 * _octets(count) for count in counts])
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _octets(count: int) -> int:
+    return (count + 7) // 8
+
+
+class Controls:
+    """Control variates of one batch: what the cotangents give less what they give on average, by sequence.
+
+    With g_r = W^T u_r the cotangent of the decoder's input h_r at position r, h~ = (h, 1) and w the mean row of W, the
+    first two are squared norms of a part of each position's gradient that has a closed form, and the others products
+    of two positions, whose signs are independent:
+
+    - `sum_r |u_r h~_r^T|^2`, the decoder's own gradients, with the mean `sum_r |h~_r|^2 (1 - sum_c p_c^2)`;
+    - `sum_r |g_r|^2`, what reaches the layers below, with the mean `sum_r (sum_c p_c |w_c|^2 - |sum_c p_c w_c|^2)`;
+    - `sum_{r != s} <g_r, g_s>`, with the mean 0: the cross terms of the layers below, were these a multiple of the
+      identity;
+    - `sum_{r != s} <g_r, w> <g_s, w>`, with the mean 0: the same along the direction that the decoder's rows share,
+      of which less reaches the layers or more than of all others;
+    - `sum_{r != s} <b_r, b_s>`, with the mean 0, for each of up to 3 stations: outputs in the model whose cotangent b_r
+      at a position depends on u_r alone;
+    - `sum_r |b_r|^2` of the first station, with the mean over further probes in the place of its own;
+    - the first two, their mean over these probes, which takes from the noise of that mean.
+
+    Args:
+        root_p: (m, V) square roots of the probabilities.
+        hidden: (m, d) the decoder's inputs.
+        decoder: Its weight and bias.
+        rows: (m,) the sequence of each position.
+        num_sequences: B.
+    """
+
+    NUMBER = 4 + NUM_STATIONS + 3
+
+    def __init__(
+        self, root_p: torch.Tensor, hidden: torch.Tensor, decoder: Decoder, rows: torch.Tensor, num_sequences: int
+    ) -> None:
+        self._rows, self._num_sequences = rows, num_sequences
+        self._squares = 1 + _squared_norms(hidden.to(root_p.dtype))
+        weight = decoder.weight.to(root_p.dtype)
+        self._shared = weight.mean(dim=0)
+        squares = weight.square().sum(dim=1)
+        below, above = [], []
+        for part in _parts(root_p):
+            p = part.square()
+            above.append(1 - _squared_norms(p))
+            below.append(p @ squares - _squared_norms(p @ weight))
+        own = self._squares * torch.cat(above)
+        self._means = torch.stack([self._by_sequence(own), self._by_sequence(torch.cat(below))], dim=1)
+
+    def centred(
+        self,
+        cotangent: torch.Tensor,
+        hidden_cotangent: torch.Tensor,
+        stations: Sequence[torch.Tensor] = (),
+        others: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> torch.Tensor:
+        """Return (B, 10) float64: the control variates less their means; 0 for those that there is nothing for.
+
+        Args:
+            cotangent: (m, V) u.
+            hidden_cotangent: (m, d) W^T u.
+            stations: The stations' cotangents, (m, any) each.
+            others: For each of the further probes, the first station's cotangent and the probe's `squares`.
+        """
+        along = (hidden_cotangent.to(cotangent.dtype) @ self._shared)[:, None]
+        crossed = [self._crossed(values) for values in (hidden_cotangent, along, *stations)]
+        crossed += [torch.zeros_like(crossed[0])] * (NUM_STATIONS - len(stations))
+        first, further = torch.zeros_like(crossed[0]), torch.zeros_like(self._means)
+        if stations and others:
+            mean = sum(_squared_norms(values).double() for values, _ in others) / len(others)
+            first = self._by_sequence(_squared_norms(stations[0]).double() - mean)
+            further = torch.stack([squares for _, squares in others]).mean(dim=0)
+        return torch.cat(
+            [self.squares(cotangent, hidden_cotangent), torch.stack([*crossed, first], dim=1), further], dim=1
+        )
+
+    def squares(self, cotangent: torch.Tensor, hidden_cotangent: torch.Tensor) -> torch.Tensor:
+        """Return (B, 2) float64: the first two control variates of u (m, V) and W^T u (m, d), less their means."""
+        own = self._by_sequence(_squared_norms(cotangent) * self._squares)
+        below = self._by_sequence(_squared_norms(hidden_cotangent.to(cotangent.dtype)))
+        return torch.stack([own, below], dim=1) - self._means
+
+    def _crossed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return (B,): the products of any two different rows (m, n) of a sequence, summed; 0 where there is one."""
+        values = values.double()
+        others = self._by_sequence(values)[self._rows.to(values.device)] - values
+        return self._by_sequence((values * others).sum(dim=1))
+
+    def _by_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """Return (B, ...) float64: the sums over the rows (m, ...) of each sequence."""
+        sums = torch.zeros(self._num_sequences, *values.shape[1:], dtype=torch.float64, device=values.device)
+        return sums.index_add_(0, self._rows.to(values.device), values.double())
+
+
+def _squared_norms(rows: torch.Tensor) -> torch.Tensor:
+    """Return (m,): the squared norms of rows (m, n), without a buffer of their shape."""
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms.square()
+
+
+def _parts(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Split (m, V) so that each part has few enough numbers."""
+    return torch.split(rows, max(1, _limit(rows) // max(1, rows.shape[1])))
+
+
+def _limit(rows: torch.Tensor) -> int:
+    """Return how many numbers are worked on at a time."""
+    return _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE)

@@ -1,0 +1,246 @@
+"""The mean loss over given batches, its gradient, and products of its Hessian and Gauss-Newton matrix with vectors.
+
+Shapes: m predicted positions of a batch, V vocabulary, P trainable parameters counted one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from isoloss.errors import IsolossError
+from isoloss.flatness.engine.batches import read_batches
+from isoloss.flatness.engine.capture import Capture
+from isoloss.flatness.engine.parameters import counted_parameters, refuse_unreached, requiring_gradients
+from isoloss.flatness.engine.position_selection import Gathering
+from isoloss.flatness.engine.predictions import Batch, predict
+from isoloss.model_checks import NOTHING_PREDICTED, device_of, is_causal, plainly, refuse_dropout
+
+# what torch says where a function has a first derivative only
+_ONCE_ONLY = ("is not implemented", "differentiate twice")
+
+
+class MeanLoss:
+    """The mean cross-entropy per predicted token over given batches, as a function of the P trainable parameters.
+
+    Vectors are flat: the parameters in the order of `parameters`, each in its own order of elements. Every product
+    runs over all batches again. The model is not changed.
+
+    With J the derivative of the logits at a position, the Hessian of the loss there is
+    J^T (diag p - p p^T) J + sum_c (p - y)_c H(f_c); the first term is the Gauss-Newton matrix, which is the Fisher's.
+    The Hessian's products take two backward passes (Pearlmutter 1994). Those of the Gauss-Newton matrix take three:
+    J v is the derivative of v^T J^T u by u, the rest is one more.
+
+    Args:
+        model: A language model, as for `fisher_trace`. Its attention must have second derivatives: with
+            attention="sdpa" the products use its plain kernel, which has; flash attention has none.
+        batches: As for `fisher_trace`; all are kept.
+        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
+        parameters: The parameters by name; None: all trainable ones, tied ones once.
+
+    Attributes:
+        model: As given.
+        parameters: By name.
+        causal: As given or found.
+        num_parameters: P.
+        num_sequences: Over all batches.
+        num_positions: Predicted positions over all batches.
+        skipped_batches: Batches that predict nothing.
+        dtype: Of the vectors: float32, or the parameters' wider type.
+
+    Raises:
+        IsolossError: Dropout is on, no parameter is trainable, a batch does not fit, or nothing is predicted.
+
+    Example:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                     intermediate_size=16, max_position_embeddings=8)
+        >>> model = BertForMaskedLM(config).eval()
+        >>> batch = {"input_ids": torch.arange(8).view(2, 4), "labels": torch.tensor([[3, -100, -100, -100]] * 2)}
+        >>> loss = MeanLoss(model, [batch])
+        >>> gradient = loss.gradient()
+        >>> gradient.shape == (loss.num_parameters,), bool(gradient @ loss.gauss_newton_product(gradient) >= 0)
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Mapping[str, Any]],
+        *,
+        causal: bool | None = None,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        refuse_dropout(model)
+        self.model = model
+        self.parameters = counted_parameters(model, parameters)
+        self.causal = is_causal(model) if causal is None else causal
+        given = [reading.checked for reading in read_batches(batches, model=model, causal=self.causal)]
+        if not given:
+            raise IsolossError("there are no batches to measure on")
+        self._batches = [batch for batch in given if batch.predicts]
+        if not self._batches:
+            raise IsolossError(NOTHING_PREDICTED)
+        self.num_sequences = sum(len(batch.predicted) for batch in given)
+        self.skipped_batches = len(given) - len(self._batches)
+        self.num_positions = sum(len(batch.targets) for batch in self._batches)
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters.values())
+        self.dtype = torch.float32
+        for parameter in self.parameters.values():
+            self.dtype = torch.promote_types(self.dtype, parameter.dtype)
+
+    def value(self) -> float:
+        """Return the loss in nats per predicted token."""
+        with torch.no_grad():
+            return sum(float(_total_loss(self.model, batch)) for batch in self._batches) / self.num_positions
+
+    def gradient(self) -> torch.Tensor:
+        """Return (P,): the gradient.
+
+        Raises:
+            IsolossError: It is not finite.
+        """
+
+        def of_batch(batch: Batch) -> Sequence[torch.Tensor]:
+            return torch.autograd.grad(
+                _total_loss(self.model, batch), self._leaves, allow_unused=True, materialize_grads=True
+            )
+
+        return self._mean(of_batch, "the gradient of the loss")
+
+    def hessian_product(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return (P,): the Hessian times a vector (P,).
+
+        Raises:
+            IsolossError: It is not finite, or a part of the model has no second derivative.
+        """
+        directions = self.split(vector)
+
+        def of_batch(batch: Batch) -> Sequence[torch.Tensor]:
+            gradients = torch.autograd.grad(
+                _total_loss(self.model, batch), self._leaves, create_graph=True, allow_unused=True
+            )
+            unused = [gradient is None for gradient in gradients]
+            refuse_unreached(self.model, self.parameters, itertools.compress(self.parameters, unused))
+            return hessian_vector_product(gradients, self._leaves, directions)
+
+        with second_derivatives():
+            return self._mean(of_batch, "the Hessian's product")
+
+    def gauss_newton_product(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return (P,): the Gauss-Newton matrix times a vector (P,); errors as for `hessian_product`."""
+        directions = self.split(vector)
+
+        def of_batch(batch: Batch) -> Sequence[torch.Tensor]:
+            logits = predicted_logits(self.model, batch)
+            moved = derivative_along(logits, self._leaves, directions)
+            p = logits.detach().to(moved.dtype).softmax(dim=-1)
+            cotangent = p * (moved - (p * moved).sum(dim=-1, keepdim=True))
+            return torch.autograd.grad(
+                logits, self._leaves, cotangent.to(logits.dtype), allow_unused=True, materialize_grads=True
+            )
+
+        with second_derivatives():
+            return self._mean(of_batch, "the Gauss-Newton matrix's product")
+
+    def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return a vector (P,) as tensors of the parameters' shapes and dtypes."""
+        if vector.shape != (self.num_parameters,):
+            raise IsolossError(f"a vector of shape {tuple(vector.shape)} does not fit {self.num_parameters} parameters")
+        parts = torch.split(vector, [parameter.numel() for parameter in self._leaves])
+        return [part.view(leaf.shape).to(leaf) for part, leaf in zip(parts, self._leaves, strict=True)]
+
+    @property
+    def _leaves(self) -> list[nn.Parameter]:
+        return list(self.parameters.values())
+
+    def _mean(self, of_batch: Callable[[Batch], Sequence[torch.Tensor]], what: str) -> torch.Tensor:
+        with plainly(self.model), requiring_gradients(self.parameters):
+            total = torch.zeros(self.num_parameters, dtype=self.dtype, device=device_of(self.model))
+            for batch in self._batches:
+                total += torch.cat([part.reshape(-1).to(self.dtype) for part in of_batch(batch)])
+        if not bool(total.isfinite().all()):
+            raise IsolossError(f"{what} is not finite; use a wider dtype")
+        return total / self.num_positions
+
+
+def predicted_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return (m, V): the logits at the predicted positions, with their graph.
+
+    Raises:
+        IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite.
+    """
+    predictions = predict(model, batch, Capture({}, batch.predicted), Gathering())
+    assert predictions is not None  # only an early gathering can fail
+    return predictions.logits
+
+
+def hessian_vector_product(
+    gradients: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor], directions: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the derivative of gradients by the leaves, times directions of their shapes; the graph is kept."""
+    reached, along = _that_need_gradients(gradients, directions)
+    if not reached:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    return list(
+        torch.autograd.grad(reached, leaves, along, retain_graph=True, allow_unused=True, materialize_grads=True)
+    )
+
+
+def derivative_along(
+    logits: torch.Tensor, leaves: Sequence[torch.Tensor], directions: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the derivative of the logits along directions of the leaves' shapes; float32 or wider.
+
+    J^T u is linear in u, and its derivative by u along v is J v. The logits' graph is kept.
+    """
+    cotangent = torch.zeros_like(logits, requires_grad=True)
+    pulled = torch.autograd.grad(logits, leaves, cotangent, create_graph=True, allow_unused=True)
+    reached, along = _that_need_gradients(pulled, directions)
+    if not reached:
+        raise IsolossError("no trainable parameter of the model reaches its logits")
+    (moved,) = torch.autograd.grad(reached, cotangent, along, retain_graph=True)
+    return moved.to(torch.promote_types(moved.dtype, torch.float32))
+
+
+@contextmanager
+def second_derivatives() -> Iterator[None]:
+    """Let attention take its plain kernel, and say so clearly where a part has no second derivative.
+
+    Raises:
+        IsolossError: In place of torch's error where a function can be differentiated only once.
+    """
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    except RuntimeError as error:
+        if any(hint in str(error) for hint in _ONCE_ONLY):
+            raise IsolossError(
+                f'a part of the model has no second derivative: load it with attention="eager" (torch: {error})'
+            ) from error
+        raise
+
+
+def _total_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    logits = predicted_logits(model, batch)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, batch.targets, reduction="none").sum(dtype=torch.float64)
+
+
+def _that_need_gradients(
+    values: Sequence[torch.Tensor | None], directions: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the values that can be differentiated, and the directions that go with them."""
+    pairs = [
+        (value, direction)
+        for value, direction in zip(values, directions, strict=True)
+        if value is not None and value.requires_grad
+    ]
+    return [value for value, _ in pairs], [direction for _, direction in pairs]

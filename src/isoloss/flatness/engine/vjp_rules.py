@@ -1,0 +1,415 @@
+"""One rule for each torch function that takes parameters: how their gradients follow from the cotangent of its output.
+
+Shapes: B sequences, T tokens in each, m gathered rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.flatness.engine.factors import Dense, Factor, Outer, Places
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A tensor that is a parameter, or one cast, transposed or shifted by a constant.
+
+    Attributes:
+        name: The parameter's name.
+        transposed: Whether the tensor is its transpose.
+    """
+
+    name: str
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which token of which sequence stands where in an activation.
+
+    Attributes:
+        num_sequences: B.
+        length: T.
+        places: Once the predicted positions are gathered, the sequences of the rows.
+    """
+
+    num_sequences: int
+    length: int
+    places: Places | None = None
+
+    def tokens(self, values: torch.Tensor, trailing: int) -> torch.Tensor | None:
+        """Return the values as (B, S, ...), or (m, ...) once gathered, keeping `trailing` dimensions; None: no fit."""
+        lead, rest = tuple(values.shape[: values.ndim - trailing]), values.shape[values.ndim - trailing :]
+        if self.places is not None:
+            m = len(self.places.rows)
+            return values.reshape(m, *rest) if lead in ((1, m), (m,)) else None
+        if lead and lead[0] == self.num_sequences:
+            return values.reshape(self.num_sequences, math.prod(lead[1:]), *rest)
+        if lead == (self.num_sequences * self.length,):
+            return values.reshape(self.num_sequences, self.length, *rest)
+        return None
+
+
+Contribution = Callable[[torch.Tensor], Factor]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a function returned, and how the cotangent of that gives each parameter's factor of the gradient.
+
+    Attributes:
+        output: The function's result.
+        contributions: By parameter; empty where `alias` says that the result is the parameter again.
+        alias: The parameter that the result stands for.
+    """
+
+    output: Any
+    contributions: dict[str, Contribution]
+    alias: Handle | None = None
+
+
+class Uses(Protocol):
+    """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule.
+
+    Attributes:
+        layout: How the tokens lie at this point.
+        expands: Whether a lookup for all sequences together may be made one for each.
+        shared: Whether one was, which the model does not know.
+    """
+
+    layout: Layout
+    expands: bool
+    shared: bool
+
+    def handle(self, value: Any) -> Handle | None:
+        """Return the parameter that a tensor is, if it is one that is measured."""
+        ...
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Apply a function and note the use of the parameters among its arguments."""
+        ...
+
+
+Rule = Callable[..., Result | None]  # None: the call is not one that the rule knows
+
+
+# --- matrices --------------------------------------------------------------------------------------------------------
+
+
+def _matrix_use(uses: Uses, x: torch.Tensor, handle: Handle, *, by_rows: bool) -> Contribution | None:
+    """Return the rule of y = x W^T (`by_rows`) or y = x W."""
+    tokens = uses.layout.tokens(x.detach(), 1)
+    if tokens is None:
+        return None
+    layout, inputs, output_first = uses.layout, tokens, by_rows != handle.transposed
+
+    def contribution(cotangent: torch.Tensor) -> Factor:
+        outputs = layout.tokens(cotangent, 1)
+        assert outputs is not None
+        return Outer(outputs, inputs, layout.places) if output_first else Outer(inputs, outputs, layout.places)
+
+    return contribution
+
+
+def _linear(uses: Uses, input: Any, weight: Any, bias: Any = None) -> Result | None:  # noqa: A002
+    matrix, vector = uses.handle(weight), uses.handle(bias)
+    contributions: dict[str, Contribution] = {}
+    if matrix is not None:
+        use = _matrix_use(uses, input, matrix, by_rows=True) if _is_plain(uses, input) and weight.ndim == 2 else None
+        if use is None:
+            return None
+        contributions[matrix.name] = use
+    output = F.linear(input, weight, bias)
+    if vector is not None:
+        added = _elementwise(uses, output, bias, None)
+        if added is None:
+            return None
+        contributions[vector.name] = added
+    return Result(output, contributions)
+
+
+def _addmm(uses: Uses, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Result | None:  # noqa: A002
+    matrix, vector = uses.handle(mat2), uses.handle(input)
+    if beta != 1 or alpha != 1 or not _is_plain(uses, mat1):
+        return None
+    contributions: dict[str, Contribution] = {}
+    if matrix is not None:
+        use = _matrix_use(uses, mat1, matrix, by_rows=False)
+        if use is None:
+            return None
+        contributions[matrix.name] = use
+    output = torch.addmm(input, mat1, mat2)
+    if vector is not None:
+        added = _elementwise(uses, output, input, None)
+        if added is None:
+            return None
+        contributions[vector.name] = added
+    return Result(output, contributions)
+
+
+def _matmul(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
+    matrix = uses.handle(other)
+    if matrix is None or not _is_plain(uses, input) or other.ndim != 2 or input.ndim < 2:
+        return None
+    use = _matrix_use(uses, input, matrix, by_rows=False)
+    return None if use is None else Result(torch.matmul(input, other), {matrix.name: use})
+
+
+def _embedding(
+    uses: Uses,
+    input: Any,  # noqa: A002
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Result | None:
+    handle = uses.handle(weight)
+    if handle is None or handle.transposed:
+        return None
+    for option, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
+        if value:
+            raise IsolossError(
+                f"the embedding {handle.name} has {option}={value}, which makes its gradient something else than a "
+                f"derivative: set {option} to {None if option == 'max_norm' else False}"
+            )
+    layout = uses.layout
+    # positions or types that all sequences share: one row each, so that their cotangents stay apart
+    is_shared = input.ndim == 2 and input.shape[0] == 1 and layout.num_sequences > 1 and layout.places is None
+    shared = is_shared and uses.expands
+    index = layout.tokens(input.expand(layout.num_sequences, -1) if shared else input, 0)
+    if index is None or layout.places is not None or input.ndim < 2:
+        return None
+    skipped = None if padding_idx is None else padding_idx % weight.shape[0]
+
+    def contribution(cotangent: torch.Tensor) -> Factor:
+        rows = layout.tokens(cotangent, 1)
+        assert rows is not None
+        if skipped is not None:  # torch gives the padding row no gradient
+            rows = rows.masked_fill((index == skipped)[:, :, None], 0.0)
+        return Outer(index, rows)
+
+    output = F.embedding(input, weight, padding_idx)
+    if shared:
+        uses.shared = True
+        output = output.expand(layout.num_sequences, *output.shape[1:])
+    return Result(output, {handle.name: contribution})
+
+
+# --- vectors ---------------------------------------------------------------------------------------------------------
+
+
+def _elementwise(uses: Uses, output: torch.Tensor, parameter: torch.Tensor, scale: Any) -> Contribution | None:
+    """Return the rule of y = f + parameter, or, with a `scale`, of y = f + scale * parameter, both broadcast to y.
+
+    `scale` is a function without arguments, so that what it gives is held only while it is needed.
+    """
+    shape = tuple(parameter.shape)
+    if len(shape) == output.ndim and shape[0] == 1:
+        shape = shape[1:]
+    kept = output.shape[output.ndim - len(shape) :]
+    layout = uses.layout
+    if layout.tokens(output.detach(), len(shape)) is None or len(kept) != len(shape):
+        return None
+    broadcast = [i - len(shape) for i, (of, to) in enumerate(zip(shape, kept, strict=True)) if of != to]
+
+    def contribution(cotangent: torch.Tensor) -> Factor:
+        products = cotangent if scale is None else cotangent * scale()
+        tokens = layout.tokens(products, len(shape))
+        assert tokens is not None
+        if tokens.dtype in (torch.float16, torch.bfloat16):
+            tokens = tokens.float()
+        if layout.places is None:
+            tokens = tokens.sum(dim=1)
+        if broadcast:
+            tokens = tokens.sum(dim=broadcast)
+        return Dense(tokens.flatten(1) if tokens.ndim > 1 else tokens[:, None], layout.places)
+
+    return contribution
+
+
+def _normalised(
+    uses: Uses, output: torch.Tensor, weight: Any, bias: Any, scale: Callable[[], torch.Tensor]
+) -> Result | None:
+    """Return the rule of y = weight * x + bias, x the normalised input that `scale` gives."""
+    contributions: dict[str, Contribution] = {}
+    for parameter, factor in ((weight, scale), (bias, None)):
+        handle = uses.handle(parameter)
+        if handle is None:
+            continue
+        use = _elementwise(uses, output, parameter, factor)
+        if use is None or handle.transposed:
+            return None
+        contributions[handle.name] = use
+    return Result(output, contributions)
+
+
+def _layer_norm(
+    uses: Uses,
+    input: Any,  # noqa: A002
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+) -> Result | None:
+    if not _is_plain(uses, input):
+        return None
+    x, shape = input.detach(), tuple(normalized_shape)
+    output = F.layer_norm(input, shape, weight, bias, eps)
+    return _normalised(uses, output, weight, bias, lambda: F.layer_norm(x, shape, None, None, eps))
+
+
+def _rms_norm(
+    uses: Uses,
+    input: Any,  # noqa: A002
+    normalized_shape: Any,
+    weight: Any = None,
+    eps: float | None = None,
+) -> Result | None:
+    if not _is_plain(uses, input):
+        return None
+    x, shape = input.detach(), tuple(normalized_shape)
+    output = F.rms_norm(input, shape, weight, eps)
+    return _normalised(uses, output, weight, None, lambda: F.rms_norm(x, shape, None, eps))
+
+
+def _product(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
+    parameter, values = (input, other) if uses.handle(input) is not None else (other, input)
+    handle = uses.handle(parameter)
+    if handle is None or handle.transposed or not isinstance(values, torch.Tensor) or not _is_plain(uses, values):
+        return None
+    output, held = torch.mul(input, other), values.detach()
+    use = _elementwise(uses, output, parameter, lambda: held)
+    return None if use is None else Result(output, {handle.name: use})
+
+
+def _sum(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
+    parameter, values = (input, other) if uses.handle(input) is not None else (other, input)
+    handle = uses.handle(parameter)
+    if handle is None:
+        return None
+    output = torch.add(input, other)
+    if not isinstance(values, torch.Tensor):
+        return Result(output, {}, alias=handle)
+    if handle.transposed or not _is_plain(uses, values):
+        return None
+    use = _elementwise(uses, output, parameter, None)
+    return None if use is None else Result(output, {handle.name: use})
+
+
+def _is_plain(uses: Uses, value: Any) -> bool:
+    return uses.handle(value) is None
+
+
+# --- the same parameter in another guise ------------------------------------------------------------------------------
+
+
+def _cast(name: str) -> Rule:
+    def rule(uses: Uses, input: Any, *args: Any, **kwargs: Any) -> Result | None:  # noqa: A002
+        # where the parameter is what another tensor is cast to, the result does not depend on it
+        return Result(getattr(input, name)(*args, **kwargs), {}, alias=uses.handle(input))
+
+    return rule
+
+
+def _transpose(uses: Uses, input: Any, *dims: int) -> Result | None:  # noqa: A002
+    handle = uses.handle(input)
+    if handle is None or input.ndim != 2 or {dim % 2 for dim in dims} not in (set(), {0, 1}):
+        return None
+    return Result(input.mT, {}, alias=Handle(handle.name, not handle.transposed))
+
+
+# --- recurrent layers ------------------------------------------------------------------------------------------------
+
+
+def _lstm(
+    uses: Uses,
+    input: Any,  # noqa: A002
+    hx: Any,
+    params: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool = False,
+) -> Result | None:
+    """Unroll the layer into linear maps, each of which has a rule. Packed sequences are not known."""
+    if isinstance(hx, torch.Tensor) or uses.layout.places is not None:
+        return None
+    x = input if batch_first else input.transpose(0, 1)
+    if x.shape[0] != uses.layout.num_sequences:
+        return None
+    directions = 2 if bidirectional else 1
+    per_direction = len(params) // (num_layers * directions)
+    states: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            number = layer * directions + direction
+            weights = list(params[number * per_direction : (number + 1) * per_direction])
+            biases = [weights.pop(2), weights.pop(2)] if has_biases else [None, None]
+            start = (hx[0][number], hx[1][number])
+            steps = range(x.shape[1] - 1, -1, -1) if direction else range(x.shape[1])
+            output, state = _lstm_direction(uses, x, start, weights, biases, steps)
+            outputs.append(output)
+            states.append(state)
+        x = torch.cat(outputs, dim=2)
+    h, c = (torch.stack(list(parts)) for parts in zip(*states, strict=True))
+    return Result((x if batch_first else x.transpose(0, 1), h, c), {})
+
+
+def _lstm_direction(
+    uses: Uses,
+    x: torch.Tensor,
+    state: tuple[torch.Tensor, torch.Tensor],
+    weights: list[nn.Parameter],
+    biases: list[Any],
+    steps: range,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Return (B, T, H) outputs and the last state of one layer in one direction."""
+    h, c = state
+    outputs: dict[int, torch.Tensor] = {}
+    driven = uses.apply(F.linear, x, weights[0], biases[0])
+    for t in steps:
+        gates = driven[:, t] + uses.apply(F.linear, h, weights[1], biases[1])
+        enter, forget, value, leave = gates.chunk(4, dim=1)
+        c = forget.sigmoid() * c + enter.sigmoid() * value.tanh()
+        h = leave.sigmoid() * c.tanh()
+        if len(weights) == 3:
+            h = uses.apply(F.linear, h, weights[2], None)
+        outputs[t] = h
+    return torch.stack([outputs[t] for t in range(x.shape[1])], dim=1), (h, c)
+
+
+_CASTS = ("to", "float", "double", "half", "bfloat16", "type_as", "contiguous")
+_BY_NAME: dict[str, Rule] = {name: _cast(name) for name in _CASTS}
+_BY_NAME |= {
+    "linear": _linear,
+    "addmm": _addmm,
+    "matmul": _matmul,
+    "embedding": _embedding,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "mul": _product,
+    "add": _sum,
+    "t": _transpose,
+    "transpose": _transpose,
+    "lstm": _lstm,
+}
+
+
+def rule_of(function: Callable[..., Any]) -> Rule | None:
+    """Return the rule of a torch function, if there is one."""
+    if function == torch.Tensor.T.__get__:  # type: ignore[attr-defined]
+        return _transpose
+    return _BY_NAME.get(getattr(function, "__name__", ""))

@@ -1,0 +1,371 @@
+"""Trace of the Fisher matrix of a language model's loss with an error bar: the paper's flatness (section 4, B.1).
+
+Shapes: B sequences of a batch, T positions, m predicted positions, V vocabulary, K trainable parameter tensors.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.flatness import sampled_labels
+from isoloss.flatness.engine import control_variates
+from isoloss.flatness.engine.auxiliary_sample import Pool
+from isoloss.flatness.engine.parameters import counted_parameters, requiring_gradients
+from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness.engine.predictions import Batch, Predictions
+from isoloss.flatness.engine.run import Measurement, Norms, Stopping
+from isoloss.model_checks import is_causal, refuse_dropout
+from isoloss.statistics.estimate import Estimate
+
+_PAPER_LABELS = 50  # appendix B.1
+# further probes of the tail: of fewer the mean is too noisy, and more are not needed
+_FEWEST_TAIL_PROBES, _MOST_TAIL_PROBES = 4, 8
+_TAIL_COST = 0.1  # all of them, of a forward pass
+
+
+def fisher_trace(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    method: Literal["ghost", "paper"] = "ghost",
+    num_probes: int | None = None,
+    seed: int = 0,
+    num_sequences: int | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
+    causal: bool | None = None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    pool: Pool | Iterable[Mapping[str, Any]] | None = None,
+    resume: Path | None = None,
+    distributed: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Estimate:
+    """Estimate the trace of the Fisher matrix of the mean loss per predicted token.
+
+    The value is `E_x E_{y~f(x)} ||grad_theta log f(x)_y||^2` (paper, section 4), the mean over predicted positions x
+    with the label y drawn from the model's own prediction f(x). It is the trace of the Gauss-Newton matrix of the
+    cross-entropy at any parameters, and the trace of its Hessian where the prediction is the true conditional. The sum
+    runs over all trainable parameters, tied ones once.
+
+    With `method="ghost"` the labels are integrated out. With p = f(x), `S = diag(sqrt p) - p sqrt(p)^T` and v of V
+    random signs, the
+    cotangent u = S v has `E[u u^T] = diag(p) - p p^T`, so that `E||J^T u||^2 = Tr(J^T (diag(p) - p p^T) J)` is the sum
+    over labels exactly. One backward pass, to activations only, serves a batch: the squared norm of each sequence's
+    gradient follows from the inputs and output cotangents of the layers
+    (`isoloss.flatness.engine.per_sequence_grad_norm`), and no gradient is formed. Several predicted positions of a
+    sequence have independent v, so that their cross terms vanish on average. Control variates with known means take
+    much of the probes' noise away, that of the cross terms included
+    (`isoloss.flatness.engine.control_variates.Controls`), with cross-fitted coefficients
+    (`isoloss.statistics.ratio_estimator.Tally`). Only first derivatives are taken, so every attention kernel does.
+
+    The error is that of a ratio over independent clusters, so it covers the data and the probes together. A cluster is
+    a sequence, or, where a batch has `documents`, the consecutive sequences of one document.
+
+    The signs of a sequence depend on `seed` and on its place in the stream of sequences alone, not on how the stream is
+    cut into batches.
+
+    Args:
+        model: A Hugging Face language model, or a module whose output has `logits` (B, T, V). It is left as found.
+        batches: Mappings of `labels` (B, T), -100 where nothing is predicted, and the model's inputs, B rows each;
+            optionally `documents` (B,), the id of the document that each sequence is from. The values of the other
+            labels are not used. A causal model's labels are unshifted: label t + 1 is predicted at position t.
+        method: `"ghost"`, or `"paper"`: the estimator of appendix B.1 to the letter, which samples labels at each
+            predicted position and averages the squared norms of their gradients, one backward pass a label.
+        num_probes: Sign vectors a position, sharing one forward pass (default 1), or labels a position for `"paper"`
+            (default 50).
+        seed: Decides the signs or labels.
+        num_sequences: Stop after as many; None: at the end of the batches.
+        rtol: Stop as soon as the standard error is at most this share of the value. Looked at after 64, 128, 256, ...
+            clusters only, so that a lucky moment does not end it.
+        seconds: Stop at the first batch that ends later than this after the start, once there are 64 clusters.
+        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
+        parameters: The parameters to sum over, by name; None: all trainable ones.
+        pool: Many more sequences, drawn as those of the batches are, which these may be among: batches of `input_ids`
+            and, as the measured ones have them, `labels`, `attention_mask` and `documents`. Only their tokens are read:
+            what a sequence's words say of its value then adds no more to the error than it does over the whole pool
+            (`isoloss.flatness.engine.auxiliary_sample.Pool`). It takes at least twice as many sequences as are
+            measured, and 16 measured clusters for each control; the details' `pool_bigrams` and `pool_directions` say
+            what was used, none where the error is smaller without. None: the error is that of the measured sequences
+            alone.
+        resume: A file to go on from, and to write what has been summed to every half minute. It is removed at the end.
+        distributed: Whether each process of the torch.distributed group measures batches of its own; every one gets the
+            estimate over all of them. A process's signs are other ones than another's.
+        progress: Called with the number of sequences done after each batch.
+
+    Returns:
+        The estimate in nats per predicted token, `by_parameter` adding up to `value`, with `samples` the number of
+        clusters and `num_inputs` the number of predicted positions. Among the details are the names of the
+        `embeddings` and, with its error, the trace `without_embeddings`.
+
+    Raises:
+        IsolossError: Dropout is on, no parameter is trainable, one that is given is not the model's, no prediction
+            depends on a measured parameter, there are no batches or none predicts anything, a batch
+            does not fit the model, a logit or gradient is not finite, fewer than two clusters predict something, the
+            pool cannot be read, `resume` is of another measurement, or it is to be distributed without a process group
+            or with `rtol` or `seconds`.
+        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
+
+    Example:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> _ = torch.manual_seed(0)
+        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                     intermediate_size=16, max_position_embeddings=8)
+        >>> model = BertForMaskedLM(config).eval()
+        >>> input_ids = torch.randint(0, 8, (64, 4))
+        >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
+        >>> trace = fisher_trace(model, [{"input_ids": input_ids, "labels": labels}])
+        >>> trace.num_inputs, trace.samples, trace.value > 0, trace.stderr < 0.1 * trace.value
+        (64, 64, True, True)
+        >>> pool = [{"input_ids": torch.randint(0, 8, (640, 4))}]
+        >>> fisher_trace(model, [{"input_ids": input_ids, "labels": labels}], pool=pool).details["pool_sequences"]
+        640
+    """
+    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    if method not in _METHODS:
+        raise IsolossError(f"method is {method!r}; it is one of {', '.join(_METHODS)}")
+    source = _METHODS[method](model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
+    if pool is not None and not isinstance(pool, Pool):
+        pool = Pool.read(model, pool)
+    measurement = Measurement(model, source, distributed=distributed, pool=pool)
+    return measurement.run(batches, stopping, resume=resume, progress=progress)
+
+
+def empirical_fisher_trace(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    seed: int = 0,
+    num_sequences: int | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
+    causal: bool | None = None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    resume: Path | None = None,
+    distributed: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Estimate:
+    """Estimate the trace of the empirical Fisher: the mean of `||grad_theta log f(x)_y||^2` at the given labels y.
+
+    It is another quantity than the Fisher's trace, where labels are drawn from the model (Kunstner et al. 2019,
+    "Limitations of the empirical Fisher approximation"): the two agree on average where the model's predictions are
+    the true conditionals.
+
+    Where a sequence has one predicted position the value is exact for these inputs. Where it has several, each one's
+    gradient gets a random sign, so that cross terms vanish on average.
+
+    Arguments, result and errors are those of `fisher_trace`; the labels' values count.
+    """
+    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    source = Observed(model, seed=seed, causal=causal, parameters=parameters)
+    return Measurement(model, source, distributed=distributed).run(batches, stopping, resume=resume, progress=progress)
+
+
+class _Ghost(abc.ABC):
+    """Squared norms from one backward pass to activations, for cotangents that a subclass puts on the logits."""
+
+    method: str
+    num_controls = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_probes: int | None = None,
+        seed: int,
+        causal: bool | None,
+        parameters: Mapping[str, nn.Parameter] | None,
+    ) -> None:
+        self.num_probes = _at_least_one(1 if num_probes is None else num_probes)
+        self.seed, self.causal = seed, is_causal(model) if causal is None else causal
+        self.settled: dict[str, int] = {}
+        self.parameters = counted_parameters(model, parameters)
+        self._predictor = Predictor(model, causal=self.causal, parameters=self.parameters)
+
+    def __enter__(self) -> Self:
+        self._predictor.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._predictor.__exit__(*error)
+
+    def measure(self, batch: Batch, first: int) -> Norms:
+        """Measure a batch; the mean over probes."""
+        if not batch.predicts:
+            return self._nothing(batch)
+        predictions = self._predictor.forward(batch)
+        positions = torch.bincount(predictions.rows, minlength=predictions.num_sequences)
+        square_norms = torch.zeros(len(positions), len(self.parameters), dtype=torch.float64)
+        controls = torch.zeros(len(positions), self.num_controls, dtype=torch.float64)
+        for probe in range(self.num_probes):
+            last = probe == self.num_probes - 1
+            norms, centred = self._probe(predictions, positions, first, probe, keep=not last)
+            square_norms += norms / self.num_probes
+            if centred is not None:
+                controls += centred.cpu() / self.num_probes
+        return Norms(square_norms, positions.cpu(), controls)
+
+    def _nothing(self, batch: Batch) -> Norms:
+        """Return the norms of a batch that predicts nothing."""
+        number = len(batch.predicted)
+        return Norms(
+            torch.zeros(number, len(self.parameters), dtype=torch.float64),
+            torch.zeros(number, dtype=torch.int64),
+            torch.zeros(number, self.num_controls, dtype=torch.float64),
+        )
+
+    def details(self) -> dict[str, Any]:
+        """Return where positions were gathered, and which parameters took another path."""
+        return {
+            "positions_gathered": str(self._predictor.gathering),
+            "parameters_without_gradient": list(self._predictor.unreached),
+            "parameters_by_autograd": list(self._predictor.slow_parameters),
+        }
+
+    @abc.abstractmethod
+    def _probe(
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (B, K) squared norms of one probe and, where there are any, (B, C) controls.
+
+        Unless `keep`, it is the last one on these predictions.
+        """
+
+
+class Integrated(_Ghost):
+    """Labels integrated out: cotangents S v, with control variates.
+
+    Attributes:
+        separate: Whether positions are squared one by one where that has less noise (`Predictor.squared_norms`).
+    """
+
+    method = "fisher, labels integrated out"
+    num_controls = control_variates.Controls.NUMBER
+    separate = True
+
+    def details(self) -> dict[str, Any]:
+        """Return what every source does, and the further probes of the last layer."""
+        return {**super().details(), "tail_probes": self.settled.get("tail_probes", 0)}
+
+    def _probe(
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cotangent, controls = control_variates.root_probabilities(predictions.logits), None
+        if predictions.hidden is not None and predictions.decoder is not None:
+            controls = control_variates.Controls(
+                cotangent, predictions.hidden, predictions.decoder, predictions.rows, len(positions)
+            )
+        others = [] if controls is None else self._tail(predictions, controls, positions, first, probe)
+        places = range(first, first + len(positions))
+        control_variates.integrated_(cotangent, positions, places, seed=self.seed, probe=probe)
+        norms = self._predictor.squared_norms(
+            predictions, cotangent.to(predictions.logits.dtype), separate=self.separate, keep=keep
+        )
+        if controls is None or norms.hidden_cotangent is None:
+            return norms.by_parameter, None
+        return norms.by_parameter, controls.centred(cotangent, norms.hidden_cotangent, norms.station_cotangents, others)
+
+    def _tail(
+        self,
+        predictions: Predictions,
+        controls: control_variates.Controls,
+        positions: torch.Tensor,
+        first: int,
+        probe: int,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the first station's cotangent (m, d) and `squares` (B, 2) for as many further probes as are cheap."""
+        number = self.settled.setdefault("tail_probes", _tail_probes(self._predictor.tail_share))
+        stations = self._predictor.stations(predictions)
+        if not number or not stations:
+            return []
+        logits, places = predictions.logits, range(first, first + len(positions))
+        streams = control_variates.streams_of(positions, logits.shape[1], places, "tail", probe)
+        found = []
+        for octets in control_variates.packed_signs(streams, logits.device, self.seed, copies=number):
+            cotangent = control_variates.with_signs_(control_variates.root_probabilities(logits), positions, octets)
+            hidden, station = self._predictor.tail_cotangents(predictions, stations[0], cotangent)
+            found.append((station, controls.squares(cotangent, hidden)))
+        return found
+
+
+class Observed(_Ghost):
+    """The given labels: cotangents p - onehot(y), each with a random sign."""
+
+    method = "empirical fisher, given labels"
+
+    def _probe(
+        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cotangent = control_variates.root_probabilities(predictions.logits)
+        places = range(first, first + len(positions))
+        control_variates.observed_(cotangent, predictions.targets, positions, places, seed=self.seed)
+        return self._predictor.squared_norms(
+            predictions, cotangent.to(predictions.logits.dtype), separate=True, keep=keep
+        ).by_parameter, None
+
+
+class SampledLabels:
+    """The paper's estimator, to the letter."""
+
+    method = "fisher, sampled labels"
+    num_controls = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_probes: int | None,
+        seed: int,
+        causal: bool | None,
+        parameters: Mapping[str, nn.Parameter] | None,
+    ) -> None:
+        refuse_dropout(model)
+        self.num_probes = _at_least_one(_PAPER_LABELS if num_probes is None else num_probes)
+        self.seed, self.causal = seed, is_causal(model) if causal is None else causal
+        self.settled: dict[str, int] = {}
+        self._model = model
+        self.parameters = counted_parameters(model, parameters)
+        self._reached: set[str] = set()
+        self._requiring = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._requiring.enter_context(requiring_gradients(self.parameters))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the model as found."""
+        self._requiring.close()
+
+    def measure(self, batch: Batch, first: int) -> Norms:
+        """Measure a batch, a sequence at a time."""
+        norms, reached = sampled_labels.sampled_label_norms(
+            self._model, batch, self.parameters, first=first, num_labels=self.num_probes, seed=self.seed
+        )
+        self._reached |= reached
+        return Norms(norms, batch.predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
+
+    def details(self) -> dict[str, Any]:
+        """Return which parameters had no gradient."""
+        return {"parameters_without_gradient": [name for name in self.parameters if name not in self._reached]}
+
+
+_METHODS: dict[str, type[Integrated | SampledLabels]] = {"ghost": Integrated, "paper": SampledLabels}
+
+
+def _tail_probes(share: float) -> int:
+    """Return how many backward passes of a tail, this share of a whole one, are worth their time."""
+    affordable = int(_TAIL_COST / share) if share else 0
+    return min(affordable, _MOST_TAIL_PROBES) if affordable >= _FEWEST_TAIL_PROBES else 0
+
+
+def _at_least_one(num_probes: int) -> int:
+    if num_probes < 1:
+        raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
+    return num_probes

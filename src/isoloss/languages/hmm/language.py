@@ -1,0 +1,381 @@
+"""The language of a hidden Markov model: sentences, and the exact probability of every token and state in them.
+
+Shapes: n sentences, T positions, S states, V tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.languages import batches, serialization
+from isoloss.languages.api import Sentences
+from isoloss.languages.config import FileConfig, HMMConfig
+from isoloss.languages.hmm.forward_backward import Components, ForwardBackward, Index
+from isoloss.languages.hmm.tables import TABLES, Matrix, checked_tables, random_tables
+from isoloss.languages.synthetic import Synthetic
+
+if TYPE_CHECKING:
+    from isoloss.languages.pcfg.alias_sampling import AliasTables
+
+MAX_LENGTH = 1024  # tokens
+_ABOUT = "hmm"  # the one key of a file's metadata: the order of several is not fixed
+_CHUNK_BYTES = 1 << 22  # of a chunk's (n, T, S + V) probabilities
+
+
+class HMM(Synthetic):
+    """A hidden Markov model as a language: immutable, with exact probabilities in nats.
+
+    Every sentence that is drawn has `max_length` tokens. Exact computations also take shorter ones, which stand for the
+    model's first tokens; they take right-padded batches of mixed lengths on any device, and return tensors of the
+    language's dtype on its device. `mask`, where a method has it, is (n, T) bool and true where a token is unknown:
+    what stands there is not read, and everything is given the other tokens.
+
+    Attributes:
+        initial: (S,) float64 NumPy array, probabilities of the first state.
+        transition: (S, S) likewise; row: state, column: next state.
+        emission: (S, V) likewise; row: state, column: token.
+        states: Names of the states, by id: s0, s1, ...
+        vocabulary: The token strings, by id.
+        vocab_size: V.
+        max_length: Tokens of a sentence.
+        pad_id: V.
+        mask_id: V + 1.
+        special_ids: None: ().
+        model_vocab_size: V + 2.
+        device: Where exact computations run.
+        dtype: What they run in: float64 or float32.
+
+    Example:
+        >>> language = HMM([0.5, 0.5], [[1.0, 0.0], [0.0, 1.0]], [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]], length=2)
+        >>> tokens, lengths = torch.tensor([[1, 1], [0, 1]]), torch.tensor([2, 2])
+        >>> language.log_prob(tokens, lengths).exp()
+        tensor([0.2500, 0.1250], dtype=torch.float64)
+        >>> language.log_conditionals(tokens, lengths)[0, 0].exp()
+        tensor([0.2500, 0.5000, 0.2500], dtype=torch.float64)
+        >>> language.posterior(tokens, lengths)[1, 1]
+        tensor([1., 0.], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        initial: Matrix,
+        transition: Matrix,
+        emission: Matrix,
+        length: int,
+        *,
+        vocabulary: tuple[str, ...] | None = None,
+        config: HMMConfig | FileConfig | None = None,
+        source: str = "the HMM",
+    ) -> None:
+        """Make the language of explicit matrices.
+
+        Args:
+            initial: (S,) probabilities.
+            transition: (S, S), each row probabilities.
+            emission: (S, V), each row probabilities. Sums may differ from 1 by 1e-6 and are then made 1.
+            length: Tokens of a sentence, 1 to 1024.
+            vocabulary: V distinct token strings; default: w0, w1, ...
+            config: What the model was drawn or read from, where it was.
+            source: What errors call the model.
+
+        Raises:
+            IsolossError: A table has a wrong shape, or a row of it (the message says which) is no distribution; the
+                length or the vocabulary does not fit.
+        """
+        if not 1 <= length <= MAX_LENGTH:
+            raise IsolossError(f"{source}: the length is {length}; it must be from 1 to {MAX_LENGTH} tokens")
+        self.initial, self.transition, self.emission = checked_tables(initial, transition, emission, source)
+        size, self.vocab_size = self.emission.shape
+        self.states = tuple(f"s{index}" for index in range(size))
+        self.vocabulary: tuple[str, ...] = vocabulary or tuple(f"w{index}" for index in range(self.vocab_size))
+        if len(set(self.vocabulary)) != self.vocab_size or len(self.vocabulary) != self.vocab_size:
+            raise IsolossError(f"{source}: the vocabulary must be {self.vocab_size} different strings, one a token")
+        self.max_length = length
+        self.pad_id, self.mask_id = self.vocab_size, self.vocab_size + 1
+        self.special_ids: tuple[int, ...] = ()
+        self.model_vocab_size = self.vocab_size + 2
+        self._config = config
+        self._alias: list[AliasTables] = []
+        self._place(torch.device("cpu"), torch.float64)
+
+    @classmethod
+    def random(
+        cls,
+        *,
+        states: int = HMMConfig.states,
+        blocks: int = HMMConfig.blocks,
+        vocab_size: int = HMMConfig.vocab_size,
+        length: int = HMMConfig.length,
+        leak: float = HMMConfig.leak,
+        seed: int = HMMConfig.seed,
+    ) -> HMM:
+        """Return a random block-diagonal HMM, of the paper's kind (appendix A.1).
+
+        States and tokens are divided into `blocks` runs of nearly equal size. A state is followed by states of its own
+        block and emits tokens of its own block; each row's probabilities are from the flat Dirichlet distribution over
+        these. With `leak` above 0, a row is (1 - leak) of that plus leak of a flat Dirichlet draw over all states or
+        tokens. The first state is uniform over all states: with `leak` 0 it decides the block for good.
+
+        Raises:
+            IsolossError: A number allows no such model.
+
+        Example:
+            >>> language = HMM.random(states=4, blocks=2, vocab_size=6, length=3)
+            >>> (language.transition > 0).astype(int).tolist()
+            [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+        """
+        return cls.from_config(
+            HMMConfig(states=states, blocks=blocks, vocab_size=vocab_size, length=length, leak=leak, seed=seed)
+        )
+
+    @classmethod
+    def from_config(cls, config: HMMConfig) -> HMM:
+        """Return the language that `config` describes; errors as for `random`."""
+        initial, transition, emission = random_tables(config)
+        return cls(initial, transition, emission, config.length, config=config)
+
+    @classmethod
+    def from_file(cls, path: Path | str) -> HMM:
+        """Return the language in a file that `to_file` wrote.
+
+        The file is in the safetensors format: float64 (or float32) tensors `initial`, `transition` and `emission`; its
+        metadata has `hmm`, a JSON object with `length`, a number, and `vocabulary`, a list of strings.
+
+        Raises:
+            IsolossError: There is no such file, or it holds no HMM; the message says what is wrong, and in which row.
+        """
+        path = Path(path).expanduser()
+        metadata, tables = serialization.read_tensors(path)
+        serialization.check_names(tables, TABLES, path)
+        try:
+            about = json.loads(metadata[_ABOUT])
+            length, vocabulary = int(about["length"]), tuple(map(str, about["vocabulary"]))
+        except (KeyError, ValueError, TypeError) as error:
+            raise IsolossError(
+                f"{path}: the metadata must have {_ABOUT!r}, a JSON object with length and vocabulary"
+            ) from error
+        config = serialization.file_config(path)
+        initial, transition, emission = (tables[name] for name in TABLES)
+        return cls(initial, transition, emission, length, vocabulary=vocabulary, config=config, source=str(path))
+
+    def to_file(self, path: Path | str) -> None:
+        """Write the model to `path` as `from_file` reads it, bit for bit."""
+        from safetensors.numpy import save
+
+        about = json.dumps({"length": self.max_length, "vocabulary": self.vocabulary})
+        tables = {name: np.ascontiguousarray(getattr(self, name)) for name in TABLES}
+        files.write_bytes(Path(path), save(tables, metadata={_ABOUT: about}))
+
+    @property
+    def config(self) -> HMMConfig | FileConfig:
+        """The config that rebuilds exactly this language.
+
+        Raises:
+            IsolossError: The model was made of matrices in memory: they are too large for a config.
+        """
+        if self._config is None:
+            raise IsolossError(
+                "this HMM is only in memory: write it with to_file and take the one that from_file gives"
+            )
+        return self._config
+
+    def _place(self, device: torch.device, dtype: torch.dtype) -> None:
+        super()._place(device, dtype)
+        self._engine = Components(self.initial, self.transition, self.emission, device, dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"HMM({len(self.states)} states, {self.vocab_size} tokens, {self.max_length} tokens a sentence, "
+            f"{self.dtype} on {self.device})"
+        )
+
+    # --- sampling ----------------------------------------------------------------------------------------------------
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
+        """Return `n` independent sentences of `max_length` tokens on the language's device.
+
+        The generator gives one number, the seed; sentence i is a function of it and of i, so that the sentences of a
+        smaller n are the first of a larger one's, for every device and any number of threads. They are drawn on
+        the CPU or, for a language on a CUDA device, there.
+
+        Args:
+            n: Number of sentences.
+            generator: CPU generator of the seed; None: a fresh one, seeded by the system.
+            latent: Whether to return the states: (n, T) int64.
+
+        Raises:
+            IsolossError: `n` is negative, or the generator is not on the CPU.
+        """
+        from isoloss.languages import vectorized_sampler
+        from isoloss.languages.pcfg import alias_sampling
+
+        seed = self._seed(n, generator)
+        if not self._alias:
+            self._alias += map(alias_sampling.alias_tables, (self.initial[None], self.transition, self.emission))
+        if self.device.type == "cuda":
+            tables = [vectorized_sampler.moved_tables(table, self.device) for table in self._alias]
+            tokens, states = vectorized_sampler.chains(*tables, n=n, length=self.max_length, seed=seed)
+        else:
+            tokens, states = alias_sampling.draw_chains(*self._alias, n=n, length=self.max_length, seed=seed)
+        return Sentences(
+            tokens.to(self.device),
+            torch.full((n,), self.max_length, device=self.device),
+            states.to(self.device) if latent else None,
+        )
+
+    # --- exact probabilities -----------------------------------------------------------------------------------------
+
+    def log_prob(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return (n,): the log-probability of each sentence given its length, in nats, by the forward algorithm.
+
+        It is the sum over all state sequences, not the most likely one of them.
+
+        Args:
+            tokens: (n, T) ids, padded on the right with anything.
+            lengths: (n,) from 1 to `max_length`.
+            mask: (n, T) bool, true where the token is unknown; the probability is then that of the others.
+
+        Raises:
+            IsolossError: A token or a length is out of range, or a sentence is impossible; the message names the row.
+        """
+        ids = self._checked(tokens, lengths, mask)
+        out = torch.zeros(len(ids), dtype=self.dtype, device=self.device)
+        for rows, model in self._chunks(ids, spare=0):
+            out[rows] = model.log_prob(ids[rows])
+        _check_possible(out != -math.inf)
+        return out
+
+    def log_conditionals(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (n, T, V): log Pr(x_t = c | all other tokens, the length), the full conditionals, in nats.
+
+        `Pr(x_t = c | x_-t)` is proportional to `sum_z Pr(z_t = z | x_<t) Pr(x_>t | z_t = z) Pr(c | z)`: one forward and
+        one backward pass give all positions and tokens (the paper's section 2.1 and appendix A.3). With a mask, the
+        masked tokens are not among the others, at any position. An impossible token has the log of the dtype's smallest
+        normal number; padded positions hold 0.
+
+        Args:
+            tokens: As for `log_prob`.
+            lengths: As for `log_prob`.
+            mask: As for `log_prob`.
+            positions: (n,) or (n, k) positions of each sentence: the result is (n, V) or (n, k, V).
+
+        Raises:
+            IsolossError: As for `log_prob`, or a position is beyond its sentence.
+        """
+        ids, chosen = self._checked(tokens, lengths, mask), self._positions(positions, lengths)
+        shape = ids.shape if chosen is None else chosen.shape
+        impossible = math.log(torch.finfo(self.dtype).tiny)
+        out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
+        for rows, model, probs in self._conditionals(ids, chosen):
+            _put(out, rows, model.tokens, batches.clamped_log_(probs), others=impossible)
+        return _zero_padding(out, lengths) if positions is None else out.view(*positions.shape, self.vocab_size)
+
+    def conditional_entropy(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (n, T): the entropy of each full conditional in nats, 0 at padded positions.
+
+        The (n, T, V) conditionals exist a chunk at a time. Arguments and errors as for `log_conditionals`; with
+        `positions` the result has their shape.
+        """
+        ids, chosen = self._checked(tokens, lengths, mask), self._positions(positions, lengths)
+        out = torch.zeros(ids.shape if chosen is None else chosen.shape, dtype=self.dtype, device=self.device)
+        for rows, _, probs in self._conditionals(ids, chosen):
+            logs = probs.clamp(min=torch.finfo(self.dtype).tiny).log_()
+            out[rows] = logs.mul_(probs).sum(dim=2).neg_().clamp_(min=0).abs_()  # no -0.0
+        return _zero_padding(out, lengths) if positions is None else out.view(positions.shape)
+
+    def posterior(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return (n, T, S): Pr(z_t = z | all tokens), the states given the whole sentence; 0 at padded positions.
+
+        Arguments and errors as for `log_prob`.
+        """
+        ids = self._checked(tokens, lengths, mask)
+        out = torch.zeros(*ids.shape, len(self.states), dtype=self.dtype, device=self.device)
+        possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
+        for rows, model in self._chunks(ids, spare=0):
+            found = model.posterior(ids[rows])
+            possible[rows] = found.possible
+            _put(out, rows, model.states, found.states.transpose(0, 1), others=0.0)
+        _check_possible(possible)
+        return _zero_padding(out, lengths)
+
+    def _conditionals(
+        self, ids: torch.Tensor, positions: torch.Tensor | None
+    ) -> Iterator[tuple[Index, ForwardBackward, torch.Tensor]]:
+        """Yield rows, their model, (rows, T or k, its tokens) conditionals; at the end, complain of impossible rows."""
+        possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
+        for rows, model in self._chunks(ids, spare=1):
+            found = model.leave_one_out(ids[rows])
+            possible[rows] = found.possible
+            states = found.states
+            if positions is not None:
+                states = states[positions[rows].T, torch.arange(states.shape[1], device=self.device)]
+            yield rows, model, (states @ model.emission).transpose(0, 1)
+        _check_possible(possible)
+
+    def _chunks(self, ids: torch.Tensor, *, spare: int) -> Iterator[tuple[Index, ForwardBackward]]:
+        for chosen, model in self._engine.assign(ids, spare=spare):
+            states, tokens = model.emission.shape
+            size = max(16, _CHUNK_BYTES // (max(1, ids.shape[1]) * (states + tokens) * self.dtype.itemsize))
+            total = len(ids) if chosen is None else len(chosen)
+            for first in range(0, total, size):
+                part = slice(first, min(first + size, total))
+                yield (part if chosen is None else chosen[part]), model
+
+    def _positions(self, positions: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor | None:
+        return batches.checked_positions(positions, lengths.to(self.device))
+
+    def _checked(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return (n, T) ids with V where the token is unknown or absent."""
+        tokens, lengths = batches.checked(
+            tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.max_length, device=self.device
+        )
+        absent = torch.arange(tokens.shape[1], device=self.device) >= lengths[:, None]
+        return tokens.masked_fill(absent, self.vocab_size)
+
+
+def _put(out: torch.Tensor, rows: Index, columns: Index, values: torch.Tensor, *, others: float) -> None:
+    """Write (rows, T, columns) values, and one number in the other columns, into rows of (n, T, all columns)."""
+    if values.shape[2] < out.shape[2]:
+        whole = values.new_full((*values.shape[:2], out.shape[2]), others)
+        whole[:, :, columns] = values
+        values = whole
+    batches.put(out, rows, values)
+
+
+def _zero_padding(out: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Put 0 behind the ends of the sentences, in place."""
+    if out.numel() and bool((lengths < out.shape[1]).any()):
+        out[torch.arange(out.shape[1], device=out.device) >= lengths.to(out.device)[:, None]] = 0
+    return out
+
+
+def _check_possible(possible: torch.Tensor) -> None:
+    if (row := batches.first(~possible)) is not None:
+        raise IsolossError(f"sentence {row} has probability 0: the HMM cannot produce it")

@@ -1,0 +1,429 @@
+"""A causal language model as a language: its sentences of some length over some of its tokens, with the exact truth.
+
+Shapes: n sentences, T positions, K tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isoloss import loading, seeds
+from isoloss.errors import IsolossError
+from isoloss.languages import batches
+from isoloss.languages.api import Sentences
+from isoloss.languages.config import TeacherConfig
+from isoloss.languages.synthetic import Synthetic
+from isoloss.languages.teacher import kept_tokens
+from isoloss.languages.teacher.scores import Prefix, Scorer, by_set, check_possible
+from isoloss.languages.teacher.truncated import Truncated, choose, gathered, truncate
+from isoloss.text import tokenizers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_ROWS = 256  # sentences drawn or read together; part of what a seed stands for
+_COMPLETIONS = 1 << 12  # of several hidden tokens, at most
+
+
+class Teacher(Synthetic):
+    r"""A causal language model restricted to K tokens and T of them a sentence (the paper's OPT-generated data, A.1).
+
+    `Pr(x) = prod_t Pr(x_t | x_<t)`, where the first token follows the model's start token, and the model's softmax is
+    renormalised over the K tokens at every step. Shorter sentences stand for the model's first tokens. Exact
+    conditionals are by substitution: `Pr(x_t = c | x_-t)` is proportional to `Pr(c | x_<t) Pr(x_>t | x_<t, c)`, K
+    endings to be scored for each position.
+
+    Attributes:
+        tokens: (K,) the model's id of each token.
+        vocabulary: The token strings, by id.
+        vocab_size: K.
+        max_length: T.
+        pad_id: K.
+        mask_id: K + 1.
+        special_ids: None: ().
+        model_vocab_size: K + 2.
+        start_id: The model's id that every sentence begins after.
+        tokenizer: What makes ids of text, to be kept with checkpoints; None where the model comes without a tokenizer.
+        device: Where the model runs.
+        dtype: What it runs in: float32, or float64. Some architectures compute parts in float32 all the same, such as
+            Llama's norms: conditionals are then right to about six digits in float64, too.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=4, bos_token_id=0)
+        >>> language = Teacher(GPT2LMHeadModel(config), [4, 2, 7], 3, start_id=0).to(dtype=torch.float64)
+        >>> tokens, lengths = language.sample(5, generator=torch.Generator().manual_seed(0))[:2]
+        >>> language.log_conditionals(tokens, lengths).exp().sum(dim=2).allclose(torch.tensor(1.0).double())
+        True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokens: tuple[int, ...] | list[int],
+        length: int,
+        *,
+        start_id: int | None = None,
+        vocabulary: tuple[str, ...] | None = None,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        config: TeacherConfig | None = None,
+        source: str = "the teacher",
+    ) -> None:
+        """Make the language of a causal model of transformers; of the model a copy is kept.
+
+        Args:
+            model: The model, with a language-modelling head.
+            tokens: The model's ids of the language's tokens, in the language's order.
+            length: Tokens of a sentence.
+            start_id: The model's id that sentences begin after; None: its config's bos, eos or decoder start token.
+            vocabulary: K distinct token strings; default: the tokenizer's, or t and the model's id.
+            tokenizer: The model's, of which the language's is made (see `isoloss.text.kept_tokens`).
+            config: What the model was read from, where it was.
+            source: What errors call the model.
+
+        Raises:
+            IsolossError: An id is out of range, special or named twice, there are fewer than two, the model knows no
+                start token or no so long text, or the vocabulary does not fit.
+        """
+        most = getattr(model.config, "max_position_embeddings", None)
+        if length < 1 or (most is not None and length > most):
+            limit = "at least 1 token" if most is None else f"from 1 to {most} tokens"
+            raise IsolossError(f"{source}: the length is {length}; it must be {limit}")
+        self.start_id = kept_tokens.find_start(model, start_id, source)
+        self.tokens = _checked_tokens(tuple(tokens), model, source)
+        self.tokenizer = None if tokenizer is None else tokenizers.keep(tokenizer, self.tokens, length=length)
+        words = (
+            [f"t{index}" for index in self.tokens]
+            if self.tokenizer is None
+            else self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokens))))
+        )
+        self.vocabulary: tuple[str, ...] = vocabulary or tuple(words)
+        if len(set(self.vocabulary)) != len(self.tokens) or len(self.vocabulary) != len(self.tokens):
+            raise IsolossError(f"{source}: the vocabulary must be {len(self.tokens)} different strings, one a token")
+        self.vocab_size = len(self.tokens)
+        self.max_length = length
+        self.pad_id, self.mask_id = self.vocab_size, self.vocab_size + 1
+        self.special_ids: tuple[int, ...] = ()
+        self.model_vocab_size = self.vocab_size + 2
+        self._config = config
+        self._source = source
+        self._scorer = Scorer(copy.deepcopy(model), self.start_id, torch.tensor(self.tokens))
+        dtype = self._scorer.dtype if self._scorer.dtype == torch.float64 else torch.float32
+        self._place(torch.device(model.device), dtype)
+
+    @classmethod
+    def from_config(cls, config: TeacherConfig) -> Teacher:
+        """Return the language that `config` describes.
+
+        Where it names no tokens, the most frequent ones are found first: in the text files of `corpus`, or else in
+        samples of the model over all its tokens.
+
+        Raises:
+            IsolossError: There is no such checkpoint, it is no causal language model, its content is another than
+                `config.content` says, it has no tokenizer for a corpus, or as for the constructor.
+        """
+        name, model = _load(config.checkpoint)
+        found = kept_tokens.content(model, name)
+        if config.content not in ("", found):
+            raise IsolossError(
+                f"{config.checkpoint} has changed since the run began: its SHA-256 was {config.content[:16]} and is "
+                f"{found[:16]}; bring the former checkpoint back, or begin a new run"
+            )
+        try:
+            tokenizer = tokenizers.load_tokenizer(name)
+        except IsolossError as error:
+            if config.corpus and not config.tokens:
+                raise IsolossError(f"the tokens of a corpus cannot be counted: {error}") from error
+            tokenizer = None
+        start_id = kept_tokens.find_start(model, config.start_id, name)
+        tokens = config.tokens or kept_tokens.choose(model, tokenizer, start_id, config)
+        resolved = dataclasses.replace(config, checkpoint=name, tokens=tokens, start_id=start_id, content=found)
+        return cls(
+            model,
+            tokens,
+            config.length,
+            start_id=start_id,
+            tokenizer=tokenizer,
+            config=resolved,
+            source=config.checkpoint,
+        )
+
+    @property
+    def config(self) -> TeacherConfig:
+        """The config that rebuilds exactly this language, its tokens included.
+
+        Raises:
+            IsolossError: The model was given in memory: there is no checkpoint to name.
+        """
+        if self._config is None:
+            raise IsolossError(
+                "this teacher is only in memory: write the model with save_pretrained and take from_config's language"
+            )
+        return self._config
+
+    def _place(self, device: torch.device, dtype: torch.dtype) -> None:
+        super()._place(device, dtype)
+        self._scorer = copy.copy(self._scorer)
+        if self._scorer.dtype != dtype or self._scorer.ids.device != device:
+            self._scorer.model = copy.deepcopy(self._scorer.model)
+            self._scorer.to(device, dtype)
+
+    def __repr__(self) -> str:
+        sizes = f"{self.vocab_size} tokens, {self.max_length} tokens a sentence"
+        return f"Teacher({self._source}, {sizes}, {self.dtype} on {self.device})"
+
+    # --- sampling ----------------------------------------------------------------------------------------------------
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
+        """Return `n` independent sentences of `max_length` tokens on the language's device.
+
+        The generator gives one number, the seed; sentence i is drawn by uniform numbers that are a function of the seed
+        and of i. The model reads 256 sentences at a time. Another device, dtype or number of threads, or a smaller n,
+        may change the last bits of its probabilities, and so a token where a number falls between two of them.
+
+        Args:
+            n: Number of sentences.
+            generator: CPU generator of the seed; None: a fresh one, seeded by the system.
+            latent: Has no effect: nothing is hidden behind a sentence.
+
+        Raises:
+            IsolossError: `n` is negative, or the generator is not on the CPU.
+        """
+        if n < 0:
+            raise IsolossError(f"cannot draw {n} sentences: it must be at least 0")
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()
+        if generator.device.type != "cpu":
+            raise IsolossError(f"sentences are drawn on the CPU, but the generator is on {generator.device}")
+        seed = int(torch.randint(2**63 - 1, (1,), generator=generator))
+        tokens = torch.empty(n, self.max_length, dtype=torch.int64)
+        for first in range(0, n, _ROWS):
+            own = seeds.generator(seed, "teacher sentences", first)
+            uniforms = torch.rand(_ROWS, self.max_length, generator=own, dtype=torch.float64)
+            tokens[first : first + _ROWS] = self._scorer.draw(uniforms[: n - first])
+        return Sentences(tokens.to(self.device), torch.full((n,), self.max_length, device=self.device))
+
+    # --- exact probabilities -----------------------------------------------------------------------------------------
+
+    def log_prob(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return (n,): the log-probability of each sentence in nats, the sum of those of its tokens.
+
+        Args:
+            tokens: (n, T) ids, padded on the right with anything.
+            lengths: (n,) from 1 to `max_length`; a shorter sentence stands for the model's first tokens.
+            mask: (n, T) bool, true where the token is unknown; the probability is then that of the others, a sum over
+                all completions.
+
+        Raises:
+            IsolossError: A token or a length is out of range, unknown tokens of a sentence have more than 4,096
+                completions, or a sentence is impossible; the message names the row.
+        """
+        ids, lengths, hidden = self._checked(tokens, lengths, mask)
+        self._check_completions(hidden.sum(dim=1))
+        out = torch.empty(len(ids), dtype=self.dtype, device=self.device)
+        for rows, prefix in self._read(ids, lengths):
+            steps = prefix.logs.gather(2, prefix.tokens[..., None])[..., 0]
+            out[rows] = steps.sum(dim=1)
+            for places, members in by_set(hidden[rows]):
+                if places:
+                    index = torch.tensor(members, device=self.device)
+                    endings = self._scorer.completions(prefix, index, places).flatten(1).logsumexp(dim=1)
+                    out[rows[index]] = steps[index, : places[0]].sum(dim=1) + endings
+        check_possible(out)
+        return out
+
+    def log_conditionals(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (n, T, K): log Pr(x_t = c | the other tokens), the full conditionals, in nats.
+
+        For each position, K endings are scored behind a beginning that is read once: on the average half the work of K
+        passes over whole sentences. An impossible token has the log of the dtype's smallest normal number; padded
+        positions hold 0.
+
+        Args:
+            tokens: As for `log_prob`.
+            lengths: As for `log_prob`.
+            mask: As for `log_prob`; unknown tokens are not among the others. Those of a sentence, x_t included, may
+                have 4,096 completions: one token always, two up to K = 64.
+            positions: (n,) or (n, k) positions of each sentence: the result is (n, K) or (n, k, K).
+
+        Raises:
+            IsolossError: As for `log_prob`, or a position is beyond its sentence.
+        """
+        wide, shape = self._places(tokens, lengths, positions)
+        out = torch.zeros(*wide.shape, self.vocab_size, dtype=self.dtype, device=self.device)
+        for rows, columns, logs in self._conditionals(tokens, lengths, mask, wide):
+            out[rows, columns] = logs.clamp(min=math.log(torch.finfo(self.dtype).tiny))
+        return out.view(*shape, self.vocab_size)
+
+    def conditional_entropy(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (n, T): the entropy of each conditional in nats, 0 at padded positions.
+
+        The (n, T, K) conditionals exist a part at a time. Arguments and errors as for `log_conditionals`; with
+        `positions` the result has their shape.
+        """
+        wide, shape = self._places(tokens, lengths, positions)
+        out = torch.zeros(wide.shape, dtype=self.dtype, device=self.device)
+        for rows, columns, logs in self._conditionals(tokens, lengths, mask, wide):
+            probs = logs.exp()
+            terms = logs.clamp(min=math.log(torch.finfo(self.dtype).tiny)).mul_(probs)
+            out[rows, columns] = terms.sum(dim=1).neg_().abs_()  # no -0.0
+        return out.view(shape)
+
+    def truncated_log_conditionals(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        mass: float = 0.999,
+        candidates: int | None = None,
+    ) -> Truncated:
+        r"""Return conditionals over the likeliest tokens by `Pr(c | x_<t)` only, and what that may leave out.
+
+        Write `q(c) = Pr(c | x_<t)`, `s(c) = Pr(x_>t | x_<t, c)`, A for the sum of q s over the kept tokens, B for that
+        over the others and R for the sum of q over the others. What is left out is B / (A + B). It grows with B, and B
+        <= R as s <= 1, so that it is at most R / (A + R). A model may have s = 1 for every other token: without scoring
+        them no smaller bound holds. It is R itself at the last position, and near 1 where A, the chance of the rest of
+        the sentence, is small against R. Over sentences that the language draws, however, what is left out has the mean
+        of R: both are the chance that x_t is not kept, which x_<t decides. The true conditional of a kept token is at
+        most the one returned, and at least (1 - bound) times it.
+
+        Args:
+            tokens: As for `log_prob`.
+            lengths: As for `log_prob`.
+            positions: (n,) or (n, k) positions of each sentence; with (n,) the results lack the dimension k.
+            mass: Keep the fewest tokens whose q have this sum, above 0 and at most 1.
+            candidates: Keep this many instead, from 1 to K.
+
+        Raises:
+            IsolossError: As for `log_prob`, a position is beyond its sentence, or a number is out of range.
+        """
+        if candidates is not None and not 1 <= candidates <= self.vocab_size:
+            raise IsolossError(f"candidates is {candidates}; it must be from 1 to {self.vocab_size}")
+        if not 0 < mass <= 1:
+            raise IsolossError(f"mass is {mass}; it must be above 0 and at most 1")
+        ids, lengths, _ = self._checked(tokens, lengths, None)
+        wide, shape = self._places(tokens, lengths, positions)
+        parts: list[tuple[torch.Tensor, torch.Tensor, Truncated]] = []
+        for chunk, prefix in self._read(ids, lengths):
+            for position in sorted(set(wide[chunk].flatten().tolist())):
+                rows, columns = (wide[chunk] == position).nonzero(as_tuple=True)
+                kept = choose(prefix.logs[rows, position], mass=mass, candidates=candidates)
+                parts.append((chunk[rows], columns, truncate(self._scorer, prefix, rows, position, kept)))
+        found = gathered(parts, wide.shape, self.pad_id, self.dtype, self.device)
+        return Truncated(*(field.view(*shape, *field.shape[2:]) for field in found))
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _conditionals(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, wide: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield rows, columns of `wide` and the (rows, K) log-conditionals at the positions that stand there."""
+        ids, lengths, hidden = self._checked(tokens, lengths, mask)
+        inside = wide < lengths[:, None]
+        also_hidden = hidden.gather(1, wide.clamp(max=ids.shape[1] - 1))
+        counts = hidden.sum(dim=1, keepdim=True) + (~also_hidden).long()
+        self._check_completions(counts.masked_fill(~inside, 0).amax(dim=1) if wide.shape[1] else counts[:, 0] * 0)
+        for chunk, prefix in self._read(ids, lengths):
+            rows, columns = inside[chunk].nonzero(as_tuple=True)
+            at = wide[chunk][rows, columns]
+            unknown = hidden[chunk][rows].scatter(1, at[:, None], True)
+            for places, members in by_set(unknown):
+                index = torch.tensor(members, device=self.device)
+                sentences, which = torch.unique(rows[index], return_inverse=True)
+                joint = self._scorer.completions(prefix, sentences, places)
+                check_possible(joint.flatten(1).logsumexp(dim=1))
+                for axis, position in enumerate(places):
+                    chosen = at[index] == position
+                    if bool(chosen.any()):
+                        marginal = joint.movedim(1 + axis, 1).flatten(2).logsumexp(dim=2) if len(places) > 1 else joint
+                        logs = marginal.log_softmax(dim=1)[which[chosen]]
+                        yield chunk[sentences[which[chosen]]], columns[index[chosen]], logs
+
+    def _read(self, ids: torch.Tensor, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, Prefix]]:
+        """Yield rows of one length, some hundred at most, and the model's view of them."""
+        for length in sorted(set(lengths.tolist())):
+            for rows in (lengths == length).nonzero()[:, 0].split(_ROWS):
+                yield rows, self._scorer.read(ids[rows, :length])
+
+    def _places(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Size]:
+        """Return the (n, k) positions that are asked for, all where None, and the shape of what is returned."""
+        wide = batches.checked_positions(positions, lengths.to(self.device))
+        if wide is None:
+            wide = torch.arange(tokens.shape[-1], device=self.device).expand(len(tokens), -1)
+        return wide, wide.shape if positions is None else positions.shape
+
+    def _checked(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ids with 0 where the token is unknown or absent, lengths, and (n, T): which tokens are unknown."""
+        ids, lengths = batches.checked(
+            tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.max_length, device=self.device
+        )
+        present = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
+        hidden = present & (torch.zeros_like(present) if mask is None else mask.to(self.device))
+        return ids.masked_fill(hidden | ~present, 0), lengths, hidden
+
+    @property
+    def most_unknown(self) -> int:
+        """The most unknown tokens of a sentence that exact answers take: one, or as many as have 4,096 completions."""
+        return max(1, int((math.log(_COMPLETIONS) + 1e-9) / math.log(self.vocab_size)))
+
+    def _check_completions(self, counts: torch.Tensor) -> None:
+        wrong = counts > self.most_unknown
+        if (row := batches.first(wrong)) is not None:
+            raise IsolossError(
+                f"sentence {row} has {int(counts[row])} unknown tokens, with {self.vocab_size}^{int(counts[row])} "
+                f"completions to add up; a teacher adds up {_COMPLETIONS} at most, and always those of one token"
+            )
+
+
+def _load(checkpoint: str) -> tuple[str, Any]:
+    """Return the checkpoint's name, a folder's made absolute, and its model in float32 on the CPU."""
+    folder = Path(checkpoint).expanduser()
+    name = str(folder.resolve()) if folder.is_dir() else checkpoint
+    loaded = loading.load(name)
+    if loaded.kind != "causal":
+        raise IsolossError(f"{checkpoint} is a {loaded.architecture}: a teacher is a causal model, which writes text")
+    return name, loaded.model
+
+
+def _checked_tokens(tokens: tuple[int, ...], model: Any, source: str) -> tuple[int, ...]:
+    size, special = kept_tokens.vocab_size(model), kept_tokens.special_ids(model)
+    if len(tokens) < 2:
+        raise IsolossError(f"{source}: a language needs at least 2 tokens, not {len(tokens)}")
+    if len(set(tokens)) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if token in tokens[:index])
+        raise IsolossError(f"{source}: the token {twice} is named twice")
+    for token in tokens:
+        if not 0 <= token < size:
+            raise IsolossError(f"{source}: there is no token {token}; the model's ids are from 0 to {size - 1}")
+        if token in special:
+            raise IsolossError(f"{source}: the token {token} is special to the model, and no part of a sentence")
+    return tokens

@@ -1,0 +1,28 @@
+"""Names of a package that are loaded on first use (PEP 562), so that importing it costs nothing."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the functions `__getattr__` and `__dir__` of a package that offers names of its modules.
+
+    Args:
+        package: The package's name, its `__name__`.
+        names: What it offers, and the module that has it.
+
+    Example:
+        >>> get, _ = exports("shapes", {"sqrt": "math"})
+        >>> get("sqrt")(4.0)
+        2.0
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(names[name]), name)
+
+    return get, lambda: sorted(names)

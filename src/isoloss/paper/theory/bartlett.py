@@ -1,0 +1,317 @@
+"""Lemma 3.2, Bartlett's identity: at a minimiser of the loss the covariance of its gradients is its Hessian.
+
+Shapes: P parameters, n contexts, V token ids. Everything is summed over all contexts and ids, in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.func import functional_call
+from transformers import BertConfig, BertForMaskedLM
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.languages.brackets import Brackets
+from isoloss.languages.config import BracketsConfig
+from isoloss.models.initial import seeded_weights
+from isoloss.paper.theory.statements import Statement
+
+TOLERANCE = 1e-10  # relative gap at a minimiser that rounding in float64 may leave
+RADII = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # distances from the minimiser
+EXPONENT_TOLERANCE = 0.05  # of the power of the KL, measured at radii that are small but not 0
+MAX_LENGTH = 8  # brackets in a sentence of the enumerated language
+
+
+@dataclass(frozen=True)
+class EnumerableModel:
+    """A model whose every context and every answer can be visited.
+
+    Attributes:
+        name: What it is.
+        log_probs: From (P,) parameters to (n, V) log-probabilities in nats, differentiable twice.
+        teacher: (P,) float64: the parameters whose predictions are the true conditionals, so that they minimise the
+            loss.
+        weights: (n,) float64, with sum 1: the probability of each context.
+    """
+
+    name: str
+    log_probs: Callable[[torch.Tensor], torch.Tensor]
+    teacher: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Both sides of the identity at one point, exactly.
+
+    Attributes:
+        kl_nats: KL divergence from the true conditionals to the model's, in nats per predicted token.
+        gradient_norm: Length of the gradient of the loss.
+        covariance: (P, P): of the gradient on one example whose answer is drawn from the true conditionals.
+        hessian: (P, P): of the loss.
+        fisher_trace: Trace of the Fisher information, where the answer is drawn from the model.
+    """
+
+    kl_nats: float
+    gradient_norm: float
+    covariance: torch.Tensor
+    hessian: torch.Tensor
+    fisher_trace: float
+
+    @property
+    def gap(self) -> float:
+        """Frobenius norm of covariance minus Hessian, as a share of the Hessian's."""
+        return float((self.covariance - self.hessian).norm() / self.hessian.norm())
+
+    @property
+    def trace_gap(self) -> float:
+        """Absolute trace of covariance minus Hessian, in nats per predicted token."""
+        return abs(float((self.covariance - self.hessian).trace()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Means over the directions at one distance from a minimiser, with standard errors over the directions.
+
+    Attributes:
+        model: Name of the model.
+        radius: Euclidean distance from the minimiser.
+        kl_nats: KL divergence, nats per predicted token.
+        gap: See `Curvature.gap`.
+        gap_stderr: Its standard error.
+        trace_gap: See `Curvature.trace_gap`.
+        trace_gap_stderr: Its standard error.
+        covariance_trace: Trace of the covariance, nats per predicted token.
+        hessian_trace: Trace of the Hessian, nats per predicted token.
+        fisher_trace: Trace of the Fisher information, nats per predicted token.
+    """
+
+    model: str
+    radius: float
+    kl_nats: float
+    gap: float
+    gap_stderr: float
+    trace_gap: float
+    trace_gap_stderr: float
+    covariance_trace: float
+    hessian_trace: float
+    fisher_trace: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What `study` found: the table and the statements."""
+
+    rows: tuple[Row, ...]
+    statements: tuple[Statement, ...]
+
+
+def softmax_model(*, seed: int, contexts: int = 6, vocab: int = 4, rank: int = 3) -> EnumerableModel:
+    """Return a softmax over the products of a vector for each context and a vector for each token.
+
+    The logits are `U @ W.T`, which is not linear in the parameters, and many parameters give the same logits.
+
+    Args:
+        seed: Decides the teacher and the probabilities of the contexts.
+        contexts: n.
+        vocab: V.
+        rank: Length of the vectors.
+    """
+    draw = functools.partial(torch.randn, generator=seeds.generator(seed, "bartlett", "softmax"), dtype=torch.float64)
+    split = contexts * rank
+
+    def log_probs(theta: torch.Tensor) -> torch.Tensor:
+        u, w = theta[:split].view(contexts, rank), theta[split:].view(vocab, rank)
+        return (u @ w.T).log_softmax(dim=-1)
+
+    return EnumerableModel("softmax", log_probs, draw(split + vocab * rank), draw(contexts).softmax(dim=0))
+
+
+def bert_model(*, seed: int, length: int = 4) -> EnumerableModel:
+    """Return a BERT of width 4 with one layer that predicts one hidden bracket of every sentence of `Brackets(length)`.
+
+    The contexts are all sentences with each of their brackets hidden in turn, equally likely; the answers are the
+    teacher's, over the language's ids and the two special ones.
+
+    Args:
+        seed: Decides the teacher: normal weights with standard deviation 0.5 on top of the initial ones.
+        length: Brackets in a sentence.
+
+    Raises:
+        IsolossError: The length is odd or not from 2 to 8.
+    """
+    if length % 2 or not 2 <= length <= MAX_LENGTH:
+        raise IsolossError(f"length is {length}; it must be even, from 2 to {MAX_LENGTH}, to visit every sentence")
+    language = Brackets.from_config(BracketsConfig(length=length))
+    strings = torch.cartesian_prod(*[torch.arange(2)] * length)
+    sentences = strings[language.mismatch(strings) == 0]
+    hidden = torch.eye(length, dtype=torch.bool).repeat(len(sentences), 1)
+    input_ids = sentences.repeat_interleave(length, dim=0).masked_fill(hidden, language.mask_id)
+    config = BertConfig(
+        vocab_size=language.model_vocab_size,
+        hidden_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=4,
+        max_position_embeddings=length,
+        pad_token_id=language.pad_id,
+        attn_implementation="eager",  # it has second derivatives
+    )
+    with seeded_weights(seed):
+        model = BertForMaskedLM(config).double().eval()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    start = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    noise = torch.randn(len(start), generator=seeds.generator(seed, "bartlett", "bert"), dtype=torch.float64)
+
+    def log_probs(theta: torch.Tensor) -> torch.Tensor:
+        pieces = torch.split(theta, [shape.numel() for shape in shapes.values()])
+        values = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
+        logits: torch.Tensor = functional_call(model, values, (), {"input_ids": input_ids}).logits
+        return logits[hidden].log_softmax(dim=-1)
+
+    weights = torch.full((len(input_ids),), 1 / len(input_ids), dtype=torch.float64)
+    return EnumerableModel(f"BERT, brackets of length {length}", log_probs, start + 0.5 * noise, weights)
+
+
+def curvature(model: EnumerableModel, theta: torch.Tensor, conditionals: torch.Tensor) -> Curvature:
+    r"""Return both sides of the identity at `theta` (section 3, Lemma 3.2), summed over every context and answer.
+
+    With `L = -sum_x w(x) sum_y q(y|x) log f(y|x)` and `g(x, y)` the gradient of `-log f(y|x)`, the covariance is
+    `sum_x w(x) sum_y q(y|x) g g^T - (grad L)(grad L)^T`.
+
+    Args:
+        model: The model.
+        theta: (P,) where.
+        conditionals: (n, V) true conditionals q.
+
+    Example:
+        >>> model = softmax_model(seed=0)
+        >>> truth = model.log_probs(model.teacher).exp()
+        >>> curvature(model, model.teacher, truth).gap < 1e-10, curvature(model, model.teacher + 0.1, truth).gap > 1e-3
+        (True, True)
+    """
+    theta = theta.detach().requires_grad_()
+    log_probs = model.log_probs(theta)
+    flat = log_probs.flatten()
+    cotangents = torch.eye(len(flat), dtype=flat.dtype)
+    (gradients,) = torch.autograd.grad(flat, theta, cotangents, is_grads_batched=True, retain_graph=True)
+    joint = (model.weights[:, None] * conditionals).flatten()
+    (gradient,) = torch.autograd.grad(-(joint * flat).sum(), theta, create_graph=True)
+    identity = torch.eye(len(theta), dtype=theta.dtype)
+    (hessian,) = torch.autograd.grad(gradient, theta, identity, is_grads_batched=True)
+    own = (model.weights[:, None] * log_probs.detach().exp()).flatten()
+    mean = gradient.detach()
+    log_ratio = (conditionals.log() - log_probs.detach()).flatten()
+    return Curvature(
+        kl_nats=float((joint * log_ratio).sum()),
+        gradient_norm=float(mean.norm()),
+        covariance=(gradients.T * joint) @ gradients - torch.outer(mean, mean),
+        hessian=hessian,
+        fisher_trace=float(own @ gradients.square().sum(dim=1)),
+    )
+
+
+def study(
+    *, length: int = 4, directions: int = 4, seed: int = 0, progress: Callable[[int], None] | None = None
+) -> Result:
+    """Check the identity at minimisers of two models, and follow the gap along straight lines away from them.
+
+    Args:
+        length: Brackets in a sentence of the tiny masked language model's language.
+        directions: Random directions for each model, each with a minimiser of its own; at least 2.
+        seed: Decides minimisers and directions.
+        progress: Called with the number of points that are done, of `num_points(directions)`.
+
+    Raises:
+        IsolossError: The length is out of range, or there are fewer than 2 directions.
+    """
+    if directions < 2:
+        raise IsolossError(f"directions is {directions}; a standard error needs at least 2")
+    makers: list[Callable[..., EnumerableModel]] = [softmax_model, functools.partial(bert_model, length=length)]
+    rows: list[Row] = []
+    statements: list[Statement] = []
+    done = 0
+    for make in makers:
+        paths: list[list[Curvature]] = []
+        for index in range(directions):
+            model = make(seed=seeds.derive(seed, "bartlett", index))
+            truth = model.log_probs(model.teacher).exp().detach()
+            direction = _direction(model, seed, index)
+            path = []
+            for radius in (0.0, *RADII):
+                path.append(curvature(model, model.teacher + radius * direction, truth))
+                done += 1
+                if progress is not None:
+                    progress(done)
+            paths.append(path)
+        rows += [
+            _row(model.name, radius, [path[place] for path in paths]) for place, radius in enumerate((0.0, *RADII))
+        ]
+        statements += _judge(model.name, paths)
+    return Result(rows=tuple(rows), statements=tuple(statements))
+
+
+def num_points(directions: int) -> int:
+    """Return how many points `study` visits."""
+    return 2 * directions * (1 + len(RADII))
+
+
+def _direction(model: EnumerableModel, seed: int, index: int) -> torch.Tensor:
+    draw = torch.randn(
+        len(model.teacher), generator=seeds.generator(seed, "bartlett", "direction", index), dtype=torch.float64
+    )
+    unit: torch.Tensor = draw / draw.norm()
+    return unit
+
+
+def _row(name: str, radius: float, points: Sequence[Curvature]) -> Row:
+    gap, gap_stderr = mean_and_stderr([point.gap for point in points])
+    trace_gap, trace_gap_stderr = mean_and_stderr([point.trace_gap for point in points])
+    return Row(
+        model=name,
+        radius=radius,
+        kl_nats=statistics.fmean(point.kl_nats for point in points),
+        gap=gap,
+        gap_stderr=gap_stderr,
+        trace_gap=trace_gap,
+        trace_gap_stderr=trace_gap_stderr,
+        covariance_trace=statistics.fmean(float(point.covariance.trace()) for point in points),
+        hessian_trace=statistics.fmean(float(point.hessian.trace()) for point in points),
+        fisher_trace=statistics.fmean(point.fisher_trace for point in points),
+    )
+
+
+def _judge(name: str, paths: Sequence[Sequence[Curvature]]) -> list[Statement]:
+    """Return the statements on the minimisers and on the lines away from them."""
+    minimisers = [path[0] for path in paths]
+    worst = max(point.gap for point in minimisers)
+    slope = max(point.gradient_norm for point in minimisers)
+    lowest = min(float(torch.linalg.eigvalsh(point.hessian)[0] / point.hessian.norm()) for point in minimisers)
+    equal = Statement(
+        text=f"{name}: where the model's predictions are the true conditionals, the covariance of the gradient on one "
+        "example equals the Hessian of the loss.",
+        found=f"largest relative gap of {len(paths)} minimisers {worst:.1e}, at most {TOLERANCE:.0e} allowed; gradient "
+        f"{slope:.1e}; lowest eigenvalue of the Hessian {lowest:.1e} of its norm",
+        shown=worst <= TOLERANCE and slope <= TOLERANCE and lowest >= -TOLERANCE,
+    )
+    # KL grows with the square of the distance and the gap with the distance itself
+    powers = [math.log(path[2].gap / path[1].gap) / math.log(path[2].kl_nats / path[1].kl_nats) for path in paths]
+    power, stderr = mean_and_stderr(powers)
+    grows = Statement(
+        text=f"{name}: away from a minimiser they differ, at first in proportion to the square root of the KL.",
+        found=f"the gap grows as the KL to the power {power:.4f} ± {stderr:.4f} between the radii {RADII[0]:g} and "
+        f"{RADII[1]:g}; 0.5 ± {EXPONENT_TOLERANCE:g} allowed",
+        shown=abs(power - 0.5) <= EXPONENT_TOLERANCE and all(path[1].gap > 100 * path[0].gap for path in paths),
+    )
+    return [equal, grows]
+
+
+def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of at least two values and its standard error."""
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))

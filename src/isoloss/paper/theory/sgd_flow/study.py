@@ -1,0 +1,261 @@
+"""SGD against the flow: each batch size and step size, the limit of small steps, and a control without label noise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.paper.theory.sgd_flow import verdicts
+from isoloss.paper.theory.sgd_flow.masked_lm import MaskedLM
+from isoloss.paper.theory.sgd_flow.model import Model, mean, simulate, steps_until
+from isoloss.paper.theory.sgd_flow.rows import COEFFICIENT, Row
+from isoloss.paper.theory.sgd_flow.two_parameters import TwoParameters
+from isoloss.paper.theory.statements import Statement
+from isoloss.statistics.estimate import Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `study` runs.
+
+    Attributes:
+        model: The model.
+        step_sizes: At least 2, from large to small.
+        times: Increasing.
+        batch_sizes: Increasing.
+        trajectories: For each step size and batch size, at least 2.
+        coefficient: The coefficient to check.
+        allowed: Relative error of the mean trace at the smallest step size that is allowed.
+        seed: Decides the examples that are drawn.
+    """
+
+    model: Model
+    step_sizes: tuple[float, ...]
+    times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    batch_sizes: tuple[int, ...] = (1, 2, 4)
+    trajectories: int
+    coefficient: float = COEFFICIENT
+    allowed: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        etas, times, sizes = self.step_sizes, self.times, self.batch_sizes
+        if len(etas) < 2 or not all(x > y for x, y in itertools.pairwise(etas)) or not 0 < etas[-1] <= etas[0] < 1:
+            raise IsolossError(f"the step sizes are {_list(etas)}; give at least 2, from large to small, below 1")
+        if not times or not all(x < y for x, y in itertools.pairwise((0.0, *times))) or not math.isfinite(times[-1]):
+            raise IsolossError(f"the times are {_list(times)}; they must be positive and increase")
+        if times[0] < etas[0] ** 2:
+            raise IsolossError(f"the first time is {times[0]:g}, less than one step of size {etas[0]:g} takes")
+        if not sizes or not all(x < y for x, y in itertools.pairwise((0, *sizes))):
+            raise IsolossError(f"the batch sizes are {_list(sizes)}; they must be positive and increase")
+        if self.trajectories < 2:
+            raise IsolossError(f"trajectories is {self.trajectories}; a standard error needs at least 2")
+        if not (math.isfinite(self.coefficient) and self.coefficient > 0):
+            raise IsolossError(f"the coefficient is {self.coefficient}; it must be a positive number")
+        with np.errstate(over="ignore"):  # infinity is too steep as well
+            steepest = float(self.model.trace(self.model.minimiser[None])[0])
+        if etas[0] * steepest >= 1:
+            raise IsolossError(
+                f"{self.model.name}: the step size {etas[0]:g} is too large for a Hessian of trace {steepest:.3g}: it "
+                f"must be below {1 / steepest:.3g}"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of blocks of trajectories that `study` takes, the control apart."""
+        blocks = -(-self.trajectories // self.model.block)
+        return sum(steps_until(self.times[-1], eta) for eta in self.step_sizes) * len(self.batch_sizes) * blocks
+
+    def flow_trace(self, time: float, batch_size: int) -> float:
+        """Return the trace of the Hessian on the flow `-(coefficient / batch_size) grad Tr` at a time."""
+        point = self.model.flow(self.coefficient * time / batch_size)
+        return float(self.model.trace(point[None])[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What `study` found.
+
+    Attributes:
+        rows: One for each batch size, step size and time.
+        limits: One for each batch size and time: what the rows say at step size 0.
+        control: Mean trace where every step sees the exact conditionals: once it is back on the minimisers, and at each
+            time from then on.
+        statements: The verdicts.
+    """
+
+    rows: tuple[Row, ...]
+    limits: tuple[Row, ...]
+    control: tuple[float, ...]
+    statements: tuple[Statement, ...]
+
+
+def two_parameters(*, probability: float = 0.7, start: float = 2.0, **changes: Any) -> Settings:
+    """Return the settings for the model of two parameters; see `TwoParameters`.
+
+    Args:
+        probability: Of the first answer.
+        start: a at the start.
+        changes: Other fields of `Settings` than the default ones.
+    """
+    given = {"step_sizes": (0.1, 0.05, 0.025), "trajectories": 65536, "allowed": 0.01, **changes}
+    return Settings(model=TwoParameters(probability, start), **given)
+
+
+def masked_lm(*, seed: int = 0, **changes: Any) -> Settings:
+    """Return the settings for the masked language model of 88 parameters; see `MaskedLM`.
+
+    Args:
+        seed: Decides the language, the start and the examples that are drawn.
+        changes: Other fields of `Settings` than the default ones.
+    """
+    given = {"step_sizes": (0.05, 0.025, 0.0125), "trajectories": 1024, "allowed": 0.05, **changes}
+    return Settings(model=MaskedLM.random(seed=seed), seed=seed, **given)
+
+
+def study(settings: Settings, *, progress: Callable[[int], None] | None = None) -> Result:
+    """Simulate every batch size and step size, go to step size 0, run the control, and judge.
+
+    Args:
+        settings: What to run.
+        progress: Called with the number of steps that are done, of `settings.num_steps`.
+    """
+    done = 0
+
+    def count(steps: int) -> None:
+        nonlocal done
+        done += steps
+        if progress is not None:
+            progress(done)
+
+    rows: list[Row] = []
+    limits: list[Row] = []
+    for batch_size in settings.batch_sizes:
+        by_step = [_rows(settings, batch_size, step_size, count) for step_size in settings.step_sizes]
+        rows += [row for some in by_step for row in some]
+        limits += [_limit(settings, same_time, time) for *same_time, time in zip(*by_step, settings.times, strict=True)]
+    control = _control(settings)
+    statements = verdicts.judge(
+        settings.model.name,
+        rows,
+        limits,
+        control,
+        coefficient=settings.coefficient,
+        allowed=settings.allowed,
+        start=settings.flow_trace(0.0, 1),
+    )
+    return Result(rows=tuple(rows), limits=tuple(limits), control=control, statements=tuple(statements))
+
+
+def _rows(settings: Settings, batch_size: int, step_size: float, count: Callable[[int], None]) -> list[Row]:
+    model, rows, blocks = settings.model, [], []
+    for first in range(0, settings.trajectories, model.block):
+        n = min(model.block, settings.trajectories - first)
+        seed = seeds.derive(settings.seed, "sgd-flow", batch_size, repr(step_size), first)
+        blocks.append(
+            simulate(
+                model,
+                np.tile(model.minimiser, (n, 1)),
+                step_size=step_size,
+                times=settings.times,
+                batch_size=batch_size,
+                generator=np.random.default_rng(seed),
+                progress=count,
+            )
+        )
+    for time, parts in zip(settings.times, zip(*blocks, strict=True), strict=True):
+        theta = np.concatenate(parts)
+        elapsed = steps_until(time, step_size) * step_size**2
+        reached = model.reached(theta)
+        point = model.flow(settings.coefficient * elapsed / batch_size)
+        squares = ((theta - point) ** 2).sum(axis=1) / ((point - model.minimiser) ** 2).sum()
+        rows.append(
+            Row(
+                batch_size=batch_size,
+                step_size=step_size,
+                time=elapsed,
+                trace=mean(model.trace(theta), model.unit, "trace of the Hessian where SGD is"),
+                flow_trace=settings.flow_trace(elapsed, batch_size),
+                coefficient=_times(reached, batch_size / elapsed),
+                distance=mean(squares, "", "squared distance from the flow over the flow's from the start"),
+            )
+        )
+    return rows
+
+
+def _limit(settings: Settings, rows: Sequence[Row], time: float) -> Row:
+    """Return what the rows of all step sizes say at step size 0: by the polynomial through all of them.
+
+    The traces are extrapolated as shares of the flow's, whose times differ where no whole number of steps fits.
+    """
+    flow_trace = settings.flow_trace(time, rows[0].batch_size)
+    shares = extrapolated(settings.step_sizes, [_times(row.trace, 1 / row.flow_trace) for row in rows])
+    return Row(
+        batch_size=rows[0].batch_size,
+        step_size=0.0,
+        time=time,
+        trace=_times(shares, flow_trace),
+        flow_trace=flow_trace,
+        coefficient=extrapolated(settings.step_sizes, [row.coefficient for row in rows]),
+        distance=extrapolated(settings.step_sizes, [row.distance for row in rows]),
+    )
+
+
+def extrapolated(step_sizes: Sequence[float], found: Sequence[Estimate]) -> Estimate:
+    """Return the value at step size 0 of the polynomial through estimates at some step sizes.
+
+    Example:
+        >>> at = lambda value: Estimate(value=value, stderr=0.1, samples=9, unit="", num_inputs=9, method="m")
+        >>> round(extrapolated([0.2, 0.1], [at(1.4), at(1.2)]).value, 9)
+        1.0
+    """
+    weights = [math.prod(other / (other - eta) for other in step_sizes if other != eta) for eta in step_sizes]
+    pairs = list(zip(weights, found, strict=True))
+    return Estimate(
+        value=math.fsum(weight * estimate.value for weight, estimate in pairs),
+        stderr=math.hypot(*(weight * estimate.stderr for weight, estimate in pairs)),
+        samples=found[0].samples,
+        unit=found[0].unit,
+        num_inputs=found[0].num_inputs,
+        method=f"{found[0].method}, extrapolated to step size 0",
+    )
+
+
+def _control(settings: Settings) -> tuple[float, ...]:
+    """Return the mean trace at each time without label noise, from points off the minimisers.
+
+    It is left for as long as the last time to come back to them, and only then does its time begin.
+    """
+    model, ahead = settings.model, settings.times[-1]
+    found = simulate(
+        model,
+        model.beside,
+        step_size=settings.step_sizes[-1],
+        times=[ahead + time for time in (0.0, *settings.times)],
+        generator=np.random.default_rng(seeds.derive(settings.seed, "sgd-flow", "control")),
+        exact=True,
+    )
+    return tuple(float(model.trace(theta).mean()) for theta in found)
+
+
+def _times(found: Estimate, factor: float) -> Estimate:
+    """Return an estimate times a number without unit."""
+    return Estimate(
+        value=factor * found.value,
+        stderr=abs(factor) * found.stderr,
+        samples=found.samples,
+        unit=found.unit,
+        num_inputs=found.num_inputs,
+        method=found.method,
+    )
+
+
+def _list(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values) or "none"

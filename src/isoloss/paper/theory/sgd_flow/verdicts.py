@@ -1,0 +1,146 @@
+"""The statements of Theorem 3.3, with the figures of SGD and of the flow that decide them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from isoloss.paper.theory.sgd_flow.rows import Row
+from isoloss.paper.theory.statements import Statement
+from isoloss.statistics.estimate import Estimate, rounded
+
+ERRORS = 3.0  # standard errors that a statistical figure may be off
+PRECISION = 0.1  # standard error of a coefficient, as a share of it, above which nothing can be told
+CONTROL_ALLOWED = 1e-3  # change of the control's trace, as a share of what label noise takes off it
+
+
+def judge(
+    name: str,
+    rows: Sequence[Row],
+    limits: Sequence[Row],
+    control: Sequence[float],
+    *,
+    coefficient: float,
+    allowed: float,
+    start: float,
+) -> list[Statement]:
+    """Return the statements with their verdicts.
+
+    Args:
+        name: Of the model.
+        rows: For each batch size, each step size from large to small, and each time.
+        limits: For each batch size and time: the same at step size 0.
+        control: Traces over time without label noise.
+        coefficient: The one that is checked.
+        allowed: Relative error of the mean trace at the smallest step size.
+        start: The trace at the start.
+    """
+    single = [row for row in rows if row.batch_size == rows[0].batch_size]
+    by_step = [list(some) for _, some in itertools.groupby(single, key=lambda row: row.step_size)]
+    at_zero = [row for row in limits if row.batch_size == rows[0].batch_size]
+    last = {row.batch_size: row.coefficient for row in limits}  # the last time's, which come after the others
+    statements = [
+        _trace(by_step[-1], coefficient, allowed),
+        _limit(by_step, at_zero),
+        _coefficient(last, coefficient),
+        _batch_sizes(last, coefficient),
+        _parameters(by_step, at_zero),
+        _control(control, start - by_step[-1][-1].trace.value),
+    ]
+    return [dataclasses.replace(statement, text=f"{name}: {statement.text}") for statement in statements]
+
+
+def _trace(final: Sequence[Row], coefficient: float, allowed: float) -> Statement:
+    agrees = [
+        abs(row.trace.value - row.flow_trace) <= max(allowed * row.flow_trace, ERRORS * row.trace.stderr)
+        for row in final
+    ]
+    return Statement(
+        text=f"SGD's mean trace after K / eta^2 steps is near that of the flow -({coefficient:g} / B) grad Tr at time "
+        "K.",
+        found=f"at eta = {final[0].step_size:g} and B = {final[0].batch_size} it is off by {_errors(final)}; "
+        f"{100 * allowed:g} % or {ERRORS:g} standard errors allowed",
+        shown=all(agrees),
+    )
+
+
+def _limit(by_step: Sequence[Sequence[Row]], at_zero: Sequence[Row]) -> Statement:
+    spreads = [math.sqrt(math.fsum(row.error**2 for row in some) / len(some)) for some in by_step]
+    agrees = [abs(row.trace.value - row.flow_trace) <= ERRORS * row.trace.stderr for row in at_zero]
+    etas = [some[0].step_size for some in by_step]
+    return Statement(
+        text="the error of SGD's mean trace is one of the step size: it goes to 0 with it.",
+        found=f"root mean square over K: {_over_steps([f'{100 * spread:.2f} %' for spread in spreads], etas)}; "
+        f"extrapolated to eta = 0: {_errors(at_zero)}; it must fall faster than the root of the step size, and be "
+        f"within {ERRORS:g} standard errors of 0 there",
+        shown=_falls(spreads, etas) and all(agrees),
+    )
+
+
+def _coefficient(found: dict[int, Estimate], wanted: float) -> Statement:
+    least = next(iter(found))
+    return Statement(
+        text=f"the coefficient of the flow that SGD follows is -{wanted:g} / B.",
+        found=f"B = {least}: {_minus(found[least])} times 1 / B, extrapolated to eta = 0; {ERRORS:g} standard errors "
+        f"allowed, the error at most {100 * PRECISION:g} %",
+        shown=_is_near(found[least], wanted),
+    )
+
+
+def _batch_sizes(found: dict[int, Estimate], wanted: float) -> Statement:
+    return Statement(
+        text="with B examples a step the flow is B times slower.",
+        found="coefficient times B: "
+        + ", ".join(f"{_minus(value)} (B = {size})" for size, value in found.items())
+        + f"; {ERRORS:g} standard errors from {-wanted:g} allowed for each of at least 2, each error at most "
+        f"{100 * PRECISION:g} %",
+        shown=len(found) > 1 and all(_is_near(value, wanted) for value in found.values()),
+    )
+
+
+def _parameters(by_step: Sequence[Sequence[Row]], at_zero: Sequence[Row]) -> Statement:
+    last = [some[-1] for some in by_step]
+    values, etas = [row.distance.value for row in last], [row.step_size for row in last]
+    shown = [rounded(row.distance.value, row.distance.stderr) for row in last]
+    limit = at_zero[-1].distance
+    return Statement(
+        text="not only the trace: SGD's parameters themselves become those of the flow.",
+        found=f"mean squared distance over the squared distance of the flow from the start, at K = {last[-1].time:g}: "
+        f"{_over_steps(shown, etas)}; extrapolated to eta = 0: {rounded(limit.value, limit.stderr)}; it must fall "
+        f"faster than the root of the step size, and be within {ERRORS:g} standard errors of 0 there",
+        shown=_falls(values, etas) and abs(limit.value) <= ERRORS * limit.stderr,
+    )
+
+
+def _control(control: Sequence[float], fall: float) -> Statement:
+    drift = max(abs(trace - control[0]) for trace in control) / abs(fall)
+    return Statement(
+        text="without label noise, with the exact conditionals as targets, nothing drifts along the minimisers.",
+        found=f"from off the minimisers it is back on them at a trace of {control[0]:.6g}, which then changes by "
+        f"{drift:.1e} of the {fall:.3g} that sampled answers take off in as long; {CONTROL_ALLOWED:.0e} allowed",
+        shown=fall > 0 and drift <= CONTROL_ALLOWED,
+    )
+
+
+def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
+    """Return whether each error is less than the one before by more than the root of the step sizes."""
+    pairs = itertools.pairwise(zip(errors, etas, strict=True))
+    return all(error < before * math.sqrt(eta / larger) for (before, larger), (error, eta) in pairs)
+
+
+def _is_near(found: Estimate, wanted: float) -> bool:
+    return abs(found.value - wanted) <= ERRORS * found.stderr and found.stderr <= PRECISION * wanted
+
+
+def _minus(found: Estimate) -> str:
+    return rounded(-found.value, found.stderr)
+
+
+def _errors(rows: Iterable[Row]) -> str:
+    return ", ".join(f"{row.error_percent} at K = {row.time:g}" for row in rows)
+
+
+def _over_steps(figures: Iterable[str], etas: Sequence[float]) -> str:
+    return ", ".join(f"{figure} at eta = {eta:g}" for figure, eta in zip(figures, etas, strict=True))

@@ -1,0 +1,195 @@
+"""Named components, loaded on first use and open to other packages: languages, measures, tasks and what else has names.
+
+A component is a class or function, registered as an object or as `"module:attribute"`. Another package adds one by an
+entry point, in its `pyproject.toml`:
+
+    [project.entry-points."isoloss.measures"]
+    gradient-norm = "my_package.measures:GradientNorm"
+
+Nothing is imported before it is asked for by name, so that a list of names costs no more than reading metadata.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple
+
+from isoloss.errors import IsolossError, did_you_mean, warn
+
+
+class Entry(NamedTuple):
+    """A registered component.
+
+    Attributes:
+        target: The component, or where it is: `"module:attribute"`.
+        summary: One line about it; empty: the first line of its docstring.
+    """
+
+    target: Any
+    summary: str = ""
+
+
+class Registry:
+    """The components of one kind, by name.
+
+    A name may have a part in capital letters that stands for whatever is there: `probe-TASK` is found as `probe-root`.
+
+    Attributes:
+        kind: What a component is called in messages, e.g. `language`.
+        group: The group of entry points that other packages use, e.g. `isoloss.languages`.
+
+    Args:
+        kind: As the attribute.
+        plural: Its plural, for the group.
+        builtin: The components that isoloss has, by name.
+    """
+
+    def __init__(self, kind: str, plural: str, builtin: Mapping[str, Entry]) -> None:
+        self.kind, self.group = kind, f"isoloss.{plural}"
+        self._entries = dict(builtin)
+        self._plural = plural
+
+    def register(self, name: str, target: Any, *, summary: str = "") -> None:
+        """Add a component.
+
+        Args:
+            name: What it is called; not the name of another one.
+            target: The component, or `"module:attribute"`.
+            summary: One line for lists; empty: the first line of its docstring.
+
+        Raises:
+            IsolossError: Another component has the name.
+        """
+        known = self._all().get(name)
+        if known is not None and known.target is not target:
+            raise IsolossError(f"there is a {self.kind} {name!r} already; choose another name")
+        self._entries[name] = Entry(target, summary)
+
+    def names(self) -> list[str]:
+        """Return all names, those of isoloss first."""
+        return list(self._all())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._all()
+
+    def summary(self, name: str) -> str:
+        """Return one line about a component."""
+        entry = self._all()[name]
+        return entry.summary or (inspect.getdoc(self.load(name)) or "").partition("\n")[0]
+
+    def load(self, name: str) -> Any:
+        """Return the component called `name`.
+
+        Raises:
+            IsolossError: There is none, or the package that offers it cannot be imported.
+        """
+        if name not in self:
+            raise IsolossError(
+                f"no {self.kind} {name!r}{did_you_mean(name, self) or ';'} the {self._plural} are {', '.join(self)}"
+            )
+        entry = self._all()[name]
+        if not isinstance(entry.target, str):
+            return entry.target
+        module, _, attribute = entry.target.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in attribute.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise IsolossError(f"{self.kind} {name!r} cannot be loaded from {entry.target}: {error}") from error
+        return found
+
+    def match(self, name: str) -> tuple[str, dict[str, str]]:
+        """Return the registered name that `name` is one of, and what stands for its parts in capital letters.
+
+        Raises:
+            IsolossError: There is none.
+
+        Example:
+            >>> Registry("measure", "measures", {"probe-TASK": Entry(int)}).match("probe-prefix-4")
+            ('probe-TASK', {'TASK': 'prefix-4'})
+        """
+        if name in self:
+            return name, {}
+        for pattern in self:
+            if (values := _values(pattern, name)) is not None:
+                return pattern, values
+        raise IsolossError(
+            f"no {self.kind} {name!r}{did_you_mean(name, self) or ';'} the {self._plural} are {', '.join(self)}"
+        )
+
+    def _all(self) -> dict[str, Entry]:
+        """Return the entries, those of other packages after one's own."""
+        entries = dict(self._entries)
+        for point in _entry_points(self.group):
+            if point.name not in entries:
+                entries[point.name] = Entry(point.value)
+            elif entries[point.name].target not in (point.value, _loaded(point)):
+                warn(f"{_package(point)} has a {self.kind} {point.name!r}, which is not used: the name is taken")
+        return entries
+
+
+def _values(pattern: str, name: str) -> dict[str, str] | None:
+    """Return what stands in `name` for each part of `pattern` in capital letters, or None where it is no such name."""
+    words = pattern.split("-")
+    first = next((place for place, word in enumerate(words) if word.isupper()), None)
+    if first is None or not name.startswith(prefix := "".join(f"{word}-" for word in words[:first])):
+        return None
+    parts = name.removeprefix(prefix).rsplit("-", len(words) - first - 1)
+    if len(parts) < len(words) - first or not all(parts):
+        return None
+    return dict(zip(words[first:], parts, strict=True))
+
+
+@functools.cache
+def _entry_points(group: str) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=group))
+
+
+def _loaded(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except (ImportError, AttributeError):
+        return None
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value
+
+
+LANGUAGES = Registry(
+    "language",
+    "languages",
+    {
+        "pcfg": Entry("isoloss.languages.config:PCFGConfig", "a random layered grammar"),
+        "grammar": Entry("isoloss.languages.config:GrammarConfig", "a grammar given by its rules"),
+        "brackets": Entry("isoloss.languages.config:BracketsConfig", "the paper's bracket language (section 5)"),
+        "dyck": Entry("isoloss.languages.config:DyckConfig", "nested brackets of several kinds, as a grammar"),
+        "hmm": Entry("isoloss.languages.config:HMMConfig", "a random block-diagonal hidden Markov model"),
+        "file": Entry("isoloss.languages.config:FileConfig", "a stored language"),
+        "teacher": Entry("isoloss.languages.config:TeacherConfig", "a causal language model that writes sentences"),
+        "corpus": Entry("isoloss.languages.config:CorpusConfig", "real text"),
+    },
+)
+
+ALGORITHMS = Registry(
+    "training algorithm",
+    "algorithms",
+    {
+        "gradient": Entry("isoloss.training.algorithms.config:GradientConfig", "the gradient of the loss alone"),
+        "sam": Entry("isoloss.training.algorithms.config:SAMConfig", "sharpness-aware minimization"),
+        "adversarial": Entry(
+            "isoloss.training.algorithms.config:AdversarialConfig", "spoil a downstream task at the same loss"
+        ),
+        "fisher-penalty": Entry(
+            "isoloss.training.algorithms.config:FisherPenaltyConfig", "penalize the trace of the Fisher"
+        ),
+    },
+)

@@ -1,0 +1,1 @@
+"""Numbers with errors: estimates, clustered ratios, and differences that are paired."""

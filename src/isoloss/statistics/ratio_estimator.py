@@ -1,0 +1,429 @@
+"""What a trace is computed from: sums over independent clusters, with control variates whose mean is known.
+
+Shapes: n sequences of a batch, K parameter tensors, C control variates, r of them with means from a pool, F folds,
+N clusters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from isoloss.errors import IsolossError
+from isoloss.model_checks import NOTHING_PREDICTED
+
+FOLDS = 8
+_FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
+_CLUSTERS_A_CONTROL = 16  # or more, as each coefficient that is fitted adds its own noise
+_SINGULAR = 1e-10  # of the largest eigenvalue of the controls' correlations
+_FEWEST_OF_POOL = 2  # times the measured sequences: a mean over fewer is hardly better known
+_CONTROLS = 5  # the first column of the controls in a cluster's row
+_UNLIKE = 1e-9  # the chance that sequences drawn as the pool was are as far from its mean
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A ratio, its standard error, and both for each parameter; the parameters' values add up to `value`.
+
+    Attributes:
+        value: Sum over clusters of the squared norms, less the fitted controls, over the predicted positions.
+        stderr: Its standard error over clusters.
+        by_parameter: (K,) float64.
+        by_parameter_stderr: (K,) float64.
+        by_group: (G,) float64, the sums of `by_parameter` over the groups of parameters.
+        by_group_stderr: (G,) float64.
+        influence: (N + r,) float64: what each cluster, and each of the pool's means, adds to the error. `value`'s
+            standard error is the root of the sum of their squares over N (N - 1), and that of the difference of two
+            values on the same clusters and means is the same of the differences of their influences.
+        part: The sum of `by_parameter` over the parameters of the part.
+        part_stderr: Its standard error.
+        part_influence: (N + r,) float64, as `influence`.
+        clusters: N.
+        pool_controls: (r,) which of the pool's controls were used.
+        unlike_pool: Whether the clusters are too far from the pool's means to have been drawn alike, so that none was.
+    """
+
+    value: float
+    stderr: float
+    by_parameter: torch.Tensor
+    by_parameter_stderr: torch.Tensor
+    influence: torch.Tensor
+    part: float
+    part_stderr: float
+    part_influence: torch.Tensor
+    by_group: torch.Tensor
+    by_group_stderr: torch.Tensor
+    clusters: int
+    pool_controls: tuple[bool, ...]
+    unlike_pool: bool
+
+    @property
+    def leading(self) -> float:
+        """The largest cluster's part of the squared error, from 0 to 1.
+
+        Near 1 a single cluster decides the error, and clusters like it are too rare in these data for it to be right.
+        """
+        squares = self.influence.square()
+        return float(squares[: self.clusters].max() / squares.sum()) if bool(squares.any()) else 0.0
+
+
+class PoolMeans(NamedTuple):
+    """How well the means of the last r controls are known.
+
+    Attributes:
+        covariance: (r, r) float64, of the errors of the means.
+        num_sequences: The sequences that they were taken over.
+        number: How many of the controls are used, the first ones; None: none, one or all, by which error is smallest.
+    """
+
+    covariance: torch.Tensor
+    num_sequences: int
+    number: int | None = None
+
+
+class Clusters:
+    """Rows of numbers summed over clusters: consecutive sequences of one document, or one sequence.
+
+    Args:
+        width: Numbers in a row.
+
+    Attributes:
+        open: (width,) float64, the sums of the document that goes on.
+        document: Its id; None: there is none.
+
+    Example:
+        >>> clusters = Clusters(1)
+        >>> clusters.add(torch.ones(3, 1), torch.tensor([7, 7, 8])), clusters.close()
+        (tensor([[2.]], dtype=torch.float64), tensor([[1.]], dtype=torch.float64))
+    """
+
+    def __init__(self, width: int) -> None:
+        self.open = torch.zeros(width, dtype=torch.float64)
+        self.document: int | None = None
+
+    def add(self, rows: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+        """Add rows (n, width), and return the sums over each cluster that is complete by now.
+
+        Args:
+            rows: (n, width).
+            documents: (n,) ids: consecutive sequences of one id are one cluster. None: each is its own.
+        """
+        rows = rows.double()
+        if documents is None:
+            return torch.cat([self.close(), rows])
+        complete = []
+        for document, row in zip(documents.tolist(), rows, strict=True):
+            if document != self.document:
+                complete.append(self.close())
+                self.document = document
+            self.open += row
+        return torch.cat(complete) if complete else rows[:0]
+
+    def close(self) -> torch.Tensor:
+        """Return the sums of the document that goes on, as one row or none, and end it."""
+        sums = self.open[None] if self.document is not None else self.open[None][:0]
+        self.open, self.document = torch.zeros_like(self.open), None
+        return sums
+
+
+class Tally:
+    r"""A running record of squared gradient norms by cluster: consecutive sequences of one document, or one sequence.
+
+    For a cluster b let a_b be its squared norms, m_b its predicted positions and d_b its controls: C numbers with
+    expectation 0 whatever the data. For any coefficients beta that do not depend on cluster b, a_b - beta d_b has the
+    expectation of a_b. The ratio is R = sum_b (a_b - beta_{f(b)} d_b) / sum_b m_b with the clusters dealt into F folds
+    and beta_f the least-squares coefficients of a - R m on d over all folds but f ("cross-fitting"), so that it is
+    unbiased as the plain ratio is. Its error is that of a ratio (Cochran, Sampling Techniques, section 6.3) with
+    residuals a_b - beta_{f(b)} d_b - R m_b. Least squares is linear in a, so the same formula for each parameter
+    tensor's part of a gives values that add up to R.
+
+    A control that is other than 0 in fewer than 32 clusters has the coefficient 0, and of the rest, all but the first
+    N / 16 have.
+
+    The last r controls may be measured from means that are estimates themselves, those of a pool
+    (`isoloss.flatness.engine.auxiliary_sample.Pool`). With n_b the sequences of cluster b, R moves by
+    g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^T C g with the covariance C
+    of the means joins the squared error. These controls are left out where the pool has fewer than twice as many
+    sequences as the clusters, and where Hotelling's T^2 says that the clusters were not drawn as the pool was (chance
+    below 1e-9). Else it is all of them, the first one or none, whichever has the smallest error, unless a number is
+    given.
+
+    Args:
+        num_parameters: K.
+        num_controls: C - r, which may be 0.
+        groups: The group of each parameter, from 0 to G - 1; None: there are no groups.
+        pool: How well the means of r further controls are known; None: there are none.
+        part: Parameters, by their columns, whose sum is wanted with an influence of its own.
+
+    Example:
+        >>> tally = Tally(num_parameters=2, num_controls=0)
+        >>> tally.add(torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 0.0]]), torch.tensor([1, 1, 1]), torch.zeros(3, 0))
+        >>> shares = tally.shares()
+        >>> shares.value, shares.by_parameter.tolist(), round(shares.stderr, 4)
+        (2.0, [1.6666666666666667, 0.3333333333333333], 0.5774)
+    """
+
+    def __init__(
+        self,
+        num_parameters: int,
+        num_controls: int,
+        groups: Sequence[int] | None = None,
+        pool: PoolMeans | None = None,
+        part: Sequence[int] = (),
+    ) -> None:
+        self._part = torch.tensor(part, dtype=torch.int64)
+        self._pool = pool or PoolMeans(torch.zeros(0, 0, dtype=torch.float64), 0)
+        num_controls += len(self._pool.covariance)
+        # fold, a, a of the part, n, m, d of closed clusters
+        self._rows = [torch.zeros(0, _CONTROLS + num_controls, dtype=torch.float64)]
+        # by fold and parameter: the sums of a, a^2, a m, a d
+        self._moments = torch.zeros(FOLDS, 3 + num_controls, num_parameters, dtype=torch.float64)
+        self._groups = torch.tensor(groups or [], dtype=torch.int64)
+        size = int(self._groups.max()) + 1 if groups else 0
+        self._group_moments = torch.zeros(FOLDS, 3 + num_controls, size, dtype=torch.float64)
+        self._clusters = Clusters(num_parameters + 2 + num_controls)  # a by parameter, n, m, d
+
+    def __len__(self) -> int:
+        """Return the number of clusters, the open one included."""
+        return sum(len(rows) for rows in self._rows) + (self._clusters.document is not None)
+
+    def add(
+        self,
+        square_norms: torch.Tensor,
+        positions: torch.Tensor,
+        controls: torch.Tensor,
+        documents: torch.Tensor | None = None,
+    ) -> None:
+        """Add sequences.
+
+        Args:
+            square_norms: (n, K) squared norms by sequence and parameter.
+            positions: (n,) predicted positions.
+            controls: (n, C), each with expectation 0.
+            documents: (n,) ids: consecutive sequences of one id are one cluster. None: each is its own.
+        """
+        ones = torch.ones(len(positions), 1, dtype=torch.float64)
+        values = square_norms.double().cpu(), ones, positions.double()[:, None].cpu(), controls.double().cpu()
+        self._record(self._clusters.add(torch.cat(values, dim=1), documents))
+
+    def _record(self, rows: torch.Tensor) -> None:
+        first, parameters = sum(len(known) for known in self._rows), self._moments.shape[2]
+        folds = torch.arange(first, first + len(rows)) % FOLDS
+        a, rest = rows[:, :parameters], rows[:, parameters:]
+        sums = [values.sum(dim=1, keepdim=True) for values in (a, a[:, self._part])]
+        self._rows.append(torch.cat([folds[:, None].double(), *sums, rest], dim=1))
+        _add_moments(self._moments, folds, a, rest[:, 1:])
+        if len(self._groups):
+            by_group = torch.zeros(len(a), self._group_moments.shape[2], dtype=torch.float64)
+            _add_moments(self._group_moments, folds, by_group.index_add_(1, self._groups, a), rest[:, 1:])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return everything as tensors, from which `from_state` goes on."""
+        self._rows = [torch.cat(self._rows)]
+        document = self._clusters.document
+        return {
+            "rows": self._rows[0],
+            "moments": self._moments,
+            "groups": self._groups,
+            "part": self._part,
+            "group_moments": self._group_moments,
+            "open": self._clusters.open,
+            "document": torch.tensor([document is not None, document or 0]),
+            "pool_covariance": self._pool.covariance,
+            "pool_sequences": torch.tensor(self._pool.num_sequences),
+            "pool_number": torch.tensor([] if self._pool.number is None else [self._pool.number], dtype=torch.int64),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, torch.Tensor]) -> Tally:
+        """Return the tally that `state` described."""
+        number = state["pool_number"].tolist()
+        pool = PoolMeans(state["pool_covariance"], int(state["pool_sequences"]), number[0] if number else None)
+        num_controls = state["rows"].shape[1] - _CONTROLS - len(pool.covariance)
+        tally = cls(state["moments"].shape[2], num_controls, state["groups"].tolist(), pool, state["part"].tolist())
+        tally._rows, tally._moments = [state["rows"]], state["moments"].clone()
+        tally._group_moments = state["group_moments"].clone()
+        tally._clusters.open = state["open"].clone()
+        is_open, document = state["document"].tolist()
+        tally._clusters.document = document if is_open else None
+        return tally
+
+    @classmethod
+    def merged(cls, parts: list[Tally]) -> Tally:
+        """Return the tally of several processes, none of which shares a cluster with another."""
+        for part in parts:
+            part._record(part._clusters.close())
+        states = [part.state() for part in parts]
+        joined = cls.from_state(states[0])
+        joined._rows = [state["rows"] for state in states]
+        joined._moments = torch.stack([state["moments"] for state in states]).sum(dim=0)
+        joined._group_moments = torch.stack([state["group_moments"] for state in states]).sum(dim=0)
+        return joined
+
+    def shares(self) -> Shares:
+        """Return the ratio, its error, and its split over the parameters, the document that goes on included.
+
+        Raises:
+            IsolossError: Fewer than two clusters have a predicted position.
+        """
+        if self._clusters.document is not None:
+            return Tally.merged([Tally.from_state(self.state())]).shares()  # it ends in a copy, and may go on here
+        rows = torch.cat(self._rows)
+        predicting = int((rows[:, 4] > 0).sum())
+        if len(rows) and not predicting:
+            raise IsolossError(NOTHING_PREDICTED)
+        if predicting < 2:
+            raise IsolossError(
+                f"an error bar needs at least 2 independent sequences or documents, not {predicting} (with a label)"
+            )
+        used, unlike = self._used(rows[:, 3], rows[:, _CONTROLS:])
+        known = len(used) - len(self._pool.covariance)
+        available = int(used[known:].sum())
+        wanted = (0, 1, available) if self._pool.number is None else (self._pool.number,)
+        numbers = sorted({min(number, available) for number in wanted})
+        order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
+        found = [self._fitted(rows, used & (order <= number), unlike=unlike) for number in numbers]
+        return min(found, key=lambda shares: shares.stderr)
+
+    def _fitted(self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool) -> Shares:
+        """Return the shares of closed clusters with these controls (C,)."""
+        n, of_pool = len(rows), len(used) - len(self._pool.covariance)
+        folds, sequences, m, d = rows[:, 0].long(), rows[:, 3], rows[:, 4], rows[:, _CONTROLS:] * used
+        total, correction = float(m.sum()), n / (n - 1)
+        by_fold = torch.zeros(FOLDS, dtype=torch.float64).index_add_(0, folds, sequences)
+        variances, vectors = torch.linalg.eigh(self._pool.covariance)
+        root = vectors * variances.clamp(min=0).sqrt()  # root root^T is the covariance
+
+        def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+            """Return the coefficients (F, C, K), the slopes (r, K), the ratios (K,) and their errors."""
+            sums = _Sums.of(folds, m, d, moments)
+            beta = _coefficients(sums)
+            ratios = (sums.a - (beta * sums.d[:, :, None]).sum(dim=1)).sum(dim=0) / total
+            slopes = (by_fold[:, None, None] * beta[:, of_pool:]).sum(dim=0) / total
+            squares = correction * sums.square_residuals(beta, ratios) / total**2
+            return beta, slopes, ratios, (squares + (root.T @ slopes).square().sum(dim=0)).sqrt()
+
+        beta, slopes, ratios, errors = split(self._moments)
+        _, _, by_group, by_group_stderr = split(self._group_moments)
+
+        def summed(sums: torch.Tensor, columns: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+            """Return the ratio of the clusters' sums (N,) over columns, its error and its influence."""
+            value = math.fsum(ratios[columns].tolist())
+            residuals = sums - (beta[:, :, columns].sum(dim=2)[folds] * d).sum(dim=1) - value * m
+            of_means = root.T @ slopes[:, columns].sum(dim=1)
+            influence = torch.cat([residuals * (n / total), of_means * math.sqrt(n * (n - 1))])
+            return value, math.sqrt(float(influence.square().sum()) / (n * (n - 1))), influence
+
+        value, stderr, influence = summed(rows[:, 1], torch.arange(len(ratios)))
+        part, part_stderr, part_influence = summed(rows[:, 2], self._part)
+        return Shares(
+            value=value,
+            stderr=stderr,
+            by_parameter=ratios,
+            by_parameter_stderr=errors,
+            influence=influence,
+            part=part,
+            part_stderr=part_stderr,
+            part_influence=part_influence,
+            by_group=by_group,
+            by_group_stderr=by_group_stderr,
+            clusters=n,
+            pool_controls=tuple(used[of_pool:].tolist()),
+            unlike_pool=unlike,
+        )
+
+    def _used(self, sequences: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Return which controls (C,) may have coefficients, and whether those of the pool have none for their means."""
+        known = d.shape[1] - len(self._pool.covariance)
+        used = (d != 0).sum(dim=0) >= _FEWEST
+        used[known:] &= self._pool.num_sequences >= _FEWEST_OF_POOL * float(sequences.sum())
+        used &= used.cumsum(dim=0) <= len(d) // _CLUSTERS_A_CONTROL
+        chosen = used[known:]
+        unlike = _chance(sequences, d[:, known:][:, chosen], self._pool.covariance[chosen][:, chosen]) < _UNLIKE
+        used[known:] &= not unlike
+        return used, unlike
+
+
+def _chance(sequences: torch.Tensor, d: torch.Tensor, of_pool: torch.Tensor) -> float:
+    """Return the chance that the mean of d (N, r) over the sequences is as far from 0 as it is; of r = 0 it is 1.
+
+    `of_pool` (r, r) is the covariance of the error of what was taken from d. By Hotelling's T^2, which is close to
+    chi-squared where N is much more than r: there are at least 16 r clusters.
+    """
+    n, total, directions = len(d), float(sequences.sum()), d.shape[1]
+    if not directions:
+        return 1.0
+    mean = d.sum(dim=0) / total
+    residuals = d - sequences[:, None] * mean
+    covariance = residuals.T @ residuals * (n / (n - 1) / total**2) + of_pool
+    square = float(mean @ torch.linalg.solve(covariance, mean))
+    half = torch.tensor([directions / 2, square / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def _add_moments(moments: torch.Tensor, folds: torch.Tensor, a: torch.Tensor, rest: torch.Tensor) -> None:
+    """Add clusters' a (n, K) and m, d (n, 1 + C) to the sums of a, a^2, a m and a d by fold, in place."""
+    moments[:, 0].index_add_(0, folds, a)
+    moments[:, 1].index_add_(0, folds, a.square())
+    for place in range(rest.shape[1]):
+        moments[:, 2 + place].index_add_(0, folds, a * rest[:, place, None])
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the clusters of each fold: m, m^2, d, d m, d d^T, and by parameter a, a^2, a m, a d."""
+
+    m: torch.Tensor  # (F,)
+    mm: torch.Tensor  # (F,)
+    d: torch.Tensor  # (F, C)
+    dm: torch.Tensor  # (F, C)
+    dd: torch.Tensor  # (F, C, C)
+    a: torch.Tensor  # (F, K)
+    aa: torch.Tensor  # (F, K)
+    am: torch.Tensor  # (F, K)
+    ad: torch.Tensor  # (F, C, K)
+
+    @classmethod
+    def of(cls, folds: torch.Tensor, m: torch.Tensor, d: torch.Tensor, moments: torch.Tensor) -> _Sums:
+        def by_fold(values: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(FOLDS, *values.shape[1:], dtype=torch.float64).index_add_(0, folds, values)
+
+        return cls(
+            m=by_fold(m),
+            mm=by_fold(m.square()),
+            d=by_fold(d),
+            dm=by_fold(d * m[:, None]),
+            dd=by_fold(d[:, :, None] * d[:, None, :]),
+            a=moments[:, 0],
+            aa=moments[:, 1],
+            am=moments[:, 2],
+            ad=moments[:, 3:],
+        )
+
+    def square_residuals(self, beta: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor:
+        """Return (K,): the sums over clusters of (a - beta d - R m)^2, multiplied out."""
+        crossed = (beta * (self.dd @ beta)).sum(dim=1) - 2 * (beta * self.ad).sum(dim=1)
+        with_m = self.am - (beta * self.dm[:, :, None]).sum(dim=1)
+        by_fold = self.aa + crossed - 2 * ratios * with_m + ratios.square() * self.mm[:, None]
+        return by_fold.sum(dim=0).clamp(min=0)
+
+
+def _coefficients(sums: _Sums) -> torch.Tensor:
+    """Return (F, C, K): for each fold, the least-squares coefficients of a - R m on d over all other folds."""
+
+    def others(values: torch.Tensor) -> torch.Tensor:
+        return values.sum(dim=0) - values
+
+    ratios = others(sums.a) / others(sums.m)[:, None]
+    products = others(sums.ad) - ratios[:, None, :] * others(sums.dm)[:, :, None]
+    moments = others(sums.dd)
+    scales = moments.diagonal(dim1=1, dim2=2).sqrt()
+    scales = torch.where(scales > 0, 1 / scales, 0.0)  # controls of any two units count alike
+    inverse: torch.Tensor = torch.linalg.pinv(
+        scales[:, :, None] * moments * scales[:, None, :], rtol=_SINGULAR, hermitian=True
+    )
+    return scales[:, :, None] * (inverse @ (scales[:, :, None] * products))

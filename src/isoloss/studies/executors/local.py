@@ -1,0 +1,139 @@
+"""The local engine: carries out a plan with a few worker processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from isoloss.errors import IsolossError
+from isoloss.studies.plan import Unit, check, urgency
+
+POLL_SECONDS = 0.1
+HEARTBEAT_SECONDS = 30.0
+GRACE_SECONDS = 60.0  # for workers to save after an interrupt
+
+
+@dataclass
+class _Worker:
+    unit: Unit
+    process: subprocess.Popen[bytes]
+    log: Path
+    start: float
+
+
+def run(units: Sequence[Unit], *, workers: int, logs: Path, say: Callable[[str], None]) -> int:
+    """Carry out what of the plan is not done yet, and return how many units were run.
+
+    Each unit is a process of its own with one thread. If this process ends, however it ends, so do they: the commands
+    find their place again from their files. A failed unit stops the plan once the running ones have ended.
+
+    Args:
+        units: The plan.
+        workers: Processes at a time.
+        logs: Folder for the units' output.
+        say: Told in one line what starts, ends and goes on.
+
+    Raises:
+        IsolossError: A unit failed; the message has the last lines of its log.
+        KeyboardInterrupt: Passed on after the workers have saved.
+    """
+    if workers < 1:
+        raise IsolossError(f"{workers} workers cannot carry out a plan; give at least 1")
+    check(units)
+    rank = urgency(units)
+    done = {unit.name for unit in units if unit.done()}
+    todo = sorted((unit for unit in units if unit.name not in done), key=lambda unit: -rank[unit.name])
+    count, total = len(todo), len(units)
+    running: list[_Worker] = []
+    failed: _Worker | None = None
+    heartbeat = time.monotonic()
+    if count:
+        say(f"{count} of {total} units to do, {workers} at a time; what they say is in {logs}")
+    try:
+        while todo or running:
+            ready = [unit for unit in todo if done.issuperset(unit.after)] if failed is None else []
+            for unit in ready[: workers - len(running)]:
+                todo.remove(unit)
+                running.append(_start(unit, logs))
+                say(f"{unit.name}: started")
+            if not running:
+                break
+            time.sleep(POLL_SECONDS)
+            for worker in [w for w in running if w.process.poll() is not None]:
+                running.remove(worker)
+                _close(worker)
+                if worker.process.returncode == 0 and worker.unit.done():
+                    done.add(worker.unit.name)
+                    seconds = time.monotonic() - worker.start
+                    say(f"{worker.unit.name}: done in {seconds:.0f} s ({len(done)} of {total} units)")
+                else:
+                    failed = worker
+            if time.monotonic() - heartbeat > HEARTBEAT_SECONDS:
+                heartbeat = time.monotonic()
+                for worker in running:
+                    say(f"  {_last_line(worker.log) or _at_work(worker)}")
+    except BaseException:
+        _stop(running)
+        raise
+    if failed is not None:
+        raise IsolossError(_failure(failed))
+    return count
+
+
+def _start(unit: Unit, logs: Path) -> _Worker:
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', unit.name)}.log"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ISOLOSS_EXIT_WITH_STDIN": "1"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "isoloss", *unit.arguments],
+            stdin=subprocess.PIPE,  # never written to: its end tells the worker that the engine is gone
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the engine alone, which passes it on
+        )
+    return _Worker(unit, process, log, time.monotonic())
+
+
+def _stop(running: list[_Worker]) -> None:
+    """Ask the workers to save and end, and wait for them; kill those that do not."""
+    for worker in running:
+        worker.process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + GRACE_SECONDS
+    try:
+        for worker in running:
+            worker.process.wait(timeout=max(0.1, deadline - time.monotonic()))
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        for worker in running:
+            worker.process.kill()
+    for worker in running:
+        _close(worker)
+
+
+def _close(worker: _Worker) -> None:
+    assert worker.process.stdin is not None
+    worker.process.stdin.close()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _at_work(worker: _Worker) -> str:
+    return f"{worker.unit.name}: at work for {time.monotonic() - worker.start:.0f} s"
+
+
+def _failure(worker: _Worker) -> str:
+    tail = "\n".join(worker.log.read_text(errors="replace").splitlines()[-15:])
+    status = worker.process.returncode
+    reason = "ended without its result" if status == 0 else f"failed with status {status}"
+    return f"{worker.unit.name} {reason}; the end of {worker.log}:\n{tail}"

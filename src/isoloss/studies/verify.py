@@ -1,0 +1,85 @@
+"""Reading a run back: whether every file is what it should be, and whether measuring again gives the same digits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from isoloss import config as configs
+from isoloss.errors import IsolossError
+from isoloss.evaluation.config import EvalConfig
+from isoloss.evaluation.evaluator import Evaluator, pending
+from isoloss.run_config import TrainConfig
+from isoloss.runs import Run
+
+Check = tuple[str, str | None]  # what was checked, and what is wrong with it, if anything
+
+
+def verify_run(
+    run: Run, config: TrainConfig, measures: Sequence[str], steps: Sequence[int], settings: EvalConfig
+) -> Iterator[Check]:
+    """Check a run's files against its config, its checkpoints and each other, and measure its last checkpoint again.
+
+    Args:
+        run: The run.
+        config: What it should have been made with.
+        measures: What each checkpoint should have been measured with.
+        steps: The steps whose checkpoints should be there.
+        settings: Of the measures.
+
+    Yields:
+        For each check its name and None, or what is wrong.
+    """
+    if not run.exists:
+        yield f"{run.name}: run.json", "it has not been made yet"
+        return
+    try:
+        differing = configs.differences(run.config, config)
+        fingerprint = run.record.get("fingerprint")
+    except IsolossError as error:
+        yield f"{run.name}: run.json", str(error)
+        return
+    if fingerprint != configs.fingerprint(run.config):
+        differing.append(
+            f"the fingerprint in the file is {fingerprint!r}, of its config {configs.fingerprint(run.config)!r}"
+        )
+    yield f"{run.name}: config", "; ".join(differing) or None
+    if not run.complete:
+        yield f"{run.name}: training", "not complete"
+        return
+    recorded = run.result()["checkpoints"]
+    missing = [step for step in steps if step not in run.steps()]
+    yield f"{run.name}: checkpoints", f"none at steps {missing}" if missing else None
+    present = [step for step in steps if step not in missing]
+    for step in present:
+        same = recorded.get(str(step)) == run.weights(step)
+        yield f"{run.name}: weights at step {step}", None if same else "not those that training saved"
+    todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, present, settings)]
+    wrong = "missing, made with other weights or settings, or without the file of examples they were saved with"
+    yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
+    if not todo and not missing:
+        yield from _measured_again(run, measures, steps[-1], settings)
+
+
+def _measured_again(run: Run, measures: Sequence[str], step: int, settings: EvalConfig) -> Iterator[Check]:
+    evaluator = Evaluator(run, settings, device="cpu")
+    for measure in measures:
+        kept, (again, _) = run.evaluation(measure, step), evaluator.measure(measure, step)
+        same = kept is not None and kept.to_dict() == again.to_dict()
+        yield (
+            f"{run.name}: {measure} at step {step}, measured again",
+            None if same else _difference(kept.to_dict() if kept else {}, again.to_dict()),
+        )
+
+
+def _difference(kept: dict[str, object], again: dict[str, object]) -> str:
+    """Name the first place where two evaluations differ."""
+
+    def walk(a: object, b: object, path: str) -> str | None:
+        if isinstance(a, dict) and isinstance(b, dict):
+            found = (walk(a.get(key), b.get(key), f"{path}.{key}" if path else key) for key in dict.fromkeys([*a, *b]))
+            return next((text for text in found if text), None)
+        if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+            a, b = list(a), list(b)
+        return None if a == b else f"{path} is {a!r} in the file and {b!r} now"
+
+    return walk(kept, again, "") or "differs"

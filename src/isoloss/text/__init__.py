@@ -1,0 +1,1 @@
+"""Text: documents, tokenizers, packing, masking, and the batches that a model takes."""

@@ -1,0 +1,249 @@
+"""Documents: the texts in files, folders and named datasets, one by one, each with the place it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.text import hub_datasets
+
+SUFFIXES = (".txt", ".jsonl")
+DOCUMENT_CHARACTERS = 10_000  # the least that a document cut out of a longer text file has
+
+# where a long text is cut: preferably between paragraphs, else lines, else words
+_BOUNDARIES = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s"))
+
+
+def find_files(paths: Iterable[str | Path]) -> list[Path]:
+    """Return the text files that `paths` name, in order; a folder stands for those in it, sorted, at any depth.
+
+    In a folder only `.txt` and `.jsonl` files count, and names that begin with a dot do not.
+
+    Raises:
+        IsolossError: A path does not exist, has another suffix, is named twice, or is a folder without text; no path.
+    """
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise IsolossError(f"there is no text file or folder {path}{files.nearest(path)}")
+        if path.is_file() and path.suffix.lower() not in SUFFIXES:
+            raise IsolossError(f"cannot read {path} as text: a text file ends in {' or '.join(SUFFIXES)}")
+        named = [path] if path.is_file() else _in_folder(path)
+        if not named:
+            raise IsolossError(f"the folder {path} holds no {' or '.join(SUFFIXES)} file")
+        for file in named:
+            if file.resolve() in found:
+                raise IsolossError(f"{file} is named twice among the text files: name each once")
+            found[file.resolve()] = file
+    if not found:
+        raise IsolossError("no text: name at least one file or folder")
+    return list(found.values())
+
+
+class Source(Protocol):
+    """A file or a dataset with documents."""
+
+    def content(self, first: int | None) -> str:
+        """Return what its documents, or at least its `first` ones, depend on, wherever it lies."""
+        ...
+
+    def read(self) -> Iterator[tuple[str, str]]:
+        """Yield pairs of place and text, blank texts included."""
+        ...
+
+
+def open_sources(paths: Iterable[str | Path], *, column: str = "text", split: str | None = None) -> list[Source]:
+    """Return the files and datasets that `paths` name, in order; see `read_documents` for the arguments and errors."""
+    paths = list(paths)
+    names = [str(path) for path in paths if hub_datasets.is_dataset(path)]
+    if split is not None and not names:
+        raise IsolossError(f"the split {split!r} is for datasets, and the text comes from files: leave it out")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise IsolossError(f"{twice} is named twice among the texts: name each once")
+    if len(names) < len(paths) or not paths:
+        found = find_files(path for path in paths if not hub_datasets.is_dataset(path))
+        if column != "text" and not names and all(file.suffix.lower() == ".txt" for file in found):
+            raise IsolossError(
+                f"the column {column!r} is for JSON lines and datasets, and all the files are plain text"
+            )
+    sources: list[Source] = []
+    for path in paths:
+        if hub_datasets.is_dataset(path):
+            sources.append(_Dataset(str(path), column, "train" if split is None else split))
+        else:
+            sources += [_File(file, column) for file in find_files([path])]
+    return sources
+
+
+def read_documents(
+    paths: Iterable[str | Path], *, column: str = "text", split: str | None = None, max_documents: int | None = None
+) -> Iterator[tuple[str, str]]:
+    r"""Return the documents in `paths` as pairs of place (`file:line`) and text; blank ones are left out.
+
+    - Each line of a `.jsonl` file is a document: the field `column` of its JSON object.
+    - A `.txt` file of less than 30,000 characters is one document. A longer one, such as a book or a whole corpus, is
+      cut into documents of 10,000 to 30,000 characters: at the first blank line after 10,000 characters or, where none
+      comes within another 10,000, at the end of a line, else of a word.
+    - Each row of a dataset (`hf:NAME`, see `isoloss.text.hub_datasets`) is a document: its column `column`. Rows
+      count from 0.
+
+    Files are UTF-8, with or without a byte order mark; all line ends are read as `\n`. Text is read as it is asked for,
+    never a whole file at once.
+
+    Args:
+        paths: Files and folders (see `find_files`), and datasets.
+        column: Field of JSON lines and column of datasets that holds the text.
+        split: Of datasets; None: `train`.
+        max_documents: How many documents, from the first on; None: all.
+
+    Raises:
+        IsolossError: As for `find_files` and `hub_datasets.load`; a file that is not UTF-8; a line that is not a JSON
+            object with a string `column`, or a row without one, named by its number; nothing but blanks; a column or
+            split that nothing in `paths` has; a `max_documents` below 1.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "two.jsonl")
+        ...     _ = file.write_text('{"text": "One."}\n{"text": "Two.", "id": 7}\n')
+        ...     [(source[-1:], text) for source, text in read_documents([file])]
+        [('1', 'One.'), ('2', 'Two.')]
+    """
+    return read(open_sources(paths, column=column, split=split), max_documents)
+
+
+def read(sources: list[Source], max_documents: int | None = None) -> Iterator[tuple[str, str]]:
+    """Return the first `max_documents` documents of `sources`, all if None; as `read_documents` does."""
+    if max_documents is not None and max_documents < 1:
+        raise IsolossError(f"the number of documents is {max_documents}; it must be at least 1")
+    return itertools.islice(_documents(sources), max_documents)
+
+
+def _documents(sources: list[Source]) -> Iterator[tuple[str, str]]:
+    empty = True
+    for source in sources:
+        for place, text in source.read():
+            if text and not text.isspace():
+                empty = False
+                yield place, text
+    if empty:
+        names = ", ".join(map(str, sources[:3])) + (" ..." if len(sources) > 3 else "")
+        raise IsolossError(f"there is no text in {names}")
+
+
+class _File:
+    """A `.txt` or `.jsonl` file."""
+
+    def __init__(self, path: Path, column: str) -> None:
+        self.path, self.column = path, column
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def content(self, first: int | None) -> str:
+        suffix = self.path.suffix.lower()
+        return f"{suffix} {self.column if suffix == '.jsonl' else ''} {files.sha256(self.path)}"
+
+    def read(self) -> Iterator[tuple[str, str]]:
+        is_json = self.path.suffix.lower() == ".jsonl"
+        try:
+            for line, text in _json_lines(self.path, self.column) if is_json else _text_parts(self.path):
+                yield f"{self.path}:{line}", text
+        except UnicodeDecodeError as error:
+            raise IsolossError(
+                f"{self.path} is not UTF-8 text ({error.reason}): convert it, e.g. with iconv"
+            ) from error
+        except OSError as error:
+            raise IsolossError(f"cannot read {self.path}: {error.strerror or error}") from error
+
+
+class _Dataset:
+    """One column of a split of a named dataset, opened once."""
+
+    def __init__(self, spec: str, column: str, split: str) -> None:
+        self.name = hub_datasets.parse(spec)
+        self.rows: Any = hub_datasets.load(spec, split=split, columns=[column])
+        self.column = column
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+    def content(self, first: int | None) -> str:
+        # over the texts, not over what datasets keeps them in: this differs between machines and versions
+        digest = hashlib.sha256()
+        for _, text in itertools.islice(_documents([self]), first):
+            data = text.encode()
+            digest.update(len(data).to_bytes(8, "big"))
+            digest.update(data)
+        return f"dataset {digest.hexdigest()}"
+
+    def read(self) -> Iterator[tuple[str, str]]:
+        for number, (text,) in enumerate(hub_datasets.read_rows(self.rows)):
+            if not isinstance(text, str):
+                raise IsolossError(f"{self.name}, row {number}: the column {self.column!r} holds no text but {text!r}")
+            yield f"{self.name}:{number}", text
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in SUFFIXES
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+
+
+def _json_lines(file: Path, column: str) -> Iterator[tuple[int, str]]:
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            try:
+                document = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise IsolossError(f"{file}, line {number} is not JSON: {error}") from error
+            text = document.get(column) if isinstance(document, dict) else None
+            if not isinstance(text, str):
+                raise IsolossError(f'{file}, line {number} is not a JSON object with a string field "{column}"')
+            if not is_encodable(text):
+                raise IsolossError(f"{file}, line {number} holds half a surrogate pair, which is not a character")
+            yield number, text
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether `text` is Unicode text: a string from JSON may hold half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _text_parts(file: Path) -> Iterator[tuple[int, str]]:
+    line, rest = 1, ""
+    with file.open(encoding="utf-8-sig") as stream:
+        while chunk := stream.read(1 << 20):
+            rest += chunk
+            while len(rest) >= 3 * DOCUMENT_CHARACTERS:
+                end = _boundary(rest)
+                yield line, rest[:end]
+                line += rest.count("\n", 0, end)
+                rest = rest[end:]
+    yield line, rest
+
+
+def _boundary(text: str) -> int:
+    """Return where the first document of `text` ends: from 1 to 2 times `DOCUMENT_CHARACTERS`, at the best boundary."""
+    for boundary in _BOUNDARIES:
+        if match := boundary.search(text, DOCUMENT_CHARACTERS, 2 * DOCUMENT_CHARACTERS):
+            return match.end()
+    return 2 * DOCUMENT_CHARACTERS

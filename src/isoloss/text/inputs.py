@@ -1,0 +1,415 @@
+"""Inputs to measure a checkpoint on: text or token ids from files, as the batches that the measures take.
+
+Shapes: n sequences, T tokens in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from isoloss import files, languages
+from isoloss.errors import IsolossError
+from isoloss.languages.api import Sentences
+from isoloss.loading import max_length
+from isoloss.run_config import ObjectiveConfig, TrainConfig
+from isoloss.seeds import generator
+from isoloss.text import documents, tokenizers
+from isoloss.text.causal import objective_batch
+from isoloss.text.corpus import Corpus, brackets, pack
+from isoloss.text.masking import IGNORED, Batch, SpecialIds, mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Kind = Literal["masked", "causal"]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+FEWEST_DOCUMENTS = 20  # for an error that counts documents: with fewer the error itself is too uncertain
+
+_LOGITS_BYTES = 1 << 28  # of the logits of a batch's predicted positions, in float32
+_ACTIVATION_BYTES = 1 << 30  # of what a forward pass keeps for the backward pass, roughly
+_LENGTH = 128  # tokens in a row, unless told
+_KEPT_VECTORS = 20  # of the model's width, that a transformer layer keeps for a token
+_ROWS_AT_ONCE = 1024  # of a pool
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """All sequences that a file holds, as batches of `input_ids`, `attention_mask` and, if known, `documents`.
+
+    Attributes:
+        ids: (n, T) int64, negative where there is none.
+        origins: (n,) the document in which each row begins; None: errors do not count documents.
+    """
+
+    ids: Ids
+    origins: Ids | None
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches of 1,024 sequences."""
+        for start in range(0, len(self.ids), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            ids = torch.from_numpy(self.ids[rows])
+            batch = {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long()}
+            if self.origins is not None:
+                batch["documents"] = torch.from_numpy(self.origins[rows])
+            yield batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a checkpoint is measured on.
+
+    Attributes:
+        batches: Mappings of `input_ids`, `attention_mask` and `labels`, each (n, T) int64; one sequence a row. Where
+            the inputs are text of at least 20 documents, also `documents` (n,): the document in which each sequence
+            begins, so that errors count documents as independent and not sequences.
+        num_sequences: Rows of all batches.
+        num_predicted: Positions that the model predicts: labels other than -100, for a causal model without those of
+            the first column, which nothing comes before.
+        description: One line: how many sequences of what length, and where they came from.
+        pool: Of inputs from a file, all sequences that it holds, those of `batches` among them.
+    """
+
+    batches: list[Batch]
+    num_sequences: int
+    num_predicted: int
+    description: str
+    pool: Rows | None = None
+
+    def shuffled(self, seed: int) -> Inputs:
+        """Return the same sequences in random order, those of a document together.
+
+        A measurement that ends before its inputs do is of a random part of them only in such an order.
+
+        Args:
+            seed: Decides the order.
+        """
+        whole = {name: torch.cat([batch[name] for batch in self.batches]) for name in self.batches[0]}
+        ids = whole.get("documents", torch.arange(self.num_sequences))
+        groups = torch.unique_consecutive(ids, return_inverse=True)[1]
+        places = torch.randperm(int(groups[-1]) + 1, generator=generator(seed, "order"))
+        rows = places[groups].argsort(stable=True)
+        shuffled = {name: value[rows] for name, value in whole.items()}
+        return replace(self, batches=_cut(shuffled, len(self.batches[0]["labels"])))
+
+    def cut(self, batch_size: int) -> Inputs:
+        """Return the same sequences in the same order, in batches of `batch_size`.
+
+        Raises:
+            IsolossError: `batch_size` is below 1.
+        """
+        if batch_size < 1:
+            raise IsolossError(f"the batch size is {batch_size}; it must be at least 1")
+        whole = {name: torch.cat([batch[name] for batch in self.batches]) for name in self.batches[0]}
+        return replace(self, batches=_cut(whole, batch_size))
+
+    def fitting_batch_size(self, config: Any, *, most: int = 256) -> int:
+        """Return how many sequences a forward and backward pass of a model takes in a bounded memory.
+
+        The logits of a batch's predicted positions have at most 256 MiB in float32, and what a transformer's layers
+        keep for the backward pass has about 1 GiB; at most `most` sequences, and at least one.
+
+        Args:
+            config: The model's transformers config.
+            most: The largest answer.
+        """
+        text = config.get_text_config()
+        length = self.batches[0]["labels"].shape[1]
+        logits = 4 * text.vocab_size * max(1.0, self.num_predicted / self.num_sequences)
+        width, layers = getattr(text, "hidden_size", 0), getattr(text, "num_hidden_layers", 0)
+        kept = 4 * _KEPT_VECTORS * width * layers * length
+        by_kept = most if kept == 0 else _ACTIVATION_BYTES // kept
+        return max(1, min(most, int(_LOGITS_BYTES / logits), by_kept))
+
+
+def read_inputs(
+    data: Path,
+    *,
+    checkpoint: str,
+    config: Any,
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerFast | str | None = None,
+    length: int | None = None,
+    num_inputs: int | None = None,
+    masking: ObjectiveConfig | None = None,
+    mask_id: int | None = None,
+    seed: int = 0,
+    batch_size: int = 32,
+) -> Inputs:
+    """Return the inputs in `data`. They depend on nothing but the arguments, so that checkpoints compare on the same.
+
+    - `.npy`: integers (n, T), a sequence a row, or (tokens,), cut into rows of `length`. Negative ids are padding; they
+      stand at a row's end.
+    - Text (see `isoloss.text.documents.read_documents`): tokenised, put end to end and cut into rows of `length`.
+      For a masked model each row is [CLS], length - 2 tokens, [SEP], where the tokenizer has these two; for a causal
+      model each document has the special tokens that the tokenizer itself adds, such as a first bos.
+
+    What is left at the end, less than one row, is dropped, and so is a row for a masked model that holds nothing but
+    special and unknown tokens, in which nothing could be hidden. Rows of text know the document they begin in; where
+    these are at least 20, the batches have them, see `Inputs`. If there are more rows than asked for, the rows taken
+    are drawn uniformly without replacement.
+
+    For a masked model, tokens are hidden and predicted as `isoloss.text.masking.mask` does, but never the special
+    ones of the tokenizer, if there is one. For a causal model the labels are the ids themselves, unshifted.
+
+    Args:
+        data: A `.npy` file, a `.txt` or `.jsonl` file, or a folder of text.
+        checkpoint: The model's folder or hub name, where its own tokenizer is looked for.
+        config: The model's transformers config, for its vocabulary, its longest sequence and its padding.
+        kind: Whether the model predicts hidden tokens or the next one.
+        tokenizer: A tokenizer or what names one (see `isoloss.text.tokenizers.load_tokenizer`); None: the
+            checkpoint's own, which token ids can do without.
+        length: Tokens in a row, for text and for ids in one dimension; None: 128, or as many as the model takes.
+        num_inputs: Sequences wanted, if there are so many; None: all.
+        masking: How hidden tokens are chosen; None: one a sequence.
+        mask_id: The id that hides a token; None: the tokenizer's.
+        seed: Decides which sequences are taken and which tokens are hidden.
+        batch_size: Sequences in a batch; the last one may have fewer.
+
+    Raises:
+        IsolossError: Missing, unreadable or empty data; ids that the model does not know; sequences that are too long
+            or have nothing to predict; text without a tokenizer; a masked model without a mask id.
+    """
+    for name, value in (("number of inputs", num_inputs), ("batch size", batch_size), ("length", length)):
+        if value is not None and value < 1:
+            raise IsolossError(f"the {name} is {value}; it must be at least 1")
+    if not data.exists():
+        raise IsolossError(
+            f"there is no data {data}{files.nearest(data) or ':'} give a .npy file of token ids, a .txt or .jsonl "
+            "file, or a folder"
+        )
+    text_config = config.get_text_config()
+    length = length or min(_LENGTH, max_length(text_config) or _LENGTH)
+    is_text = data.suffix.lower() != ".npy"
+    found = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
+    if is_text:
+        assert found is not None
+        rows, origins, unknown = _from_text(data, found, kind, length)
+    else:
+        rows, origins, unknown = _from_array(data, length), None, ""
+    _check_rows(rows, data, text_config, checkpoint)
+
+    wanted = len(rows) if num_inputs is None else num_inputs
+    description = _description(data, len(rows), rows.shape[1], wanted) + unknown
+    pool = Rows(rows, origins)
+    if wanted < len(rows):
+        chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
+        places = np.sort(chosen.numpy())
+        rows, origins = rows[places], None if origins is None else origins[places]
+    pads = (None if found is None else found.pad_token_id, text_config.pad_token_id, 0)
+    sentences = _sentences(rows, data, next(int(i) for i in pads if i is not None), least=2 if kind == "causal" else 1)
+    if kind == "causal":
+        whole = _predict_next(sentences)
+    else:
+        special = _special_ids(found, mask_id, text_config.vocab_size, checkpoint)
+        whole = mask(sentences, special, masking or ObjectiveConfig(), generator=generator(seed, "masks"))
+    if origins is not None:
+        number = len(np.unique(origins))
+        description += f", from {number:,} document{'s' if number > 1 else ''}"
+        if number >= FEWEST_DOCUMENTS:
+            whole["documents"] = torch.from_numpy(origins)
+        else:
+            pool = replace(pool, origins=None)
+            description += ", too few for an error that counts documents: it counts sequences"
+    return replace(_inputs(_cut(whole, batch_size), kind, description), pool=pool)
+
+
+def check_model(inputs: Inputs, config: Any, checkpoint: str) -> None:
+    """Check that a model takes inputs that were read for another one.
+
+    Args:
+        inputs: The inputs.
+        config: The model's transformers config.
+        checkpoint: What it is called in the error.
+
+    Raises:
+        IsolossError: The sequences are too long for it, or hold an id that it does not know.
+    """
+    for batch in inputs.batches:
+        _check_rows(batch["input_ids"].numpy(), "the data", config.get_text_config(), checkpoint)
+
+
+def language_inputs(config: TrainConfig, *, num_inputs: int, seed: int, batch_size: int = 256) -> Inputs:
+    """Return inputs from a run's own language under its objective: held-out ones if it is a corpus, else fresh.
+
+    Args:
+        config: The run's config.
+        num_inputs: Sentences; of a corpus, at most as many as are held out.
+        seed: Decides the sentences of a synthetic language, and the masks.
+        batch_size: Sentences in a batch.
+
+    Raises:
+        IsolossError: `num_inputs` is below 1, or the language cannot be made.
+    """
+    if num_inputs < 1:
+        raise IsolossError(f"the number of inputs is {num_inputs}; it must be at least 1")
+    language = languages.make(config.language)
+    if isinstance(language, Corpus):
+        sentences = language.held_out(num_inputs)
+        available, of = language.num_held_out, "held-out sequences of the run's corpus"
+        source = f"{num_inputs:,} of the {available:,} {of}"
+        if available < num_inputs:
+            source = f"all {available:,} {of} (up to {num_inputs:,} would be taken)"
+    else:
+        sentences = language.sample(num_inputs, generator=generator(seed, "trace sentences"))
+        source = f"{num_inputs:,} sentences sampled from the run's language"
+    masks = generator(seed, "trace masks")
+    batches = []
+    for start in range(0, len(sentences.tokens), batch_size):
+        rows = slice(start, start + batch_size)
+        part = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        batches.append(objective_batch(part, language, config.objective, generator=masks))
+    return _inputs(batches, config.objective.kind, source)
+
+
+def _cut(whole: Batch, batch_size: int) -> list[Batch]:
+    starts = range(0, len(whole["labels"]), batch_size)
+    return [{name: tensor[start : start + batch_size] for name, tensor in whole.items()} for start in starts]
+
+
+def _inputs(batches: list[Batch], kind: Kind, description: str) -> Inputs:
+    first = 1 if kind == "causal" else 0
+    return Inputs(
+        batches=batches,
+        num_sequences=sum(len(batch["labels"]) for batch in batches),
+        num_predicted=sum(int((batch["labels"][:, first:] != IGNORED).sum()) for batch in batches),
+        description=description,
+    )
+
+
+def _tokenizer(
+    tokenizer: PreTrainedTokenizerFast | str | None, checkpoint: str, *, needed: bool, useful: bool
+) -> PreTrainedTokenizerFast | None:
+    """Return the tokenizer that was given, else the checkpoint's own where it has one and it is of any use."""
+    if isinstance(tokenizer, str):
+        return tokenizers.load_tokenizer(tokenizer)
+    if tokenizer is not None or not (needed or useful):
+        return tokenizer
+    try:
+        return tokenizers.load_tokenizer(checkpoint)
+    except IsolossError as error:
+        if needed:
+            raise IsolossError(
+                f"{checkpoint} has no tokenizer: give --tokenizer FOLDER, or token ids as a .npy file"
+            ) from error
+        return None
+
+
+def _special_ids(
+    tokenizer: PreTrainedTokenizerFast | None, mask_id: int | None, vocab_size: int, checkpoint: str
+) -> SpecialIds:
+    if mask_id is None and tokenizer is not None:
+        mask_id = tokenizer.mask_token_id
+    if mask_id is None:
+        raise IsolossError(f"{checkpoint} is a masked model, and no id is known that hides a token: give --mask-id")
+    if not 0 <= mask_id < vocab_size:
+        raise IsolossError(f"the mask's id is {mask_id}; {checkpoint} knows the ids 0 to {vocab_size - 1}")
+    return SpecialIds(mask_id, () if tokenizer is None else tuple(tokenizer.all_special_ids))
+
+
+def _predict_next(sentences: Sentences) -> Batch:
+    present = sentences.present()
+    return {
+        "input_ids": sentences.tokens,
+        "attention_mask": present.long(),
+        "labels": sentences.tokens.masked_fill(~present, IGNORED),
+    }
+
+
+def _from_array(data: Path, length: int) -> Ids:
+    try:
+        array = np.load(data, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise IsolossError(f"{data} is not a readable .npy file: {error}") from error
+    if not np.issubdtype(array.dtype, np.integer):
+        raise IsolossError(f"{data} holds {array.dtype}, not integers: token ids are integers")
+    if array.ndim == 1:
+        rows = array[: len(array) // length * length].reshape(-1, length)
+    elif array.ndim == 2:
+        rows = array
+    else:
+        raise IsolossError(f"{data} has {array.ndim} dimensions; token ids have 1 (a stream) or 2 (a sequence a row)")
+    if rows.size == 0:
+        raise IsolossError(f"{data} (shape {array.shape}) holds not one sequence of {rows.shape[1] or 1} tokens")
+    if int(rows.max()) > np.iinfo(np.int64).max:
+        raise IsolossError(f"{data} holds {rows.max()}, which is no token id")
+    ids: Ids = rows.astype(np.int64)
+    return ids
+
+
+def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int) -> tuple[Ids, Ids, str]:
+    """Return the rows, the document in which each begins, and a note of tokens that the tokenizer does not know."""
+    texts: Iterable[str] = (text for _, text in documents.read_documents([data]))
+    around = brackets(tokenizer) if kind == "masked" else {}
+    body = length - len([i for i in around.values() if i is not None])
+    if body < 1:
+        raise IsolossError(f"the length is {length}; with [CLS] and [SEP] it must be at least 3")
+    sizes: list[int] = []
+    unknown: list[int] = []
+    is_causal = kind == "causal"
+    (added,) = tokenizers.encode(tokenizer, [""], add_special_tokens=is_causal)  # the unknown token may be among these
+
+    def counted() -> Iterator[np.ndarray]:
+        for ids in tokenizers.encode(tokenizer, texts, add_special_tokens=is_causal):
+            sizes.append(len(ids))
+            unknown.append(int((ids == tokenizer.unk_token_id).sum() - (added == tokenizer.unk_token_id).sum()))
+            yield ids
+
+    packed = list(pack(counted(), length, **around))
+    if not packed:
+        raise IsolossError(f"the text in {data} is shorter than one sequence of {length} tokens")
+    rows = np.concatenate(packed)
+    firsts = body * np.arange(len(rows))
+    origins = np.searchsorted(np.cumsum(sizes), firsts, side="right").astype(np.int64)
+    share = sum(unknown) / max(1, sum(sizes) - len(sizes) * len(added))
+    note = f", {100 * share:.1f} % of the tokens unknown to the tokenizer" if share else ""
+    if kind == "masked":
+        some = ~np.isin(rows, tokenizer.all_special_ids).all(axis=1)
+        if not some.any():
+            raise IsolossError(f"{data} holds no token that the tokenizer knows and that could be hidden")
+        rows, origins = rows[some], origins[some]
+        note += f", {(~some).sum():,} sequences of unknown tokens alone left out" if not some.all() else ""
+    return rows, origins, note
+
+
+def _check_rows(rows: Ids, data: Path | str, config: Any, checkpoint: str) -> None:
+    positions = max_length(config)
+    if positions is not None and rows.shape[1] > positions:
+        raise IsolossError(
+            f"the sequences have {rows.shape[1]} tokens and {checkpoint} takes {positions} at most: "
+            "give a smaller --length, or shorter rows"
+        )
+    largest = int(rows.max())
+    if largest >= config.vocab_size:
+        raise IsolossError(
+            f"{data} has the token id {largest}, and {checkpoint} knows {config.vocab_size} ids, 0 to "
+            f"{config.vocab_size - 1}: are the data and the tokenizer this model's?"
+        )
+
+
+def _sentences(rows: Ids, data: Path, pad_id: int, *, least: int) -> Sentences:
+    """Return rows as sentences; each must have `least` tokens, and its padding at the end."""
+    present = rows >= 0
+    lengths = present.sum(axis=1)
+    gaps = (present != (np.arange(rows.shape[1]) < lengths[:, None])).any(axis=1)
+    if gaps.any():
+        raise IsolossError(
+            f"row {int(gaps.argmax())} of {data} has a token after a negative id: padding stands at a row's end"
+        )
+    if lengths.min() < least:
+        raise IsolossError(f"{data} has a row of {lengths.min()} tokens, in which there is nothing to predict")
+    return Sentences(torch.from_numpy(np.where(present, rows, pad_id)), torch.from_numpy(lengths))
+
+
+def _description(data: Path, available: int, length: int, wanted: int) -> str:
+    if wanted < available:
+        return f"{wanted:,} sequences of {length} tokens drawn from the {available:,} in {data}"
+    asked = f" (up to {wanted:,} would be taken)" if wanted > available else ""
+    return f"all {available:,} sequences of {length} tokens in {data}{asked}"

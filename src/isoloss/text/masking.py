@@ -1,0 +1,108 @@
+"""Hiding tokens: from sentences to the mapping that a masked language model takes and is scored on.
+
+Shapes: n sentences padded to T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from isoloss.errors import IsolossError
+from isoloss.languages.api import Language, Sentences
+from isoloss.run_config import ObjectiveConfig
+
+IGNORED = -100  # the label of a position that is not predicted, as everywhere in transformers
+
+Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, labels (n, T), as transformers' collators give
+
+
+class SpecialIds(NamedTuple):
+    """What `mask` must know of a language, where there is a tokenizer but no language.
+
+    Attributes:
+        mask_id: The id that hides a token.
+        special_ids: Ids that are never hidden nor predicted.
+    """
+
+    mask_id: int
+    special_ids: tuple[int, ...] = ()
+
+
+def mask(
+    sentences: Sentences, language: Language | SpecialIds, objective: ObjectiveConfig, *, generator: torch.Generator
+) -> Batch:
+    """Hide tokens of each sentence and return them as labels.
+
+    With `masking="one"`, one position of each sentence is drawn uniformly (the paper, section 2.1). With
+    `masking="fraction"`, each position is drawn with probability `fraction`, and a sentence in which none was gets one
+    drawn uniformly, so that every sentence predicts something. A drawn token is always replaced by the mask, whatever
+    `corruption` says: that is for training alone (see `corrupt`), and every evaluation is on plain masks.
+
+    Args:
+        sentences: n sentences padded to T tokens.
+        language: Whose mask and special tokens are used.
+        objective: How positions are drawn.
+        generator: CPU generator of the draws.
+
+    Returns:
+        `input_ids`, `attention_mask` (1 at tokens) and `labels` (-100 where nothing is predicted), each (n, T) int64.
+
+    Raises:
+        IsolossError: A sentence has no token that could be hidden, or the fraction is not in (0, 1].
+    """
+    if not 0 < objective.fraction <= 1:
+        raise IsolossError(f"the masked fraction is {objective.fraction}; it must be above 0 and at most 1")
+    tokens = sentences.tokens
+    present = sentences.present()
+    candidates = present.clone()
+    for special in language.special_ids:
+        candidates &= tokens != special
+    if not bool(candidates.any(dim=1).all()):
+        raise IsolossError("a sentence has no token that could be masked: it is empty or all special tokens")
+    # the smallest of the candidates' uniform draws marks one position, uniformly
+    draws = torch.rand(tokens.shape, generator=generator, dtype=torch.float64).to(tokens.device)
+    draws = draws.masked_fill(~candidates, 2.0)
+    chosen = torch.zeros_like(candidates).scatter_(1, draws.argmin(dim=1, keepdim=True), True)
+    if objective.masking == "fraction":
+        chosen |= draws < objective.fraction
+    return {
+        "input_ids": tokens.masked_fill(chosen, language.mask_id),
+        "attention_mask": present.long(),
+        "labels": tokens.masked_fill(~chosen, IGNORED),
+    }
+
+
+def corrupt(batch: Batch, language: Language, objective: ObjectiveConfig, *, generator: torch.Generator) -> Batch:
+    """Return a masked batch as training sees it: with `corruption="bert"`, not all of the hidden tokens as masks.
+
+    As in BERT (Devlin et al. 2019, appendix A.1), each predicted position independently shows the mask with
+    probability 0.8, a token drawn uniformly from all that are not special with 0.1, and the true token with 0.1. With
+    `corruption="mask"` the batch is returned as it is. The labels are the same in all cases.
+
+    A model trained so still learns the conditionals given the visible tokens where it sees a mask; what it says where
+    it sees a token depends on how likely that one is to be true, which is why the loss is measured on masks alone.
+
+    Args:
+        batch: As `mask` gives it.
+        language: Whose tokens and special tokens are used.
+        objective: Its `corruption` is used.
+        generator: CPU generator of the draws.
+
+    Raises:
+        IsolossError: The corruption has another name.
+    """
+    if objective.corruption == "mask":
+        return batch
+    if objective.corruption != "bert":
+        raise IsolossError(f"the corruption is {objective.corruption!r}; it must be mask or bert")
+    inputs, labels = batch["input_ids"], batch["labels"]
+    is_ordinary = torch.ones(language.model_vocab_size, dtype=torch.bool)
+    is_ordinary[[*language.special_ids, language.mask_id, language.pad_id]] = False
+    ordinary = is_ordinary[: language.vocab_size].nonzero()[:, 0]
+    draws = torch.rand(labels.shape, generator=generator, dtype=torch.float64).to(inputs.device)
+    others = ordinary[torch.randint(len(ordinary), labels.shape, generator=generator)].to(inputs.device)
+    hidden = labels != IGNORED
+    inputs = torch.where(hidden & (draws >= 0.8), others, inputs)
+    return {**batch, "input_ids": torch.where(hidden & (draws >= 0.9), labels, inputs)}

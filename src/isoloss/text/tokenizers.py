@@ -1,0 +1,272 @@
+"""Tokenizers: found by folder, hub name or WordPiece vocabulary, checked for what is needed, and used on plain text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from isoloss import files
+from isoloss.errors import IsolossError, warn
+from isoloss.loading import hub_answers, may_be_hub_name
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    from isoloss.text.kept_tokens import KeptTokensTokenizer
+
+Kind = Literal["wordpiece", "bpe"]
+
+_BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub or a WordPiece vocab.txt"
+
+
+def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that `spec` names.
+
+    A `.txt` file is the vocabulary of a BERT tokenizer, one token a line; text is lower-cased, and its accents are
+    stripped, if no ordinary entry has an upper-case letter. No code that comes with a tokenizer is run.
+
+    Args:
+        spec: A Hugging Face folder, a name on the hub (what is on this machine already is taken from there), or a
+            `vocab.txt`.
+        needs: Special tokens that it has to have.
+
+    Raises:
+        IsolossError: There is no such tokenizer, the hub cannot be reached, or a needed token is missing.
+    """
+    path = Path(spec).expanduser()
+    if path.is_file():
+        tokenizer = _from_vocabulary(path)
+    elif spec and path.is_dir():
+        tokenizer = _auto(str(path), f"the folder {spec} holds no tokenizer that transformers can load")
+    elif may_be_hub_name(spec) and not spec.endswith(".txt"):
+        tokenizer = _from_hub(spec)
+    else:
+        raise IsolossError(f"there is no tokenizer {spec!r}{files.nearest(spec) or ':'} {_CHOICES}")
+    for name in needs:
+        if getattr(tokenizer, f"{name}_token_id") is None:
+            raise IsolossError(f"the tokenizer {spec} has no {name} token, which is needed here")
+    return tokenizer
+
+
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, kind: Kind = "wordpiece", lowercase: bool = True
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that is learned from texts, with the library `tokenizers`.
+
+    Its special tokens are BERT's: [PAD], [UNK], [CLS], [SEP] and [MASK]. [CLS] and [SEP] are put around a text. The
+    same texts give the same tokenizer.
+
+    Args:
+        texts: Documents.
+        vocab_size: Tokens to have, the special ones included; fewer if the texts hold no more, and more if they have
+            more different characters.
+        kind: `wordpiece`, as BERT's, or `bpe`, byte-level byte-pair encoding, as GPT-2's.
+        lowercase: Of `wordpiece`: whether text is lower-cased and loses its accents.
+
+    Raises:
+        IsolossError: `vocab_size` is too small, or there is no text.
+
+    Example:
+        >>> tokenizer = train_tokenizer(["One two three.", "Two and two."], vocab_size=50)
+        >>> tokenizer.convert_ids_to_tokens(tokenizer("two")["input_ids"])
+        ['[CLS]', 'two', '[SEP]']
+    """
+    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import BertTokenizerFast, PreTrainedTokenizerFast
+
+    least = len(_BERT_SPECIALS) + (256 if kind == "bpe" else 1)  # every byte, or some character
+    if vocab_size < least:
+        raise IsolossError(f"the vocabulary size is {vocab_size}; for {kind} it must be at least {least}")
+    documents = list(texts)
+    if kind == "wordpiece":
+        ids = _wordpiece(documents, vocab_size, lowercase=lowercase)
+        if len(ids) == len(_BERT_SPECIALS):
+            raise IsolossError("there is no text to learn a tokenizer from")
+        if len(ids) > vocab_size:
+            warn(
+                f"the tokenizer has {len(ids):,} tokens, not {vocab_size:,}: the characters of the texts and the "
+                f"special tokens alone are {len(ids):,}"
+            )
+        tokenizer: PreTrainedTokenizerFast = BertTokenizerFast(vocab=ids, do_lower_case=lowercase)
+        return tokenizer
+    learner = ByteLevelBPETokenizer()
+    learner.train_from_iterator(documents, vocab_size, special_tokens=list(_BERT_SPECIALS), show_progress=False)
+    ids = learner.get_vocab()
+    backend = learner._tokenizer
+    around = [(token, ids[token]) for token in ("[CLS]", "[SEP]")]
+    backend.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=around
+    )
+    names = dict(zip(("pad", "unk", "cls", "sep", "mask"), _BERT_SPECIALS, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{name}_token": own for name, own in names.items()})
+
+
+def _wordpiece(documents: list[str], vocab_size: int, *, lowercase: bool) -> dict[str, int]:
+    """Return a WordPiece vocabulary, token to id.
+
+    The library numbers the characters that go on a word (`##a`) as a hash map yields them, and breaks ties by these
+    numbers. So a first pass finds the characters, and the second has them, in order, before all that it finds itself.
+    """
+    from tokenizers import BertWordPieceTokenizer
+
+    def learned(size: int, first: list[str]) -> dict[str, int]:
+        learner = BertWordPieceTokenizer(lowercase=lowercase)
+        learner.train_from_iterator(documents, size, special_tokens=[*_BERT_SPECIALS, *first], show_progress=False)
+        ids: dict[str, int] = learner.get_vocab()
+        return ids
+
+    within = sorted(token for token in learned(0, []) if len(token) == 3 and token.startswith("##"))
+    return learned(vocab_size, within)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], *, add_special_tokens: bool = False
+) -> Iterator[np.ndarray]:
+    """Yield the token ids of each text, int64 (tokens,), on all cores and however long the text is.
+
+    Text is text: where it spells a special token, such as `[MASK]`, it gives ordinary tokens, never that one.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: Documents; they are taken some 2 million characters at a time.
+        add_special_tokens: Whether to add what the tokenizer puts around a text.
+    """
+    from isoloss.text.kept_tokens import KeptTokensTokenizer
+
+    if not isinstance(tokenizer, KeptTokensTokenizer):
+        yield from _encode(tokenizer.backend_tokenizer, texts, add_special_tokens)
+        return
+    around = tokenizer.build_inputs_with_special_tokens([]) if add_special_tokens else []
+    for ids in _encode(tokenizer.source, texts, False):
+        yield np.array([*around, *tokenizer.from_source(ids)], dtype=np.int64)
+
+
+def _encode(backend: Tokenizer, texts: Iterable[str], add_special_tokens: bool) -> Iterator[np.ndarray]:
+    # said aloud, so that a later fork (a git call, a data loader) makes the library neither warn nor go single
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    backend.no_truncation()
+    backend.no_padding()
+    as_before = backend.encode_special_tokens
+    for batch in _batches(texts, characters=2_000_000):
+        backend.encode_special_tokens = True
+        try:
+            encodings = backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+        finally:
+            backend.encode_special_tokens = as_before
+        for encoding in encodings:
+            yield np.array(encoding.ids, dtype=np.int64)
+
+
+def serialised(tokenizer: PreTrainedTokenizerFast) -> bytes:
+    """Return what decides a tokenizer's ids, in a form that is equal for equal tokenizers."""
+    from isoloss.text.kept_tokens import KeptTokensTokenizer
+
+    is_kept = isinstance(tokenizer, KeptTokensTokenizer)
+    document = json.loads((tokenizer.source if is_kept else tokenizer.backend_tokenizer).to_str())
+    document |= {"kept_tokens": tokenizer.kept_tokens} if is_kept else {}
+    document |= {"truncation": None, "padding": None, "special_tokens": tokenizer.special_tokens_map}
+    return json.dumps(document, sort_keys=True, default=str).encode()
+
+
+def keep(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], *, length: int) -> KeptTokensTokenizer:
+    """Return the tokenizer of the language of some of a tokenizer's tokens; nothing is read from or written to disk.
+
+    Args:
+        tokenizer: The other tokenizer.
+        tokens: Its ids of the tokens that are kept, in the order of the language's ids.
+        length: The most tokens that a model of the language reads.
+    """
+    from isoloss.text.kept_tokens import KeptTokensTokenizer
+
+    if isinstance(tokenizer, KeptTokensTokenizer):  # of another teacher's language: the kept ones among its kept ones
+        return KeptTokensTokenizer(
+            tokenizer.source, kept_tokens=[tokenizer.kept_tokens[index] for index in tokens], model_max_length=length
+        )
+    return KeptTokensTokenizer(tokenizer.backend_tokenizer, kept_tokens=tokens, model_max_length=length)
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    """Return the token strings by id; an id that stands for no token has the empty string."""
+    ids = tokenizer.get_vocab()
+    tokens = [""] * (max(ids.values()) + 1)
+    for token, index in ids.items():
+        tokens[index] = token
+    return tuple(tokens)
+
+
+def _batches(texts: Iterable[str], *, characters: int) -> Iterator[list[str]]:
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
+    from transformers import BertTokenizerFast
+
+    if path.suffix != ".txt":
+        raise IsolossError(f"{path} is a file but no vocab.txt: {_CHOICES}")
+    try:
+        tokens = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise IsolossError(f"{path} is not UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise IsolossError(f"cannot read {path}: {error.strerror or error}") from error
+    ids = {token: index for index, token in enumerate(tokens)}
+    missing = [token for token in _BERT_SPECIALS if token not in ids]
+    if missing:
+        raise IsolossError(f"{path} is no WordPiece vocabulary, one token a line: it lacks {', '.join(missing)}")
+    if len(ids) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
+        raise IsolossError(f"{path} holds the token {twice!r} twice")
+    uncased = not any(token != token.lower() for token in tokens if not (token[:1] == "[" and token[-1:] == "]"))
+    tokenizer: PreTrainedTokenizerFast = BertTokenizerFast(vocab=ids, do_lower_case=uncased)
+    return tokenizer
+
+
+def _from_hub(name: str) -> PreTrainedTokenizerFast:
+    try:
+        return _auto(name, "", local_files_only=True)
+    except IsolossError:  # not on this machine
+        pass
+    if not hub_answers(name, what="tokenizer"):
+        raise IsolossError(
+            f"there is no tokenizer {name} on this machine, and the Hugging Face hub does not answer"
+            f"{files.nearest(name) or ':'} {_CHOICES}"
+        )
+    return _auto(name, f"the Hugging Face repository {name} holds no tokenizer that transformers can load")
+
+
+def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    from isoloss.text.kept_tokens import KeptTokensTokenizer
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # its guesses about a model it was not asked to load
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False, local_files_only=local_files_only)
+    except Exception as error:  # transformers raises nearly anything on a folder that does not suit it
+        raise IsolossError(message) from error
+    finally:
+        logger.setLevel(level)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast | KeptTokensTokenizer):
+        raise IsolossError(f"{spec} has a tokenizer without a fast form ({type(tokenizer).__name__})")
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise IsolossError(message)  # what transformers makes up for a checkpoint folder without a vocabulary
+    return tokenizer

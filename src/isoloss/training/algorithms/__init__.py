@@ -1,0 +1,1 @@
+"""Training algorithms: how a batch becomes the gradient that the optimizer gets."""

@@ -1,0 +1,199 @@
+"""Checkpoints of a run: a Hugging Face folder, plus what training needs to go on from there bit for bit.
+
+config.json, model.safetensors     what transformers loads, and the tokenizer's files where the language has one
+ema/                               the same with the averaged weights, in the kept checkpoints of a run that has them
+trainer.safetensors                the step rule's tensors
+trainer.json                       step, sums since the last line of metrics, config, SHA-256 of both tensor files
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from isoloss import config as configs
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.loading import quiet
+from isoloss.run_config import TrainConfig
+from isoloss.runs import AVERAGE, Run
+from isoloss.training.averaging import averaged
+
+WEIGHTS = "model.safetensors"
+TRAINER_TENSORS = "trainer.safetensors"
+TRAINER = "trainer.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Where a run stands, apart from its tensors.
+
+    Attributes:
+        step: Steps made.
+        config: What decides the run's result, as `isoloss.config.identity` gives it.
+        loss_sum_nats: Sum of the losses of the steps since the last line of metrics.jsonl.
+        loss_count: Number of those steps.
+        initial_sha256: SHA-256 of the weights that the run started from, or None where they were random.
+    """
+
+    step: int
+    config: Mapping[str, Any]
+    loss_sum_nats: float = 0.0
+    loss_count: int = 0
+    initial_sha256: str | None = None
+
+
+def save(
+    path: Path,
+    model: Any,
+    tensors: Mapping[str, torch.Tensor],
+    state: TrainerState,
+    *,
+    tokenizer: Any = None,
+    average: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write the checkpoint `path`, whole or not at all.
+
+    Args:
+        path: The folder; one that is there is replaced.
+        model: A transformers model.
+        tensors: The step rule's state.
+        state: Where the run stands.
+        tokenizer: A transformers tokenizer that is saved along, so that the folder can be used by itself.
+        average: What `WeightAverage.state` returned, to be saved in the folder `ema` as a model; empty or None: none.
+
+    Raises:
+        IsolossError: The weights are not all finite, or the folder cannot be written.
+    """
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise IsolossError(f"after step {state.step} the weights {name} are not finite: lower the learning rate")
+    try:
+        with files.new_directory(path) as folder, quiet():
+            _save_model(folder, model, tokenizer)
+            if average:
+                with averaged(model, average):
+                    _save_model(folder / AVERAGE, model, tokenizer)
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / TRAINER_TENSORS)
+            names = (WEIGHTS, TRAINER_TENSORS, *([f"{AVERAGE}/{WEIGHTS}"] if average else []))
+            for name in names:  # safetensors lets nobody but the owner read what it writes
+                (folder / name).chmod((folder / "config.json").stat().st_mode)
+            hashes = {name: files.sha256(folder / name) for name in names}
+            files.write_json(folder / TRAINER, {**dataclasses.asdict(state), "sha256": hashes})
+    except (OSError, SafetensorError) as error:
+        raise IsolossError(f"cannot write the checkpoint {path}: {error}") from error
+
+
+def _save_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def load(path: Path, model: torch.nn.Module, *, config: TrainConfig) -> tuple[TrainerState, dict[str, torch.Tensor]]:
+    """Put a checkpoint's weights into `model`, and return where the run stood and the step rule's tensors.
+
+    Raises:
+        IsolossError: The checkpoint is damaged, or of another config; the fields that differ are named.
+    """
+    state = _read_state(path)
+    if differing := configs.differences(config, _filled(state.config)):
+        raise IsolossError(f"{path} is a checkpoint of another config ({'; '.join(differing)}): {_REMEDY}")
+    load_weights(path, model)
+    return state, _read_tensors(path / TRAINER_TENSORS)
+
+
+def load_weights(path: Path, model: torch.nn.Module) -> str:
+    """Put the weights of the checkpoint folder `path`, made by isoloss or not, into `model`; return their SHA-256.
+
+    Raises:
+        IsolossError: The weights cannot be read, or are not exactly those of `model`, in names and shapes.
+    """
+    source = path / WEIGHTS
+    if not source.is_file():
+        raise IsolossError(f"{path} is not a checkpoint folder: it has no {WEIGHTS}")
+    tensors = _read_tensors(source)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    for name in [*expected, *found]:
+        if expected.get(name) != found.get(name):
+            raise IsolossError(
+                f"the weights in {path} do not fit the model: {name} has the shape {found.get(name, 'none')} there "
+                f"and {expected.get(name, 'none')} in the model"
+            )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+    return files.sha256(source)
+
+
+def weights_sha256(path: Path) -> str:
+    """Return the SHA-256 of a checkpoint's weights, as it was recorded when they were written."""
+    recorded: str = _read_trainer(path)["sha256"][WEIGHTS]
+    return recorded
+
+
+def latest(run: Run) -> int | None:
+    """Return the step of the newest checkpoint of `run`, or None."""
+    return max(run.steps(), default=None)
+
+
+def remove_except(run: Run, keep: Iterable[int]) -> None:
+    """Delete every checkpoint of `run` whose step is not in `keep`."""
+    for step in set(run.steps()) - set(keep):
+        # renamed first: a folder that is deleted halfway must not look like a checkpoint
+        doomed = run.checkpoint(step).with_name(f"{files.TEMPORARY}removed-step-{step}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        run.checkpoint(step).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _read_trainer(path: Path) -> dict[str, Any]:
+    read = files.read_json(path / TRAINER)
+    document: dict[str, Any] = read if isinstance(read, dict) else {}
+    fields = {field.name for field in dataclasses.fields(TrainerState)} | {"sha256"}
+    found = set(document)
+    wrong = {"it lacks": _NEEDED - found, "it also has": found - fields}
+    if any(wrong.values()):
+        which = "; ".join(f"{what} {', '.join(sorted(names))}" for what, names in wrong.items() if names)
+        raise IsolossError(f"{path / TRAINER} is damaged or of another version of isoloss ({which}): {_REMEDY}")
+    return document
+
+
+_NEEDED = {"step", "config", "sha256"}
+
+
+def _filled(config: Mapping[str, Any]) -> Any:
+    """Return the recorded identity of a config, with the defaults of fields that were not there when it was written."""
+    try:
+        return configs.identity(configs.from_dict(TrainConfig, config))
+    except IsolossError:  # it has fields that are no longer there, and `differences` names them
+        return config
+
+
+_REMEDY = "delete its folder to go on from an earlier checkpoint"
+
+
+def _read_state(path: Path) -> TrainerState:
+    document = _read_trainer(path)
+    hashes = document.pop("sha256")
+    for name, recorded in hashes.items():
+        source = path / name
+        if not source.is_file() or files.sha256(source) != recorded:
+            raise IsolossError(f"{source} is damaged: {_REMEDY}")
+    return TrainerState(**document)
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise IsolossError(f"{path} is not a readable safetensors file: {error}") from error

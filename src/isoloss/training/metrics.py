@@ -1,0 +1,63 @@
+"""A run's metrics.jsonl: lines that a checkpoint never outlives, and that a resumed run has once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.run_config import TrainConfig
+from isoloss.runs import Run
+
+
+def append(run: Run, line: Mapping[str, Any]) -> None:
+    """Add a line.
+
+    Raises:
+        IsolossError: It cannot be written.
+    """
+    path = run.path / "metrics.jsonl"
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+    except OSError as error:
+        raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def flush(run: Run) -> None:
+    """Bring metrics.jsonl to the disk: a checkpoint must not outlive the lines before it."""
+    path = run.path / "metrics.jsonl"
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def num_lines(config: TrainConfig, step: int) -> int:
+    """Return how many lines metrics.jsonl has when `step` steps are made."""
+    last = step == config.steps and step % config.log_every != 0
+    return step // config.log_every + last
+
+
+def truncate(run: Run, step: int, count: int) -> None:
+    """Keep the `count` lines up to `step`; a killed process may have left more, and half a line after them.
+
+    Raises:
+        IsolossError: They are not there, or not of these steps.
+    """
+    path = run.path / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = text.splitlines(keepends=True)[:count]
+    try:
+        complete = len(lines) == count and all(json.loads(line)["step"] <= step for line in lines)
+    except (ValueError, KeyError, TypeError):
+        complete = False
+    if not complete:
+        raise IsolossError(
+            f"{path} is damaged: its first {count} lines are not those of the {step} steps that were made; "
+            "delete the run to start it again"
+        )
+    if len(text) > len("".join(lines)):
+        files.write_text(path, "".join(lines))

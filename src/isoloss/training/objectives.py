@@ -1,0 +1,124 @@
+"""The objectives, masked and causal: the batch of a step as a pure function of seed and step, and its loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from isoloss.errors import IsolossError
+from isoloss.languages.api import ExactLanguage, Language, Sentences
+from isoloss.models.make import predicted_states
+from isoloss.models.sizes import find_architecture
+from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
+from isoloss.seeds import generator
+from isoloss.text.causal import objective_batch
+from isoloss.text.masking import IGNORED, Batch, corrupt
+from isoloss.training.cross_entropy import linear_cross_entropy
+
+
+class TrainingBatch(NamedTuple):
+    """What a training step sees.
+
+    Attributes:
+        inputs: `input_ids`, `labels` and, where something is padded, `attention_mask`, each (n, T); with exact labels,
+            `targets` (k, V): a row of probabilities for each of the k predicted tokens, sentence by sentence.
+        num_tokens: Tokens in it, the hidden ones counted and the padding not.
+    """
+
+    inputs: Batch
+    num_tokens: int
+
+
+def validate(objective: ObjectiveConfig, model: ModelConfig) -> None:
+    """Raise an `IsolossError` that names the first setting of `objective` out of its range or not for `model`."""
+    if objective.masking not in ("one", "fraction"):
+        raise IsolossError(f"the masking is {objective.masking!r}; it must be one or fraction")
+    if not 0 < objective.fraction <= 1:
+        raise IsolossError(f"the masked fraction is {objective.fraction}; it must be above 0 and at most 1")
+    if objective.corruption not in ("mask", "bert"):
+        raise IsolossError(f"the corruption is {objective.corruption!r}; it must be mask or bert")
+    if objective.labels not in ("sampled", "exact"):
+        raise IsolossError(f"the labels are {objective.labels!r}; they must be sampled or exact")
+    if objective.labels == "exact" and objective.corruption != "mask":
+        raise IsolossError(
+            "exact labels are the conditionals given the visible tokens, and the corruption 'bert' shows tokens in the "
+            "place of hidden ones: choose the corruption 'mask'"
+        )
+    learns = find_architecture(model.architecture).objective
+    if objective.kind != learns:
+        raise IsolossError(
+            f"the objective is {objective.kind!r}, and the architecture {model.architecture} learns {learns!r}: "
+            "choose the other objective or another architecture (isoloss ls models)"
+        )
+    if objective.kind == "causal" and objective != ObjectiveConfig(kind="causal"):
+        raise IsolossError("the causal objective hides no tokens: leave the settings of the masks at their defaults")
+
+
+def check_language(objective: ObjectiveConfig, language: Language) -> None:
+    """Raise an `IsolossError` if `objective` asks for exact labels and `language` has none."""
+    if objective.labels == "exact" and not isinstance(language, ExactLanguage):
+        raise IsolossError(f"{type(language).__name__} has no exact conditionals: train on sampled labels")
+
+
+def exact_targets(language: ExactLanguage, sentences: Sentences, labels: torch.Tensor) -> torch.Tensor:
+    """Return (k, V) float64: the true conditionals of the hidden tokens given all visible ones, sentence by sentence.
+
+    Args:
+        language: Whose sentences they are.
+        sentences: n sentences padded to T tokens.
+        labels: (n, T), -100 where nothing is hidden.
+    """
+    hidden = labels != IGNORED
+    tokens, lengths, _ = sentences
+    if bool((hidden.sum(dim=1) == 1).all()):
+        positions = hidden.int().argmax(dim=1, keepdim=True)
+        return language.log_conditionals(tokens, lengths, positions=positions)[:, 0].double().exp()
+    return language.log_conditionals(tokens, lengths, mask=hidden)[hidden].double().exp()
+
+
+def training_batch(
+    language: Language, config: TrainConfig, step: int, device: torch.device, rows: slice = slice(None)
+) -> TrainingBatch:
+    """Return the batch of training step `step`: the language's sentences of that step, and what is predicted of them.
+
+    Args:
+        language: Where the sentences come from.
+        config: Batch size, seed and objective.
+        step: Counted from 1.
+        device: Where the batch goes.
+        rows: Which of its sentences are wanted; `num_tokens` counts all.
+    """
+    sentences = language.batch(step, config.batch_size, seed=config.seed)
+    masks = generator(config.seed, "masks", step)
+    batch = objective_batch(sentences, language, config.objective, generator=masks)
+    batch = corrupt(batch, language, config.objective, generator=masks)
+    num_tokens = int(batch["attention_mask"].sum())
+    if num_tokens == batch["attention_mask"].numel():
+        del batch["attention_mask"]
+    batch = {name: tensor[rows] for name, tensor in batch.items()}
+    if config.objective.labels == "exact":
+        wanted = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        batch["targets"] = exact_targets(language, wanted, batch["labels"])  # type: ignore[arg-type]
+    return TrainingBatch({name: tensor.to(device) for name, tensor in batch.items()}, num_tokens)
+
+
+def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool, precision: str = "fp32") -> torch.Tensor:
+    """Return the mean cross-entropy of the predicted tokens, in nats: a scalar (the paper, section 2.1).
+
+    With `targets`, the mean cross-entropy to these probabilities: what it is on average over tokens drawn from them.
+
+    Args:
+        model: A model that `isoloss.models.make.make_model` makes.
+        batch: As `training_batch` gives it; without an `attention_mask` nothing is padded.
+        causal: Whether the labels are next tokens.
+        precision: `bf16` runs the model under torch's autocast to bfloat16; the output layer and the softmax over the
+            vocabulary, and in both cases the weights and their gradients, are of the weights' own dtype.
+    """
+    labels = batch["labels"][:, 1:] if causal else batch["labels"]
+    output = model.get_output_embeddings()
+    with torch.autocast(labels.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        states = predicted_states(model, batch, causal=causal).to(output.weight.dtype)
+    targets = batch["targets"].to(states.dtype) if "targets" in batch else labels[labels != IGNORED]
+    return linear_cross_entropy(states, output.weight, output.bias, targets)

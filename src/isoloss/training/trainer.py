@@ -1,0 +1,368 @@
+"""The training loop: it makes a run directory complete, from wherever an earlier process left it.
+
+Everything a step depends on is a function of seed and step, so weights, the step rule's state and the step itself are
+all that a checkpoint has to hold, and a run that was killed ends with the same bytes as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from isoloss import config as configs
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.languages.api import Language
+from isoloss.models.fused_blocks import computed_by
+from isoloss.models.make import make_model
+from isoloss.models.sizes import configured_shape
+from isoloss.run_config import TrainConfig
+from isoloss.runs import Run
+from isoloss.seeds import derive
+from isoloss.training import checkpoints, data_parallel, loggers, metrics, objectives, steps
+from isoloss.training.algorithms import build
+from isoloss.training.algorithms.adversarial import Examples
+from isoloss.training.averaging import WeightAverage, without_average
+from isoloss.training.checkpoints import TrainerState
+from isoloss.training.distributed import Processes, together
+from isoloss.training.loggers import Mirrors
+from isoloss.training.objectives import TrainingBatch, prediction_loss, training_batch
+from isoloss.training.prefetching import Batches
+from isoloss.training.process import process_settings, signals
+from isoloss.training.throughput import Clock, Progress
+
+Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
+
+
+class Interrupted(IsolossError):  # noqa: N818  (nothing went wrong)
+    """Training stopped on a signal with everything saved; training the same run again goes on from there.
+
+    Attributes:
+        step: Steps made.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"interrupted after step {step}, which is saved; run it again to go on from there")
+        self.step = step
+
+
+def validate(config: TrainConfig) -> None:
+    """Raise an `IsolossError` that names the first setting of `config` out of its range."""
+    in_range = {
+        "steps": (config.steps >= 1, "at least 1"),
+        "batch_size": (config.batch_size >= 1, "at least 1"),
+        "log_every": (config.log_every >= 1, "at least 1"),
+        "checkpoints": (
+            all(0 <= step <= config.steps for step in config.checkpoints),
+            f"steps from 0 to {config.steps}",
+        ),
+        "threads": (config.threads >= 0, "at least 0 (0: all cores)"),
+        "save_every_seconds": (config.save_every_seconds >= 0, "at least 0"),
+        "measure_every": (config.measure_every >= 0, "at least 0 (0: never)"),
+        "measure_sentences": (config.measure_sentences >= 10, "at least 10"),
+        "micro_batch": (config.micro_batch >= 0, "at least 0 (0: the whole batch)"),
+        "ema": (0 <= config.ema < 1, "at least 0 (0: no average) and below 1"),
+    }
+    for name, (holds, condition) in in_range.items():
+        if not holds:
+            raise IsolossError(f"{name} is {getattr(config, name)!r}; it must be {condition}")
+    if config.measure_every % config.log_every:
+        raise IsolossError(
+            f"measure_every is {config.measure_every}; it must be a multiple of log_every, {config.log_every}"
+        )
+    if config.prefetch and config.threads != 1:
+        raise IsolossError(
+            f"prefetch is on and threads is {config.threads}; it must be 1, as making a batch may set the number of "
+            "threads of the whole process"
+        )
+    configured_shape(config.model)
+    if not 0 <= config.model.dropout < 1:
+        raise IsolossError(f"the dropout is {config.model.dropout}; it must be at least 0 and below 1")
+    if config.precision not in ("fp32", "bf16"):
+        raise IsolossError(f"the precision is {config.precision!r}; it must be fp32 or bf16")
+    loggers.validate(config.trackers)
+    objectives.validate(config.objective, config.model)
+    build.validate(config)
+    data_parallel.validate(config)
+
+
+def train(
+    run: Run,
+    config: TrainConfig,
+    language: Language,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    examples: Examples | None = None,
+    measure: Measure | None = None,
+) -> None:
+    """Train until `run` is complete, from its newest checkpoint if it has one.
+
+    The run's files are those that `isoloss.runs` lists. On one device and with one number of threads they are, all but
+    log.jsonl, the same bytes however often the process was stopped or killed. metrics.jsonl gets a line every
+    `log_every` steps and at the last one: `loss_nats` is the mean since the line before, `learning_rate`, `grad_norm`
+    (before clipping) and what the step rule looked at are of that step. Every `measure_every` steps it holds what
+    `measure` says of the model after that step, which changes nothing in training. Ctrl-C and SIGTERM end the current
+    step, save it and raise `Interrupted`; a second one stops at once. The number of threads and the random state of the
+    CPU and of the training device are left as they were.
+
+    Where several processes call this together (`isoloss.training.distributed.together`), each takes its share of
+    every batch, and rank 0 writes the files. The batch of a step is the same for any number of them, and so is the
+    gradient, up to rounding; dropout and what is per rank are not. A run goes on with any number, bit for bit with
+    that it had.
+
+    Args:
+        run: The directory; new, or of the same config.
+        config: What to train.
+        language: The language that `config.language` describes; if it has a `tokenizer`, checkpoints hold it too.
+        progress: Called about once a second and at the end; of several processes, in rank 0.
+        examples: The training set of the task that an adversarial rule spoils.
+        measure: Called with the model in eval mode at the steps that `config.measure_every` names; of several
+            processes, in rank 0.
+
+    Raises:
+        IsolossError: A setting out of its range; a directory of another config, in use by another process, or with a
+            damaged checkpoint; initial weights that do not fit; examples or a `measure` that are asked for and missing;
+            exact labels where the language has none; a batch that cannot be shared equally; or a loss that is not
+            finite.
+        ProcessLost: Another process has gone.
+        Interrupted: A signal came, to any of the processes.
+    """
+    validate(config)
+    objectives.check_language(config.objective, language)
+    if config.measure_every and measure is None:
+        raise IsolossError(
+            f"measure_every is {config.measure_every}, and there is no measure: "
+            "isoloss.evaluation.pretraining.pretrain makes one, isoloss.training.train takes it as an argument"
+        )
+    with together() as processes, contextlib.ExitStack() as held:
+        data_parallel.check_number(config, processes)
+        device = processes.device(config.device)
+        if processes.from_main(run.complete):
+            processes.on_main(lambda: run.create(config))
+            return
+        processes.on_main(run.check_place)
+        processes.on_main(lambda: held.enter_context(files.lock(run.path)))
+        processes.on_main(lambda: run.create(config) if run.exists else None)
+        if processes.from_main(run.complete):  # by the process that held the lock before
+            return
+        with process_settings(config.threads, device):
+            # without a name, so that it has gone when the processes part; see `together`
+            _Training(run, config, language, device, processes, progress, examples, measure).run_all()
+
+
+class _Training:
+    """One process's work on a run."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: TrainConfig,
+        language: Language,
+        device: torch.device,
+        processes: Processes,
+        progress: Callable[[Progress], None] | None,
+        examples: Examples | None,
+        measure: Measure | None,
+    ) -> None:
+        self.measure, self.processes = measure, processes
+        self.mirrors: Mirrors | None = None
+        self.run, self.config, self.language, self.device = run, config, language, device
+        self.kept = {*config.checkpoints, config.steps}
+        self.model: Any = make_model(config.model, language, seed=config.seed)
+        self.loss_sum, self.loss_count = 0.0, 0
+        self.initial_sha256: str | None = None
+        self.step, tensors = self._weights()
+        self.model.to(device)
+        self.parallel = data_parallel.make(self.model, config, processes)
+        causal = config.objective.kind == "causal"
+        forward = partial(prediction_loss, causal=causal, precision=config.precision)
+        self.loss = partial(self.parallel.loss, forward)
+        self.rule = build.make_rule(self.model, config, language, examples=examples, parallel=self.parallel)
+        self.rule.load_state(without_average(tensors))
+        self.average = WeightAverage(self.model, config.ema)
+        if tensors:
+            self.average.load_state(tensors)
+        self.clock = Clock(self.step, config.steps, progress if processes.is_main else None)
+        self.batches = Batches(self._batch, last=config.steps, ahead=config.prefetch)
+
+    def _batch(self, step: int) -> TrainingBatch:
+        """Return this process's share of the batch of `step`, on the CPU."""
+        return training_batch(self.language, self.config, step, torch.device("cpu"), self.processes.rows())
+
+    def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """Give the model the weights to go on from; return the step they are of and the step rule's tensors."""
+        newest = self.processes.from_main(-1 if (found := checkpoints.latest(self.run)) is None else found)
+        if newest < 0:
+            if self.config.initial is not None:
+                self.initial_sha256 = checkpoints.load_weights(self.run.path / self.config.initial, self.model)
+            return 0, {}
+        folder = self.run.checkpoint(newest)
+        state, tensors = checkpoints.load(folder, self.model, config=self.config)
+        if state.step != newest:
+            raise IsolossError(f"{folder} holds step {state.step}: give the folder its own name back")
+        self.loss_sum, self.loss_count = state.loss_sum_nats, state.loss_count
+        self.initial_sha256 = state.initial_sha256
+        return newest, tensors
+
+    def run_all(self) -> None:
+        """Make every step that is left, and the run complete."""
+        try:
+            self._run_all()
+        finally:
+            if self.mirrors is not None:  # what the trackers have goes to its place, however training ended
+                self.mirrors.close()
+
+    def _run_all(self) -> None:
+        self.processes.on_main(self._open)
+        if self.step == 0 and 0 in self.kept and not self.processes.from_main(self.run.checkpoint(0).exists()):
+            self._save()
+        stop = False
+        with signals() as interrupted, self.batches:
+            while self.step < self.config.steps and not stop:
+                self._one_step()
+                is_due = self.processes.is_main and self.clock.save_is_due(self.config.save_every_seconds)
+                stop, is_due = self.processes.any(interrupted(), is_due)
+                if stop or is_due or self.step in self.kept:
+                    self._save()
+            self.processes.on_main(self._close)
+            (stop,) = self.processes.any(stop or interrupted())
+            if stop:
+                raise Interrupted(self.step)
+
+    def _open(self) -> None:
+        """Bring the directory to where training goes on from."""
+        self.run.create(self.config)  # after initial weights that do not fit were refused: a mistake makes no run
+        files.remove_unfinished(self.run.path)
+        started_at = self.step
+        missing = [step for step in self.kept if step < started_at and not self.run.checkpoint(step).is_dir()]
+        if missing:
+            raise IsolossError(
+                f"{self.run.path} lacks the checkpoint of step {min(missing)}: "
+                "delete the later ones too, and training makes them again"
+            )
+        self.run.log(
+            "start",
+            step=started_at,
+            device=str(self.device),
+            processes=self.processes.world_size,
+            parallel=self.config.parallel if self.processes.world_size > 1 else None,
+            threads=torch.get_num_threads(),
+            attention=self.model.config._attn_implementation,
+            blocks=computed_by(self.model, self.config.precision),
+            precision=self.config.precision,
+        )
+        checkpoints.remove_except(self.run, {*self.kept, started_at})
+        metrics.truncate(self.run, started_at, metrics.num_lines(self.config, started_at))
+        if self.config.trackers:
+            self.mirrors = Mirrors(self.config.trackers, self.run)
+
+    def _close(self) -> None:
+        """Write the result if all steps are made, and what the clock says."""
+        if self.step == self.config.steps:
+            self._finish()
+        self.clock.report(last=True)
+        self.run.log(
+            "interrupted" if self.step < self.config.steps else "complete",
+            step=self.step,
+            seconds=self.clock.seconds(),
+            tokens_per_second=self.clock.tokens_per_second(),
+        )
+
+    def _one_step(self) -> None:
+        number = self.step + 1
+        inputs, num_tokens = self.batches.of(number)
+        batch = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        is_logged = number % self.config.log_every == 0 or number == self.config.steps
+        torch.manual_seed(derive(self.config.seed, "dropout", number, *self.processes.stream))
+        outcome = self.rule.step(number, batch, self.loss, with_norm=is_logged)
+        self.average.update()
+        self._check_finite({"loss": outcome.loss_nats, **outcome.details}, number)
+        self.step = number
+        self.loss_sum += outcome.loss_nats
+        self.loss_count += 1
+        if is_logged:
+            self._log(outcome)
+        self.clock.tick(number, outcome.loss_nats, num_tokens)
+
+    def _check_finite(self, values: Mapping[str, float], number: int) -> None:
+        for name, value in values.items():
+            if not math.isfinite(value):
+                newest = checkpoints.latest(self.run)
+                kept = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is kept"
+                raise IsolossError(
+                    f"the {name} at step {number} is {value}: lower the learning rate or lengthen the warm-up ({kept})"
+                )
+
+    def _measured(self) -> Mapping[str, float]:
+        """Return what `measure` says of the model, if this is one of its steps."""
+        every = self.config.measure_every
+        if self.measure is None or not every or self.step % every:
+            return {}
+        model = self.parallel.gathered()
+        if model is None:
+            return {}
+        model.to(self.device)
+        self.batches.settle()
+        with steps.without_dropout(model):  # each step seeds its own random state, so none has to be kept
+            return self.measure(model)
+
+    def _log(self, outcome: steps.Outcome) -> None:
+        line = {
+            "step": self.step,
+            "loss_nats": self.loss_sum / self.loss_count,
+            "learning_rate": outcome.learning_rate,
+            "grad_norm": outcome.grad_norm,
+            **outcome.details,
+            **self._measured(),
+        }
+        self.loss_sum, self.loss_count = 0.0, 0
+        self.processes.on_main(lambda: self._append(line))
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl and its mirrors."""
+        metrics.append(self.run, line)
+        if self.mirrors is not None:
+            self.mirrors.log(line)
+
+    def _save(self) -> None:
+        """Save this step, and drop the checkpoints that were only there to go on from."""
+        state = TrainerState(
+            step=self.step,
+            config=configs.identity(self.config),
+            loss_sum_nats=self.loss_sum,
+            loss_count=self.loss_count,
+            initial_sha256=self.initial_sha256,
+        )
+        model, average = self.parallel.gathered(), self.average.state()
+        tensors = {**self.rule.state(), **average}
+        kept_average = average if self.step in self.kept else None
+        tokenizer = getattr(self.language, "tokenizer", None)
+
+        def write() -> None:
+            metrics.flush(self.run)
+            folder = self.run.checkpoint(self.step)
+            checkpoints.save(folder, model, tensors, state, tokenizer=tokenizer, average=kept_average)
+            checkpoints.remove_except(self.run, {*self.kept, self.step})
+
+        self.processes.on_main(write)
+        self.clock.saved()
+
+    def _finish(self) -> None:
+        files.write_json(
+            self.run.path / "result.json",
+            {
+                "steps": self.config.steps,
+                "loss_nats": self.run.metrics()[-1]["loss_nats"],
+                "num_parameters": self.model.num_parameters(),
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "initial_sha256": self.initial_sha256,
+                "checkpoints": {
+                    str(step): checkpoints.weights_sha256(self.run.checkpoint(step)) for step in sorted(self.kept)
+                },
+            },
+        )

@@ -1,0 +1,140 @@
+"""A run with its task and its measures: what is measured, that measuring changes nothing, and that it resumes."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from isoloss import languages
+from isoloss.errors import IsolossError
+from isoloss.evaluation.config import EvalConfig
+from isoloss.evaluation.evaluator import Evaluator
+from isoloss.evaluation.pretraining import Monitor, pretrain, task_examples
+from isoloss.languages.config import LAPTOP_PCFG, BracketsConfig
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.runs import Run
+from isoloss.training.algorithms.config import AdversarialConfig
+
+CONFIG = TrainConfig(
+    language=LAPTOP_PCFG,
+    model=ModelConfig(size="d16", dropout=0.2),
+    optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=2),
+    steps=8,
+    batch_size=8,
+    log_every=2,
+    checkpoints=(4,),
+    measure_every=4,
+    measure_sentences=64,
+    threads=1,
+    device="cpu",
+)
+
+
+def trained(path, config):
+    run = Run(path)
+    pretrain(run, config, languages.make(config.language))
+    return run
+
+
+def content(run):
+    found = {str(p.relative_to(run.path)): p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+    return {name: data for name, data in found.items() if name not in ("log.jsonl", ".lock", "run.json")}
+
+
+def test_measuring_changes_nothing_in_training(tmp_path):
+    before = torch.get_rng_state()
+    measured = trained(tmp_path / "measured", CONFIG)
+    assert torch.equal(torch.get_rng_state(), before)
+    plain = trained(tmp_path / "plain", dataclasses.replace(CONFIG, measure_every=0))
+    for step in (4, 8):
+        for name in ("model.safetensors", "trainer.safetensors"):
+            bytes_of = [(run.checkpoint(step) / name).read_bytes() for run in (measured, plain)]
+            assert bytes_of[0] == bytes_of[1]
+    names = ["kl_nats", "kl_stderr", "trace", "trace_stderr"]
+    for line, without in zip(measured.metrics(), plain.metrics(), strict=True):
+        found = [line.pop(name) for name in names if name in line]
+        assert len(found) == (4 if line["step"] in (4, 8) else 0)
+        assert line == without
+
+
+def test_what_is_measured_is_what_eval_says(tmp_path):
+    run = trained(tmp_path, CONFIG)
+    evaluator = Evaluator(run, EvalConfig(loss_sentences=64, trace_sentences=64, seed=0))
+    for line in run.metrics()[1::2]:
+        kl = evaluator.measure("loss", line["step"])[0].estimates["kl"]
+        trace = evaluator.measure("trace", line["step"])[0].estimates["trace"]
+        assert [line[name] for name in ("kl_nats", "kl_stderr")] == pytest.approx([kl.value, kl.stderr], rel=1e-5)
+        assert [line[name] for name in ("trace", "trace_stderr")] == pytest.approx(
+            [trace.value, trace.stderr], rel=1e-4
+        )
+
+
+def test_a_measured_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    whole = trained(tmp_path / "whole", CONFIG)
+    language = languages.make(CONFIG.language)
+    stopped = Run(tmp_path / "stopped")
+    draw = language.batch
+    for at in (3, 5):
+
+        def batch(step, n, *, seed, at=at):
+            if step == at:
+                raise ZeroDivisionError
+            return draw(step, n, seed=seed)
+
+        monkeypatch.setattr(type(language), "batch", lambda _self, *a, made=batch, **k: made(*a, **k))
+        with pytest.raises(ZeroDivisionError):
+            pretrain(stopped, CONFIG, language)
+        monkeypatch.undo()
+    pretrain(stopped, CONFIG, language)
+    assert content(stopped) == content(whole)
+
+
+def test_a_causal_model_and_one_of_text_are_measured(tmp_path, monkeypatch, vocab, words):
+    causal = dataclasses.replace(
+        CONFIG, model=ModelConfig(architecture="opt", size="d16"), objective=ObjectiveConfig(kind="causal")
+    )
+    assert "kl_nats" not in trained(tmp_path / "causal", causal).metrics()[-1]
+    assert trained(tmp_path / "causal", causal).metrics()[-1]["trace"] > 0
+    monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text(" ".join(words[i : i + 18]))
+    corpus = languages.resolve(str(tmp_path / "text"), tokenizer=str(vocab), length=6)
+    corpus = dataclasses.replace(corpus, held_out=0.4)
+    line = trained(tmp_path / "run", dataclasses.replace(CONFIG, language=corpus)).metrics()[-1]
+    assert 2 < line["held_out_nats"] < 6
+    assert line["trace"] > 0
+
+
+def test_the_adversary_gets_the_training_set_of_its_task(tmp_path):
+    rule = AdversarialConfig(task="prefix-4", head_examples=16, loss_examples=16, task_examples=100)
+    language = languages.make(LAPTOP_PCFG)
+    examples = task_examples(language, rule, seed=3)
+    assert len(examples.labels) == 100
+    assert int(examples.labels.max()) < examples.num_classes
+    run = trained(tmp_path, dataclasses.replace(CONFIG, rule=rule))
+    assert json.loads((run.path / "metrics.jsonl").read_text().splitlines()[0])["adversary_loss"] > 0
+    pretrain(run, run.config, language)  # complete: nothing is drawn or measured
+    with pytest.raises(IsolossError, match="no task 'prefix-99'"):
+        task_examples(language, dataclasses.replace(rule, task="prefix-99"), seed=0)
+    with pytest.raises(IsolossError, match="this run's language is neither"):
+        task_examples(languages.make(BracketsConfig(length=4)), rule, seed=0)
+
+
+def test_a_measure_that_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(IsolossError, match="measure_every is 5; it must be a multiple of log_every, 2"):
+        trained(tmp_path / "run", dataclasses.replace(CONFIG, measure_every=5))
+    with pytest.raises(IsolossError, match="measure_sentences is 3; it must be at least 10"):
+        trained(tmp_path / "run", dataclasses.replace(CONFIG, measure_sentences=3))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_monitor_leaves_the_model_alone():
+    language = languages.make(LAPTOP_PCFG)
+    from isoloss.models.make import make_model
+
+    model = make_model(CONFIG.model, language, seed=0).eval()
+    monitor = Monitor(language, CONFIG)
+    assert monitor(model) == monitor(model)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())

@@ -1,0 +1,71 @@
+"""The table of benchmarks/architectures.py, for a few classes of it, and that the table can fail."""
+
+import pytest
+import tiny_models
+import torch
+from architectures import check, exact_trace, measured, orthogonal_signs
+from plain_gradients import batch_of, build
+from tiny_models import VARIANTS, architectures
+
+from isoloss.flatness import fisher_trace
+from isoloss.flatness.engine import control_variates
+from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+
+KNOWN = {architecture.name: architecture for architecture in architectures()}
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "Mamba2ForCausalLM", "MraForMaskedLM"])
+def test_the_trace_equals_the_enumeration_of_all_labels(name):
+    row = measured(KNOWN[name])
+    assert "left_out" not in row
+    variants = set(VARIANTS) - ({"MLP outputs zero"} if name.startswith("Mamba") else set())
+    assert row["variants"].keys() == variants
+    for variant, result in row["variants"].items():
+        assert result["outcome"] == "right", (variant, result)
+        assert (result["zeroed"] > 0) is (variant != "perturbed")
+    assert len({result["exact"] for result in row["variants"].values()}) > 2
+
+
+def test_it_sees_a_share_that_is_wrong(monkeypatch):
+    norms = Predictor.squared_norms
+
+    def wrong(self, *args, **options):
+        found = norms(self, *args, **options)
+        found.by_parameter[:, 3] *= 1 + 1e-7
+        return found
+
+    monkeypatch.setattr(Predictor, "squared_norms", wrong)
+    result = check(tiny_models.build(KNOWN["BertForMaskedLM"]), causal=False)
+    assert result["outcome"] == "wrong"
+    assert len(result["wrong"]) == 1
+
+
+def test_a_crash_is_no_refusal(monkeypatch):
+    def crash(self, *args, **options):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(Predictor, "squared_norms", crash)
+    result = check(tiny_models.build(KNOWN["BertForMaskedLM"]), causal=False)
+    assert (result["outcome"], result["message"]) == ("failed", "RuntimeError: out of order")
+
+
+def test_orthogonal_signs_give_the_trace_of_every_sequence():
+    torch.manual_seed(0)
+    matrices = [torch.randn(count, count, dtype=torch.float64) for count in (26, 13)]
+    with orthogonal_signs(26) as number:
+        total = torch.zeros(2, dtype=torch.float64)
+        for probe in range(number):
+            streams = [(len(matrix), ("probes", place, probe)) for place, matrix in enumerate(matrices)]
+            octets = control_variates.packed_signs(streams, torch.device("cpu"), 0)[0]
+            signs = control_variates.unpacked_signs(octets, [26, 13]).double().split([26, 13])
+            total += torch.stack([v @ matrix @ v for v, matrix in zip(signs, matrices, strict=True)]) / number
+    torch.testing.assert_close(total, torch.stack([matrix.trace() for matrix in matrices]))
+    assert control_variates.packed_signs.__module__ == "isoloss.flatness.engine.control_variates"
+
+
+def test_the_enumeration_is_what_random_signs_estimate():
+    model, batches = build("bert", vocab=11), [batch_of(sequences=10, vocab=11)]
+    exact = sum(exact_trace(model, batches, causal=False).values())
+    values = torch.tensor([fisher_trace(model, batches, seed=seed).value for seed in range(16)], dtype=torch.float64)
+    assert abs(float(values.mean()) - exact) < 4 * float(values.std()) / 4
+    assert float(values.std()) < 0.2 * exact

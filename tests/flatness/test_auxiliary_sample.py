@@ -1,0 +1,450 @@
+"""Pools of sequences that are only read: against plain loops, in the estimate, and everything that they refuse."""
+
+import dataclasses
+import itertools
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from isoloss.errors import IsolossError
+from isoloss.flatness import fisher_trace
+from isoloss.flatness.compare import compare
+from isoloss.flatness.differences import _paired
+from isoloss.flatness.engine import bigrams, resume
+from isoloss.flatness.engine.auxiliary_sample import Pool, _Tokens
+from isoloss.flatness.engine.bigrams import Bigrams
+from isoloss.seeds import generator
+
+VOCAB, LENGTH, TOPICS = 24, 8, 4
+MASK = VOCAB - 1
+
+
+def bert(*, size=8, vocab=VOCAB):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=vocab,
+        hidden_size=size,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=2 * size,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.4,
+    )
+    return BertForMaskedLM(config).eval()
+
+
+def topical(n, *names, documents=None, hide=True):
+    """Sequences of a topic each, the words of which all other topics leave out; one word is hidden."""
+    draws = generator(0, *names)
+    topics = torch.randint(TOPICS, (n,), generator=draws)
+    if documents is not None:  # one topic a document
+        topics = topics[documents - documents.min()]
+    words = torch.randint((VOCAB - 1) // TOPICS, (n, LENGTH), generator=draws)
+    ids = TOPICS * words + topics[:, None]
+    labels, places = torch.full_like(ids, -100), torch.randint(LENGTH, (n, 1), generator=draws)
+    if hide:
+        labels.scatter_(1, places, ids.gather(1, places))
+        ids = ids.scatter(1, places, MASK)
+    batch = {"input_ids": ids, "labels": labels}
+    return batch if documents is None else {**batch, "documents": documents}
+
+
+def cut(batch, sizes):
+    parts = {name: value.split(sizes) for name, value in batch.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
+
+
+# --- what is read ----------------------------------------------------------------------------------------------------
+
+
+def shown(batch):
+    """Each sequence's tokens, without padding and with those that are hidden."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).tolist()
+    rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), mask, strict=True)
+    return [[y if y != -100 else i for i, y, here in zip(*row, strict=True) if here] for row in rows]
+
+
+def log_probabilities(sequences, halves, vocabulary):
+    """The mean log-probability of each token after the one before, by the other half, with plain dictionaries."""
+    values = []
+    for tokens, half in zip(sequences, halves, strict=True):
+        others = [other for other, its in zip(sequences, halves, strict=True) if its != half]
+        pairs = [pair for other in others for pair in itertools.pairwise(other)]
+        logs = []
+        for i, j in itertools.pairwise(tokens):
+            frequency = (sum(b == j for _, b in pairs) + 0.5) / (len(pairs) + 0.5 * vocabulary)
+            after = sum(a == i for a, _ in pairs)
+            logs.append(math.log((pairs.count((i, j)) + 5 * frequency) / (after + 5)))
+        values.append(math.fsum(logs) / max(1, len(logs)))
+    return values
+
+
+def reference(weight, batch, clusters, halves):
+    """Each sequence's features, their mean, and the covariance of its error, by loops."""
+    sequences = shown(batch)
+    means = np.array([sum(weight[i].double().numpy() for i in tokens) / len(tokens) for tokens in sequences])
+    values = np.column_stack([log_probabilities(sequences, halves, len(weight)), means])
+    mean = values.mean(axis=0)
+    sums = {}
+    for cluster, value in zip(clusters, values - mean, strict=True):
+        sums[cluster] = sums.get(cluster, 0) + value
+    number, scatter = len(sums), sum(np.outer(s, s) for s in sums.values())
+    return values, mean, scatter * number / (number - 1) / len(values) ** 2
+
+
+def halves_of(batch):
+    tokens = _Tokens.of(batch, VOCAB)
+    return Bigrams(VOCAB)._split(tokens.ids, tokens.present, tokens.documents)[0].tolist()
+
+
+@pytest.mark.parametrize("sizes", [[90], [1] * 90, [40, 7, 43]])
+@pytest.mark.parametrize("by_document", [False, True])
+@pytest.mark.parametrize("padded", ["", "left", "right"])
+def test_means_and_their_errors_are_those_of_plain_loops(sizes, by_document, padded):
+    model, batch = bert(), topical(90, "pool")
+    if padded:
+        mask = (torch.arange(LENGTH) < 1 + torch.arange(90)[:, None] % LENGTH).long()
+        batch["attention_mask"] = mask.flip(1) if padded == "left" else mask
+    clusters = list(range(90))
+    if by_document:
+        batch["documents"] = torch.arange(90) // 4 + 70
+        clusters = batch["documents"].tolist()
+    pool = Pool.read(model, iter(cut(batch, sizes)))
+    halves = halves_of(batch)
+    values, mean, covariance = reference(model.get_input_embeddings().weight.detach(), batch, clusters, halves)
+    assert (pool.num_sequences, pool.by_document) == (90, by_document)
+    np.testing.assert_allclose(pool.mean, mean, rtol=1e-6)
+    along = pool.directions.numpy()
+    np.testing.assert_allclose(along.T @ along, np.eye(9), atol=1e-12)
+    assert along[0].tolist() == [1.0] + [0.0] * 8
+    np.testing.assert_allclose(pool.covariance, along.T @ covariance @ along, atol=1e-6 * covariance.max())
+    embedded = pool.covariance[1:, 1:]
+    variances = embedded.diagonal()
+    np.testing.assert_allclose(embedded, torch.diag(variances), atol=1e-6 * float(variances.max()))
+    assert variances.tolist() == sorted(variances.tolist(), reverse=True)
+    np.testing.assert_allclose(pool.features(batch), (values - mean) @ along, atol=1e-6)
+
+
+def test_a_sequence_is_in_one_half_whatever_is_hidden_or_padded():
+    batch = topical(400, "pool")
+    halves = halves_of(batch)
+    assert 150 < sum(halves) < 250
+    assert halves_of(topical(400, "pool", hide=False)) == halves
+    for sides in ((0, 3), (2, 0)):
+        wide = {name: F.pad(value, sides, value=7) for name, value in batch.items()}
+        wide["attention_mask"] = F.pad(torch.ones(400, LENGTH), sides)
+        assert halves_of(wide) == halves
+    assert halves_of({name: value[17:40] for name, value in batch.items()}) == halves[17:40]
+    moved = {name: value.roll(1, dims=1) for name, value in batch.items()}
+    assert halves_of(moved) != halves
+    documents = torch.arange(400) // 3
+    by_document = halves_of({**batch, "documents": documents})
+    assert 150 < sum(by_document) < 250
+    assert all(len(set(by_document[i : i + 3])) == 1 for i in range(0, 399, 3))
+
+
+def test_a_measured_sequence_is_scored_alike_in_the_pool_and_out_of_it():
+    """Its own tokens are not among those that it is scored by."""
+    model, batch = bert(), topical(60, "pool")
+    inside = Pool.read(model, [batch]).features(batch)
+    for row in range(0, 60, 7):
+        rest = {name: torch.cat([value[:row], value[row + 1 :]]) for name, value in batch.items()}
+        one = {name: value[row : row + 1] for name, value in batch.items()}
+        outside = Pool.read(model, [rest])
+        here = outside.features(one)[0, 0] + outside.mean[0]
+        assert float(here) == pytest.approx(float(inside[row, 0] + Pool.read(model, [batch]).mean[0]), rel=1e-12)
+
+
+@pytest.mark.parametrize("by_document", [False, True])
+@pytest.mark.parametrize("within", [False, True])
+def test_features_have_the_mean_and_the_error_that_they_say(within, by_document):
+    """Of measured sequences in a pool, whose pairs it counts, and of others; the first feature alone, in its error."""
+    model, n, size = bert(), 60, 240
+    draws = generator(0, "markov", int(within))
+    transitions = torch.rand(VOCAB, VOCAB, generator=draws).pow(20)
+    transitions = (transitions / transitions.sum(dim=1, keepdim=True)).cumsum(dim=1)
+    deviations = []
+    for _ in range(300):
+        ids = torch.randint(VOCAB, (size + n, 1), generator=draws)
+        for _ in range(LENGTH - 1):
+            drawn = torch.rand(size + n, 1, generator=draws)
+            following = (transitions[ids[:, -1]] < drawn).sum(dim=1, keepdim=True).clamp(max=VOCAB - 1)
+            ids = torch.cat([ids, following], dim=1)
+        documents = torch.arange(size + n) // 3
+        batch = {"input_ids": ids, **({"documents": documents} if by_document else {})}
+        whole = {name: value[:size] for name, value in batch.items()}
+        measured = {name: value[:n] if within else value[size:] for name, value in batch.items()}
+        pool = Pool.read(model, [whole])
+        of_pool = float(pool.covariance[0, 0])
+        variance = of_pool * size / n + (
+            -of_pool if within else of_pool
+        )  # of a part of the pool, or of others, less it
+        deviations.append(float(pool.features(measured)[:, 0].mean()) / math.sqrt(variance))
+    assert abs(np.mean(deviations)) < 4 / math.sqrt(300)
+    assert np.std(deviations) == pytest.approx(1, abs=4 / math.sqrt(600))
+
+
+def test_pairs_of_a_large_vocabulary_share_counts(monkeypatch):
+    ids = torch.randint(6, (300, 10), generator=generator(0, "ids"))
+    whole, few = Bigrams(6), None
+    monkeypatch.setattr(bigrams, "_MOST", 7)
+    few = Bigrams(6)
+    for table in (whole, few):
+        table.add(ids, None, None)
+    assert [len(counts) for counts in few._counts] == [14, 12, 12]
+    assert float(few._counts[0].sum()) == float(whole._counts[0].sum()) == 2700
+    assert float(few._counts[0].max()) < 300
+    assert not torch.allclose(few.log_probability(ids, None, None), whole.log_probability(ids, None, None))
+
+
+def test_there_are_at_most_16_directions_those_of_the_largest_variance():
+    model, batch = bert(size=32, vocab=64), {"input_ids": torch.randint(64, (500, 4), generator=generator(0, "ids"))}
+    pool = Pool.read(model, [batch])
+    values = model.get_input_embeddings().weight.detach()[batch["input_ids"]].mean(dim=1).double()
+    largest = torch.linalg.eigvalsh(torch.cov(values.T)).flip(0)[:16] / 500
+    assert pool.directions.shape == (33, 17)
+    np.testing.assert_allclose(pool.covariance.diagonal()[1:], largest, rtol=1e-5)
+
+
+def test_directions_without_variance_are_left_out():
+    ids = torch.tensor([[1, 1], [2, 2], [3, 3]])[torch.randint(3, (60,), generator=generator(0, "ids"))]
+    assert Pool.read(bert(), [{"input_ids": ids}]).directions.shape == (9, 3)  # three points lie in a plane
+    same = Pool.read(bert(), [{"input_ids": torch.ones(60, 2, dtype=torch.int64)}])
+    assert same.directions.shape == (9, 1)
+    assert same.features({"input_ids": torch.ones(5, 2, dtype=torch.int64)}).shape == (5, 1)
+
+
+def test_hidden_tokens_count_as_what_they_are():
+    hidden, whole = topical(50, "pool"), topical(50, "pool", hide=False)
+    assert not torch.equal(hidden["input_ids"], whole["input_ids"])
+    model = bert()
+    assert torch.equal(Pool.read(model, [hidden]).mean, Pool.read(model, [whole]).mean)
+    pool = Pool.read(model, [whole])
+    assert torch.equal(pool.features(hidden), pool.features({"input_ids": whole["input_ids"]}))
+
+
+def test_embeddings_of_any_dtype_are_read():
+    model, batch = bert(), topical(200, "pool")
+    exact = Pool.read(model.double(), [batch])
+    rough = Pool.read(model.bfloat16(), [batch])
+    np.testing.assert_allclose(rough.mean, exact.mean, atol=0.01)
+    np.testing.assert_allclose(rough.covariance.diagonal(), exact.covariance.diagonal(), rtol=0.1)
+    assert rough.covariance.dtype == torch.float64
+
+
+# --- in the estimate -------------------------------------------------------------------------------------------------
+
+
+class Topical(nn.Module):
+    """A model whose confidence, and with it the trace, depends on a sequence's topic."""
+
+    def __init__(self, by=0.0):
+        super().__init__()
+        draws = generator(0, "topical")
+        self.words, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB, bias=False)
+        marks = torch.randn(TOPICS, 8, generator=draws) * torch.arange(TOPICS)[:, None]
+        with torch.no_grad():
+            self.words.weight.copy_(0.3 * torch.randn(VOCAB, 8, generator=draws))
+            self.words.weight[: VOCAB - 1] += marks[torch.arange(VOCAB - 1) % TOPICS]
+            self.head.weight.copy_(torch.randn(VOCAB, 8, generator=draws))
+            for parameter in self.parameters():
+                parameter += by * torch.randn(parameter.shape, generator=draws)
+
+    def get_input_embeddings(self):
+        return self.words
+
+    def forward(self, input_ids):
+        words = self.words(input_ids)
+        return types.SimpleNamespace(logits=self.head(words + words.mean(dim=1, keepdim=True)))
+
+
+class Untold(Topical):
+    """A model that does not look at its words."""
+
+    def forward(self, input_ids):
+        return types.SimpleNamespace(logits=self.head(0 * self.words(input_ids) + 1))
+
+
+def measure(model, batch, *, num_probes=8, **options):
+    return fisher_trace(model, [batch], causal=False, num_probes=num_probes, **options)
+
+
+def repeated(model, number, *, sequences=256, size=8):
+    """Estimates of fresh sequences, with a fresh pool of `size` times as many and without."""
+    found = []
+    for repetition in range(number):
+        batch = topical(sequences, "measured", repetition)
+        pool = [topical(size * sequences, "pool", repetition)]
+        found.append([measure(model, batch, seed=repetition, pool=p) for p in (pool, None)])
+    return list(zip(*found, strict=True))
+
+
+def test_what_tokens_tell_is_averaged_over_the_pool():
+    pooled, alone = repeated(Topical(), 40)
+    assert {e.details["pool_directions"] for e in pooled} == {8}
+    assert {e.details["pool_sequences"] for e in pooled} == {2048}
+    assert {(e.details["pool_directions"], e.details["pool_sequences"]) for e in alone} == {(0, 0)}
+    spreads = [float(np.std([e.value for e in some], ddof=1)) for some in (pooled, alone)]
+    errors = [math.sqrt(np.mean([e.stderr**2 for e in some])) for some in (pooled, alone)]
+    assert errors[0] < 0.7 * errors[1]
+    for spread, error in zip(spreads, errors, strict=True):
+        assert spread == pytest.approx(error, rel=4 / math.sqrt(2 * 39))
+    means = [np.mean([e.value for e in some]) for some in (pooled, alone)]
+    assert abs(means[0] - means[1]) < 4 * math.hypot(*errors) / math.sqrt(40)
+
+
+@pytest.mark.slow
+def test_the_interval_covers_with_a_pool():
+    pooled, alone = repeated(Topical(), 400, sequences=512, size=4)
+    truth = np.mean([e.value for e in pooled])  # with a twentieth of one's error
+    # 95 % nominal; the binomial standard deviation over 400 repetitions is 1.1 points
+    assert 0.92 <= np.mean([e.ci95[0] < truth < e.ci95[1] for e in pooled]) <= 0.98
+    assert abs(truth - np.mean([e.value for e in alone])) < 4 * alone[0].stderr / 20
+
+
+def test_a_causal_model_of_transformers_takes_a_pool():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=LENGTH, bos_token_id=None, initializer_range=0.5
+    )
+    model = GPT2LMHeadModel(config).eval()
+    measured, pool = (topical(n, name, hide=False) for n, name in ((512, "measured"), (4096, "pool")))
+    measured["labels"] = measured["input_ids"]
+    pooled, alone = fisher_trace(model, [measured], pool=[pool]), fisher_trace(model, [measured])
+    assert pooled.details["pool_directions"] == 8
+    assert pooled.stderr < 0.98 * alone.stderr
+    assert pooled.value == pytest.approx(alone.value, abs=4 * alone.stderr)
+
+
+def test_documents_are_the_clusters_of_a_pool_too():
+    documents = torch.arange(9000) // 3
+    model, measured = Topical(), topical(900, "measured", documents=documents[:900])
+    pool = [topical(9000, "pool", documents=documents)]
+    found, alone = measure(model, measured, pool=pool), measure(model, measured)
+    assert (found.samples, found.details["clusters"], found.details["pool_directions"]) == (300, "documents", 8)
+    assert found.stderr < 0.7 * alone.stderr
+
+
+def test_the_parameters_add_up_with_a_pool():
+    found = measure(Topical(), topical(300, "measured"), pool=[topical(3000, "pool")])
+    assert found.details["pool_directions"] == 8
+    assert sum(found.by_parameter.values()) == pytest.approx(found.value, rel=1e-12)
+    assert sum(found.by_layer.values()) == pytest.approx(found.value, rel=1e-12)
+
+
+def test_the_time_of_reading_counts():
+    pool = dataclasses.replace(Pool.read(Topical(), [topical(300, "pool")]), seconds=1000.0)
+    assert 1000 < measure(Topical(), topical(64, "measured"), pool=pool).seconds < 1100
+
+
+def test_the_papers_estimator_takes_a_pool():
+    batch, pool = topical(300, "measured"), [topical(3000, "pool")]
+    options = {"method": "paper", "num_probes": 20}
+    pooled, alone = (measure(Topical(), batch, pool=p, **options) for p in (pool, None))
+    assert pooled.details["pool_directions"] == 8
+    assert pooled.stderr < 0.8 * alone.stderr
+
+
+def test_a_pool_of_something_else_is_not_used():
+    batch, other = topical(300, "measured"), {"input_ids": torch.full((3000, LENGTH), 3)}
+    alone, found = measure(Topical(), batch), measure(Topical(), batch, pool=[topical(100, "pool"), other])
+    assert (found.details["unlike_pool"], found.details["pool_directions"]) == (True, 0)
+    assert (found.value, found.stderr) == (alone.value, alone.stderr)
+
+
+def test_models_share_a_pool_in_a_comparison():
+    first, second = Topical(), Topical(by=0.05)
+    pairs, own = [], []
+    for repetition in range(40):
+        batch, pool = topical(256, "measured", repetition), [topical(768, "pool", repetition)]
+        found = compare({"a": first, "b": second}, [batch], seed=repetition, num_probes=8, pool=pool, causal=False)
+        pairs.append(found.pair("a", "b").trace)
+        own.append(found.models[1].trace)
+        assert [m.trace.details["pool_directions"] for m in found.models] == [8, 8]
+    alone = measure(second, batch, seed=39, pool=Pool.read(first, pool))
+    assert (own[-1].value, own[-1].stderr) == pytest.approx((alone.value, alone.stderr), rel=1e-12)
+    error = math.sqrt(np.mean([pair.stderr**2 for pair in pairs]))
+    assert np.std([pair.value for pair in pairs], ddof=1) == pytest.approx(error, rel=4 / math.sqrt(2 * 39))
+    assert error < 0.5 * own[0].stderr
+    influence = torch.arange(264, dtype=torch.float64)  # of 256 clusters and 8 means
+    assert _paired(0.0, influence, own[0], "").stderr == math.sqrt(float(influence.square().sum()) / (256 * 255))
+    same = compare({"a": first, "b": first}, [batch], pool=pool, causal=False)
+    assert (same.pair("a", "b").trace.value, same.pair("a", "b").trace.stderr) == (0.0, 0.0)
+    assert [m.flattest for m in same.models] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(("names", "used"), [(("untold", "topical"), 0), (("topical", "untold"), 8)])
+def test_the_first_model_decides_for_all(names, used):
+    models = {"untold": Untold(), "topical": Topical()}
+    batch, pool = topical(300, "measured"), [topical(3000, "pool")]
+    found = compare({name: models[name] for name in names}, [batch], num_probes=8, pool=pool, causal=False)
+    assert [model.trace.details["pool_directions"] for model in found.models] == [used, used]
+    alone = measure(models[names[1]], batch, pool=pool).details["pool_directions"]
+    assert alone == 8 - used
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+def failing(batches, after):
+    yield from batches[:after]
+    raise RuntimeError("killed")
+
+
+def test_a_record_knows_its_pool(tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
+    model, path = Topical(), tmp_path / "record"
+    batches, pool = cut(topical(300, "measured"), [100, 100, 100]), [topical(3000, "pool")]
+    straight = fisher_trace(model, batches, causal=False, pool=pool)
+    with pytest.raises(RuntimeError, match="killed"):
+        fisher_trace(model, failing(batches, 2), causal=False, pool=pool, resume=path)
+    for other in (None, [topical(3000, "another pool")]):
+        with pytest.raises(IsolossError, match=r"it differs in .*pool; remove it"):
+            fisher_trace(model, batches, causal=False, pool=other, resume=path)
+    resumed = fisher_trace(model, batches, causal=False, pool=pool, resume=path)
+    assert (resumed.value, resumed.stderr) == (straight.value, straight.stderr)
+    assert resumed.details["pool_directions"] == straight.details["pool_directions"] == 8
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Bare(nn.Module):
+    """A model that has no input embeddings to ask for."""
+
+
+@pytest.mark.parametrize(
+    ("pool", "sentence"),
+    [
+        (topical(9, "pool"), "the pool is a single batch; pass an iterable of batches"),
+        ([{"labels": torch.ones(4, 3)}], "a batch has no `input_ids` of shape"),
+        ([{"input_ids": torch.ones(4, dtype=torch.int64)}], "a batch has no `input_ids` of shape"),
+        ([torch.ones(4, 3, dtype=torch.int64)], "a batch has no `input_ids` of shape"),
+        ([{"input_ids": torch.full((4, 3), VOCAB)}], "a token is 24; the model has embeddings for 0 to 23"),
+        ([{"input_ids": torch.full((4, 3), -7)}], "a token is -7; the model has embeddings for 0 to 23"),
+        ([], "the pool has 0 independent sequences or documents; it needs at least 2"),
+        ([topical(1, "pool")], "the pool has 1 independent"),
+        ([topical(4, "pool", documents=torch.zeros(4, dtype=torch.int64))], "the pool has 1 independent"),
+        (
+            [topical(4, "pool"), topical(4, "pool", documents=torch.arange(4))],
+            "all batches of the pool have `documents`, or none has",
+        ),
+        ([topical(4, "pool", documents=torch.arange(4))], "the batches and their pool have `documents`, or neither"),
+    ],
+)
+def test_bad_pools_get_one_sentence(pool, sentence):
+    with pytest.raises(IsolossError, match=sentence):
+        fisher_trace(bert(), [topical(64, "measured")], pool=pool)
+
+
+def test_a_model_without_embeddings_has_no_pool():
+    with pytest.raises(IsolossError, match="Bare has no input embeddings, by which a pool is read"):
+        Pool.read(Bare(), [topical(9, "pool")])

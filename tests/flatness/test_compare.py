@@ -1,0 +1,364 @@
+"""Comparisons of models against repetitions, closed forms and each model measured alone."""
+
+import copy
+import json
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from isoloss.errors import IsolossError
+from isoloss.flatness import fisher_trace
+from isoloss.flatness.compare import InterruptedComparison, Outline, compare
+from isoloss.flatness.differences import Comparison, _flattest
+
+VOCAB = 5
+
+
+def bert(seed=0, *, size=8, vocab=VOCAB):
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=vocab,
+        hidden_size=size,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=2 * size,
+        max_position_embeddings=8,
+        initializer_range=0.2,
+        pad_token_id=None,
+    )
+    return BertForMaskedLM(config).double().eval()
+
+
+def moved(model, by, seed=1):
+    """A copy with all weights a little elsewhere, as a later checkpoint of one run is."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return other
+
+
+def inputs(n, seed=0, *, vocab=VOCAB, batch_size=None, documents=None):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (n, 4), generator=generator)
+    labels = tokens.masked_fill(torch.rand(n, 4, generator=generator) < 0.6, -100)
+    labels[:, 1] = tokens[:, 1]
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+    if documents is not None:
+        batch["documents"] = documents
+    size = batch_size or n
+    return [{name: value[start : start + size] for name, value in batch.items()} for start in range(0, n, size)]
+
+
+@torch.no_grad()
+def exact_loss(model, batches):
+    """Cross-entropy over all predicted positions, and its sums by row."""
+    nats, counts = [], []
+    for batch in batches:
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        for row, labels in zip(logits, batch["labels"], strict=True):
+            at = labels != -100
+            nats.append(float(torch.nn.functional.cross_entropy(row[at], labels[at], reduction="sum")))
+            counts.append(int(at.sum()))
+    return np.array(nats), np.array(counts)
+
+
+# --- each model ------------------------------------------------------------------------------------------------------
+
+
+def test_each_trace_is_what_the_model_alone_gets_and_each_loss_the_cross_entropy():
+    models = {"a": bert(), "b": bert(1), "wide": bert(2, size=12)}
+    batches = inputs(40, batch_size=16)
+    found = compare(models, batches, seed=3, num_probes=2)
+    for measured in found.models:
+        alone = fisher_trace(models[measured.name], batches, seed=3, num_probes=2)
+        assert (measured.trace.value, measured.trace.stderr) == (alone.value, alone.stderr)
+        nats, counts = exact_loss(models[measured.name], batches)
+        loss = nats.sum() / counts.sum()
+        assert measured.loss.value == pytest.approx(loss, rel=1e-12)
+        residuals = nats - loss * counts
+        assert measured.loss.stderr == pytest.approx(math.sqrt(40 / 39 * (residuals**2).sum()) / counts.sum())
+        assert measured.loss.num_inputs == measured.trace.num_inputs == counts.sum()
+    assert [(pair.first, pair.second) for pair in found.pairs] == [("a", "b"), ("a", "wide"), ("b", "wide")]
+
+
+def test_causal_models_are_scored_on_the_next_token():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.randint(0, 7, (12, 5), generator=torch.Generator().manual_seed(0))
+    found = compare({"gpt2": model}, [{"input_ids": ids, "labels": ids}])
+    with torch.no_grad():
+        expected = model(ids, labels=ids).loss
+    assert found.models[0].loss.value == pytest.approx(float(expected), rel=1e-6)
+    assert found.models[0].flattest == 1
+    assert found.pairs == ()
+
+
+def test_documents_are_the_clusters_of_losses_too():
+    documents = torch.arange(60) // 3
+    batches = inputs(60, batch_size=16, documents=documents)
+    model = bert()
+    found = compare({"a": model, "b": bert(1)}, batches).models[0]
+    assert found.trace.samples == found.loss.samples == 20
+    nats, counts = exact_loss(model, batches)
+    nats, counts = nats.reshape(20, 3).sum(1), counts.reshape(20, 3).sum(1)
+    residuals = nats - found.loss.value * counts
+    assert found.loss.stderr == pytest.approx(math.sqrt(20 / 19 * (residuals**2).sum()) / counts.sum())
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_differs_from_itself_by_nothing():
+    model = bert()
+    found = compare({"a": model, "b": copy.deepcopy(model), "c": copy.deepcopy(model)}, inputs(40))
+    for pair in found.pairs:
+        assert (pair.trace.value, pair.trace.stderr) == (0, 0)
+        assert (pair.loss.value, pair.loss.stderr) == (0, 0)
+        assert (pair.ratio, pair.ratio_ci95) == (1, (1, 1))
+    assert [measured.flattest for measured in found.models] == pytest.approx([1 / 3] * 3)
+
+
+def test_paired_errors_agree_with_repetitions_and_are_far_below_unpaired_ones():
+    a = bert()
+    b = moved(a, 0.003)
+    traces, losses, ratios, told, unpaired = [], [], [], [], []
+    repetitions = 60
+    for seed in range(repetitions):
+        found = compare({"a": a, "b": b}, inputs(64, seed + 1), seed=seed)
+        pair = found.pairs[0]
+        traces.append(pair.trace.value)
+        losses.append(pair.loss.value)
+        ratios.append(pair.log_ratio.value)
+        told.append((pair.trace.stderr, pair.loss.stderr, pair.log_ratio.stderr))
+        unpaired.append(math.hypot(*(measured.trace.stderr for measured in found.models)))
+    told = np.sqrt((np.array(told) ** 2).mean(axis=0))
+    # the deviation of a standard deviation over n repetitions is about its share 1 / sqrt(2 n): 9 %, and tails
+    for values, error in zip((traces, losses, ratios), told, strict=True):
+        assert np.std(values, ddof=1) == pytest.approx(error, rel=0.25)
+    assert told[0] < 0.2 * np.mean(unpaired)
+
+
+@pytest.mark.slow
+def test_intervals_of_the_difference_cover_the_truth():
+    a = bert()
+    b = moved(a, 0.05)
+    population = inputs(400, 99)[0]
+    exact = [fisher_trace_of_rows(model, population) for model in (a, b)]
+    counts = (population["labels"] != -100).sum(dim=1)
+    truth = float((exact[0] - exact[1]).sum() / counts.sum())
+    true_ratio = float(exact[0].sum() / exact[1].sum())
+    covered = np.zeros(2)
+    for repetition in range(400):
+        chosen = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(repetition))
+        batch = {name: value[chosen] for name, value in population.items()}
+        pair = compare({"a": a, "b": b}, [batch], seed=repetition).pairs[0]
+        low, high = pair.trace.ci95
+        covered[0] += low < truth < high
+        low, high = pair.ratio_ci95
+        covered[1] += low < true_ratio < high
+    # 95 % nominal; the binomial standard deviation over 400 repetitions is 1.1 points
+    assert covered.min() / 400 >= 0.92
+    assert covered.max() / 400 <= 0.98
+
+
+def fisher_trace_of_rows(model, batch):
+    """(n,) the sum over predicted positions and labels of p ||grad log p||^2, by one gradient a label."""
+    parameters = list(model.parameters())
+    sums = []
+    for tokens, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        log_p = model(tokens[None]).logits[0].log_softmax(-1)
+        total = 0.0
+        for t in (labels != -100).nonzero()[:, 0].tolist():
+            for value in log_p[t]:
+                gradients = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+                total += value.exp().item() * sum(float((g * g).sum()) for g in gradients if g is not None)
+        sums.append(total)
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+def enumerated(model, batch):
+    """The Fisher's trace on these inputs: every label of every position, each weighed by its probability."""
+    squares, count = 0.0, 0
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        for log_probs in model(ids[None]).logits[0, labels != -100].log_softmax(dim=-1):
+            count += 1
+            for log_prob in log_probs:
+                gradients = torch.autograd.grad(log_prob, list(model.parameters()), retain_graph=True)
+                squares += float(log_prob.detach().exp() * sum(g.square().sum() for g in gradients))
+    return squares / count
+
+
+def test_one_estimator_is_right_for_models_that_are_not_alike():
+    """The second model gets control variates that were made for the first; the signs still average out."""
+    batches = inputs(40)
+    models = {"a": bert(), "wide": bert(2, size=12)}
+    values = []
+    for seed in range(16):
+        found = compare(models, batches, seed=seed, one_estimator=True)
+        values.append([measured.trace.value for measured in found.models])
+    values = np.array(values)
+    errors = values.std(axis=0, ddof=1) / math.sqrt(len(values))
+    for value, error, model in zip(values.mean(axis=0), errors, models.values(), strict=True):
+        assert abs(value - enumerated(model, batches[0])) < 4 * error
+        assert error < 0.05 * value
+
+
+# --- ranking ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_chance_of_two_models_is_the_normal_one_and_draws_agree():
+    generator = torch.Generator().manual_seed(0)
+    influences = torch.randn(2, 50, generator=generator, dtype=torch.float64) + torch.randn(
+        1, 50, generator=generator, dtype=torch.float64
+    )
+    influences -= influences.mean(dim=1, keepdim=True)
+    deviation = float((influences[0] - influences[1]).square().sum() / (50 * 49)) ** 0.5
+    chances = _flattest([1.0, 1.0 + 1.3 * deviation], influences, 50)
+    normal = torch.distributions.Normal(0.0, 1.0)
+    assert chances[0] == pytest.approx(float(normal.cdf(torch.tensor(1.3))), abs=1e-6)
+    assert sum(chances) == pytest.approx(1)
+    far = torch.cat([influences, torch.zeros(1, 50, dtype=torch.float64)])
+    three = _flattest([1.0, 1.0 + 1.3 * deviation, 1e6], far, 50)  # the third is out of the running
+    # the binomial standard deviation over 200,000 draws is 0.0007
+    assert three == pytest.approx([*chances, 0.0], abs=0.003)
+
+
+def test_three_independent_models_of_one_trace_share_the_first_place():
+    influences = torch.eye(3, dtype=torch.float64).repeat(1, 20)
+    influences -= influences.mean(dim=1, keepdim=True)
+    assert _flattest([2.0, 2.0, 2.0], influences, 60) == pytest.approx([1 / 3] * 3, abs=0.005)
+
+
+def test_the_ranking_starts_with_the_flattest():
+    sharp = bert()
+    with torch.no_grad():
+        for parameter in sharp.parameters():
+            parameter *= 1.5
+    found = compare({"sharp": sharp, "flat": bert()}, inputs(64))
+    assert found.ranking == ("flat", "sharp")
+    assert found.models[1].flattest > 0.99
+    assert found.pair("flat", "sharp") is found.pairs[0]
+    with pytest.raises(IsolossError, match="no pair of flat and round; the models are sharp, flat"):
+        found.pair("flat", "round")
+
+
+def test_a_comparison_survives_json():
+    found = compare({"a": bert(), "b": bert(1)}, inputs(20))
+    assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+# --- loading, stopping, interruptions --------------------------------------------------------------------------------
+
+
+def test_loaded_models_are_dropped_before_the_next():
+    alive = []
+
+    def loader(seed):
+        def load():
+            assert not [reference for reference in alive if reference() is not None]
+            model = bert(seed)
+            alive.append(weakref.ref(model))
+            return model
+
+        return load
+
+    found = compare({"a": loader(0), "b": loader(1), "c": loader(2)}, inputs(20))
+    assert len(alive) == 3
+    assert found.models[1].trace.value == fisher_trace(bert(1), inputs(20)).value
+
+
+def test_checkpoints_are_loaded_by_name(tmp_path):
+    names = [str(tmp_path / name) for name in "ab"]
+    for seed, name in enumerate(names):
+        bert(seed).float().save_pretrained(name)
+    found = compare(names, inputs(20))
+    assert [measured.name for measured in found.models] == names
+    expected = fisher_trace(bert(1).float(), inputs(20)).value
+    assert found.models[1].trace.value == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(IsolossError, match="named twice"):
+        compare([names[0], names[0]], inputs(20))
+
+
+def test_the_first_model_decides_where_a_tolerance_stops_all():
+    models = {"a": bert(), "b": moved(bert(), 0.5)}
+    batches = inputs(512, batch_size=16)
+    alone = fisher_trace(models["a"], batches, rtol=0.1)
+    found = compare(models, iter(batches), rtol=0.1)
+    assert alone.details["ended"] == "rtol"
+    assert alone.details["sequences"] < 512
+    assert [measured.trace.details["sequences"] for measured in found.models] == [alone.details["sequences"]] * 2
+    assert found.models[0].loss.samples == alone.samples
+    few = compare(models, batches, num_sequences=20)
+    assert [measured.loss.samples for measured in few.models] == [20, 20]
+
+
+def test_progress_names_the_model():
+    steps = []
+    compare(
+        {"a": bert(), "b": bert(1)}, inputs(8, batch_size=4), progress=lambda name, done: steps.append((name, done))
+    )
+    assert steps == [("a", 4), ("a", 8), ("b", 4), ("b", 8)]
+
+
+def test_an_interruption_keeps_what_is_done():
+    models, batches = {"a": bert(), "b": bert(1), "c": bert(2)}, inputs(24, batch_size=8)
+
+    def stop_at(name, count):
+        def progress(model, done):
+            if (model, done) == (name, count):
+                raise KeyboardInterrupt
+
+        return progress
+
+    with pytest.raises(InterruptedComparison) as caught:
+        compare(models, batches, progress=stop_at("c", 16))
+    assert [measured.name for measured in caught.value.complete.models] == ["a", "b"]
+    assert caught.value.complete.pairs[0] == compare({"a": bert(), "b": bert(1)}, batches).pairs[0]
+    assert caught.value.name == "c"
+    assert caught.value.partial.value == fisher_trace(bert(2), batches[:2]).value
+    with pytest.raises(InterruptedComparison) as caught:
+        compare(models, batches, progress=stop_at("a", 8))
+    assert caught.value.complete is None
+    assert caught.value.partial.samples == 8
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_models_that_do_not_compare_are_refused():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0)
+    with pytest.raises(IsolossError, match="b predicts next tokens and a hidden ones"):
+        compare({"a": bert(), "b": GPT2LMHeadModel(config).eval()}, inputs(8))
+    with pytest.raises(IsolossError, match="a has a vocabulary of 5 tokens and b of 6"):
+        compare({"a": bert(), "b": bert(vocab=6)}, inputs(8))
+    assert Outline.of("a", bert()) == Outline("a", False, VOCAB)
+
+
+def test_bad_input_names_the_model():
+    broken = bert()
+    with torch.no_grad():
+        next(broken.parameters()).fill_(float("nan"))
+    with pytest.raises(IsolossError, match=r"b: batch 0: .*NaN"):
+        compare({"a": bert(), "b": broken}, inputs(8))
+    labels = inputs(8)
+    labels[0]["labels"][0, 1] = VOCAB
+    with pytest.raises(IsolossError, match=f"a: batch 0: .*{VOCAB}; the model has {VOCAB} logits"):
+        compare({"a": bert()}, labels)
+    with pytest.raises(IsolossError, match="models is"):
+        compare({}, inputs(8))
+    with pytest.raises(IsolossError, match="models is 'a'"):
+        compare("a", inputs(8))
+    constant = bert()
+    with torch.no_grad():
+        for parameter in constant.parameters():
+            parameter.zero_()
+        constant.cls.predictions.bias[0] = 1e4  # certain of one token: no gradient at all
+    with pytest.raises(IsolossError, match="a: the trace is 0, which has no ratio"):
+        compare({"a": constant}, inputs(8))

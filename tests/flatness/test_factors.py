@@ -1,0 +1,140 @@
+"""Norms from factors, against gradients formed by adding outer products one at a time."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isoloss.flatness.engine import factors
+from isoloss.flatness.engine.factors import Dense, Outer, Places, squared_norms
+
+
+def formed(factor, num_sequences, shape):
+    """(B, *shape): the gradient of each sequence."""
+    gradient = torch.zeros(num_sequences, *shape, dtype=torch.float64)
+    if isinstance(factor, Dense):
+        rows = range(num_sequences) if factor.places is None else factor.places.rows.tolist()
+        for row, value in zip(rows, factor.values, strict=True):
+            gradient[row] += value
+        return gradient
+    if factor.places is None:
+        tokens = [
+            (b, factor.left[b, s], factor.right[b, s])
+            for b in range(num_sequences)
+            for s in range(factor.left.shape[1])
+        ]
+    else:
+        tokens = list(zip(factor.places.rows.tolist(), factor.left, factor.right, strict=True))
+    for b, left, right in tokens:
+        if factor.is_index:
+            gradient[b, int(left)] += right
+        else:
+            gradient[b] += left[:, None] * right
+    return gradient
+
+
+def drawn(kinds, counts, length, shape, generator):
+    """One factor a kind, for sequences with these counts of gathered rows."""
+    n, (a, b) = len(counts), shape
+    predicted = torch.arange(max(max(counts), 1)) < torch.tensor(counts)[:, None]
+
+    def normal(*size):
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    made = []
+    for kind in kinds:
+        m = sum(counts)
+        if kind == "tokens":
+            made.append(Outer(normal(n, length, a), normal(n, length, b)))
+        elif kind == "rows":
+            made.append(Outer(normal(m, a), normal(m, b), Places.of(predicted)))
+        else:
+            made.append(Outer(torch.randint(0, a, (n, length), generator=generator), normal(n, length, b)))
+    return made
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    kinds=st.lists(st.sampled_from(["tokens", "rows", "index"]), min_size=1, max_size=4),
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
+    length=st.integers(1, 6),
+    shape=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    limit=st.sampled_from([1, 40, 200, 1 << 21]),
+    seed=st.integers(0, 99),
+)
+def test_uses_of_every_kind_add_before_they_are_squared(kinds, counts, length, shape, limit, seed):
+    made = drawn(kinds, counts, length, shape, torch.Generator().manual_seed(seed))
+    expected = sum(formed(factor, len(counts), shape) for factor in made).square().sum(dim=(1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factors, "_LIMIT", limit)
+        torch.testing.assert_close(squared_norms(made, len(counts)), expected, rtol=1e-11, atol=1e-11)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
+    width=st.integers(1, 6),
+    uses=st.lists(st.booleans(), min_size=1, max_size=3),
+    limit=st.sampled_from([1, 10, 1 << 21]),
+)
+def test_vectors_are_summed_over_the_rows_of_a_sequence(counts, width, uses, limit):
+    generator = torch.Generator().manual_seed(0)
+    predicted = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    places = Places.of(predicted)
+    made = []
+    for gathered in uses:
+        size = (sum(counts) if gathered else len(counts), width)
+        values = torch.randn(size, generator=generator, dtype=torch.float64)
+        made.append(Dense(values, places if gathered else None))
+    expected = sum(formed(factor, len(counts), (width,)) for factor in made).square().sum(dim=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factors, "_LIMIT", limit)
+        torch.testing.assert_close(squared_norms(made, len(counts)), expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_narrow_factors_are_summed_in_a_wide_type(dtype):
+    generator = torch.Generator().manual_seed(1)
+    left, right = (torch.randn((2, 300, width), generator=generator).to(dtype) for width in (4, 3))
+    expected = (left.double().mT @ right.double()).square().sum(dim=(1, 2))
+    found = squared_norms([Outer(left, right)], 2)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def test_a_gradient_that_cancels_has_no_negative_norm():
+    generator = torch.Generator().manual_seed(2)
+    left = torch.randn((500, 1, 30), generator=generator).expand(-1, 3, -1)
+    right = torch.randn((500, 2, 20), generator=generator)
+    cancelling = torch.cat([right, -right.sum(dim=1, keepdim=True)], dim=1)
+    norms = squared_norms([Outer(left, cancelling)], 500)
+    assert (norms >= 0).all()
+    assert (norms == 0).any()  # where rounding left less than nothing
+
+
+def test_a_parameter_is_a_matrix_or_a_vector():
+    with pytest.raises(TypeError, match="by element"):
+        squared_norms([Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 4)), Dense(torch.ones(1, 12))], 1)
+
+
+def test_separate_positions_leave_out_products_of_two_and_nothing_else():
+    draws = torch.Generator().manual_seed(0)
+    places = Places.of(torch.tensor([[True, True, False], [False, False, False], [True, True, True]]))
+    left, right = (torch.randn(5, n, generator=draws, dtype=torch.float64) for n in (7, 4))
+    index = torch.randint(7, (3, 6), generator=draws)
+    looked_up = torch.randn(3, 6, 4, generator=draws, dtype=torch.float64)
+    gathered, lookup = Outer(left, right, places), Outer(index, looked_up)
+    products = torch.zeros(3, dtype=torch.float64)
+    for r in range(5):
+        for s in range(5):
+            if r != s and places.rows[r] == places.rows[s]:
+                products[places.rows[r]] += (left[r] @ left[s]) * (right[r] @ right[s])
+    for uses in ([gathered], [gathered, lookup], [lookup, gathered]):
+        found = squared_norms(uses, 3, separate=True)
+        torch.testing.assert_close(found, squared_norms(uses, 3) - products, rtol=1e-10, atol=1e-10)
+    rows = Dense(left, places)
+    expected = torch.stack([left[:2].square().sum(), torch.zeros((), dtype=torch.float64), left[2:].square().sum()])
+    torch.testing.assert_close(squared_norms([rows], 3, separate=True), expected)
+    # two uses at one position share its cotangent, so their products stay
+    assert torch.equal(squared_norms([gathered, gathered], 3, separate=True), squared_norms([gathered, gathered], 3))
+    assert torch.equal(squared_norms([lookup], 3, separate=True), squared_norms([lookup], 3))

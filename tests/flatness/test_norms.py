@@ -1,0 +1,145 @@
+"""Norms through the Fisher matrix against dense matrices, and what rescaling a network does to each."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from dense_curvature import VOCAB, batch_of, bert, dense_gauss_newton, flat, gpt2, windows
+from plain_gradients import packed
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.flatness import fisher_rao_norm, fisher_trace, norms, squared_parameter_norm, weighted_fisher_trace
+from isoloss.flatness.engine import control_variates
+
+CASES = [(bert, False), (lambda: bert(tied=False), False), (lambda: bert(attention="sdpa"), False), (gpt2, True)]
+
+
+@pytest.mark.parametrize(("make", "causal"), CASES)
+def test_the_fisher_rao_norm_is_the_quadratic_form(make, causal):
+    model, batches = make(), [batch_of(4, seed=1, padded=True), batch_of(3, seed=2)]
+    fisher = dense_gauss_newton(model, batches, causal=causal)
+    theta = flat(dict(model.named_parameters()))
+    found = fisher_rao_norm(model, batches)
+    assert found.value == pytest.approx(float(theta @ fisher @ theta), rel=1e-9)
+    assert (found.samples, found.num_inputs, found.num_probes) == (7, 11, 0)
+    first = {name: p for name, p in model.named_parameters() if "wte" in name or "embeddings" in name}
+    fisher = dense_gauss_newton(model, batches, causal=causal, parameters=first)
+    found = fisher_rao_norm(model, batches, parameters=first)
+    assert found.value == pytest.approx(float(flat(first) @ fisher @ flat(first)), rel=1e-9)
+
+
+@pytest.mark.parametrize(("make", "causal"), CASES)
+def test_the_weighted_trace_is_exact_over_all_signs(make, causal, monkeypatch):
+    model = make()
+    batch = batch_of(2)
+    batch["labels"][:, 2] = -100  # one position each
+    fisher = dense_gauss_newton(model, [batch], causal=causal)
+    weighted = flat(dict(model.named_parameters())).square() * fisher.diagonal()
+    chosen = []
+    monkeypatch.setattr(control_variates, "packed_signs", lambda streams, *_: packed([chosen[0]] * len(streams)))
+    values, splits = [], []
+    for signs in itertools.product((-1, 1), repeat=VOCAB):
+        chosen[:] = [torch.tensor(signs)]
+        found = weighted_fisher_trace(model, [batch])
+        values.append(found.value)
+        splits.append(list(found.by_parameter.values()))
+    assert sum(values) / len(values) == pytest.approx(float(weighted.sum()), rel=1e-9)
+    sizes = [p.numel() for p in model.parameters()]
+    truth = torch.stack([part.sum() for part in weighted.split(sizes)])
+    torch.testing.assert_close(torch.tensor(splits, dtype=torch.float64).mean(0), truth, rtol=1e-9, atol=1e-13)
+
+
+def test_several_positions_and_probes_agree_with_the_dense_diagonal():
+    model, batch = windows(), batch_of(16)
+    fisher = dense_gauss_newton(model, [batch], causal=False)
+    truth = float((flat(dict(model.named_parameters())).square() * fisher.diagonal()).sum())
+    found = [weighted_fisher_trace(model, [batch], causal=False, num_probes=3, seed=seed) for seed in range(20)]
+    values = torch.tensor([e.value for e in found], dtype=torch.float64)
+    assert abs(float(values.mean()) - truth) < 4 * float(values.std()) / math.sqrt(20)
+    assert float(values.std()) < 0.25 * truth
+    assert all((e.samples, e.num_inputs, e.num_probes) == (16, 24, 3) for e in found)
+
+
+def test_the_cut_into_batches_does_not_count():
+    model, batch = windows(), batch_of(9)
+    parts = [dict(zip(batch, part, strict=True)) for part in zip(*(v.split(4) for v in batch.values()), strict=True)]
+    for measure in (weighted_fisher_trace, fisher_rao_norm):
+        whole, cut = (measure(model, batches, causal=False) for batches in ([batch], parts))
+        assert cut.value == pytest.approx(whole.value, rel=1e-12)
+        assert cut.stderr == pytest.approx(whole.stderr, rel=1e-10)
+        assert measure(model, parts, causal=False, num_sequences=5).samples == 5
+        for number, part in enumerate(parts):
+            part["documents"] = torch.full((len(part["labels"]),), number)
+        assert measure(model, parts, causal=False).samples == 3
+        for part in parts:
+            del part["documents"]
+
+
+@pytest.mark.parametrize("measure", [weighted_fisher_trace, fisher_rao_norm])
+def test_the_error_is_the_spread_over_fresh_inputs(measure):
+    model = windows()
+    options = [{"seed": r} if measure is weighted_fisher_trace else {} for r in range(80)]
+    found = [measure(model, [batch_of(16, seed=r)], causal=False, **options[r]) for r in range(80)]
+    spread = float(torch.tensor([e.value for e in found]).double().std())
+    # a standard deviation over 80 repetitions is right to 8 %
+    assert 0.68 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 80) < 1.32
+
+
+def test_the_squared_norm_counts_tied_parameters_once():
+    model = bert()
+    found = squared_parameter_norm(model)
+    assert found.value == pytest.approx(float(flat(dict(model.named_parameters())).square().sum()), rel=1e-12)
+    assert found.stderr == 0
+    assert sum(found.by_parameter.values()) == pytest.approx(found.value, rel=1e-12)
+    untied = bert(tied=False)
+    # the decoder's own weight and bias
+    assert squared_parameter_norm(untied).details["num_parameters"] == found.details["num_parameters"] + 5 * VOCAB
+
+
+def test_rescaling_changes_the_trace_and_neither_norm_through_the_fisher_matrix():
+    # a layer norm's gain and bias times c, the next linear map's weight by c: the same function (Dinh et al. 2017)
+    model, batch = gpt2(), batch_of(32)
+    block = model.transformer.h[0]
+    with torch.no_grad():
+        before = model(batch["input_ids"]).logits
+    found = []
+    for c in (1, 16):
+        with torch.no_grad():
+            block.ln_2.weight.mul_(c)
+            block.ln_2.bias.mul_(c)
+            block.mlp.c_fc.weight.div_(c)
+            assert torch.equal(model(batch["input_ids"]).logits, before)
+        measures = (fisher_trace, weighted_fisher_trace, fisher_rao_norm)
+        found.append([measure(model, [batch]).value for measure in measures] + [squared_parameter_norm(model).value])
+    (trace, weighted, rao, norm), (new_trace, new_weighted, new_rao, new_norm) = found
+    assert new_trace > 2 * trace
+    assert abs(new_norm - norm) > norm
+    assert new_weighted == pytest.approx(weighted, rel=1e-12)
+    assert new_rao == pytest.approx(rao, rel=1e-12)
+
+
+def test_what_is_refused():
+    for measure in (weighted_fisher_trace, fisher_rao_norm):
+        with pytest.raises(IsolossError, match="at least 2 independent"):
+            measure(windows(), [batch_of(1)], causal=False)
+        with pytest.raises(IsolossError, match="a single batch"):
+            measure(windows(), batch_of(3), causal=False)
+        with pytest.raises(IsolossError, match="has dropout"):
+            measure(bert(dropout=0.5).train(), [batch_of(3)])
+        with pytest.raises(IsolossError, match="num_sequences is 1"):
+            measure(windows(), [batch_of(3)], causal=False, num_sequences=1)
+        model = windows()
+        nn.init.constant_(model.mix.bias, float("inf"))
+        nn.init.constant_(model.embedding.weight, float("inf"))
+        with pytest.raises(IsolossError, match="logits are NaN or infinite"):
+            measure(model, [batch_of(3)], causal=False)
+    with pytest.raises(IsolossError, match="num_probes is 0"):
+        weighted_fisher_trace(windows(), [batch_of(3)], causal=False, num_probes=0)
+    with pytest.raises(IsolossError, match="no trainable parameter"):
+        squared_parameter_norm(windows().requires_grad_(False))
+    model = windows()
+    nn.init.constant_(model.mix.bias, float("nan"))
+    with pytest.raises(IsolossError, match="not finite"):
+        norms.squared_parameter_norm(model)

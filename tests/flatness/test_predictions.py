@@ -1,0 +1,257 @@
+"""Predicted positions gathered in the last layer, the decoder's input, the size of buffers, and what is refused."""
+
+import pytest
+import torch
+from plain_gradients import ARCHITECTURES, VOCAB, assert_norms, batch_of, build, measure
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+
+from isoloss.errors import IsolossError
+from isoloss.flatness.engine import factors
+from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+
+
+class Mixing(nn.Module):
+    """A head that needs all positions, before or after its decoder, over a `base_model`."""
+
+    class Base(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(VOCAB, 8)
+
+        def forward(self, input_ids):
+            return BaseModelOutput(last_hidden_state=self.embed(input_ids).tanh())
+
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+        self.base_model = self.Base()
+        self.decoder = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.base_model(input_ids).last_hidden_state
+        if not self.after:
+            return CausalLMOutput(logits=self.decoder(x - x.mean(dim=1, keepdim=True)))
+        logits = self.decoder(x)
+        return CausalLMOutput(logits=logits * logits.mean(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize(("after", "gathered"), [(False, "before decoder"), (True, "after the head")])
+def test_positions_are_gathered_where_that_leaves_the_logits_as_they_are(after, gathered):
+    torch.manual_seed(4)
+    norms, expected, predictor, predictions = measure(Mixing(after).double(), batch_of(), causal=False)
+    assert str(predictor.gathering) == gathered
+    assert (predictions.decoder is None) == after
+    assert predictor.slow_parameters == ()
+    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+
+
+class Bare(nn.Module):
+    """Positions mix outside any submodule, and the decoder is a function of the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+
+    def forward(self, input_ids, attention_mask=None):
+        states = self.embed(input_ids).cumsum(dim=1).tanh()
+        return CausalLMOutput(logits=nn.functional.linear(states, self.embed.weight))
+
+
+def test_positions_are_gathered_before_a_decoder_that_is_no_submodule():
+    torch.manual_seed(4)
+    norms, expected, predictor, predictions = measure(Bare().double(), batch_of(), causal=False)
+    assert str(predictor.gathering) == "before the decoder"
+    assert predictions.hidden.shape == (len(predictions.rows), 8)
+    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "opt", "llama"])
+def test_decoder_hidden_states_and_their_cotangent(name):
+    causal = ARCHITECTURES[name][3]
+    model = build(name, dtype=torch.float32)
+    batch = batch_of()
+    with Predictor(model, causal=causal) as predictor:
+        predictions = predictor.forward(batch)
+        cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0))
+        norms = predictor.squared_norms(predictions, cotangent)
+    bias = 0.0 if predictions.decoder.bias is None else predictions.decoder.bias
+    torch.testing.assert_close(predictions.hidden @ predictions.decoder.weight.T + bias, predictions.logits.detach())
+    torch.testing.assert_close(norms.hidden_cotangent, cotangent @ predictions.decoder.weight)
+    shift = int(causal)
+    chosen = batch["labels"][:, shift:] != -100
+    assert predictions.rows.tolist() == chosen.nonzero()[:, 0].tolist()
+    assert predictions.targets.tolist() == batch["labels"][:, shift:][chosen].tolist()
+    assert predictions.num_sequences == 5
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_stations_cotangent_at_a_position_depends_on_the_logits_there_alone(name):
+    causal = ARCHITECTURES[name][3]
+    with Predictor(build(name), causal=causal) as predictor:
+        predictions = predictor.forward(batch_of(every=True))
+        stations = predictor.stations(predictions)
+        cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0)).double()
+        alone = torch.zeros_like(cotangent)
+        alone[1::2] = cotangent[1::2]
+        whole, part = (predictor.squared_norms(predictions, c).station_cotangents for c in (cotangent, alone))
+        hidden, first = predictor.tail_cotangents(predictions, stations[0], cotangent)
+    assert len(stations) == (2 if name == "gpt-neox" else 3)
+    for ours, those in zip(whole, part, strict=True):
+        assert ours.shape == (*predictions.hidden.shape[:1], 16)
+        assert not those[::2].any()
+        # some norms of transformers compute in float32 whatever the model's dtype
+        torch.testing.assert_close(those[1::2], ours[1::2], rtol=1e-5, atol=1e-6)
+        assert ours.any(dim=1).all()
+    torch.testing.assert_close(first, whole[0])
+    torch.testing.assert_close(hidden, cotangent @ predictions.decoder.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("gpt2", ("transformer.h.1.attn.c_proj", "transformer.h.1.ln_2", "transformer.h.1.mlp.c_proj")),
+        (
+            "bert",
+            tuple(
+                f"bert.encoder.layer.1.{part}"
+                for part in ("attention.output.dense", "attention.output.LayerNorm", "output.dense")
+            ),
+        ),
+    ],
+)
+def test_the_stations_are_outputs_behind_the_last_attention(name, modules):
+    causal = ARCHITECTURES[name][3]
+    model, batch, outputs = build(name), batch_of(), {}
+    with Predictor(model, causal=causal) as predictor:
+        predictions = predictor.forward(batch)
+        cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0)).double()
+        found = predictor.squared_norms(predictions, cotangent).station_cotangents
+    for module in modules:
+        model.get_submodule(module).register_forward_hook(lambda _m, _a, y, module=module: outputs.update({module: y}))
+    labels = batch["labels"]
+    predicted = labels != -100
+    if causal:
+        predicted = torch.cat([predicted[:, 1:], torch.zeros_like(predicted[:, :1])], dim=1)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[predicted]
+    expected = torch.autograd.grad(logits, [outputs[module] for module in modules], cotangent)
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, plain[predicted])
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_attention_is_never_behind_the_place_whatever_the_batch_and_the_weights(name, sequences, dtype, kernel):
+    """All positions of one sequence in order, weights so small that attention hardly changes a logit."""
+    causal, model = ARCHITECTURES[name][3], build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.01)
+    model = model.to(dtype)
+    model.set_attn_implementation(kernel)
+    tokens = torch.randint(2, VOCAB, (sequences, 8), generator=torch.Generator().manual_seed(3))
+    with Predictor(model, causal=causal) as predictor:
+        predictor.forward({"input_ids": tokens, "labels": tokens})
+    last = {"gpt2": "h.1.attn.c_proj", "llama": "layers.1.self_attn.o_proj", "bert": "layer.1.attention.output.dense"}
+    assert str(predictor.gathering).endswith(last[name])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_positions_of_very_short_sequences(length):
+    """There is nothing to tell by where positions mix, and the norms are right."""
+    batch = batch_of(sequences=1, length=4, every=True)
+    batch = {key: value[:, :length] for key, value in batch.items()}
+    norms, expected, predictor, _ = measure(build("bert"), batch, causal=False)
+    assert str(predictor.gathering) == "after the head"
+    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+
+
+def test_another_place_is_found_where_the_last_one_no_longer_fits():
+    model = build("bert")
+    batch = batch_of()
+    with Predictor(model, causal=False) as predictor:
+        predictor.forward(batch)
+    model.bert.encoder.layer = model.bert.encoder.layer[:1]
+    norms, expected, predictor, _ = measure(model, batch, causal=False)
+    assert str(predictor.gathering) == "before bert.encoder.layer.0.attention.output.dense"
+    reached = [not name.startswith("bert.encoder.layer.1") for name in predictor.names]
+    assert all(reached)
+    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts results with as many elements as the logits that share no memory with what was there before."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor) and value.numel() >= self.elements:
+                self.count += value.untyped_storage().data_ptr() not in before
+        return result
+
+
+@pytest.mark.parametrize(("name", "every"), [("bert", False), ("bert", True), ("gpt2", True), ("gpt2", False)])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_no_buffer_is_as_large_as_the_logits(name, every, tied, monkeypatch):
+    monkeypatch.setattr(
+        factors, "_LIMIT", 1 << 16
+    )  # far less than the logits, as for a vocabulary and batch of real size
+    causal, vocab = ARCHITECTURES[name][3], 20_000
+    model = build(name, vocab=vocab, tied=tied, dtype=torch.float32)
+    batch = batch_of(sequences=8, length=12, vocab=vocab, every=every)
+    with Predictor(model, causal=causal) as predictor:
+        predictor.forward(batch)  # the check of the rules
+        with Allocations(len(predictor.forward(batch).rows) * vocab * 3 // 4) as forward:
+            predictions = predictor.forward(batch)
+        cotangent = torch.ones_like(predictions.logits)
+        with Allocations(predictions.logits.numel() * 3 // 4) as backward:
+            predictor.squared_norms(predictions, cotangent)
+    assert forward.count == 1
+    assert backward.count == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (lambda: build("bert").train(), batch_of, "dropout 0.1"),
+        (lambda: build("bert").requires_grad_(False), batch_of, "no trainable parameter"),
+        (lambda: build("bert").bert, batch_of, "gives no logits"),
+        (lambda: build("bert"), lambda: {"input_ids": torch.ones(2, 3, dtype=torch.long)}, "there are no `labels`"),
+        (lambda: build("bert"), lambda: batch_of() | {"labels": torch.full((5, 7), -100)}, "nothing is predicted"),
+        (lambda: build("bert"), lambda: batch_of() | {"labels": torch.zeros(5, 6).long()}, "do not fit input_ids"),
+    ],
+)
+def test_bad_input_is_one_clear_error(model, batch, message):
+    made = model()
+    with pytest.raises(IsolossError, match=message), Predictor(made, causal=False) as predictor:
+        predictor.forward(batch())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(value):
+    model = build("bert")
+    with torch.no_grad():
+        model.cls.predictions.decoder.bias[3] = value
+    with pytest.raises(IsolossError, match="NaN or infinite"), Predictor(model, causal=False) as predictor:
+        predictor.forward(batch_of())
+
+
+def test_a_model_whose_parameters_do_not_reach_the_logits():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, input_ids, attention_mask=None):
+            return CausalLMOutput(logits=torch.zeros(*input_ids.shape, VOCAB))
+
+    with pytest.raises(IsolossError, match="reaches its logits"), Predictor(Constant(), causal=False) as predictor:
+        predictor.forward(batch_of())

@@ -1,0 +1,214 @@
+"""Rises of the loss against losses computed directly and against dense Hessians; weights come back bit for bit."""
+
+import math
+
+import pytest
+import torch
+from dense_curvature import batch_of, bert, dense_hessian, flat, gpt2, on_vector, windows
+from torch import nn
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.flatness import noise_sharpness, sam_sharpness
+from isoloss.flatness.engine.curvature_products import MeanLoss
+from isoloss.flatness.sharpness import crossed_ratio, weights_restored
+
+
+def loss_function(model, batch, *, causal=False):
+    logits, targets = on_vector(model, [batch], causal=causal)
+    return lambda vector: nn.functional.cross_entropy(logits(vector), targets)
+
+
+@pytest.mark.parametrize(("make", "causal"), [(bert, False), (gpt2, True)])
+def test_one_step_is_the_loss_after_it_less_the_loss_before(make, causal):
+    model, batches = make(), [batch_of(size, seed=size) for size in (3, 4, 6)]
+    theta = flat(dict(model.named_parameters()))
+    expected = []
+    for batch in batches:
+        loss = loss_function(model, batch, causal=causal)
+        gradient = torch.autograd.functional.jacobian(loss, theta)
+        expected.append(float((loss(theta + 0.1 * gradient / gradient.norm()) - loss(theta)).detach()))
+    found = sam_sharpness(model, batches, rho=0.1)
+    assert found.value == pytest.approx(sum(expected) / 3, rel=1e-9)
+    assert found.stderr == pytest.approx(float(torch.tensor(expected).double().std()) / math.sqrt(3), rel=1e-8)
+    assert found.samples == 3
+    assert found.details["sequences_per_batch"] == [3, 6]
+
+
+def test_more_steps_stay_in_the_ball_and_come_to_its_maximum():
+    # the loss is quadratic to a good approximation: the maximum over the ball solves (H - mu) x = -g with |x| = rho
+    model, batch, rho = windows(), batch_of(8), 0.02
+    hessian = dense_hessian(model, [batch], causal=False)
+    gradient = MeanLoss(model, [batch], causal=False).gradient()
+    values, vectors = torch.linalg.eigh(hessian)
+    low, high = float(values.max()), 1e6
+    for _ in range(200):
+        mu = (low + high) / 2
+        x = vectors @ ((vectors.T @ gradient) / (mu - values))
+        low, high = (mu, high) if float(x.norm()) > rho else (low, mu)
+    best = float(gradient @ x + x @ hessian @ x / 2)
+    steps = [sam_sharpness(model, [batch, batch], causal=False, rho=rho, num_steps=n).value for n in (1, 2, 40)]
+    assert steps[0] <= steps[1] <= steps[2]
+    assert steps[2] == pytest.approx(best, rel=2e-3)
+    # a ball that is left would give far more
+    big = [sam_sharpness(model, [batch, batch], causal=False, rho=0.2, num_steps=n).value for n in (1, 60)]
+    assert big[0] <= big[1] < 1.2 * big[0]
+
+
+def test_noise_of_a_small_size_is_a_quadratic_form_of_the_hessian():
+    model, batch, std = bert(), batch_of(24), 1e-3
+    hessian = dense_hessian(model, [batch], causal=False)
+    forms = []
+    for probe in range(6):
+        noise = torch.cat(
+            [
+                torch.randn(p.shape, generator=seeds.generator(1, "noise", probe, name), dtype=p.dtype).reshape(-1)
+                * p.detach().square().mean().sqrt()
+                for name, p in model.named_parameters()
+            ]
+        )
+        forms.append(float(noise @ hessian @ noise) / 2)
+    found = noise_sharpness(model, [batch], relative_std=std, num_probes=6, seed=1)
+    # what is left out is of the fourth order of 1e-3
+    assert found.value / std**2 == pytest.approx(sum(forms) / 6, rel=1e-3)
+
+
+def test_noise_is_the_mean_over_pairs_on_common_data():
+    model = windows()
+    batches = [batch_of(5, seed=1), batch_of(3, seed=2)]
+    found = noise_sharpness(model, batches, causal=False, relative_std=0.1, num_probes=3)
+    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    assert noise_sharpness(model, [joined], causal=False, relative_std=0.1, num_probes=3).value == pytest.approx(
+        found.value, rel=1e-9
+    )
+    assert (found.num_inputs, found.num_probes, found.samples, found.details["sequences"]) == (13, 3, 3, 8)
+    # a gradient of any size cancels in a pair: the rise grows as the square of the noise
+    ratio = [
+        noise_sharpness(model, batches, causal=False, relative_std=std, num_probes=3).value for std in (1e-3, 2e-3)
+    ]
+    assert ratio[1] / ratio[0] == pytest.approx(4, rel=1e-3)
+    documents = [{**batch, "documents": torch.zeros(len(batch["labels"])) + n} for n, batch in enumerate(batches)]
+    assert noise_sharpness(model, documents, causal=False, num_probes=3).samples == 2
+
+
+def test_a_tensor_of_zeros_gets_no_noise():
+    model = windows()
+    nn.init.zeros_(model.mix.bias)
+    only = {"mix.bias": model.mix.bias}
+    assert noise_sharpness(model, [batch_of(4)], causal=False, parameters=only).value == 0
+
+
+def test_the_crossed_error_is_right_whatever_varies():
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    for rows, columns, noise in ((1.0, 0.2, 0.2), (0.2, 1.0, 0.5), (0.3, 0.3, 3.0)):
+        values, variances = [], []
+        for _ in range(1000):
+            sizes = torch.randint(1, 4, (12,), generator=generator).double()
+            table = sizes[:, None] * 5 + rows * normal(12, 1) + columns * normal(1, 8) + noise * normal(12, 8)
+            value, stderr = crossed_ratio(table, sizes)
+            values.append(value)
+            variances.append(stderr**2)
+        spread = torch.tensor(values).double()
+        assert abs(float(spread.mean()) - 5) < 4 * float(spread.std()) / math.sqrt(1000)
+        # a variance over 1000 repetitions is right to 4.5 %
+        assert 0.82 < float(spread.var()) / (sum(variances) / 1000) < 1.18
+
+
+def test_the_noises_error_is_the_spread_over_fresh_inputs_and_probes():
+    model = windows()
+    found = [
+        noise_sharpness(model, [batch_of(24, seed=r)], causal=False, relative_std=0.3, num_probes=6, seed=r)
+        for r in range(80)
+    ]
+    spread = float(torch.tensor([e.value for e in found]).double().std())
+    # a standard deviation over 80 repetitions is right to 8 %
+    assert 0.68 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 80) < 1.32
+
+
+@pytest.mark.slow
+def test_the_sam_error_is_the_spread_over_fresh_batches():
+    model = windows()
+    found = [sam_sharpness(model, [batch_of(4, seed=10 * r + i) for i in range(6)], causal=False) for r in range(80)]
+    spread = float(torch.tensor([e.value for e in found]).double().std())
+    assert 0.68 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 80) < 1.32
+
+
+class Failing(nn.Module):
+    """Fails at its n-th call."""
+
+    def __init__(self, inner, calls):
+        super().__init__()
+        self.inner, self.left = inner, calls
+
+    def forward(self, input_ids):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.inner(input_ids)
+
+
+@pytest.mark.parametrize("measure", [sam_sharpness, noise_sharpness])
+def test_the_weights_come_back_bit_for_bit(measure):
+    for calls in (0, 1, 2, 3, 4):
+        model = Failing(windows().float(), calls)
+        with torch.no_grad():
+            model.inner.mix.bias[0] = -0.0
+            model.inner.mix.bias[1] = 1e-40
+        before = {name: value.clone().view(torch.int32) for name, value in model.state_dict().items()}
+        options = {"causal": False}
+        if calls:
+            with pytest.raises(KeyboardInterrupt):
+                measure(model, [batch_of(3), batch_of(3)], **options)
+        else:
+            measure(model, [batch_of(3), batch_of(3)], **options)
+        after = {name: value.view(torch.int32) for name, value in model.state_dict().items()}
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_are_moved_inside():
+    model = windows()
+    with weights_restored({"bias": model.mix.bias}) as (original,):
+        with torch.no_grad():
+            model.mix.bias.add_(1)
+        assert not torch.equal(model.mix.bias, original)
+    assert torch.equal(model.mix.bias, original)
+
+
+@pytest.mark.parametrize(
+    ("measure", "options", "message"),
+    [
+        (sam_sharpness, {"rho": 0.0}, "rho is 0.0"),
+        (sam_sharpness, {"rho": math.inf}, "rho is inf"),
+        (sam_sharpness, {"num_steps": 0}, "num_steps is 0"),
+        (noise_sharpness, {"relative_std": -1.0}, "relative_std is -1.0"),
+        (noise_sharpness, {"num_probes": 1}, "num_probes is 1"),
+        (noise_sharpness, {"num_sequences": 1}, "num_sequences is 1"),
+    ],
+)
+def test_what_is_refused(measure, options, message):
+    with pytest.raises(IsolossError, match=message):
+        measure(windows(), [batch_of(3), batch_of(3)], causal=False, **options)
+
+
+def test_too_little_data_rounding_and_dropout_are_refused():
+    with pytest.raises(IsolossError, match="at least 2 batches, not 1"):
+        sam_sharpness(windows(), [batch_of(3)], causal=False)
+    for batches in ([], [batch_of(1)]):
+        with pytest.raises(IsolossError, match="at least 2 independent"):
+            noise_sharpness(windows(), batches, causal=False)
+    for measure in (sam_sharpness, noise_sharpness):
+        with pytest.raises(IsolossError, match="has dropout"):
+            measure(bert(dropout=0.5).train(), [batch_of(3), batch_of(3)])
+    narrow = bert(dtype=torch.bfloat16)
+    with pytest.raises(IsolossError, match=r"lost in the rounding of torch.bfloat16: load the model in a wider dtype"):
+        noise_sharpness(narrow, [batch_of(3)], relative_std=1e-3)
+    flat_model = windows()
+    for parameter in flat_model.parameters():
+        nn.init.zeros_(parameter)
+    with pytest.raises(IsolossError, match="zero: it has no direction"):
+        sam_sharpness(flat_model, [batch_of(3), batch_of(3)], causal=False)

@@ -1,0 +1,213 @@
+"""Eigenvalues and spectral densities against dense eigendecompositions."""
+
+import math
+
+import pytest
+import torch
+from dense_curvature import batch_of, bert, dense_gauss_newton, dense_hessian, gpt2, windows
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.flatness import largest_eigenvalues, spectral_density
+from isoloss.flatness.engine import control_variates
+from isoloss.flatness.engine.lanczos import Lanczos
+
+
+def matrix_of(model, batches, matrix, *, causal=False):
+    return (dense_hessian if matrix == "hessian" else dense_gauss_newton)(model, batches, causal=causal)
+
+
+# --- Lanczos' method -------------------------------------------------------------------------------------------------
+
+
+def space_of(matrix, start, steps, seed=0):
+    space = Lanczos(lambda v: matrix @ v, start, seeds.generator(seed))
+    for _ in range(steps):
+        space.step()
+    return space
+
+
+def symmetric(size, seed=0):
+    draw = torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return draw + draw.T
+
+
+def test_a_complete_basis_gives_every_eigenvalue():
+    matrix = symmetric(30)
+    values, vectors, residuals = space_of(matrix, torch.ones(30).double(), 30).ritz()
+    torch.testing.assert_close(values, torch.linalg.eigvalsh(matrix), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(30).double())
+    assert float(residuals.max()) == 0
+
+
+def test_residual_norms_are_those_of_the_vectors():
+    matrix = symmetric(40)
+    space = space_of(matrix, torch.ones(40).double(), 12)
+    values, vectors, residuals = space.ritz()
+    for place in range(12):
+        x = space.vector(vectors[:, place])
+        assert float(x.norm()) == pytest.approx(1, rel=1e-12)
+        assert float((matrix @ x - values[place] * x).norm()) == pytest.approx(float(residuals[place]), abs=1e-10)
+
+
+def test_an_invariant_start_and_repeated_eigenvalues_do_not_end_it():
+    matrix = torch.diag(torch.tensor([5.0, 5.0, 5.0, 2.0, 2.0, 0.0], dtype=torch.float64))
+    start = torch.eye(6, dtype=torch.float64)[3]
+    space = space_of(matrix, start, 6)
+    values, vectors, _ = space.ritz()
+    torch.testing.assert_close(values, matrix.diagonal().sort().values)
+    assert space.complete
+    # the start vector sees nothing but its own eigenvalue
+    assert float((vectors[0].square() * values).sum()) == pytest.approx(2, rel=1e-12)
+
+
+def test_the_basis_stays_orthogonal_where_eigenvalues_converge():
+    # without reorthogonalisation the first eigenvalue, found after a few steps, comes back as a copy
+    matrix = torch.diag(torch.cat([torch.tensor([100.0]), torch.linspace(0, 1, 199)]).double())
+    values, _, _ = space_of(matrix, torch.ones(200).double(), 60).ritz()
+    assert int((values > 50).sum()) == 1
+
+
+# --- largest eigenvalues ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "causal", "matrix"),
+    [(bert, False, "gauss-newton"), (bert, False, "hessian"), (gpt2, True, "gauss-newton")],
+)
+def test_largest_eigenvalues_are_those_of_the_dense_matrix(make, causal, matrix):
+    model, batches = make(), [batch_of(4, seed=1), batch_of(3, seed=2)]
+    truth = torch.linalg.eigvalsh(matrix_of(model, batches, matrix, causal=causal)).flip(0)
+    found = largest_eigenvalues(model, batches, matrix=matrix, k=4, tolerance=1e-9)
+    for place, e in enumerate(found):
+        assert e.value == pytest.approx(float(truth[place]), rel=1e-7)
+        assert e.stderr <= 2e-9 * found[0].value
+        assert e.details["converged"]
+        assert f"eigenvalue {place + 1} of the {matrix} matrix" in e.method
+
+
+def test_the_error_bounds_the_distance_to_an_eigenvalue_before_convergence():
+    model, batches = bert(), [batch_of(8, seed=1)]
+    truth = torch.linalg.eigvalsh(matrix_of(model, batches, "hessian"))
+    for iterations in (3, 5, 8):
+        found = largest_eigenvalues(
+            model, batches, matrix="hessian", k=3, tolerance=1e-12, max_iterations=iterations, seed=1
+        )
+        assert not found[0].details["converged"]
+        assert found[0].details["iterations"] == iterations
+        for e in found:
+            distance = float((truth - e.value).abs().min())
+            assert e.stderr > 1e-6
+            assert distance <= e.stderr * (1 + 1e-9)
+            low, high = e.ci95
+            assert low < e.value < high
+
+
+def test_all_eigenvalues_of_a_tiny_matrix():
+    model, batches = windows(), [batch_of(6)]
+    hessian = matrix_of(model, batches, "hessian")
+    found = largest_eigenvalues(model, batches, causal=False, matrix="hessian", k=len(hessian), tolerance=1e-9)
+    truth = torch.linalg.eigvalsh(hessian).flip(0)
+    torch.testing.assert_close(
+        torch.tensor([e.value for e in found], dtype=torch.float64), truth, rtol=1e-9, atol=1e-10
+    )
+
+
+def test_tolerance_ends_it_early():
+    model, batches = bert(), [batch_of(8)]
+    steps = [
+        largest_eigenvalues(model, batches, k=2, tolerance=tolerance)[0].details["iterations"]
+        for tolerance in (0.3, 1e-3, 1e-8)
+    ]
+    assert steps[0] < steps[1] < steps[2]
+
+
+# --- spectral density ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("matrix", ["gauss-newton", "hessian"])
+def test_low_moments_are_those_of_the_probes_exactly(matrix):
+    model, batches = bert(), [batch_of(6)]
+    truth = matrix_of(model, batches, matrix)
+    spectrum = spectral_density(model, batches, matrix=matrix, num_probes=5, num_steps=4, seed=2)
+    z = torch.stack(
+        [control_variates.random_signs((len(truth),), torch.device("cpu"), 2, "spectrum", r) for r in range(5)]
+    )
+    z = z.double()
+    for power, sums in ((1, (z * (z @ truth)).sum(1)), (2, (z @ truth).square().sum(1))):
+        moment = spectrum.moment(power)
+        assert moment.value == pytest.approx(float(sums.mean()), rel=1e-9)
+        assert moment.stderr == pytest.approx(float(sums.std()) / math.sqrt(5), rel=1e-8)
+    torch.testing.assert_close(spectrum.weights.sum(dim=1), torch.ones(5).double())
+    assert spectrum.num_parameters == len(truth)
+
+
+def test_moments_and_density_agree_with_the_dense_spectrum():
+    model, batches = windows(), [batch_of(6)]
+    matrix = matrix_of(model, batches, "gauss-newton")
+    truth = torch.linalg.eigvalsh(matrix)
+    spectrum = spectral_density(model, batches, causal=False, num_probes=60, num_steps=12)
+    for power, value in ((1, matrix.trace()), (2, matrix.square().sum())):
+        moment = spectrum.moment(power)
+        assert abs(moment.value - float(value)) < 4 * moment.stderr < 0.7 * float(value)
+    width = 0.1
+    grid = torch.linspace(float(truth.min()) - 1, float(truth.max()) + 1, 321)
+    density, stderr = spectrum.density(grid, width=width)
+    kernel = torch.distributions.Normal(truth, width).log_prob(grid.double()[:, None]).exp()
+    # 4.5 standard errors over 60 probes, and what 12 nodes leave out of a smooth function
+    assert bool(((density - kernel.mean(dim=1)).abs() <= 4.5 * stderr + 1e-3).all())
+    assert float(density.sum() * (grid[1] - grid[0])) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_error_over_probes_is_their_spread():
+    model, batches = windows(), [batch_of(6)]
+    grid = torch.tensor([0.1, 0.5])
+    values, stated = [], []
+    for seed in range(50):
+        spectrum = spectral_density(model, batches, causal=False, num_probes=4, num_steps=4, seed=seed)
+        density, stderr = spectrum.density(grid, width=0.2)
+        trace = spectrum.moment(1)
+        values.append([trace.value, *density.tolist()])
+        stated.append([trace.stderr, *stderr.tolist()])
+    spread = torch.tensor(values).double().std(dim=0)
+    typical = torch.tensor(stated).double().square().mean(dim=0).sqrt()
+    # a standard deviation over 50 repetitions is right to 10 %
+    assert bool(((spread / typical - 1).abs() < 0.4).all())
+
+
+def test_steps_end_at_the_number_of_parameters():
+    model = windows()
+    spectrum = spectral_density(model, [batch_of(4)], causal=False, num_probes=2, num_steps=500)
+    assert spectrum.nodes.shape == (2, sum(p.numel() for p in model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"matrix": "fisher"}, "'fisher'; it is one of gauss-newton, hessian"),
+        ({"k": 0}, "k is 0"),
+        ({"k": 28}, r"k is 28.*number of parameters \(27\)"),
+        ({"k": 4, "max_iterations": 3}, r"max_iterations \(3\)"),
+        ({"tolerance": 0.0}, "tolerance is 0.0"),
+    ],
+)
+def test_what_largest_eigenvalues_refuses(options, message):
+    with pytest.raises(IsolossError, match=message):
+        largest_eigenvalues(windows(), [batch_of(3)], causal=False, **options)
+
+
+def test_what_spectral_density_refuses():
+    for options, message in (
+        ({"num_probes": 1}, "num_probes is 1"),
+        ({"num_steps": 0}, "num_steps is 0"),
+        ({"matrix": "x"}, "'x'; it is one of"),
+    ):
+        with pytest.raises(IsolossError, match=message):
+            spectral_density(windows(), [batch_of(3)], causal=False, **options)
+    spectrum = spectral_density(windows(), [batch_of(3)], causal=False, num_probes=2, num_steps=2)
+    for power in (0, 4):
+        with pytest.raises(IsolossError, match=f"power is {power}; it is from 1 to 3"):
+            spectrum.moment(power)
+    with pytest.raises(IsolossError, match="width is 0"):
+        spectrum.density(torch.zeros(1), width=0)

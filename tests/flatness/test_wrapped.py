@@ -1,0 +1,335 @@
+"""Models and batches as they come: compiled, with checkpoints, adapted, in inference mode; batches without a label."""
+
+import types
+
+import peft
+import pytest
+import torch
+from dense_curvature import VOCAB, batch_of, gpt2
+from plain_gradients import assert_norms, measure
+from test_position_selection import all_signs, assert_exact  # noqa: F401 (a fixture)
+from torch import nn
+
+from isoloss.cli import comparison
+from isoloss.errors import IsolossError
+from isoloss.flatness import (
+    empirical_fisher_trace,
+    fisher_rao_norm,
+    fisher_trace,
+    hessian_trace,
+    largest_eigenvalues,
+    noise_sharpness,
+    sam_sharpness,
+    spectral_density,
+    weighted_fisher_trace,
+)
+from isoloss.flatness.compare import compare
+from isoloss.model_checks import is_causal
+
+# peft and the callers of peft ask transformers by names that it is about to drop
+pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
+
+
+def density(model, batches):
+    found = spectral_density(model, batches, num_probes=2, num_steps=3)
+    return types.SimpleNamespace(value=found.moment(1).value, details=found.details)
+
+
+# of a model and batches, of which there are at least two
+MEASURES = {
+    "fisher": fisher_trace,
+    "paper": lambda model, batches: fisher_trace(model, batches, method="paper", num_probes=2),
+    "empirical": empirical_fisher_trace,
+    "hessian": lambda model, batches: hessian_trace(model, batches, group_size=2),
+    "authors": lambda model, batches: hessian_trace(model, batches, method="authors"),
+    "sam": sam_sharpness,
+    "noise": lambda model, batches: noise_sharpness(model, batches, num_probes=2),
+    "eigenvalue": lambda model, batches: largest_eigenvalues(model, batches, k=1, max_iterations=3)[0],
+    "curvature": lambda model, batches: largest_eigenvalues(model, batches, matrix="hessian", k=1, max_iterations=3)[0],
+    "density": density,
+    "fisher-rao": fisher_rao_norm,
+    "weighted": weighted_fisher_trace,
+    "compared": lambda model, batches: compare({"a": model, "b": gpt2}, batches).models[0].trace,
+}
+
+
+def batches():
+    return [batch_of(4, seed=1), batch_of(4, seed=2)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What each measure is of the plain model."""
+    return {name: measure(gpt2(), batches()) for name, measure in MEASURES.items()}
+
+
+def compiled():
+    return torch.compile(gpt2(), backend="eager")
+
+
+def compiled_in_place():
+    model = gpt2()
+    model.compile(backend="eager")
+    return model
+
+
+def compiled_in_part():
+    model = gpt2()
+    model.transformer.h[0] = torch.compile(model.transformer.h[0], backend="eager")
+    with torch.no_grad():
+        model(input_ids=batches()[0]["input_ids"])  # compiles
+    return model
+
+
+def checkpointed(*, use_reentrant=False):
+    model = gpt2()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model.train()
+
+
+MODELS = {
+    "compiled": compiled,
+    "compiled in place": compiled_in_place,
+    "compiled in part": compiled_in_part,
+    "checkpointed": checkpointed,
+    "checkpointed, reentrant": lambda: checkpointed(use_reentrant=True),
+    "parallel": lambda: nn.DataParallel(gpt2()),
+}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_around_a_model_changes_no_measure(model, name, plain):
+    made = MODELS[model]()
+    modes = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in made.modules()]
+    found = MEASURES[name](made, batches())
+    assert found.value == pytest.approx(plain[name].value, rel=1e-9)
+    if getattr(found, "by_parameter", None):
+        assert list(found.by_parameter) == list(plain[name].by_parameter)
+    assert [(m.training, getattr(m, "gradient_checkpointing", None)) for m in made.modules()] == modes
+
+
+def test_the_kind_of_a_wrapped_model_is_that_of_the_model():
+    adapted = peft.get_peft_model(gpt2(), peft.LoraConfig(r=1, target_modules=["c_attn"], fan_in_fan_out=True))
+    for model in (compiled(), nn.DataParallel(gpt2()), adapted, torch.compile(adapted, backend="eager")):
+        assert is_causal(model)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("name", MEASURES)
+def test_measures_need_no_mode_of_the_caller(name, mode, plain):
+    model, kept = gpt2(), gpt2()
+    with mode():
+        given = [{key: value.clone() for key, value in batch.items()} for batch in batches()]
+        found = MEASURES[name](model, given)
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+        assert not torch.is_grad_enabled()
+    assert found.value == pytest.approx(plain[name].value, rel=1e-9)
+    for ours, theirs in zip(model.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_model_that_was_loaded_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        model = gpt2()
+    with pytest.raises(IsolossError, match="GPT2LMHeadModel was loaded in torch"):
+        fisher_trace(model, batches())
+
+
+class Checkpointing(nn.Module):
+    """Calls torch's checkpoint by itself, around a part in which positions meet."""
+
+    def __init__(self, *, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.mix, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.use_reentrant = use_reentrant
+
+    def body(self, x):
+        return self.norm(self.mix(x.cumsum(dim=1)).tanh())
+
+    def forward(self, input_ids):
+        x = torch.utils.checkpoint.checkpoint(self.body, self.embed(input_ids), use_reentrant=self.use_reentrant)
+        return types.SimpleNamespace(logits=self.head(x))
+
+
+def test_a_model_that_checkpoints_by_itself():
+    model, batch = Checkpointing(use_reentrant=False).double(), batches()[0]
+    norms, expected, predictor, _ = measure(model, batch, causal=False)
+    assert predictor.slow_parameters == ()
+    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in MEASURES if name != "noise"])
+def test_a_model_whose_checkpoints_take_no_part_in_a_gradient(name):
+    model = Checkpointing(use_reentrant=True).double()
+    model.config = types.SimpleNamespace(is_decoder=True, vocab_size=VOCAB)
+    with pytest.raises(IsolossError, match=r"Checkpointing recomputes activations .*reentrant=True.*switch that off"):
+        MEASURES[name](model, batches())
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_one_row_of_positions_is_that_of_every_sequence(name):
+    for row in (torch.arange(4)[None], torch.tensor([[3, 1, 0, 2]])):
+        given = [{**batch, "position_ids": row} for batch in batches()]
+        whole = [{**batch, "position_ids": row.repeat(4, 1)} for batch in batches()]
+        assert MEASURES[name](gpt2(), given).value == pytest.approx(MEASURES[name](gpt2(), whole).value, rel=1e-12)
+
+
+def test_one_row_of_positions_gives_the_enumerated_trace(all_signs):  # noqa: F811
+    given = {**batch_of(3, seed=1), "position_ids": torch.tensor([[3, 1, 0, 2]])}
+    given["labels"][:, 2] = -100
+    model = gpt2()
+    assert_exact(model, given, causal=True, vocab=VOCAB, reference=InOrder(model))
+
+
+class InOrder(nn.Module):
+    """A model that takes its positions in one order, whichever rows of them it is given."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, position_ids):
+        return self.model(input_ids=input_ids, position_ids=torch.tensor([[3, 1, 0, 2]]))
+
+
+def test_rows_that_do_not_fit_are_refused():
+    with pytest.raises(IsolossError, match=r"labels of shape \(4, 4\) do not fit position_ids of shape \(2, 4\)"):
+        fisher_trace(gpt2(), [{**batch_of(4), "position_ids": torch.arange(4).repeat(2, 1)}])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_flex_attention_is_measured_or_refused_in_one_sentence():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    options = {"hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **options, attn_implementation="flex_attention")).eval()
+    with pytest.raises(IsolossError, match=r'no gradient on the device cpu: call model.*"sdpa"'):
+        fisher_trace(model, batches())
+
+
+# --- virtual tokens ---------------------------------------------------------------------------------------------------
+
+
+class Sliced(nn.Module):
+    """A prompted model's logits at the tokens that it is given."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, **inputs):
+        logits = self.model(input_ids=input_ids, **inputs).logits
+        return types.SimpleNamespace(logits=logits[:, logits.shape[1] - input_ids.shape[1] :])
+
+
+PROMPTS = {
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=6),
+}
+
+
+def prompted(kind):
+    torch.manual_seed(0)
+    model = gpt2().float()
+    model.config.n_positions = 8
+    model.transformer.wpe = nn.Embedding(8, 4)
+    return peft.get_peft_model(model, PROMPTS[kind]()).double().eval()
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompts_of_peft(kind, all_signs):  # noqa: F811
+    """The labels of virtual tokens are those of the tokens behind them."""
+    model, batch = prompted(kind), batch_of(3, seed=1, padded=True)
+    batch["labels"][:, 2] = -100
+    place, slow = assert_exact(model, batch, causal=True, vocab=VOCAB, reference=Sliced(model))
+    assert slow == []
+    assert place != "after the head"
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_prompts_in_every_measure(name):
+    if name == "compared":
+        found = compare({"a": prompted("prompt"), "b": prompted("prompt")}, batches())
+        assert found.pair("a", "b").trace.value == 0
+        return
+    model = prompted("prompt")
+    if name == "noise":  # which is drawn by name
+        named = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        expected = noise_sharpness(RightLabels(model), batches(), num_probes=2, parameters=named)
+    else:
+        expected = MEASURES[name](RightLabels(model), batches())
+    assert MEASURES[name](model, batches()).value == pytest.approx(expected.value, rel=1e-9)
+
+
+class RightLabels(Sliced):
+    """The same with a class name that tells what it predicts."""
+
+    config = types.SimpleNamespace(is_decoder=True, vocab_size=VOCAB)
+
+
+# --- batches without a label ------------------------------------------------------------------------------------------
+
+
+def unlabelled(sequences=3, seed=7):
+    batch = batch_of(sequences, seed=seed)
+    return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_batch_without_a_label_is_skipped_and_counted(name, plain):
+    found = MEASURES[name](gpt2(), [*batches(), unlabelled()])
+    assert found.value == pytest.approx(plain[name].value, rel=1e-12)
+    assert (plain[name].details["skipped_batches"], found.details["skipped_batches"]) == (0, 1)
+    with pytest.raises(IsolossError, match=r"nothing is predicted: every label|at least 2 batches"):
+        MEASURES[name](gpt2(), [unlabelled(), unlabelled()])
+
+
+@pytest.mark.parametrize("name", ["fisher", "paper", "empirical", "weighted", "fisher-rao", "compared", "noise"])
+def test_a_skipped_batch_is_what_it_would_be_in_a_larger_one(name):
+    """Its sequences count as some that predict nothing, wherever it comes and however the stream is cut."""
+    given = [unlabelled(2), batch_of(4, seed=1), unlabelled(1, seed=8), batch_of(4, seed=2)]
+    whole = {key: torch.cat([batch[key] for batch in given]) for key in given[0]}
+    apart, together = MEASURES[name](gpt2(), given), MEASURES[name](gpt2(), [whole])
+    assert (apart.value, apart.stderr) == pytest.approx((together.value, together.stderr), rel=1e-9)
+    assert apart.samples == together.samples
+    assert apart.details["skipped_batches"] == 2
+
+
+def test_the_loss_of_a_comparison_skips_it_too():
+    given = [batch_of(4, seed=1), unlabelled(2), batch_of(4, seed=2)]
+    documents = [torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2]), torch.tensor([2, 2, 3, 3])]
+    given = [{**batch, "documents": names} for batch, names in zip(given, documents, strict=True)]
+    whole = {key: torch.cat([batch[key] for batch in given]) for key in given[0]}
+    apart, together = (compare({"a": gpt2()}, part).models[0] for part in (given, [whole]))
+    for ours, theirs in ((apart.loss, together.loss), (apart.trace, together.trace)):
+        assert (ours.value, ours.stderr) == pytest.approx((theirs.value, theirs.stderr), rel=1e-9)
+        assert ours.samples == theirs.samples == 4
+
+
+def test_rules_that_end_early_wait_for_a_label():
+    given = [unlabelled(64), *(batch_of(64, seed=seed) for seed in range(4))]
+    assert fisher_trace(gpt2(), given, rtol=0.9).details["sequences"] == 128
+    assert fisher_trace(gpt2(), given, seconds=1e-9).details["sequences"] == 128
+
+
+def test_one_sequence_with_labels_has_no_error_bar():
+    one = unlabelled(4)
+    one["labels"][2, 1] = 3
+    with pytest.raises(IsolossError, match="at least 2 independent sequences or documents, not 1"):
+        fisher_trace(gpt2(), [one, unlabelled()])
+
+
+def test_skipped_batches_are_in_what_is_printed():
+    def line(*given):
+        return list(comparison.skipped(fisher_trace(gpt2(), given)))
+
+    assert line(*batches()) == []
+    assert line(*batches(), unlabelled()) == ["1 batch skipped: every label is -100"]
+    assert line(unlabelled(), *batches(), unlabelled()) == ["2 batches skipped: every label is -100"]

@@ -1,0 +1,247 @@
+"""The study same-loss: its plan, its verdicts on known numbers, and its page."""
+
+import dataclasses
+
+import known_estimates as known
+import pytest
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.paper.same_loss import claims, design, results
+from isoloss.paper.same_loss.study import STUDY
+from isoloss.report.claims import Verdict
+from isoloss.studies import design as designs
+from isoloss.studies.plan import check
+
+SCALE = design.scale_of("smoke")
+FOLDER_FILES = ["configs/adamw-d16.toml", "configs/adamw-d32.toml", "configs/sgd-d32.toml", "study.json"]
+
+
+def at(kl=0.04, trace=40.0, root=0.5, prefix=0.5):
+    return known.found(SCALE.tasks, kl, trace, (root, prefix))
+
+
+def known_results(tmp_path, *, lookup=0.5, expanded=None, **last):
+    """Results in which every checkpoint is the same but for the last ones of the named runs.
+
+    `expanded` gives the smaller size's trace in the larger one's architecture by scale, 40 unless given.
+    """
+    estimates = {
+        (name, step): at()
+        for name, experiment in design.experiments(SCALE).items()
+        for step in designs.steps_of(experiment.config)
+    }
+    for name, changes in last.items():
+        run = name.replace("_", "-")
+        estimates[run, design.experiments(SCALE)[run].config.steps] = at(**changes)
+    for size in SCALE.sizes:
+        found = estimates[design.adamw_run(size), SCALE.steps]
+        for way in design.EXPANSIONS:
+            trace = known.measured((expanded or {}).get(way, 40.0), 1.0)
+            found[design.expanded_trace(SCALE, way)] = trace if size != SCALE.sizes[-1] else found["trace"]
+    lookups = {task: known.accuracy(lookup) for task in SCALE.tasks}
+    return results.Results(SCALE, estimates, lookups, tmp_path)
+
+
+def verdicts(results):
+    """The verdict of each case of each claim."""
+    return {
+        (result.claim.id, answer.case): answer.verdict
+        for result in claims.judge_all(results)
+        for answer in result.answers
+    }
+
+
+SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED = Verdict
+TASKS = ("root", "prefix-2")
+TRANSFER = ("sgd-transfer", "longer-transfer", "larger-transfer", "lookup-transfer")
+
+
+def test_every_claim_compares_what_there_is_and_every_contrast_is_asked_of(tmp_path):
+    found = known_results(tmp_path)
+    asked = [result.claim for result in claims.judge_all(found) if not result.claim.not_tested]
+    assert {claim.compares for claim in asked} == set(claims.contrasts(found))
+    assert {claim.measures for claim in asked} == set(claims.measures(SCALE))
+
+
+@pytest.mark.parametrize("name", list(design.SCALES))
+def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name, monkeypatch):
+    """Also of one that a scale is given later: no claim names its tasks."""
+    scale = design.scale_of(name)
+    assert set(claims.measures(scale)["transfer"].values()) == set(scale.tasks)
+    asked = {}
+    for claim, case in verdicts(known_results(tmp_path)):
+        asked.setdefault(claim, []).append(case)
+    for claim in TRANSFER:
+        suffix = " (d16 to d32)" if claim == "larger-transfer" else ""
+        assert asked[claim] == [f"{task}{suffix}" for task in TASKS]
+    more = dataclasses.replace(SCALE, tasks=(*SCALE.tasks, "prefix-1"))
+    estimates = {
+        place: {**found, "prefix-1": known.accuracy(0.5)} for place, found in known_results(tmp_path).estimates.items()
+    }
+    lookups = dict.fromkeys(more.tasks, known.accuracy(0.5))
+    cases = {
+        case
+        for claim, case in verdicts(results.Results(more, estimates, lookups, tmp_path))
+        if claim == "longer-transfer"
+    }
+    assert cases == {*TASKS, "prefix-1"}
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        # nothing differs: the loss is the same, and nothing else is shown
+        ({}, {("sgd-same-loss", ""): SHOWN, ("sgd-flatter", ""): CONTRADICTED, ("sgd-transfer", "root"): NOT_SHOWN}),
+        # less than half the trace, and better probes, at the same loss
+        (
+            {"sgd_d32": {"trace": 15.0, "root": 0.56, "prefix": 0.56}},
+            {
+                ("sgd-flatter", ""): SHOWN,
+                ("sgd-transfer", "root"): SHOWN,
+                ("sgd-transfer", "prefix-2"): SHOWN,
+                ("larger-flatter", "scale paper (d16 to d32)"): NOT_SHOWN,
+            },
+        ),
+        # a trace that falls by less than half, and a probe that gains less than its error allows to say
+        (
+            {"sgd_d32": {"trace": 22.0, "root": 0.51}},
+            {("sgd-flatter", ""): NOT_SHOWN, ("sgd-transfer", "root"): NOT_SHOWN},
+        ),
+        # the loss moves: whatever else moves says nothing about models of the same loss
+        (
+            {"sgd_d32": {"kl": 0.06, "trace": 5.0, "root": 0.7}},
+            {("sgd-same-loss", ""): CONTRADICTED, ("sgd-flatter", ""): NOT_TESTED, ("sgd-transfer", ""): NOT_TESTED},
+        ),
+        # a larger model that transfers better than the smaller one of the same loss, on one task
+        (
+            {"adamw_d16": {"prefix": 0.44}},
+            {
+                ("larger-transfer", "prefix-2 (d16 to d32)"): SHOWN,
+                ("larger-transfer", "root (d16 to d32)"): NOT_SHOWN,
+                ("lookup-transfer", "root"): NOT_SHOWN,
+            },
+        ),
+        # what speaks against a claim on one task stands beside what speaks for it on the other
+        (
+            {"adamw_d32": {"root": 0.4, "prefix": 0.6}},
+            {
+                ("longer-transfer", "root"): CONTRADICTED,
+                ("longer-transfer", "prefix-2"): SHOWN,
+                ("lookup-transfer", "root"): CONTRADICTED,
+                ("lookup-transfer", "prefix-2"): SHOWN,
+            },
+        ),
+        # the trace of a smaller model in its own architecture says nothing of the sizes
+        (
+            {"adamw_d16": {"trace": 400.0}, "expanded": {"paper": 120.0, "exact": 10.0}},
+            {
+                ("larger-flatter", "scale paper (d16 to d32)"): SHOWN,
+                ("larger-flatter", "scale balanced (d16 to d32)"): NOT_SHOWN,
+                ("larger-flatter", "scale exact (d16 to d32)"): CONTRADICTED,
+            },
+        ),
+    ],
+)
+def test_verdicts_on_known_numbers(tmp_path, last, expected):
+    judged = verdicts(known_results(tmp_path, **last))
+    assert {name: judged[name] for name in expected} == expected
+    assert judged["adversarial", ""] is judged["regularisation", ""] is NOT_TESTED
+
+
+def test_the_verdict_of_a_claim_says_where_its_tasks_differ(tmp_path):
+    found = known_results(tmp_path, adamw_d32={"root": 0.4, "prefix": 0.6})
+    longer = next(result for result in claims.judge_all(found) if result.claim.id == "longer-transfer")
+    assert longer.verdict == "shown for prefix-2; contradicted for root"
+
+
+def test_the_plan_trains_before_it_measures(tmp_path):
+    units = STUDY.plan(tmp_path, "laptop")
+    check(units)
+    after = {unit.name: unit.after for unit in units}
+    assert after["train sgd-d64"] == ("train adamw-d64",)
+    assert after["measure sgd-d64"] == ("train sgd-d64",)
+    assert not any(unit.done() for unit in units)
+    assert {unit.arguments[0] for unit in units} == {"train", "eval"}
+
+
+def test_laptop_has_what_the_paper_compares():
+    scale = design.scale_of("laptop")
+    runs = design.experiments(scale)
+    assert {run.config.model.size for run in runs.values()} == {"d16", "d32", "d64"}
+    assert len({run.config.language for run in runs.values()}) == 1
+    sgd = runs["sgd-d64"].config
+    assert sgd.optimizer.warmup_steps == 0.12 * sgd.steps  # appendix B.2
+
+
+def test_a_folder_of_another_plan_is_refused_and_left_alone(tmp_path):
+    STUDY.prepare(tmp_path, "smoke")
+    STUDY.prepare(tmp_path, "smoke")
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == FOLDER_FILES
+    before = (tmp_path / "study.json").read_bytes()
+    with pytest.raises(IsolossError, match="another plan"):
+        STUDY.prepare(tmp_path, "laptop")
+    assert (tmp_path / "study.json").read_bytes() == before
+
+
+def save(results, folder):
+    """Write results as the runs of a finished study."""
+    known.save(folder, design.experiments(SCALE), results.estimates, SCALE.tasks)
+    main = designs.run_of(folder, design.main_run(SCALE))
+    for task, accuracy in results.lookups.items():
+        known.save_evaluation(main, f"lookup-{task}", SCALE.steps, {"accuracy": accuracy})
+    for size in SCALE.sizes[:-1]:
+        run, found = designs.run_of(folder, design.adamw_run(size)), results.at(design.adamw_run(size))
+        for measure in (design.expanded_trace(SCALE, way) for way in design.EXPANSIONS):
+            known.save_evaluation(run, measure, SCALE.steps, {"trace": found[measure]})
+
+
+def test_results_are_what_the_files_say(tmp_path):
+    written = known_results(tmp_path, sgd_d32={"trace": 15.0})
+    save(written, tmp_path)
+    read = results.read(tmp_path, SCALE)
+    assert read.estimates == written.estimates
+    assert read.lookups == written.lookups
+    table = read.table()
+    assert table.height == len(written.estimates)
+    assert table.filter(run="sgd-d32", step=SCALE.sgd_steps)["trace"].item() == 15.0
+    over_time = read.over_time().filter(run="sgd-d32")
+    assert over_time["step"].to_list() == [SCALE.steps, SCALE.steps + 100, SCALE.steps + SCALE.sgd_steps]
+    assert over_time["trace"].to_list() == [40.0, 40.0, 15.0]
+
+
+def test_a_missing_evaluation_is_named(tmp_path):
+    save(known_results(tmp_path), tmp_path)
+    designs.run_of(tmp_path, "sgd-d32").evaluation_path("trace", 100).unlink()
+    with pytest.raises(IsolossError, match="sgd-d32 has no evaluation trace at step 100"):
+        results.read(tmp_path, SCALE)
+
+
+def test_the_page_says_it_and_is_written_once(tmp_path):
+    save(known_results(tmp_path, sgd_d32={"trace": 15.0}), tmp_path)
+    page = STUDY.report(tmp_path, "smoke")
+    text = page.read_text()
+    assert "multiplies the trace by 0.375 ± 0.027" in text  # hypot(1 / 15, 1 / 40) of it
+    assert "../runs/sgd-d32/run.json" in text
+    assert {p.suffix for p in (page.parent / "figures").iterdir()} == {".pdf", ".png"}
+    before = page.stat().st_mtime_ns
+    assert STUDY.report(tmp_path, "smoke").stat().st_mtime_ns == before
+    run = designs.run_of(tmp_path, "sgd-d32")
+    known.save_evaluation(run, "trace", SCALE.sgd_steps, {"trace": known.measured(30.0, 1.0)})
+    assert "multiplies the trace by 0.750 ± 0.031" in STUDY.report(tmp_path, "smoke").read_text()
+
+
+def test_the_summary_is_json(tmp_path):
+    save(known_results(tmp_path), tmp_path)
+    document = STUDY.summary(tmp_path, "smoke").to_dict()
+    files.write_json(tmp_path / "summary.json", document)
+    answers = {claim["claim"]: [answer["case"] for answer in claim["answers"]] for claim in document["claims"]}
+    assert len(answers) == 9
+    assert answers["longer-transfer"] == list(TASKS)
+    checkpoints, sizes = STUDY.summary(tmp_path, "smoke").tables
+    columns, rows = checkpoints.cells()
+    assert "trace (nats/token)" in columns
+    assert {len(row) for row in rows} == {len(columns)}
+    columns, rows = sizes.cells()
+    assert columns[1] == "raw, not comparable (nats/token)"
+    assert [row[0] for row in rows] == list(SCALE.sizes)

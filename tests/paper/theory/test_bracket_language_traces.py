@@ -1,0 +1,234 @@
+"""Inputs, traces and solutions of the bracket language against enumeration, automatic differentiation and algebra."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+
+from isoloss.errors import IsolossError
+from isoloss.paper.theory.bracket_language import solutions
+from isoloss.paper.theory.bracket_language.attention import BracketAttention
+from isoloss.paper.theory.bracket_language.inputs import downstream_inputs, num_inputs, pretraining_inputs
+from isoloss.paper.theory.bracket_language.trace import attend, bound, flatness, hessian_trace, squares
+
+
+def random_model(length, width=5, key_width=2, seed=0):
+    return BracketAttention(length=length, width=width, key_width=key_width, seed=seed).double()
+
+
+def tokens_of(z):
+    """(n, T, 2T) single encodings from their sum, one by one."""
+    n, dimensions = z.shape
+    length = dimensions // 2
+    x = torch.zeros(n, length, dimensions, dtype=torch.float64)
+    for row, token in itertools.product(range(n), range(length)):
+        for place in (token, token + length):
+            x[row, token, place] = z[row, place]
+    return x
+
+
+@pytest.mark.parametrize("length", [4, 6])
+def test_every_input_once(length):
+    inputs = pretraining_inputs(length)
+    expected = {}
+    for sentence in itertools.product((1, -1), repeat=length):
+        for place, sign in itertools.product(range(length), (1, -1)):
+            if sum(sentence) == 0:
+                hidden = [0] * length
+                hidden[place] = sign
+                visible = [0 if t == place else bracket for t, bracket in enumerate(sentence)]
+                expected[tuple(visible + hidden)] = sentence[place]
+    found = {tuple(int(value) for value in z): int(y) for z, y in zip(inputs.z.tolist(), inputs.y, strict=True)}
+    assert found == expected
+    assert len(inputs.y) == num_inputs(length) == len(expected)
+    assert torch.equal(inputs.y, -inputs.z[:, :length].sum(dim=1))
+
+
+def test_every_string_once():
+    inputs = downstream_inputs(4)
+    assert {tuple(z[:4]) for z in inputs.z.tolist()} == set(itertools.product((1.0, -1.0), repeat=4))
+    assert not inputs.z[:, 4:].any()
+    assert torch.equal(inputs.y, -inputs.z.sum(dim=1))
+
+
+def test_outputs_are_the_models():
+    for inputs in (pretraining_inputs(4), downstream_inputs(4)):
+        model, x = random_model(4), tokens_of(inputs.z)
+        torch.testing.assert_close(squares(model, inputs.z).outputs, model(x), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(attend(model, inputs.z)[0], model.attention(x), rtol=1e-12, atol=0)
+
+
+def test_squared_gradients_are_autograds():
+    model, inputs = random_model(4, seed=3), pretraining_inputs(4)
+    outputs, found = model(tokens_of(inputs.z)), squares(model, inputs.z)
+    assert found.attention.max() > 0.001
+    for index in range(0, len(outputs), 5):
+        names = [name for name, _ in model.named_parameters()]
+        gradients = torch.autograd.grad(outputs[index], list(model.parameters()), retain_graph=True)
+        size = {name: float(gradient.square().sum()) for name, gradient in zip(names, gradients, strict=True)}
+        assert float(found.neurons[index].detach()) == pytest.approx(size["output"] + size["value"], rel=1e-11)
+        assert float(found.attention[index].detach()) == pytest.approx(size["query"] + size["key"], rel=1e-11)
+
+
+def test_factors_multiply_to_the_ratio_and_are_the_inequalities():
+    model, inputs = random_model(6, seed=1), pretraining_inputs(6)
+    found = flatness(model, inputs)
+    product = found.heads * found.balance * found.cancellation * found.spread
+    assert found.ratio == pytest.approx(product, rel=1e-12)
+    weights, h = (value.detach() for value in attend(model, inputs.z))
+    assert weights.sum(dim=1).tolist() == pytest.approx([1.0] * len(weights))
+    norms, u = h.norm(dim=1), model.output.detach()
+    values = (h @ model.value.detach().T).relu()
+    with_signs = (norms * (values @ u).abs()).mean()
+    assert found.cancellation == pytest.approx(float((norms * (values @ u.abs())).mean() / with_signs), rel=1e-12)
+    assert found.cancellation > 1.01 < found.balance
+    assert found.heads > 1.001
+    assert found.spread == pytest.approx(float(math.sqrt(6) * (norms * (values @ u).abs()).mean() / 5), rel=1e-12)
+
+
+def test_blocks_change_nothing(monkeypatch):
+    model, inputs = random_model(4), pretraining_inputs(4)
+    whole = flatness(model, inputs)
+    monkeypatch.setattr("isoloss.paper.theory.bracket_language.trace._BLOCK", 35)
+    parts = flatness(model, inputs)
+    assert dataclasses.astuple(parts) == pytest.approx(dataclasses.astuple(whole), rel=1e-12)
+
+
+@pytest.mark.parametrize("length", [4, 6, 8, 10])
+@pytest.mark.parametrize("width", [2, 3, 8])
+def test_two_neurons_reach_the_bound(length, width):
+    found = flatness(solutions.two_neurons(length, width), pretraining_inputs(length))
+    assert found.loss < 1e-20
+    assert found.trace == pytest.approx(4 / (width * math.sqrt(length)), rel=1e-12)
+    assert found.bound == bound(length, width)
+    assert found.kink == 0
+    if width == 2:
+        assert found.trace == pytest.approx(math.sqrt(4 / length), rel=1e-12)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.1, 2.0])
+def test_any_other_scale_of_the_two_neurons_is_sharper(factor):
+    inputs, model = pretraining_inputs(6), solutions.two_neurons(6, 2)
+    scaled = solutions.with_even_attention(model.value.detach() * factor, model.output.detach() / factor)
+    found = flatness(scaled, inputs)
+    assert found.loss < 1e-20
+    assert found.ratio == pytest.approx((factor**2 + factor**-2) / 2, rel=1e-12)
+    assert found.balance == pytest.approx(found.ratio, rel=1e-12)
+    assert flatness(solutions.balanced(scaled, inputs), inputs).ratio == pytest.approx(1, rel=1e-12)
+
+
+def full_hessian_trace(model, inputs):
+    names = [name for name, _ in model.named_parameters()]
+    shapes = [parameter.shape for parameter in model.parameters()]
+    x = tokens_of(inputs.z)
+
+    def loss(flat):
+        pieces = torch.split(flat, [shape.numel() for shape in shapes])
+        weights = {n: piece.view(shape) for n, piece, shape in zip(names, pieces, shapes, strict=True)}
+        return (torch.func.functional_call(model, weights, x) - inputs.y).square().mean()
+
+    start = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return float(torch.autograd.functional.hessian(loss, start).trace())
+
+
+def test_the_trace_is_the_hessians_at_zero_loss_only():
+    inputs = pretraining_inputs(4)
+    features = solutions.random_features(inputs, 40, seed=1)
+    for model in (features, solutions.two_neurons(4, 3)):
+        found = flatness(model, inputs)
+        assert found.loss < 1e-20
+        assert found.trace == pytest.approx(full_hessian_trace(model, inputs), rel=1e-9)
+        assert found.trace == pytest.approx(hessian_trace(model, inputs), rel=1e-9)
+    other = random_model(4)
+    assert hessian_trace(other, inputs) == pytest.approx(full_hessian_trace(other, inputs), rel=1e-10)
+    assert abs(flatness(other, inputs).trace / hessian_trace(other, inputs) - 1) > 0.01
+
+
+@pytest.mark.parametrize("length", [4, 6, 8])
+def test_four_neurons_on_their_kinks(length):
+    inputs, model = pretraining_inputs(length), solutions.on_the_kink(length)
+    found = flatness(model, inputs)
+    assert found.loss < 1e-20
+    assert found.ratio == pytest.approx(1, rel=1e-12)
+    assert found.kink == 1
+    assert flatness(model, inputs, count_kink=True).ratio == pytest.approx(2, rel=1e-12)
+    # the paper's conditions, written out
+    h, u = inputs.z / length, model.output.detach()
+    reads = h @ model.value.detach().T
+    scale = float(reads.abs().max())
+    active = reads > 1e-9 * scale
+    expected = u.abs() * h.norm(dim=1, keepdim=True)
+    assert (reads - expected)[active].abs().max() < 1e-12 * scale  # (3)
+    for i, j in itertools.product(range(4), repeat=2):
+        if u[i] > 0 > u[j]:
+            assert (reads[:, i] * reads[:, j]).max() < 1e-12 * scale**2  # (4)
+    first = model.value.detach()[:, :length]
+    assert (first - first.mean(dim=1, keepdim=True)).abs().max() > 0.1 * scale
+
+
+def test_random_features_solve_it_from_the_predicted_width_on():
+    inputs = pretraining_inputs(6)
+    width = solutions.full_width(6)
+    assert width == num_inputs(6) // 2 + 12
+    model = solutions.random_features(inputs, width, seed=2)
+    assert flatness(model, inputs).loss < 1e-9
+    wide = solutions.random_features(inputs, 200, seed=2)
+    found = flatness(wide, inputs)
+    assert found.loss < 1e-20
+    # least norm: by the normal equations of all inputs
+    features = (inputs.z / 6 @ wide.value.detach().T).relu() / 200
+    expected = features.T @ torch.linalg.pinv(features @ features.T, rtol=1e-12, hermitian=True) @ inputs.y
+    torch.testing.assert_close(wide.output.detach(), expected, rtol=1e-6, atol=1e-6)
+    assert abs(float(wide.value.detach().square().mean()) / 6 - 1) < 4 * math.sqrt(2 / wide.value.numel())
+    with pytest.raises(IsolossError, match="the width is 131; random features fit every input of 6 from 132 on"):
+        solutions.random_features(inputs, 131, seed=2)
+
+
+def test_losses_by_width_are_least_squares():
+    inputs = pretraining_inputs(4)
+    losses = solutions.losses_by_width(inputs, seed=5)
+    assert len(losses) == solutions.full_width(4) + 1
+    value = solutions.random_features(inputs, solutions.full_width(4), seed=5).value.detach()
+    for width in (0, 1, 7, 20, 31):
+        features = (inputs.z @ value[:width].T).relu()
+        left = inputs.y - features @ torch.linalg.pinv(features) @ inputs.y
+        assert float(losses[width]) == pytest.approx(float(left.square().mean()), rel=1e-8)
+    assert losses[-2] > 1e-7
+    assert losses[-1] == 0
+
+
+def test_balancing_is_the_best_scaling_of_every_neuron():
+    inputs = pretraining_inputs(4)
+    model = solutions.random_features(inputs, 40, seed=0)
+    better = solutions.balanced(model, inputs)
+    torch.testing.assert_close(squares(better, inputs.z).outputs, inputs.y, rtol=0, atol=1e-9)
+    least = flatness(better, inputs)
+    idle = solutions.two_neurons(4, 3)
+    assert torch.equal(solutions.balanced(idle, inputs).value[2], idle.value[2])
+    assert least.trace < flatness(model, inputs).trace
+    assert least.cancellation == pytest.approx(flatness(model, inputs).cancellation, rel=1e-9)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        scale = (0.1 * torch.randn(40, generator=generator, dtype=torch.float64)).exp()
+        other = solutions.with_even_attention(better.value.detach() * scale[:, None], better.output.detach() / scale)
+        assert flatness(other, inputs).trace > least.trace
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_shifted_signs_give_every_basis_vector(k):
+    """The proof of Lemma G.5: a row and its shift by k + 1 add up to twice a basis vector."""
+    matrix = solutions.shifted_signs(k)
+    size = 2 * k + 1
+    assert torch.equal(matrix[0], torch.tensor([1.0] * (k + 1) + [-1.0] * k, dtype=torch.float64))
+    sums = torch.stack([matrix[i] + matrix[(i + k + 1) % size] for i in range(size)])
+    assert sorted(sums.argmax(dim=1).tolist()) == list(range(size))
+    assert torch.equal(sums.abs().sum(dim=1), torch.full((size,), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("length", [3, 2, 12])
+def test_lengths_that_are_refused(length):
+    for make in (pretraining_inputs, downstream_inputs):
+        with pytest.raises(IsolossError, match=f"the length is {length}; it must be 4, 6, 8, 10"):
+            make(length)

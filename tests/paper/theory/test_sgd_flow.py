@@ -1,0 +1,226 @@
+"""SGD against the flow: what the rows are, what is extrapolated, and what the verdicts let through."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from isoloss.errors import IsolossError
+from isoloss.paper.theory.sgd_flow.model import simulate, steps_until
+from isoloss.paper.theory.sgd_flow.study import extrapolated, masked_lm, study, two_parameters
+from isoloss.paper.theory.sgd_flow.verdicts import judge
+from isoloss.statistics.estimate import Estimate
+
+SMALL = two_parameters(trajectories=2048, batch_sizes=(1, 2), step_sizes=(0.1, 0.05, 0.025), times=(0.5, 2.0), seed=1)
+FEW = dataclasses.replace(SMALL, trajectories=16, step_sizes=(0.2, 0.1), times=(0.5,))
+MASKED = masked_lm(trajectories=128, batch_sizes=(1, 2), times=(0.5, 1.0), seed=0)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return study(SMALL)
+
+
+@pytest.fixture(scope="module")
+def found_masked():
+    return study(MASKED)
+
+
+def verdicts(statements):
+    return [statement.shown for statement in statements]
+
+
+def judged(found, settings=SMALL, *, limits=None, control=None):
+    start = settings.flow_trace(0.0, 1)
+    return verdicts(
+        judge(
+            "model",
+            found.rows,
+            limits or found.limits,
+            control or found.control,
+            coefficient=settings.coefficient,
+            allowed=settings.allowed,
+            start=start,
+        )
+    )
+
+
+def estimate(value, stderr=0.01):
+    return Estimate(value=value, stderr=stderr, samples=9, unit="", num_inputs=9, method="m")
+
+
+def test_everything_is_shown(found):
+    # the errors at the smallest step are bounded by 1 %, so the verdicts hold for few trajectories too
+    assert verdicts(found.statements) == [True] * 6
+    assert (len(found.rows), len(found.limits)) == (2 * 3 * 2, 2 * 2)
+    assert all(statement.text.startswith("two parameters: ") for statement in found.statements)
+
+
+def test_everything_is_shown_of_the_masked_language_model(found_masked):
+    assert verdicts(found_masked.statements) == [True] * 6
+    last = found_masked.limits[1]  # B = 1, K = 1
+    assert last.coefficient.stderr < 0.02
+    assert last.trace.value < 0.75 * found_masked.control[0]
+    single = [row.distance.value for row in found_masked.rows if row.batch_size == 1 and row.time == pytest.approx(1)]
+    assert single[0] > 1.5 * single[1] > 2.2 * single[2]  # as the step size
+
+
+@pytest.mark.parametrize("coefficient", [0.125, 0.5])
+def test_a_wrong_coefficient_is_not_shown_of_the_masked_language_model(found_masked, coefficient):
+    settings = dataclasses.replace(MASKED, coefficient=coefficient)
+    again = study(dataclasses.replace(settings, trajectories=64, batch_sizes=(1,), step_sizes=(0.05, 0.025)))
+    assert not any(verdicts(again.statements)[:5])
+    # what is fitted does not depend on what is checked
+    assert judged(found_masked, settings)[2:4] == [False, False]
+
+
+def test_rows_are_the_simulation(found):
+    row = next(row for row in found.rows if (row.batch_size, row.step_size, row.time) == (2, 0.05, pytest.approx(2)))
+    model = SMALL.model
+    assert row.flow_trace == pytest.approx(model.trace(model.flow(0.25)[None])[0], rel=1e-12)  # 2 / (4 * 2)
+    assert abs(row.trace.value / row.flow_trace - 1) < 0.02
+    assert abs(row.coefficient.value - 0.25) < 0.01
+    assert row.trace.samples == SMALL.trajectories
+
+
+def test_a_row_by_hand():
+    """The only block's trajectories, simulated again, with the flow's point and all shares."""
+    from isoloss import seeds
+
+    row = study(FEW).rows[1]  # B = 1, the smaller step size
+    model, eta, n = FEW.model, 0.1, FEW.trajectories
+    generator = np.random.default_rng(seeds.derive(1, "sgd-flow", 1, "0.1", 0))
+    (theta,) = simulate(model, np.tile(model.minimiser, (n, 1)), step_size=eta, times=[0.5], generator=generator)
+    assert row.time == pytest.approx(0.5)
+    assert row.trace.value == pytest.approx(np.mean(model.trace(theta)))
+    assert row.trace.stderr == pytest.approx(np.std(model.trace(theta), ddof=1) / math.sqrt(n))
+    point = model.flow(0.125)
+    squares = [math.dist(one, point) ** 2 / math.dist(point, model.minimiser) ** 2 for one in theta]
+    assert row.distance.value == pytest.approx(np.mean(squares))
+    assert row.coefficient.value == pytest.approx(model.reached(theta).value / 0.5)
+    assert row.error == pytest.approx(row.trace.value / row.flow_trace - 1)
+    assert row.error_percent.endswith(" %")
+    assert float(row.error_percent.split()[0]) == pytest.approx(100 * row.error, abs=0.5)
+
+
+def test_limit_is_the_parabola_through_three_step_sizes(found):
+    rows = [row for row in found.rows if row.batch_size == 1 and row.time == pytest.approx(2)]
+    limit = found.limits[1]
+    for of in (lambda row: row.coefficient.value, lambda row: row.distance.value, lambda row: row.error):
+        at_zero = np.polyval(np.polyfit(SMALL.step_sizes, [of(row) for row in rows], 2), 0)
+        assert of(limit) == pytest.approx(at_zero, rel=1e-9, abs=1e-12)
+    assert (limit.batch_size, limit.step_size, limit.time) == (1, 0.0, 2.0)
+    assert abs(limit.coefficient.value - 0.25) < 4 * limit.coefficient.stderr < 0.02
+
+
+def test_extrapolation_from_two_step_sizes_is_a_line():
+    at_zero = extrapolated([0.2, 0.1], [estimate(3.0, 0.3), estimate(2.5, 0.2)])
+    assert at_zero.value == pytest.approx(2.0)
+    assert at_zero.stderr == pytest.approx(math.hypot(0.3, 2 * 0.2))
+
+
+def test_blocks_draw_different_answers():
+    settings = dataclasses.replace(FEW, batch_sizes=(1,))
+    one, two = (study(dataclasses.replace(settings, trajectories=n)).rows[0].trace.value for n in (4096, 8192))
+    assert abs(two / one - 1) > 1e-9  # the same answers twice would give the same mean
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    assert study(FEW) == study(FEW)
+    assert study(FEW).rows != study(dataclasses.replace(FEW, seed=2)).rows
+
+
+def test_more_trajectories_than_a_block():
+    done = []
+    settings = dataclasses.replace(FEW, trajectories=4097, batch_sizes=(1,))
+    found = study(settings, progress=done.append)
+    assert [row.trace.samples for row in found.rows] == [4097, 4097]
+    assert done[-1] == settings.num_steps == 2 * (steps_until(0.5, 0.2) + steps_until(0.5, 0.1))
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 0.125, 0.26])
+def test_a_wrong_coefficient_is_not_shown(coefficient):
+    found = study(dataclasses.replace(SMALL, coefficient=coefficient))
+    assert verdicts(found.statements)[2:4] == [False, False]
+    if coefficient != 0.26:  # which is too near for the traces at these step sizes to tell
+        assert verdicts(found.statements) == [False] * 5 + [True]
+
+
+def changed(limits, which, **changes):
+    return tuple(dataclasses.replace(row, **changes) if place == which else row for place, row in enumerate(limits))
+
+
+def test_the_batch_size_must_slow_the_flow(found):
+    wrong = changed(found.limits, 3, coefficient=estimate(0.125, 0.001))
+    assert judged(found, limits=wrong) == [True, True, True, False, True, True]
+    alone = dataclasses.replace(found, rows=found.rows[:6], limits=found.limits[:2])
+    assert judged(alone) == [True, True, True, False, True, True]
+
+
+def test_a_coefficient_that_says_nothing_is_not_shown(found):
+    vague = changed(found.limits, 1, coefficient=estimate(0.25, 0.03))
+    assert judged(found, limits=vague) == [True, True, False, False, True, True]
+
+
+def test_a_limit_off_the_flow_is_not_shown(found):
+    limit = found.limits[0]
+    off = limit.flow_trace + 4 * limit.trace.stderr
+    wrong = changed(found.limits, 0, trace=dataclasses.replace(limit.trace, value=off))
+    assert judged(found, limits=wrong) == [True, False, True, True, True, True]
+
+
+def test_parameters_that_stay_away_are_not_shown(found):
+    wrong = changed(found.limits, 1, distance=estimate(0.05, 0.01))
+    assert judged(found, limits=wrong) == [True, True, True, True, False, True]
+
+
+def test_errors_that_do_not_fall_are_not_shown(found):
+    # the first and the last step size exchanged
+    swapped = (*found.rows[4:6], *found.rows[2:4], *found.rows[:2], *found.rows[6:])
+    assert judged(dataclasses.replace(found, rows=swapped)) == [False, False, True, True, False, True]
+
+
+def test_a_control_that_drifts_is_not_shown(found):
+    lost = found.control[0]
+    assert judged(found, control=(lost, lost, lost - 0.001)) == [True] * 5 + [False]
+
+
+def test_the_control_comes_back_to_the_minimisers(found, found_masked):
+    for result, settings in ((found, SMALL), (found_masked, MASKED)):
+        assert len(result.control) == 1 + len(settings.times)
+        off = float(settings.model.trace(settings.model.beside).mean())
+        assert abs(result.control[0] - off) > 1e-3
+        assert result.control == pytest.approx([result.control[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"step_sizes": (0.1,)}, "the step sizes are 0.1; give at least 2"),
+        ({"step_sizes": (0.05, 0.1)}, "from large to small"),
+        ({"step_sizes": (0.1, math.nan, 0.05)}, "the step sizes are 0.1, nan, 0.05"),
+        ({"times": ()}, "the times are none"),
+        ({"times": (1.0, 0.5)}, "must be positive and increase"),
+        ({"times": (0.001,)}, "less than one step"),
+        ({"batch_sizes": (0, 1)}, "the batch sizes are 0, 1"),
+        ({"trajectories": 1}, "trajectories is 1"),
+        ({"coefficient": -0.25}, "the coefficient is -0.25"),
+    ],
+)
+def test_what_is_refused(wrong, message):
+    with pytest.raises(IsolossError, match=message):
+        _ = dataclasses.replace(SMALL, **wrong)
+
+
+@pytest.mark.parametrize("start", [1e200, 10.0])
+def test_steps_too_large_for_the_start_are_refused(start):
+    with pytest.raises(IsolossError, match=r"the step size 0\.1 is too large for a Hessian of trace"):
+        two_parameters(start=start)
+    if start == 10:
+        assert two_parameters(start=start, step_sizes=(0.01, 0.005)).trajectories == 65536
+
+
+def test_masked_lm_with_large_steps_is_refused():
+    with pytest.raises(IsolossError, match=r"the step size 0\.2 is too large for a Hessian of trace 6\.77"):
+        masked_lm(step_sizes=(0.2, 0.1))

@@ -1,0 +1,75 @@
+"""Estimates: what is printed, what is refused, and JSON both ways."""
+
+import itertools
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isoloss.errors import IsolossError
+from isoloss.statistics.estimate import Estimate, rounded, student95
+
+
+def estimate(value=1.0, stderr=0.1, **more):
+    return Estimate(value=value, stderr=stderr, samples=10, unit="nats", num_inputs=10, method="mean", **more)
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9))
+def test_the_error_is_printed_to_two_digits_and_the_value_as_far(value, stderr):
+    left, right = (float(part) for part in rounded(value, stderr).split("±"))
+    quantum = 10.0 ** (math.floor(math.log10(stderr)) - 1)
+    assert abs(right - stderr) <= quantum * 0.5001 + 1e-12
+    assert abs(left - value) <= quantum * 0.5001 + 1e-6 * quantum + abs(value) * 1e-15
+
+
+def test_json_round_trip():
+    e = estimate(by_parameter={"a": 0.5}, details={"device": "cpu"}, seconds=1.5, num_probes=2)
+    assert Estimate.from_dict(json.loads(json.dumps(e.to_dict()))) == e
+
+
+@pytest.mark.parametrize(("value", "stderr"), [(math.nan, 0.1), (math.inf, 0.1), (1.0, math.nan), (1.0, -0.1)])
+def test_what_is_no_number_is_refused(value, stderr):
+    with pytest.raises(IsolossError, match="not finite"):
+        estimate(value, stderr)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "point"),  # a printed table's values
+    [
+        (1, 12.7062047),
+        (2, 4.3026527),
+        (3, 3.1824463),
+        (10, 2.2281389),
+        (29, 2.0452296),
+        (100, 1.9839715),
+        (1000, 1.9623391),
+    ],
+)
+def test_students_t_is_the_tables(freedom, point):
+    assert student95(freedom) == pytest.approx(point, abs=6e-8)
+
+
+def test_students_t_goes_on_smoothly_where_the_expansion_begins():
+    points = [student95(n) for n in range(195, 206)]
+    steps = [a - b for a, b in itertools.pairwise(points)]
+    assert all(0 < later < earlier for earlier, later in itertools.pairwise(steps))
+
+
+def test_the_interval_grows_as_samples_are_few():
+    low, high = estimate(10.0, 2.0).ci95  # of ten samples
+    assert high - 10 == pytest.approx(2.2621572 * 2, rel=1e-7)
+    assert (low + high) / 2 == pytest.approx(10)
+
+
+def test_one_sample_has_no_interval_but_an_exact_value_has():
+    one = {"samples": 1, "unit": "nats", "num_inputs": 1, "method": "mean"}
+    with pytest.raises(IsolossError, match="at least 2"):
+        _ = Estimate(value=1.0, stderr=0.1, **one).ci95
+    assert Estimate(value=1.0, stderr=0.0, **one).ci95 == (1.0, 1.0)
+
+
+def test_a_share_is_printed_in_percent():
+    accuracy = Estimate(value=0.5668, stderr=0.0078, samples=5, unit="accuracy", num_inputs=4096, method="probe")
+    assert str(accuracy) == "56.68 ± 0.78 %"

@@ -1,0 +1,171 @@
+import json
+import random
+import re
+
+import datasets
+import pytest
+
+from isoloss.errors import IsolossError
+from isoloss.text import documents
+from isoloss.text.documents import find_files, read_documents
+
+
+def texts(*paths):
+    return [text for _, text in read_documents(paths)]
+
+
+def cut(text):
+    """The documented rule on a whole text: the slow reference."""
+    parts = []
+    while len(text) >= 30_000:
+        window = text[:20_000]
+        for pattern in (r"\n\s*\n", r"\n", r"\s"):
+            ends = [m.end() for m in re.finditer(pattern, window[10_000:])]
+            if ends:
+                end = 10_000 + ends[0]
+                break
+        else:
+            end = 20_000
+        parts.append(text[:end])
+        text = text[end:]
+    return [*parts, text]
+
+
+def test_short_text_is_one_document_without_mark_and_with_plain_line_ends(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfOne line.\r\nTwo \xc3\xa9.\rThree.\n")
+    assert list(read_documents([file])) == [(f"{file}:1", "One line.\nTwo é.\nThree.\n")]
+
+
+@pytest.mark.parametrize("every", [50, 15_000, 25_000, 10**9], ids=["lines", "long", "longer", "none"])
+@pytest.mark.parametrize("blank", [0.0, 0.01, 0.5])
+def test_long_text_is_cut_at_the_best_boundary(tmp_path, every, blank):
+    draw = random.Random(every + blank)
+    pieces, size = [], 0
+    while size < 2_600_000:  # several times what is read at once
+        line = " ".join("x" * draw.randint(1, 9) for _ in range(max(1, min(every, 2_000_000) // 6)))
+        pieces.append(line + ("\n \n\n" if draw.random() < blank else "\n"))
+        size += len(pieces[-1])
+    text = "".join(pieces)
+    (tmp_path / "a.txt").write_text(text)
+    found = list(read_documents([tmp_path / "a.txt"]))
+    assert [part for _, part in found] == cut(text)
+    assert all(10_000 <= len(part) <= 30_000 for _, part in found[:-1])
+    assert len(found[-1][1]) < 30_000
+    before = 0
+    for source, part in found:
+        assert source == f"{tmp_path / 'a.txt'}:{before + 1}"
+        before += part.count("\n")
+
+
+def test_cut_prefers_blank_line_then_line_then_word_then_anywhere(tmp_path):
+    def first(text):
+        (tmp_path / "a.txt").write_text(text)
+        return len(texts(tmp_path / "a.txt")[0])
+
+    x = "x" * 40_000
+    assert first(x[:11_000] + " " + x[:1000] + "\n" + x[:1000] + "\n\n" + x) == 11_000 + 1 + 1000 + 1 + 1000 + 2
+    assert first(x[:11_000] + " " + x[:1000] + "\n" + x) == 12_002
+    assert first(x[:11_000] + " " + x) == 11_001
+    assert first(x) == 20_000
+    assert first(x[:29_999]) == 29_999
+    assert documents.DOCUMENT_CHARACTERS == 10_000
+
+
+def test_json_lines_give_their_text_field(tmp_path):
+    file = tmp_path / "a.jsonl"
+    long = "word " * 20_000  # a document however long it is
+    lines = [{"text": "One\ntwo", "id": 1}, {"text": "  "}, {"text": long}]
+    file.write_text("\n\n".join(json.dumps(line) for line in lines))
+    assert list(read_documents([file])) == [(f"{file}:1", "One\ntwo"), (f"{file}:5", long)]
+
+
+def test_folders_are_read_in_order_and_to_the_bottom(tmp_path):
+    for name in ("b.txt", "a/z.TXT", "a/y.jsonl", "README.md", ".hidden/h.txt", "a/.h.txt", "c.txt/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "y"}' if name.endswith("jsonl") else name)
+    assert texts(tmp_path) == ["y", "a/z.TXT", "b.txt", "c.txt/d.txt"]
+    assert texts(tmp_path / "b.txt", str(tmp_path / "a")) == ["b.txt", "y", "a/z.TXT"]
+    assert find_files([tmp_path / "b.txt"]) == [tmp_path / "b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.md", b"text", "a.md as text: a text file ends in .txt or .jsonl"),
+        ("a.txt", b"caf\xe9 \n", "a.txt is not UTF-8 text"),
+        ("a.txt", b" \n\t\n", "no text in .*a.txt"),
+        ("a.txt", b"", "no text in .*a.txt"),
+        ("a.jsonl", b'{"text": "x"}\n{"content": "x"}\n', 'line 2 is not a JSON object with a string field "text"'),
+        ("a.jsonl", b'{"text": 3}\n', "line 1 is not a JSON object"),
+        ("a.jsonl", b'["text"]\n', "line 1 is not a JSON object"),
+        ("a.jsonl", b'\n{"text": \n', "line 2 is not JSON"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1 holds half a surrogate pair"),
+        ("a.jsonl", b'{"text": ""}\n', "no text in .*a.jsonl"),
+    ],
+)
+def test_unreadable_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(IsolossError, match=message):
+        texts(tmp_path / name)
+
+
+def test_paths_are_checked_before_anything_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(IsolossError, match=r"no text file or folder .*nowhere"):
+        read_documents([tmp_path / "nowhere"])
+    with pytest.raises(IsolossError, match=r"empty holds no .txt or .jsonl file"):
+        read_documents([tmp_path / "empty"])
+    with pytest.raises(IsolossError, match=r"a.txt is named twice"):
+        read_documents([tmp_path, tmp_path / "a.txt"])
+    with pytest.raises(IsolossError, match="at least one file or folder"):
+        read_documents([])
+
+
+def test_datasets_and_other_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = {"text": ["a", " ", "b"], "body": ["c", "d", None], "id": [1, 2, 3]}
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(tmp_path / "saved")
+    name = f"hf:{tmp_path / 'saved'}"
+    (tmp_path / "a.jsonl").write_text('{"body": "x", "text": "y"}\n')
+    (tmp_path / "a.txt").write_text("z")
+    paths = [tmp_path / "a.txt", name, tmp_path / "a.jsonl"]
+    assert list(read_documents(paths))[1:3] == [(f"{name}:0", "a"), (f"{name}:2", "b")]
+    assert texts(*paths) == ["z", "a", "b", "y"]
+    assert [text for _, text in read_documents(paths, max_documents=2)] == ["z", "a"]
+    assert [text for _, text in read_documents([paths[0], paths[2]], column="body")] == ["z", "x"]
+    with pytest.raises(IsolossError, match=r"saved, row 2: the column 'body' holds no text but None"):
+        list(read_documents([name], column="body"))
+    with pytest.raises(IsolossError, match=r"row 0: the column 'id' holds no text but 1"):
+        list(read_documents([name], column="id"))
+    with pytest.raises(IsolossError, match="no split 'test'; it has train"):
+        read_documents([name], split="test")
+    with pytest.raises(IsolossError, match=r"saved is named twice"):
+        read_documents([name, name])
+    with pytest.raises(IsolossError, match="the split 'train' is for datasets"):
+        read_documents([tmp_path / "a.txt"], split="train")
+    with pytest.raises(IsolossError, match="the column 'body' is for JSON lines and datasets"):
+        read_documents([tmp_path / "a.txt"], column="body")
+    with pytest.raises(IsolossError, match="the number of documents is 0; it must be at least 1"):
+        read_documents([tmp_path / "a.txt"], max_documents=0)
+
+
+def test_content_is_that_of_the_text_and_not_of_what_it_is_kept_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "folder").mkdir()
+
+    def content(rows, first=None, *, as_parquet=False, **options):
+        data = datasets.Dataset.from_dict({"text": rows, "other": ["o"] * len(rows)})
+        if as_parquet:
+            data.to_parquet(tmp_path / "folder" / "train.parquet")
+        else:
+            data.save_to_disk(tmp_path / "saved")
+        name = tmp_path / ("folder" if as_parquet else "saved")
+        (source,) = documents.open_sources([f"hf:{name}"], **options)
+        return source.content(first)
+
+    rows = ["ab", "c", "d"]
+    assert content(rows) == content(rows, as_parquet=True) == content(rows, 3) == content(["ab", "", "c", "d"])
+    others = [content(["a", "bc", "d"]), content(rows[::-1]), content(rows, 2), content(rows, column="other")]
+    assert len({content(rows), *others}) == 5

@@ -1,0 +1,245 @@
+"""Labelled texts: every kind of file, named datasets, what is wrong with them, and their encoding token by token."""
+
+import csv
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from isoloss.errors import IsolossError
+from isoloss.text.text_classification import LabelledText, encode_labelled_text, read_labelled_text
+from isoloss.text.tokenizers import load_tokenizer
+
+CLS, SEP, PAD, MASK = 3, 4, 0, 64
+ROWS = [('He said "no', "a, b", "yes"), ("x", '"quoted"', "no"), ("é\u2028y", "z", "yes")]
+WANTED = LabelledText(
+    texts=tuple(row[0] for row in ROWS),
+    pairs=tuple(row[1] for row in ROWS),
+    labels=(1, 0, 1),
+    label_names=("no", "yes"),
+)
+
+
+def records():
+    return [{"one": one, "id": 7, "two": two, "gold": gold} for one, two, gold in ROWS]
+
+
+def write(folder, kind):
+    path = folder / f"dev.{kind}"
+    if kind == "tsv":
+        lines = ["gold\tone\tid\ttwo", *(f"{gold}\t{one}\t7\t{two}" for one, two, gold in ROWS)]
+        path.write_bytes(("\ufeff" + "\r\n".join(lines) + "\r\n").encode())
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([("gold", "one", "two"), *((gold, one, two) for one, two, gold in ROWS)])
+    elif kind == "jsonl":
+        path.write_text("\n\n".join(json.dumps(record) for record in records()) + "\n")
+    else:
+        path.write_text(json.dumps(records() if kind == "json" else dict(enumerate(records()))))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "json"])
+def test_every_kind_of_file_gives_the_same(tmp_path, kind):
+    path = write(tmp_path, kind)
+    assert read_labelled_text(path, text="one", pair="two", label="gold") == WANTED
+    assert read_labelled_text(tmp_path, text="one", pair="two", label="gold", split="dev") == WANTED
+    single = read_labelled_text(path, text="two", label="gold", label_names=("yes", "maybe", "no"))
+    assert (single.texts, single.pairs, single.labels) == (WANTED.pairs, None, (0, 2, 0))
+    assert len(single) == 3
+
+
+def test_json_object_of_objects_is_read_as_a_list_is(tmp_path):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(dict(enumerate(records()))))
+    assert read_labelled_text(tmp_path, text="one", pair="two", label="gold") == WANTED
+
+
+def test_number_labels_are_in_order_of_value(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"t": "x", "label": label}) + "\n" for label in (10, 9, "-1", "b", "a")))
+    data = read_labelled_text(path, text="t")
+    assert data.label_names == ("-1", "9", "10", "a", "b")
+    assert data.labels == (2, 1, 0, 4, 3)
+
+
+def test_named_datasets_know_their_labels(tmp_path):
+    features = datasets.Features(
+        {
+            "one": datasets.Value("string"),
+            "two": datasets.Value("large_string"),
+            "gold": datasets.ClassLabel(names=["yes", "no"]),
+        }
+    )
+    columns = {"one": [row[0] for row in ROWS], "two": [row[1] for row in ROWS], "gold": [0, 1, 0]}
+    splits = {
+        "validation": datasets.Dataset.from_dict(columns, features=features),
+        "test": datasets.Dataset.from_dict({**columns, "gold": [0, 1, -1]}, features=features),
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    name = f"hf:{tmp_path / 'saved'}"
+    data = read_labelled_text(name, text="one", pair="two", label="gold", split="validation")
+    assert (data.texts, data.pairs) == (WANTED.texts, WANTED.pairs)
+    assert (data.labels, data.label_names) == ((0, 1, 0), ("yes", "no"))
+    flipped = read_labelled_text(name, text="one", label="gold", split="validation", label_names=("no", "yes"))
+    assert flipped.labels == (1, 0, 1)
+    with pytest.raises(IsolossError, match=r"saved, row 2: the column 'gold' holds no label"):
+        read_labelled_text(name, text="one", label="gold", split="test")
+    with pytest.raises(IsolossError, match="no split 'train'; it has validation, test"):
+        read_labelled_text(name, text="one", label="gold")
+    with pytest.raises(IsolossError, match="no column 'label'; it has one, two, gold"):
+        read_labelled_text(name, text="one", split="validation")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.tsv", "t\tgold\nx\t1\n", r"a.tsv has no column 'label'; it has t, gold"),
+        ("a.tsv", "", r"a.tsv has no column 't'; it has none"),
+        ("a.tsv", "t\tlabel\n", "has no row with text and label"),
+        ("a.tsv", "t\tlabel\nx\t1\nx\n", "line 3 has 1 fields and not 2"),
+        ("a.tsv", "t\tlabel\nx\t\n", r"line 2: the column 'label' holds no label but ''"),
+        ("a.csv", 't,label\n"x,1\n', "not a readable .csv file"),
+        ("a.csv", "t,label\nx,1,2\n", "line 2 has 3 fields and not 2"),
+        ("a.jsonl", '{"t": "x"}\n', r"line 1 has no column 'label'; it has t"),
+        ("a.jsonl", '{"t": "x", "label": 1}\n{"t": 3, "label": 1}\n', r"line 2: the column 't' holds no text but 3"),
+        ("a.jsonl", '{"t": "\\ud800", "label": 1}\n', r"line 1: the column 't' holds no text"),
+        ("a.jsonl", '{"t": "x", "label": 0.5}\n', r"line 1: the column 'label' holds no label but 0.5"),
+        ("a.jsonl", '{"t": "x", "label": null}\n', r"line 1: the column 'label' holds no label but None"),
+        ("a.jsonl", "[1]\n", "line 1 is no JSON object"),
+        ("a.jsonl", "{\n", "not a readable .jsonl file"),
+        ("a.json", "3", "neither a list of JSON objects nor an object"),
+        ("a.json", '{"k": 3}', "item k is no JSON object"),
+        ("a.txt", "x", "must end in .tsv, .csv, .jsonl, .json"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(IsolossError, match=message):
+        read_labelled_text(tmp_path / name, text="t")
+
+
+def test_bad_names_splits_and_labels(tmp_path):
+    write(tmp_path, "tsv")
+    (tmp_path / "bad.tsv").write_bytes(b"t\tlabel\ncaf\xe9\t1\n")
+    with pytest.raises(IsolossError, match=r"does not have the split 'train'; it has bad, dev"):
+        read_labelled_text(tmp_path, text="one")
+    write(tmp_path, "csv")
+    with pytest.raises(IsolossError, match=r"split 'dev' only once but as dev.csv, dev.tsv"):
+        read_labelled_text(tmp_path, text="one", split="dev")
+    with pytest.raises(IsolossError, match=r"there is no file or folder .*nowhere"):
+        read_labelled_text(tmp_path / "nowhere", text="one")
+    with pytest.raises(IsolossError, match=r"bad.tsv is not UTF-8"):
+        read_labelled_text(tmp_path / "bad.tsv", text="t")
+    with pytest.raises(IsolossError, match=r"dev.tsv, line 2: the label 'yes' is not one of no, maybe"):
+        read_labelled_text(tmp_path / "dev.tsv", text="one", label="gold", label_names=("no", "maybe"))
+    with pytest.raises(IsolossError, match="columns one, one, gold must differ"):
+        read_labelled_text(tmp_path / "dev.tsv", text="one", pair="one", label="gold")
+
+
+# --- encoding
+
+
+def by_hand(tokenizer, first, second, max_length):
+    """Ids and types of one example by the documented rule, a token at a time."""
+    a, b = (tokenizer(text, add_special_tokens=False).input_ids for text in (first, second or ""))
+    shorter = b if len(a) > len(b) else a
+    while len(a) + len(b) + (2 if second is None else 3) > max_length:
+        (shorter if len(a) == len(b) else max(a, b, key=len)).pop()
+    ids, types = [CLS, *a, SEP], [0] * (len(a) + 2)
+    return (ids, types) if second is None else ([*ids, *b, SEP], types + [1] * (len(b) + 1))
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+@pytest.mark.parametrize("max_length", [5, 6, 9, 40])
+def test_encoding_by_hand(vocab, words, is_pair, max_length):
+    tokenizer = load_tokenizer(str(vocab))
+    draw = np.random.default_rng(0)
+    sizes = draw.integers(0, 12, (60, 2))
+    first, second = ([" ".join(draw.choice(words, size)) for size in column] for column in sizes.T)
+    labels = tuple(draw.integers(0, 3, 60).tolist())
+    data = LabelledText(tuple(first), tuple(second) if is_pair else None, labels, ("a", "b", "c"))
+    batch = encode_labelled_text(tokenizer, data, max_length=max_length)
+    seconds = second if is_pair else [None] * 60
+    expected = [by_hand(tokenizer, a, b, max_length) for a, b in zip(first, seconds, strict=True)]
+    longest = max(len(ids) for ids, _ in expected)
+    assert longest == max_length or max_length == 40
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (60, longest), "attention_mask": (60, longest), "token_type_ids": (60, longest), "labels": (60,),
+    }  # fmt: skip
+    assert all(value.dtype == torch.int64 for value in batch.values())
+    assert batch["labels"].tolist() == list(labels)
+    for row, (ids, types) in enumerate(expected):
+        rest = longest - len(ids)
+        assert batch["input_ids"][row].tolist() == ids + [PAD] * rest
+        assert batch["attention_mask"][row].tolist() == [1] * len(ids) + [0] * rest
+        assert batch["token_type_ids"][row].tolist() == types + [0] * rest
+
+
+def test_text_is_text_and_types_follow_the_model(vocab):
+    tokenizer = load_tokenizer(str(vocab))
+    data = LabelledText(("av [MASK] [SEP]",), ("aw",), (0,), ("a",))
+    ids = encode_labelled_text(tokenizer, data, max_length=50)["input_ids"][0].tolist()
+    assert MASK not in ids
+    assert ids.count(SEP) == 2
+    assert "token_type_ids" not in encode_labelled_text(tokenizer, data, max_length=50, token_types=1)
+    assert tokenizer("av [MASK]").input_ids == [CLS, 5, MASK, SEP]  # the tokenizer is as before
+
+
+def test_unfit_tokenizers_and_lengths(vocab):
+    tokenizer = load_tokenizer(str(vocab))
+    one, two = LabelledText(("av",), None, (0,), ("a",)), LabelledText(("av",), ("aw",), (0,), ("a",))
+    for data, least in ((one, 3), (two, 5)):
+        with pytest.raises(IsolossError, match=f"max_length is {least - 1}; .* at least {least}"):
+            encode_labelled_text(tokenizer, data, max_length=least - 1)
+        assert encode_labelled_text(tokenizer, data, max_length=least)["input_ids"].shape == (1, least)
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "av": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    bare = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    with pytest.raises(IsolossError, match="puts nothing between two texts"):
+        encode_labelled_text(bare, two, max_length=9)
+    with pytest.raises(IsolossError, match="no pad token"):
+        encode_labelled_text(bare, one, max_length=9)
+
+
+# --- real data: the row counts are those of the data's own description
+
+
+@pytest.mark.parametrize(
+    ("file", "columns", "counts"),
+    [
+        ("glue-sst2/train.tsv", ("sentence", None), {"0": 29_780, "1": 37_569}),
+        ("glue-sst2/dev.tsv", ("sentence", None), {"0": 428, "1": 444}),
+        ("glue-rte/train.tsv", ("sentence1", "sentence2"), {"entailment": 1249, "not_entailment": 1241}),
+        ("glue-rte/dev.tsv", ("sentence1", "sentence2"), {"entailment": 146, "not_entailment": 131}),
+        ("glue-qnli/dev.tsv", ("question", "sentence"), {"entailment": 2702, "not_entailment": 2761}),
+        ("glue-qnli/train_part_9k.json", ("text_a", "text_b"), {"entailment": 4523, "not_entailment": 4476}),
+        ("glue-qnli/train_part_1k.json", ("text_a", "text_b"), {"entailment": 504, "not_entailment": 496}),
+    ],
+)
+def test_real_glue_rows(shared_data, file, columns, counts):
+    data = read_labelled_text(shared_data / file, text=columns[0], pair=columns[1])
+    found = np.bincount(data.labels).tolist()
+    assert dict(zip(data.label_names, found, strict=True)) == counts
+    assert all(text.strip() for text in data.texts)
+    assert (data.pairs is None) == (columns[1] is None)
+
+
+def test_real_pairs_encode_and_decode(shared_data):
+    tokenizer = load_tokenizer(str(shared_data / "bert-uncased-vocab" / "vocab.txt"))
+    data = read_labelled_text(shared_data / "glue-rte", text="sentence1", pair="sentence2", split="dev")
+    batch = encode_labelled_text(tokenizer, data, max_length=512)
+    assert batch["input_ids"].shape[0] == len(data) == 277
+    for row in (0, 100, 276):
+        present = batch["attention_mask"][row].bool()
+        types = batch["token_type_ids"][row][present]
+        ids = batch["input_ids"][row][present]
+        for kind, text in ((0, data.texts[row]), (1, data.pairs[row])):
+            decoded = tokenizer.decode(ids[types == kind], skip_special_tokens=True)
+            assert decoded.replace(" ", "") == tokenizer.decode(
+                tokenizer(text, add_special_tokens=False).input_ids
+            ).replace(" ", "")

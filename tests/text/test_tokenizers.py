@@ -1,0 +1,176 @@
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, PreTrainedTokenizerFast
+from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
+
+from isoloss.errors import IsolossError
+from isoloss.text.tokenizers import encode, load_tokenizer, serialised, vocabulary
+
+
+def ids(tokenizer, *texts, **options):
+    return [array.tolist() for array in encode(tokenizer, texts, **options)]
+
+
+def word_level(folder, vocab, **special):
+    """A tokenizer of another kind than BERT's: words by white space, no [CLS]."""
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special).save_pretrained(folder)
+    return str(folder)
+
+
+def test_vocabulary_file_gives_a_bert_tokenizer(vocab):
+    tokenizer = load_tokenizer(str(vocab), needs=("mask", "pad"))
+    assert ids(tokenizer, "Av AUu, ÁV", "zz") == [[5, 1, 65, 2, 5], [2]]  # lower-cased, accents off, [UNK] is 2
+    assert ids(tokenizer, "av", add_special_tokens=True) == [[3, 5, 4]]
+    assert (tokenizer.pad_token_id, tokenizer.mask_token_id, len(tokenizer)) == (0, 64, 66)
+
+
+def test_case_follows_the_vocabulary(tmp_path, vocab):
+    cased = tmp_path / "cased.txt"
+    cased.write_text(vocab.read_text() + "Av\r\nÁv\r\n")
+    tokenizer = load_tokenizer(str(cased))
+    assert ids(tokenizer, "av Av Áv AV") == [[5, 66, 67, 2]]
+
+
+def test_real_vocabulary_against_the_python_implementation(shared_data):
+    path = shared_data / "bert-uncased-vocab" / "vocab.txt"
+    tokenizer = load_tokenizer(str(path))
+    assert len(tokenizer) == 30522
+    assert ids(tokenizer, "Hello World, unaffable!") == [[7592, 2088, 1010, 14477, 20961, 3468, 999]]
+    text = (shared_data / "novels" / "Hardy_Madding_1874.txt").read_text(encoding="utf-8-sig")[:60_000]
+    legacy = BertTokenizerLegacy(str(path))
+    assert ids(tokenizer, text) == [legacy.convert_tokens_to_ids(legacy.tokenize(text))]
+
+
+def test_encode_gives_text_whole_and_as_text(vocab, tmp_path, capfd):
+    folder = tmp_path / "short"
+    tokenizer = load_tokenizer(str(vocab))
+    tokenizer.model_max_length = 4
+    tokenizer.save_pretrained(folder)
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    document["padding"] = {
+        "strategy": {"Fixed": 6}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]",
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    loaded = load_tokenizer(str(folder))
+    assert ids(loaded, "av " * 1000, "aw", "") == [[5] * 1000, [6], []]
+    # what a text spells is never a special token, and the tokenizer is as before
+    assert not set(ids(loaded, "av [MASK] [SEP] aw")[0]) & {64, 4}
+    assert loaded("av [MASK]").input_ids == [3, 5, 64, 4]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_encode_agrees_with_the_tokenizer_call_over_many_batches(vocab, words):
+    tokenizer = load_tokenizer(str(vocab))
+    draw = np.random.default_rng(0)
+    texts = [" ".join(draw.choice(words, size)) for size in draw.integers(1, 9, 50)]
+    long = "av" + 700_000 * " "  # a few of them end a batch
+    found = ids(tokenizer, *texts, long, long, long, long, *texts)
+    assert found[:50] == found[54:] == [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    assert found[50:54] == [[5]] * 4
+    assert next(encode(tokenizer, ["av"])).dtype == np.int64
+
+
+def test_folder_round_trip_is_the_same_tokenizer(vocab, tmp_path):
+    tokenizer = load_tokenizer(str(vocab))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(str(tmp_path / "saved"))
+    before = serialised(tokenizer)
+    tokenizer(["av aw", "av"], padding=True, truncation=True, max_length=3)  # leaves its settings in the backend
+    assert serialised(again) == serialised(tokenizer) == before
+    vocab.write_text(vocab.read_text().replace("ax", "xa"))
+    assert serialised(load_tokenizer(str(vocab))) != before
+
+
+def test_vocabulary_lists_tokens_by_id(vocab, tmp_path):
+    assert vocabulary(load_tokenizer(str(vocab))) == tuple(vocab.read_text().split())
+    folder = word_level(tmp_path / "holes", {"<unk>": 0, "a": 1, "b": 4})
+    assert vocabulary(load_tokenizer(folder)) == ("<unk>", "a", "", "", "b")
+
+
+def test_needed_special_tokens_are_named(tmp_path):
+    folder = word_level(tmp_path / "words", {"<unk>": 0, "<pad>": 1, "a": 2}, pad_token="<pad>")
+    assert ids(load_tokenizer(folder, needs=("pad",)), "a b a") == [[2, 0, 2]]
+    with pytest.raises(IsolossError, match="words has no mask token"):
+        load_tokenizer(folder, needs=("pad", "mask"))
+
+
+def test_a_checkpoint_without_vocabulary_has_no_tokenizer(tmp_path):
+    BertConfig().save_pretrained(tmp_path)  # for which transformers makes up one of five special tokens
+    with pytest.raises(IsolossError, match="holds no tokenizer that transformers can load"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_bad_names_and_files(tmp_path, vocab):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(IsolossError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path / "empty"))
+    for spec in (str(tmp_path / "nowhere"), "nowhere.txt", "~/no-such-folder-of-mine", "a/b/c", ""):
+        with pytest.raises(IsolossError, match=r"there is no tokenizer .*hub or a WordPiece vocab.txt"):
+            load_tokenizer(spec)
+    with pytest.raises(IsolossError, match=r"no vocab.txt"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+    broken = tmp_path / "broken.txt"
+    for content, message in [
+        ("\n".join(w for w in vocab.read_text().split() if w not in ("[CLS]", "[MASK]")), r"lacks \[CLS\], \[MASK\]"),
+        (vocab.read_text() + "av\n", "the token 'av' twice"),
+    ]:
+        broken.write_text(content)
+        with pytest.raises(IsolossError, match=message):
+            load_tokenizer(str(broken))
+    broken.write_bytes(b"caf\xe9\n")
+    with pytest.raises(IsolossError, match=r"broken.txt is not UTF-8"):
+        load_tokenizer(str(broken))
+
+
+class NoRepository(BaseHTTPRequestHandler):
+    """A hub that answers and has nothing."""
+
+    def do_GET(self):
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"), [(True, "nor on the Hugging Face hub"), (False, "hub does not answer")]
+)
+def test_hub_names(tmp_path, answers, message):
+    server = HTTPServer(("127.0.0.1", 0), NoRepository)
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    if answers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    else:
+        server.server_close()
+    code = "import sys; from isoloss.text.tokenizers import load_tokenizer; load_tokenizer('someone/something')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if answers:
+        server.shutdown()
+        server.server_close()
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("isoloss.errors.IsolossError: there is no tokenizer someone/something")
+    assert message in last

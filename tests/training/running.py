@@ -1,0 +1,57 @@
+"""What the tests of whole runs share: a small config, a process that gets signals, a run's files."""
+
+import contextlib
+import os
+import resource
+import signal
+
+from toy_language import PairLanguage
+
+from isoloss.languages.config import PCFGConfig
+from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
+
+
+def small(**changes):
+    arguments = {
+        "language": PCFGConfig(),
+        "model": ModelConfig(size="d16"),
+        "optimizer": OptimizerConfig(learning_rate=0.01, warmup_steps=3),
+        "steps": 10,
+        "batch_size": 8,
+        "log_every": 4,
+        "threads": 1,
+        "device": "cpu",
+        **changes,
+    }
+    return TrainConfig(**arguments)
+
+
+class Signalling(PairLanguage):
+    """Sends this process a signal while the batches of some steps are made, each once."""
+
+    def __init__(self, at, number=signal.SIGINT, **arguments):
+        super().__init__(**arguments)
+        self.at, self.number = set(at), number
+
+    def batch(self, step, n, *, seed):
+        if step in self.at:
+            self.at.remove(step)
+            os.kill(os.getpid(), self.number)
+        return super().batch(step, n, seed=seed)
+
+
+def content(run):
+    """Every file that has to be the same, by name."""
+    found = {str(p.relative_to(run.path)): p.read_bytes() for p in sorted(run.path.rglob("*")) if p.is_file()}
+    return {name: data for name, data in found.items() if name not in ("log.jsonl", ".lock", "run.json")}
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes):
+    """Let no file grow beyond this, as a full disk does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,178 @@
+"""The mirrors of metrics.jsonl, read back by the trackers' own readers, and that nothing in them reaches the run."""
+
+import json
+import struct
+
+import pytest
+from running import Signalling, content, small
+from toy_language import PairLanguage
+
+from isoloss.errors import IsolossError
+from isoloss.runs import Run
+from isoloss.training import Interrupted, loggers, train
+
+MIRRORED = ("loss_nats", "learning_rate", "grad_norm")
+
+
+def trained(path, language=None, **changes):
+    run = Run(path)
+    train(run, small(**changes), language or PairLanguage())
+    return run
+
+
+def interrupted_and_resumed(path, name):
+    """Interrupt a run at its 6th step, mirror a line that is trained again, and complete it."""
+    with pytest.raises(Interrupted):
+        trained(path, Signalling({6}), trackers=(name,), log_every=2)
+    return trained(path, trackers=(name,), log_every=2)
+
+
+def expected(run):
+    return {tag: [(line["step"], line[tag]) for line in run.metrics()] for tag in MIRRORED}
+
+
+def check(found, run):
+    """Fail unless each number is there once a step, to float32."""
+    for tag, points in expected(run).items():
+        assert [step for step, _ in found[tag]] == [step for step, _ in points]
+        assert [value for _, value in found[tag]] == pytest.approx([value for _, value in points], rel=1e-6)
+
+
+# --- each tracker
+
+
+def test_tensorboard_has_every_step_once(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = interrupted_and_resumed(tmp_path / "run", "tensorboard")
+    events = reader.EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == sorted(MIRRORED)
+    check({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in MIRRORED}, run)
+    assert len(list((run.path / "tensorboard").iterdir())) == 1
+
+
+def test_trackio_has_every_step_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported, which is only here
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    run = interrupted_and_resumed(tmp_path / "run", "trackio")
+    (record,) = [r for r in SQLiteStorage.get_run_records("isoloss") if r["name"] == loggers.label(run)]
+    logs = SQLiteStorage.get_logs("isoloss", record["name"], run_id=record["id"])
+    check({tag: [(entry["step"], entry[tag]) for entry in logs] for tag in MIRRORED}, run)
+
+
+def test_wandb_offline_has_every_step_once(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = interrupted_and_resumed(tmp_path / "run", "wandb")
+    wandb.teardown()  # what W&B does when a process ends: its service writes what it holds
+    (folder,) = (run.path / "wandb").glob("offline-run-*")
+    (file,) = folder.glob("*.wandb")
+    rows = [{".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row} for row in wandb_rows(file)]
+    check({tag: [(row["_step"], row[tag]) for row in rows] for tag in MIRRORED}, run)
+
+
+def wandb_rows(file):
+    """Yield the items of the history records of a .wandb file: LevelDB's log format in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = file.read_bytes(), 7, b""
+    while at < len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # the whole of a record, or its end
+            record = Record.FromString(parts)
+            parts = b""
+            if record.HasField("history"):
+                yield record.history.item
+
+
+# --- whatever happens, the run is the same
+
+
+class Failing:
+    """Fails to open, at a step, or to close, and prints."""
+
+    def __init__(self, when):
+        self.when, self.calls = when, 0
+
+    def __call__(self, run):
+        print("a banner")
+        self.fail("open")
+        return self
+
+    def log(self, step, values):
+        self.fail(step)
+
+    def close(self):
+        self.fail("close")
+
+    def fail(self, moment):
+        self.calls += 1
+        if moment == self.when:
+            raise RuntimeError(f"no {moment}")
+
+
+@pytest.mark.parametrize(("when", "calls"), [("open", 1), (8, 3), ("close", 5), ("never", 5)])
+def test_a_tracker_that_fails_is_noted_and_changes_nothing(tmp_path, monkeypatch, capsys, caplog, when, calls):
+    tracker = Failing(when)
+    monkeypatch.setitem(loggers.TRACKERS, "json", tracker)  # a package that is installed
+    run = trained(tmp_path / "mirrored", trackers=("json",))
+    assert content(run) == content(trained(tmp_path / "alone"))
+    assert tracker.calls == calls  # opened, 3 lines and closed, unless it failed before
+    events = [json.loads(line) for line in (run.path / "log.jsonl").read_text().splitlines()]
+    failed = [event for event in events if event["event"] == "tracker failed"]
+    if when == "never":
+        assert not failed
+        assert not caplog.records
+    else:
+        assert failed == [{"event": "tracker failed", "tracker": "json", "error": f"RuntimeError: no {when}"}]
+        assert [r.getMessage() for r in caplog.records] == [
+            f"the tracker json failed and is left out from here on: no {when}"
+        ]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_tracker_is_closed_when_training_ends_by_an_error(tmp_path, monkeypatch):
+    tracker = Failing("never")
+    monkeypatch.setitem(loggers.TRACKERS, "json", tracker)
+    with pytest.raises(Interrupted):
+        trained(tmp_path / "run", Signalling({5}), trackers=("json",))
+    assert tracker.calls == 3  # opened, one line, closed
+
+
+def test_only_numbers_are_mirrored():
+    line = {"step": 3, "loss_nats": 1.5, "grad_norm": None, "name": "x", "count": 2}
+    assert loggers._numbers(line) == (3, {"loss_nats": 1.5, "count": 2})
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("mlflow",), "no tracker 'mlflow'; the trackers are tensorboard, trackio, wandb"),
+        (("tensorboard", "tensorboard"), "the tracker tensorboard is named twice"),
+    ],
+)
+def test_bad_names_are_refused(tmp_path, monkeypatch, names, message):
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: json.__spec__)
+    with pytest.raises(IsolossError, match=message):
+        trained(tmp_path / "run", trackers=names)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    (tmp_path / "nowhere_package").mkdir()  # a folder of the name is no package
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("nowhere_package", "nowhere_at_all"):
+        monkeypatch.setitem(loggers.TRACKERS, name, Failing("never"))
+        with pytest.raises(IsolossError, match=rf"needs the package {name}: pip install 'isoloss\[{name}\]'"):
+            trained(tmp_path / "run", trackers=(name,))
+    assert not (tmp_path / "run").exists()
