@@ -56,9 +56,11 @@ def parse(cls: type[T], verb: str, arguments: Sequence[str], *, examples: Iterab
     """
     import tyro
 
+    from isoloss.cli.options import without_none
+
     lines = "\n".join(f"  {command}\n      {text}" for command, text in examples)
-    return tyro.cli(
-        cls,
+    values: Any = tyro.cli(
+        without_none(cls),
         prog=f"isoloss {verb}",
         args=read(cls, verb, arguments),
         description=f"{inspect.cleandoc(cls.__doc__ or '')}\n\nexamples:\n{lines}",
@@ -69,6 +71,7 @@ def parse(cls: type[T], verb: str, arguments: Sequence[str], *, examples: Iterab
             tyro.conf.PositionalMetavarFromFieldName,
         ),
     )
+    return cls(**vars(values))
 
 
 def use_threads(threads: int) -> None:
