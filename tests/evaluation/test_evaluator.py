@@ -14,7 +14,6 @@ from isoloss.evaluation.config import EvalConfig
 from isoloss.evaluation.evaluator import Evaluator, pending, settings_of
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.compare import compare as compare_traces
-from isoloss.languages import make
 from isoloss.languages.config import PRESETS, CorpusConfig
 from isoloss.loading import load
 from isoloss.models.expansion import embed
@@ -47,7 +46,7 @@ MEASURES = ("loss", "trace", "probe-prefix-4", "lookup-prefix-4")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     run = Run(tmp_path_factory.mktemp("runs") / "run")
-    train(run, CONFIG, make(CONFIG.language))
+    train(run, CONFIG, CONFIG.language.build())
     evaluator = Evaluator(run, SETTINGS)
     for step, measure in pending(run, MEASURES, [30, 60], SETTINGS):
         evaluator.evaluate(measure, step)
@@ -61,7 +60,7 @@ def models(run):
 
 @pytest.fixture(scope="module")
 def language():
-    return make(CONFIG.language)
+    return CONFIG.language.build()
 
 
 def moved(run, measure, key):
@@ -185,7 +184,7 @@ def test_held_out_sequences_of_a_text_are_paired_too(tmp_path, monkeypatch, voca
     monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
     text = CorpusConfig(paths=(str(tmp_path / "text.jsonl"),), tokenizer=str(vocab), length=8, held_out=0.2)
     config = dataclasses.replace(CONFIG, language=text, objective=ObjectiveConfig(masking="fraction"))
-    run, language = Run(tmp_path / "run"), make(text)
+    run, language = Run(tmp_path / "run"), text.build()
     train(run, config, language)
     for step in (30, 60):
         Evaluator(run, SETTINGS).evaluate("loss", step)

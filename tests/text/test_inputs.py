@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from isoloss.errors import IsolossError
-from isoloss.languages import make, resolve
+from isoloss.languages import resolve
 from isoloss.languages.config import CorpusConfig, PCFGConfig
 from isoloss.lstm import LSTMConfig
 from isoloss.run_config import ObjectiveConfig, TrainConfig
@@ -299,7 +299,7 @@ def test_inputs_of_a_grammar(save):
     config = TrainConfig(language=PCFGConfig(levels=2, stop_probability=0.3), objective=HALF)
     inputs = language_inputs(config, num_inputs=50, seed=1, batch_size=20)
     assert [len(batch["labels"]) for batch in inputs.batches] == [20, 20, 10]
-    found, language = whole(inputs), make(config.language)
+    found, language = whole(inputs), config.language.build()
     predicted = found["labels"] != -100
     assert (inputs.num_sequences, inputs.num_predicted) == (50, int(predicted.sum()))
     assert (found["input_ids"] == language.mask_id).equal(predicted)
@@ -317,7 +317,7 @@ def test_inputs_of_a_corpus_are_held_out(text, vocab, monkeypatch, tmp_path):
     monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
     language = resolve(str(text), tokenizer=str(vocab), length=8)
     assert isinstance(language, CorpusConfig)
-    corpus = make(language)
+    corpus = language.build()
     inputs = language_inputs(TrainConfig(language=language), num_inputs=1000, seed=0)
     found = whole(inputs)
     assert torch.where(found["labels"] == -100, found["input_ids"], found["labels"]).equal(corpus.held_out().tokens)

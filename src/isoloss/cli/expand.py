@@ -150,7 +150,8 @@ def _checkpoint(model: str) -> str:
 
 
 def _inputs(args: Args, name: str, loaded: Loaded) -> Inputs:
-    from isoloss.text.inputs import language_inputs, read_inputs
+    from isoloss.evaluation.inputs import language_inputs
+    from isoloss.text.inputs import read_inputs
 
     if args.data is not None:
         return read_inputs(

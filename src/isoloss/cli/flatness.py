@@ -423,7 +423,8 @@ def _inputs(args: Args, name: str, kind: Kind, config: Any) -> Inputs:
 
 
 def _in_order(args: Args, name: str, kind: Kind, config: Any) -> Inputs:
-    from isoloss.text import inputs
+    from isoloss.evaluation.inputs import language_inputs
+    from isoloss.text.inputs import read_inputs
 
     if args.data is None:
         config_of_run = _run_config(name)
@@ -432,10 +433,10 @@ def _in_order(args: Args, name: str, kind: Kind, config: Any) -> Inputs:
                 f"{name} is measured on its run's language, masked as in its training: leave out "
                 f"{', '.join(unused)}, or add --data"
             )
-        return inputs.language_inputs(config_of_run, num_inputs=args.num_inputs, seed=args.seed)
+        return language_inputs(config_of_run, num_inputs=args.num_inputs, seed=args.seed)
     if kind == "causal" and (unused := _given(args, FOR_MASKED)):
         raise IsolossError(f"{name} predicts next tokens and has none hidden: leave out {', '.join(unused)}")
-    return inputs.read_inputs(
+    return read_inputs(
         args.data,
         checkpoint=name,
         tokenizer=args.tokenizer,

@@ -88,12 +88,11 @@ class Evaluator:
     """
 
     def __init__(self, run: Run, settings: EvalConfig, *, device: str = "cpu") -> None:
-        from isoloss import languages
         from isoloss.loading import resolve_device
 
         self.run, self.settings, self.config = run, settings, run.config
         self.device: torch.device = resolve_device(device)
-        self.language: Language = languages.make(self.config.language)
+        self.language: Language = self.config.language.build()
         self._loaded: tuple[int, PreTrainedModel] | None = None
 
     def evaluate(self, measure: str, step: int, *, progress: Callable[[int], None] | None = None) -> Evaluation:
@@ -108,9 +107,8 @@ class Evaluator:
     def why_no_loss(self) -> str | None:
         """Return why the loss of this run cannot be measured, or None where it can; takes next to no time."""
         from isoloss.evaluation import loss
-        from isoloss.text.corpus import Corpus
 
-        return None if isinstance(self.language, Corpus) else loss.why_no_truth(self.language, **self._truth_settings)
+        return None if self.language.num_held_out else loss.why_no_truth(self.language, **self._truth_settings)
 
     def measure(
         self, measure: str, step: int, *, progress: Callable[[int], None] | None = None
@@ -152,10 +150,9 @@ class Evaluator:
 
     def _loss(self, step: int) -> tuple[dict[str, Estimate], Arrays, str]:
         from isoloss.evaluation import loss
-        from isoloss.text.corpus import Corpus
 
         settings, objective = self.settings, self.config.objective
-        if isinstance(self.language, Corpus):
+        if self.language.num_held_out:
             chosen: dict[str, Any] = {"num_sequences": settings.loss_sentences, "seed": settings.seed}
             values = loss.held_out_values(self._model(step), self.language, objective=objective, **chosen)
             found = loss.held_out_loss(self._model(step), self.language, objective=objective, values=values, **chosen)
@@ -241,7 +238,7 @@ class Evaluator:
 
     @functools.cached_property
     def _trace_batches(self) -> list[Batch]:
-        from isoloss.text.inputs import language_inputs
+        from isoloss.evaluation.inputs import language_inputs
 
         settings = self.settings
         return language_inputs(self.config, num_inputs=settings.trace_sentences, seed=settings.seed).batches
@@ -250,9 +247,8 @@ class Evaluator:
     def _task(self, name: str) -> TaskData:
         from isoloss.transfer.tasks import make_task
 
-        language: Any = self.language  # make_task refuses one that has no tasks
         return make_task(
-            language,
+            self.language,
             name,
             num_train=self.settings.probe_train,
             num_test=self.settings.probe_test,

@@ -9,15 +9,15 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.api import ExactLanguage, Language, Sentences
-from isoloss.languages.parallel import spread
+from isoloss.languages.api import Language, Sentences
+from isoloss.languages.parallel import run_in_threads
 from isoloss.model_checks import device_of, refuse_dropout
 from isoloss.models.make import predicted_logits
 from isoloss.run_config import ObjectiveConfig
@@ -56,7 +56,7 @@ class Truth:
         kept: All that `log_conditionals` returns, where it has at most 512 MiB; else None.
     """
 
-    language: ExactLanguage
+    language: Language
     batch: Batch
     entropy: torch.Tensor
     counts: torch.Tensor
@@ -96,14 +96,14 @@ def why_no_truth(language: Language, *, num_sentences: int, objective: Objective
         objective: As for `truth`.
         seed: As for `truth`.
     """
-    if not isinstance(language, ExactLanguage):
+    if not language.is_exact:
         return f"{type(language).__name__} has no exact conditionals: measure its held-out loss instead"
     if objective.kind == "causal":
         return (
             f"{type(language).__name__} gives exact conditionals of hidden tokens, not of next ones: the exact loss is "
             "that of the masked objective, and a causal model's trace can be measured"
         )
-    most = getattr(language, "most_unknown", language.max_length)
+    most = language.max_masked
     if objective.masking == "fraction" and most < language.max_length:
         # such a language's sentences are all of one length, without special tokens: masks do not depend on their tokens
         shape = (num_sentences, language.max_length)
@@ -140,7 +140,6 @@ def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig,
         raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * _SUBSETS}")
     if reason := why_no_truth(language, num_sentences=num_sentences, objective=objective, seed=seed):
         raise IsolossError(reason)
-    assert isinstance(language, ExactLanguage)
     tokens, lengths = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))[:2]
     sentences = Sentences(tokens.cpu(), lengths.cpu())
     batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
@@ -158,7 +157,7 @@ def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig,
             rows = log_p[first : first + _ROWS]
             entropy[first : first + _ROWS] = (_probabilities(rows) * -rows).sum(dim=1)
 
-        spread(compute, ((first,) for first in range(0, total, _ROWS)), kept.device)
+        run_in_threads(compute, ((first,) for first in range(0, total, _ROWS)), kept.device)
     else:
         _fill(entropy, language.conditional_entropy, batch, objective)
     return Truth(
@@ -316,17 +315,9 @@ def paired_difference(a: torch.Tensor, b: torch.Tensor, *, predicted: torch.Tens
 # --- corpora ---------------------------------------------------------------------------------------------------------
 
 
-class HeldOutLanguage(Language, Protocol):
-    """A language with text that training never sees."""
-
-    def held_out(self, n: int) -> Sentences:
-        """Return `n` held-out sentences, or all of them where there are fewer."""
-        ...
-
-
 def held_out_values(
     model: nn.Module,
-    language: HeldOutLanguage,
+    language: Language,
     *,
     num_sequences: int,
     objective: ObjectiveConfig,
@@ -372,7 +363,7 @@ def held_out_values(
 
 def held_out_loss(
     model: nn.Module,
-    language: HeldOutLanguage,
+    language: Language,
     *,
     num_sequences: int,
     objective: ObjectiveConfig,
