@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import isoloss
-from isoloss.cli.main import VERBS
+from isoloss.cli.main import SUBCOMMANDS
 
 project = "isoloss"
 author = "the isoloss developers"
@@ -34,15 +34,19 @@ GENERATED = HERE / "_generated"
 
 
 def write_cli_reference() -> None:
-    """Write each verb's own help."""
+    """Write each subcommand's own help."""
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
 
     def help_of(*words: str) -> str:
         command = [sys.executable, "-m", "isoloss", *words, "--help"]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.rstrip()
 
-    parts = ["# Command line", "What `isoloss VERB --help` prints, for every verb.", f"```text\n{help_of()}\n```"]
-    parts += [f"## isoloss {verb}\n\n```text\n{help_of(verb)}\n```" for verb in VERBS]
+    parts = [
+        "# Command line",
+        "What `isoloss SUBCOMMAND --help` prints, for every subcommand.",
+        f"```text\n{help_of()}\n```",
+    ]
+    parts += [f"## isoloss {subcommand}\n\n```text\n{help_of(subcommand)}\n```" for subcommand in SUBCOMMANDS]
     (GENERATED / "cli.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 

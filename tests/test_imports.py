@@ -78,16 +78,16 @@ def test_what_must_be_instant_loads_no_torch_and_takes_under_half_a_second(code)
 
 
 @pytest.mark.parametrize(
-    "verb",
+    "subcommand",
     [
         *("ls", "sample", "text", "tokenizer", "train", "eval"),
         *("flatness", "expand", "transfer", "show", "study", "theory", "doctor"),
     ],
 )
-def test_help_of_a_verb_loads_no_torch(verb):
+def test_help_of_a_subcommand_loads_no_torch(subcommand):
     probe = (
         "import sys\nfrom isoloss.cli.main import main\n"
-        f"try: main([{verb!r}, '--help'])\n"
+        f"try: main([{subcommand!r}, '--help'])\n"
         "except SystemExit as end: assert end.code == 0\n"
         "assert 'torch' not in sys.modules"
     )

@@ -1,4 +1,4 @@
-"""What a verb answers: one JSON document, or one sentence for bad input."""
+"""What a subcommand answers: one JSON document, or one sentence for bad input."""
 
 import json
 
@@ -6,7 +6,7 @@ from isoloss.cli.main import main
 
 
 def as_json(capsys, *words):
-    """What a verb prints with --json; stdout must be that one document."""
+    """What a subcommand prints with --json; stdout must be that one document."""
     capsys.readouterr()
     assert main([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)

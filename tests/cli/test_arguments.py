@@ -12,10 +12,14 @@ from speaking import refusal
 
 from isoloss.cli import common
 from isoloss.cli.arguments import ALSO_CALLED, _arguments, read
-from isoloss.cli.main import VERBS, main
+from isoloss.cli.main import SUBCOMMANDS, main
 from isoloss.errors import IsolossError
 
-COMMANDS = {verb: importlib.import_module(f"isoloss.cli.{verb}").Args for verb in VERBS if verb != "theory"}
+COMMANDS = {
+    subcommand: importlib.import_module(f"isoloss.cli.{subcommand}").Args
+    for subcommand in SUBCOMMANDS
+    if subcommand != "theory"
+}
 COMMANDS |= {
     name: getattr(importlib.import_module("isoloss.cli.theory"), name)
     for name in ("BartlettArgs", "FlowArgs", "BracketsArgs")
@@ -138,7 +142,7 @@ def test_the_commands_of_every_day(capsys, tmp_path):
     assert "did you mean --weight-decay?" in refusal(capsys, *train, "--wd", "0", alone=True)
     assert "float32, bfloat16 or float64" in refusal(capsys, "flatness", "x", "--dtype", "fp16", alone=True)
     assert main(["trian"]) == 2
-    assert "no verb 'trian'; did you mean train?" in capsys.readouterr().err
+    assert "no subcommand 'trian'; did you mean train?" in capsys.readouterr().err
     assert main([*map(str, train), "--steps", "1e4", "--print-config"]) == 0
     assert "steps = 10000\n" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()

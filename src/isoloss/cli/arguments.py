@@ -62,13 +62,13 @@ class _Argument:
         return [_value(self.name, word, kind) for word, kind in zip(words, kinds, strict=True)]
 
 
-def read(cls: type, verb: str, arguments: Sequence[str]) -> list[str]:
+def read(cls: type, subcommand: str, arguments: Sequence[str]) -> list[str]:
     """Return the arguments with whole numbers written out, so that all that is left for tyro is to fill in `cls`.
 
     Args:
-        cls: The dataclass of the verb's arguments.
-        verb: What the arguments are of.
-        arguments: The words after the verb.
+        cls: The dataclass of the subcommand's arguments.
+        subcommand: What the arguments are of.
+        arguments: The words after the subcommand.
 
     Raises:
         IsolossError: An option that `cls` does not have, a value that is none of the choices or no number, a missing
@@ -100,7 +100,9 @@ def read(cls: type, verb: str, arguments: Sequence[str]) -> list[str]:
             continue
         name = word.replace("_", "-")
         if name not in options:
-            raise IsolossError(f"there is no option {word}{_meant(name, options)} isoloss {verb} --help lists all")
+            raise IsolossError(
+                f"there is no option {word}{_meant(name, options)} isoloss {subcommand} --help lists all"
+            )
         option = options[name]
         values: list[str] = []
         while position < len(words) and not _is_option(words[position]):
@@ -109,10 +111,10 @@ def read(cls: type, verb: str, arguments: Sequence[str]) -> list[str]:
             values.append(words[position])
             position += 1
         given[name] = option.read(values)
-    fixed = [value for argument, own in _placed(places, free, verb) for value in argument.read(own)]
+    fixed = [value for argument, own in _placed(places, free, subcommand) for value in argument.read(own)]
     missing = [name for name, option in options.items() if option.is_required and name not in given]
     if missing:
-        raise IsolossError(f"{missing[0]} is required: see isoloss {verb} --help")
+        raise IsolossError(f"{missing[0]} is required: see isoloss {subcommand} --help")
     # words by their place first: an option of many values would take them for its own
     return [*fixed, *(word for name, own in given.items() for word in (name, *own))]
 
@@ -171,19 +173,19 @@ def _meant(name: str, options: dict[str, _Argument]) -> str:
     return f"; did you mean {other}?" if other in options else did_you_mean(name, options) or ":"
 
 
-def _placed(places: list[_Argument], free: list[str], verb: str) -> Iterator[tuple[_Argument, list[str]]]:
+def _placed(places: list[_Argument], free: list[str], subcommand: str) -> Iterator[tuple[_Argument, list[str]]]:
     """Yield each argument by its place with its words."""
     left = list(free)
     for argument in places:
         count = len(left) if argument.is_many else 1
         if not left and not argument.is_many:
             if argument.is_required:
-                raise IsolossError(f"{argument.name} is required: see isoloss {verb} --help")
+                raise IsolossError(f"{argument.name} is required: see isoloss {subcommand} --help")
             continue
         yield argument, left[:count]
         left = left[count:]
     if left:
-        raise IsolossError(f"unexpected argument {left[0]}: see isoloss {verb} --help")
+        raise IsolossError(f"unexpected argument {left[0]}: see isoloss {subcommand} --help")
 
 
 def _value(name: str, word: str, kind: Any) -> str:

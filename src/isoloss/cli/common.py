@@ -1,4 +1,4 @@
-"""What all verbs share: arguments from a dataclass, one JSON document or readable text, and progress on stderr."""
+"""What subcommands share: arguments from a dataclass, one JSON document or readable text, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -42,25 +42,27 @@ GAP = 2  # columns between those of a table
 LINE_EVERY_SECONDS = 30.0  # how often progress writes a line where there is no terminal
 
 
-def parse(cls: type[T], verb: str, arguments: Sequence[str], *, examples: Iterable[tuple[str, str]]) -> T:
+def parse(cls: type[T], subcommand: str, arguments: Sequence[str], *, examples: Iterable[tuple[str, str]]) -> T:
     """Return `cls` filled from the command line; `--help` opens with the examples.
 
     Args:
-        cls: A dataclass whose docstring says what the verb does and whose field docs are the help.
-        verb: E.g. `train`, `study run`.
-        arguments: What follows the verb.
+        cls: A dataclass whose docstring says what the subcommand does and whose field docs are the help.
+        subcommand: E.g. `train`, `study run`.
+        arguments: What follows the subcommand.
         examples: Pairs of a command and what it does.
 
     Raises:
-        IsolossError: The command line is not one of the verb's.
+        IsolossError: The command line is not one of the subcommand's.
     """
     import tyro
 
+    from isoloss.cli.options import without_none
+
     lines = "\n".join(f"  {command}\n      {text}" for command, text in examples)
-    return tyro.cli(
-        cls,
-        prog=f"isoloss {verb}",
-        args=read(cls, verb, arguments),
+    values: Any = tyro.cli(
+        without_none(cls),
+        prog=f"isoloss {subcommand}",
+        args=read(cls, subcommand, arguments),
         description=f"{inspect.cleandoc(cls.__doc__ or '')}\n\nexamples:\n{lines}",
         config=(
             tyro.conf.FlagCreatePairsOff,
@@ -69,6 +71,7 @@ def parse(cls: type[T], verb: str, arguments: Sequence[str], *, examples: Iterab
             tyro.conf.PositionalMetavarFromFieldName,
         ),
     )
+    return cls(**vars(values))
 
 
 def use_threads(threads: int) -> None:
@@ -99,7 +102,7 @@ def save_figure(file: Path, figure: Figure) -> None:
 
 
 def emit_json(document: Any) -> None:
-    """Print the one JSON document of a verb on stdout; where stdout is not UTF-8, other characters are escaped."""
+    """Print the one JSON document of a subcommand on stdout; characters are escaped where stdout is not UTF-8."""
     is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
     print(json.dumps(document, indent=1, allow_nan=False, ensure_ascii=not is_utf8))
 

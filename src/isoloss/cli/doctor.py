@@ -31,7 +31,7 @@ class Args:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the subcommand."""
     args = common.parse(Args, "doctor", arguments, examples=EXAMPLES)
     document = _findings()
     if args.json:

@@ -45,7 +45,7 @@ class Args:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the subcommand."""
     args = common.parse(Args, "ls", arguments, examples=EXAMPLES)
     lists: dict[str, Callable[[], list[Row]]] = {
         "languages": _languages,

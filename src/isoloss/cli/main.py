@@ -1,4 +1,4 @@
-"""`isoloss VERB ...`: finds the verb, runs it, and turns what goes wrong into one line and an exit status."""
+"""`isoloss SUBCOMMAND ...`: runs the subcommand, and turns what goes wrong into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from isoloss import interrupts
 from isoloss.errors import IsolossError, IsolossWarning, did_you_mean
 
-VERBS = {
+SUBCOMMANDS = {
     "ls": "list languages, model sizes, tasks, measures, studies and runs",
     "sample": "draw sentences from a language, with their exact probabilities",
     "text": "write a small sample text, Python's language reference, to files",
@@ -41,10 +41,10 @@ examples:
   isoloss train runs/first --language pcfg-laptop    pre-train; Ctrl-C and the same command resume
   isoloss study run same-loss --scale laptop         the whole study, ending with a report
 
-usage: isoloss VERB [...]        isoloss VERB --help tells more
+usage: isoloss SUBCOMMAND [...]        isoloss SUBCOMMAND --help tells more
 
-verbs:
-{verbs}
+subcommands:
+{subcommands}
 
 options:
   --help, -h    this text
@@ -59,39 +59,40 @@ def main(arguments: list[str]) -> int:
     """
     interrupts.clear()
     if not arguments or arguments[0] in ("--help", "-h", "help"):
-        print(HELP.format(verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items())))
+        print(HELP.format(subcommands="\n".join(f"  {name:<10} {text}" for name, text in SUBCOMMANDS.items())))
         return 0
-    verb, *rest = arguments
-    if verb == "--version":
+    subcommand, *rest = arguments
+    if subcommand == "--version":
         from isoloss import __version__
 
         print(f"isoloss {__version__}")
         return 0
-    if verb not in VERBS:
+    if subcommand not in SUBCOMMANDS:
         print(
-            f"isoloss: no verb {verb!r}{did_you_mean(verb, VERBS) or ';'} the verbs are {', '.join(VERBS)}",
+            f"isoloss: no subcommand {subcommand!r}{did_you_mean(subcommand, SUBCOMMANDS) or ';'} "
+            f"the subcommands are {', '.join(SUBCOMMANDS)}",
             file=sys.stderr,
         )
         return 2
     try:
-        with _warnings_as_lines(verb):
-            return int(importlib.import_module(f"isoloss.cli.{verb}").main(rest))
+        with _warnings_as_lines(subcommand):
+            return int(importlib.import_module(f"isoloss.cli.{subcommand}").main(rest))
     except IsolossError as error:
-        print(f"isoloss {verb}: {error}", file=sys.stderr)
+        print(f"isoloss {subcommand}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"isoloss {verb}: interrupted", file=sys.stderr)
+        print(f"isoloss {subcommand}: interrupted", file=sys.stderr)
         return interrupts.status()
     except BrokenPipeError:
         raise  # for `entry`
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"isoloss {verb}: {where}{error.strerror or error}", file=sys.stderr)
+        print(f"isoloss {subcommand}: {where}{error.strerror or error}", file=sys.stderr)
         return 2
 
 
 @contextmanager
-def _warnings_as_lines(verb: str) -> Iterator[None]:
+def _warnings_as_lines(subcommand: str) -> Iterator[None]:
     """Print an `IsolossWarning` as one line, without the place in the code, and each only once."""
     said: set[str] = set()
 
@@ -100,7 +101,7 @@ def _warnings_as_lines(verb: str) -> Iterator[None]:
             as_before(message, category, *place, **options)
         elif str(message) not in said:
             said.add(str(message))
-            print(f"isoloss {verb}: warning: {message}", file=sys.stderr, flush=True)
+            print(f"isoloss {subcommand}: warning: {message}", file=sys.stderr, flush=True)
 
     with warnings.catch_warnings():
         as_before = warnings.showwarning

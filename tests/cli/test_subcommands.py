@@ -14,7 +14,7 @@ import torch
 from speaking import as_json, refusal
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from isoloss.cli.main import VERBS, main
+from isoloss.cli.main import SUBCOMMANDS, main
 from isoloss.flatness import fisher_trace
 from isoloss.languages import make
 from isoloss.languages.config import PRESETS
@@ -184,7 +184,7 @@ def test_plain_output_names_units_and_errors(capsys, run):
 def test_a_verb_that_is_none(capsys):
     assert main(["measure"]) == 2
     message = capsys.readouterr().err
-    assert all(verb in message for verb in VERBS)
+    assert all(subcommand in message for subcommand in SUBCOMMANDS)
 
 
 def test_a_language_that_is_none(capsys):
@@ -298,10 +298,10 @@ def test_a_run_that_is_taken_for_a_study(capsys, run, action):
     assert message.endswith(f"{run} is a run, not a study: isoloss show {run} says what it holds")
 
 
-@pytest.mark.parametrize("verb", ["show", "eval"])
-def test_a_study_that_is_taken_for_a_run(capsys, tmp_path, verb):
+@pytest.mark.parametrize("subcommand", ["show", "eval"])
+def test_a_study_that_is_taken_for_a_run(capsys, tmp_path, subcommand):
     STUDY.prepare(tmp_path, "smoke")
-    message = refusal(capsys, verb, tmp_path, alone=True)
+    message = refusal(capsys, subcommand, tmp_path, alone=True)
     status = f"isoloss study status same-loss --scale smoke --folder {tmp_path}"
     assert message.endswith(f"{tmp_path} holds a study, not a run: {status} says how far it is")
     assert main(status.split()[1:]) == 0
