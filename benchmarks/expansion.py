@@ -13,7 +13,7 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.files import write_text
 from isoloss.models import bert, bert_pre_ln
-from isoloss.models.expansion import Scale, check_fits, embed
+from isoloss.models.expansion import Scale, check_fits, expand
 from isoloss.models.sizes import SIZES, num_parameters
 from isoloss.paper.theory.expansion import differences
 from isoloss.run_config import ModelConfig
@@ -66,7 +66,7 @@ def measured(architecture: str, small: Any, size: str, *, scale: Scale) -> list[
     cells = []
     for dtype in (torch.float32, torch.float64):
         small = small.to(dtype)
-        found = differences(small, embed(small, SIZES[size], scale=scale), [batch])
+        found = differences(small, expand(small, SIZES[size], scale=scale), [batch])
         cells += [f"{found.logits:.1e}", f"{found.hidden:.1e}"]
         gc.collect()
     return cells
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def fits(small: str, large: str) -> bool:
-    """Return whether the one size can be embedded in the other."""
+    """Return whether the one size can be expanded to the other."""
     try:
         check_fits(SIZES[small], SIZES[large])
     except IsolossError:

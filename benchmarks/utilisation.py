@@ -28,8 +28,8 @@ from isoloss.models.make import make_model
 from isoloss.models.sizes import num_parameters, shape
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.text.masking import Batch
+from isoloss.training.algorithms.base import TrainingAlgorithm, TrainingContext
 from isoloss.training.objectives import prediction_loss, training_batch
-from isoloss.training.steps import GradientStep
 
 RESULTS = Path(__file__).parent / "results"
 LANGUAGE = PRESETS["hmm-paper"][0]
@@ -70,7 +70,8 @@ def measure(size: str, batch_size: int, micro_batch: int, options: argparse.Name
     )
     model: Any = make_model(config.model, language, seed=0).to(device)
     loss = partial(prediction_loss, model, causal=False, precision=options.precision)
-    rule = GradientStep(model, config.optimizer, total=1000, micro_batch=micro_batch)
+    context = TrainingContext(optimizer=config.optimizer, total_steps=1000, micro_batch=micro_batch)
+    rule = TrainingAlgorithm(model, context)
     batches = [training_batch(language, config, number, device).inputs for number in range(1, 4)]
     few = {name: tensor[:8] for name, tensor in batches[0].items()}
     model_flops = whole_flops(model, few) * batch_size // 8

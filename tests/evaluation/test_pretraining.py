@@ -10,8 +10,8 @@ from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.evaluation.config import EvalConfig
 from isoloss.evaluation.evaluator import Evaluator
-from isoloss.evaluation.pretraining import Monitor, pretrain, task_examples
-from isoloss.languages.config import LAPTOP_PCFG, BracketsConfig
+from isoloss.evaluation.pretraining import Monitor, pretrain
+from isoloss.languages.config import LAPTOP_PCFG
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.training.algorithms.config import AdversarialConfig
@@ -32,9 +32,7 @@ CONFIG = TrainConfig(
 
 
 def trained(path, config):
-    run = Run(path)
-    pretrain(run, config, languages.make(config.language))
-    return run
+    return pretrain(path, config)
 
 
 def content(run):
@@ -84,9 +82,9 @@ def test_a_measured_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
 
         monkeypatch.setattr(type(language), "batch", lambda _self, *a, made=batch, **k: made(*a, **k))
         with pytest.raises(ZeroDivisionError):
-            pretrain(stopped, CONFIG, language)
+            pretrain(stopped, CONFIG, language=language)
         monkeypatch.undo()
-    pretrain(stopped, CONFIG, language)
+    pretrain(stopped, CONFIG, language=language)
     assert content(stopped) == content(whole)
 
 
@@ -108,18 +106,26 @@ def test_a_causal_model_and_one_of_text_are_measured(tmp_path, monkeypatch, voca
 
 
 def test_the_adversary_gets_the_training_set_of_its_task(tmp_path):
-    rule = AdversarialConfig(task="prefix-4", head_examples=16, loss_examples=16, task_examples=100)
-    language = languages.make(LAPTOP_PCFG)
-    examples = task_examples(language, rule, seed=3)
-    assert len(examples.labels) == 100
-    assert int(examples.labels.max()) < examples.num_classes
-    run = trained(tmp_path, dataclasses.replace(CONFIG, rule=rule))
+    adversarial = AdversarialConfig(task="prefix-4", head_examples=16, loss_examples=16, task_examples=100)
+    config = dataclasses.replace(CONFIG, algorithm=adversarial)
+    run = trained(tmp_path / "run", config)
     assert json.loads((run.path / "metrics.jsonl").read_text().splitlines()[0])["adversary_loss"] > 0
-    pretrain(run, run.config, language)  # complete: nothing is drawn or measured
     with pytest.raises(IsolossError, match="no task 'prefix-99'"):
-        task_examples(language, dataclasses.replace(rule, task="prefix-99"), seed=0)
-    with pytest.raises(IsolossError, match="this run's language is neither"):
-        task_examples(languages.make(BracketsConfig(length=4)), rule, seed=0)
+        trained(
+            tmp_path / "other",
+            dataclasses.replace(config, algorithm=dataclasses.replace(adversarial, task="prefix-99")),
+        )
+    assert not (tmp_path / "other" / "run.json").exists()
+
+
+def test_a_complete_run_is_returned_as_it_is(tmp_path, monkeypatch):
+    run = trained(tmp_path / "run", CONFIG)
+    before = content(run)
+    monkeypatch.setattr(languages, "make", None)  # nothing is made, drawn or measured
+    assert pretrain(run, CONFIG) == run
+    assert content(run) == before
+    with pytest.raises(IsolossError, match=r"holds a run of another config .*steps: 9 != 8"):
+        pretrain(run, dataclasses.replace(CONFIG, steps=9))
 
 
 def test_a_measure_that_does_not_fit_is_refused(tmp_path):

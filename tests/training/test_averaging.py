@@ -56,7 +56,7 @@ def check_average(run, decay, rtol=1e-5):
 
 @pytest.mark.parametrize("rule", [GradientConfig(), SAMConfig(rho=0.2)], ids=["gradient", "sam"])
 def test_the_average_is_that_of_a_loop_written_out(tmp_path, rule):
-    run = trained(tmp_path, small(ema=DECAY, checkpoints=EVERY, rule=rule))
+    run = trained(tmp_path, small(ema=DECAY, checkpoints=EVERY, algorithm=rule))
     assert run.steps() == list(EVERY)
     check_average(run, DECAY)
 

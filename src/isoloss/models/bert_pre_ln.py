@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
 
-from isoloss.models.bert import selected
 from isoloss.models.architectures import PRE_LAYER_NORM_BERT, TOKEN_TYPES
+from isoloss.models.bert import selected
 from isoloss.models.initial import check_padding, seeded_weights
 from isoloss.run_config import ModelConfig
 

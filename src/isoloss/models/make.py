@@ -43,12 +43,11 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
 
 def architecture_of(model: nn.Module) -> Architecture | None:
     """Return the registered architecture whose class `model` has, or None."""
-    return _architecture_of(type(model), tuple(MODELS))
+    return _architecture_of(tuple(parent.__name__ for parent in type(model).__mro__), tuple(MODELS))
 
 
 @functools.lru_cache(maxsize=64)
-def _architecture_of(cls: type[nn.Module], names: tuple[str, ...]) -> Architecture | None:
-    classes = {parent.__name__ for parent in cls.__mro__}
+def _architecture_of(classes: tuple[str, ...], names: tuple[str, ...]) -> Architecture | None:
     return next((a for a in map(MODELS.load, names) if a.model_class in classes), None)
 
 

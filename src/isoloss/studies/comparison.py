@@ -16,7 +16,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PCFGConfig
-from isoloss.models.sizes import configured_shape, num_parameters
+from isoloss.registry import MODELS
 from isoloss.report.claims import Answer, Claim, ClaimResult, Verdict, judge, judged, not_tested, read_claims
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate
@@ -108,9 +108,9 @@ def row(run: str, group: str, experiment: Experiment, step: int, found: Found, t
     """Return a checkpoint's row of the table that `isoloss.report.data` takes."""
     config = experiment.config
     assert isinstance(config.language, PCFGConfig)
-    parameters = num_parameters(
-        configured_shape(config.model), config.language.vocab_size + 2, 2**config.language.levels
-    )
+    architecture = MODELS.load(config.model.architecture)
+    shape = architecture.shape(config.model)
+    parameters = architecture.num_parameters(shape, config.language.vocab_size + 2, 2**config.language.levels)
     cells: dict[str, Any] = {
         "run": run,
         "group": group,

@@ -34,11 +34,11 @@ def trace_estimate(
 ) -> torch.Tensor:
     """Return an unbiased estimate of the trace of the Fisher matrix of the mean loss, which can be differentiated.
 
-    With p the prediction of a row, S = diag(sqrt p) - p sqrt(p)^T and v a Rademacher probe of V signs, the cotangent u = S v has
-    E[u u^T] = diag(p) - p p^T, so that E ||J^T u||^2 is the sum over labels y of p_y ||grad log p_y||^2. One backward
-    pass serves all rows: those of independent probes have no cross terms on average, and the estimate is
-    ||sum_rows J^T u||^2 / m. The expectation over labels is exact, not sampled, because the gradient of an average over sampled
-    labels misses that the labels' probabilities depend on the parameters; u is differentiated, too.
+    With p the prediction of a row, S = diag(sqrt p) - p sqrt(p)^T and v a Rademacher probe of V signs, the cotangent
+    u = S v has E[u u^T] = diag(p) - p p^T, so that E ||J^T u||^2 is the sum over labels y of p_y ||grad log p_y||^2.
+    One backward pass serves all rows: those of independent probes have no cross terms on average, and the estimate is
+    ||sum_rows J^T u||^2 / m. The expectation over labels is exact, not sampled, because the gradient of an average over
+    sampled labels misses that the labels' probabilities depend on the parameters; u is differentiated, too.
 
     Where processes have rows each, the estimate is that of all rows together, and so is the sum over the processes of
     what its gradients are: with g = sum_rows J^T u of this process and G that of all, it is ||G||^2 / m, differentiated
@@ -70,8 +70,9 @@ class FisherPenalty(TrainingAlgorithm):
     """The gradient of L + coefficient * (estimate of the trace), given to the optimizer, by a double backward pass.
 
     The trace is per predicted token, as `isoloss.flatness.fisher_trace` measures it: on the first sentences of
-    the batch, without dropout, with Rademacher probes that are a function of seed, step and sentence. Second derivatives
-    need attention's eager kernel, which the model is given if it has another. `trace_estimate` is the estimate.
+    the batch, without dropout, with Rademacher probes that are a function of seed, step and sentence. Second
+    derivatives need attention's eager kernel, which the model is given if it has another. `trace_estimate` is the
+    estimate.
 
     Args:
         model: A language model of `isoloss.models`.
