@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from isoloss import languages
 from isoloss.files import write_text
 from isoloss.languages.config import PRESETS
+from isoloss.models.architectures import BERT
 from isoloss.models.make import make_model
-from isoloss.models.sizes import num_parameters, shape
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.text.masking import Batch
 from isoloss.training.algorithms.base import TrainingAlgorithm, TrainingContext
@@ -87,7 +87,7 @@ def measure(size: str, batch_size: int, micro_batch: int, options: argparse.Name
     seconds = statistics.median(times[2:])
     return {
         "size": size,
-        "parameters": num_parameters(shape(size), language.model_vocab_size, language.max_length),
+        "parameters": BERT.num_parameters(BERT.sizes[size], language.model_vocab_size, language.max_length),
         "batch_size": batch_size,
         "micro_batch": micro_batch,
         "seconds_a_step": seconds,

@@ -132,8 +132,8 @@ def check(config: Any, path: str = "") -> None:
             if choices and item not in choices:
                 raise IsolossError(f"{name} is {item!r}; it must be one of {', '.join(map(str, choices))}")
             if bounds is not None and item is not None and item not in bounds:
-                finite = "" if math.isfinite(item) else " and finite"
-                raise IsolossError(f"{name} is {item!r}; it must be {bounds}{finite}")
+                finite = "" if math.isfinite(item) else "finite, "
+                raise IsolossError(f"{name} is {item!r}; it must be {finite}{bounds}")
     if rules := getattr(config, "check_fields", None):
         rules()
 

@@ -51,7 +51,9 @@ train(Run(path), config, Deadly(is_ragged=True), task_examples=lambda name, n: e
 def start(path, steps, kill_at=0, algorithm=None):
     arguments = [str(path), str(steps), str(kill_at), json.dumps(algorithm or {"kind": "gradient"})]
     command = [sys.executable, "-c", SCRIPT, *arguments]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(HELPERS)})
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": f"{HELPERS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    )
 
 
 def content(run):

@@ -498,7 +498,7 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path):
         ({"checkpoints": (-1,)}, r"checkpoints is \(-1,\); it must be steps from 0 to 10"),
         ({"threads": -1}, "threads is -1; it must be at least 0"),
         ({"save_every_seconds": -1.0}, "save_every_seconds is -1.0; it must be at least 0"),
-        ({"save_every_seconds": math.nan}, "save_every_seconds is nan; it must be at least 0"),
+        ({"save_every_seconds": math.nan}, "save_every_seconds is nan; it must be finite, at least 0"),
         ({"model": ModelConfig(size="d7")}, "has no model size 'd7'"),
         ({"model": ModelConfig(dropout=-0.1)}, "dropout is -0.1; it must be at least 0 and below 1"),
         ({"objective": ObjectiveConfig(masking="all")}, "masking is 'all'; it must be one of one, fraction"),

@@ -106,7 +106,7 @@ def test_the_adversary_needs_examples(tmp_path):
     ("algorithm", "message"),
     [
         (SAMConfig(rho=0.0), "algorithm.rho is 0.0; it must be above 0"),
-        (SAMConfig(rho=float("nan")), "algorithm.rho is nan; it must be above 0 and finite"),
+        (SAMConfig(rho=float("nan")), "algorithm.rho is nan; it must be finite, above 0"),
         (SAMConfig(batch="third"), "algorithm.batch is 'third'; it must be one of halves, same"),
         (AdversarialConfig(weight=-1.0), "algorithm.weight is -1.0; it must be above 0"),
         (AdversarialConfig(ridge=0.0), "algorithm.ridge is 0.0; it must be above 0"),

@@ -248,7 +248,8 @@ class _Training:
             precision=self.config.precision,
         )
         checkpoints.remove_except(self.run, {*self.kept, self.step})
-        metrics.truncate(self.run, self.step, metrics.num_lines(self.config, self.step))
+        num_lines = metrics.num_lines(self.step, steps=self.config.steps, log_every=self.config.log_every)
+        metrics.truncate(self.run, self.step, num_lines)
         if self.config.loggers:
             self.loggers = Loggers(self.config.loggers, self.run)
 
