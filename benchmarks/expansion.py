@@ -13,9 +13,10 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.files import write_text
 from isoloss.models import bert, bert_pre_ln
-from isoloss.models.expansion import Scale, check_fits, embed
-from isoloss.models.sizes import SIZES, num_parameters
+from isoloss.models.expansion import Scale, check_fits, expand
+from isoloss.models.sizes import SIZES
 from isoloss.paper.theory.expansion import differences
+from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig
 from isoloss.seeds import generator
 
@@ -66,7 +67,7 @@ def measured(architecture: str, small: Any, size: str, *, scale: Scale) -> list[
     cells = []
     for dtype in (torch.float32, torch.float64):
         small = small.to(dtype)
-        found = differences(small, embed(small, SIZES[size], scale=scale), [batch])
+        found = differences(small, expand(small, SIZES[size], scale=scale), [batch])
         cells += [f"{found.logits:.1e}", f"{found.hidden:.1e}"]
         gc.collect()
     return cells
@@ -95,7 +96,7 @@ def main() -> None:
         before = {name: p.clone() for name, p in model.state_dict().items()}
         for size in larger:
             model.double().load_state_dict(before)
-            many = num_parameters(SIZES[size], PAD + 1, LENGTH, architecture, pad_id=PAD) / 1e6
+            many = MODELS.load(architecture).num_parameters(SIZES[size], PAD + 1, LENGTH, pad_id=PAD) / 1e6
             cells = measured(architecture, model, size, scale=args.scale)
             name = "post-LN" if architecture == "bert" else "pre-LN"
             lines.append(f"| {name} | {small} | {size} | {many:.1f} M | " + " | ".join(cells) + " |")
@@ -105,7 +106,7 @@ def main() -> None:
 
 
 def fits(small: str, large: str) -> bool:
-    """Return whether the one size can be embedded in the other."""
+    """Return whether the one size can be expanded to the other."""
     try:
         check_fits(SIZES[small], SIZES[large])
     except IsolossError:

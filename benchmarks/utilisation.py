@@ -23,12 +23,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isoloss.files import write_text
 from isoloss.languages.config import PRESETS
+from isoloss.models.architectures import BERT
 from isoloss.models.make import make_model
-from isoloss.models.sizes import num_parameters, shape
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.text.masking import Batch
+from isoloss.training.algorithms.base import TrainingAlgorithm, TrainingContext
 from isoloss.training.objectives import prediction_loss, training_batch
-from isoloss.training.steps import GradientStep
 
 RESULTS = Path(__file__).parent / "results"
 LANGUAGE = PRESETS["hmm-paper"][0]
@@ -69,7 +69,8 @@ def measure(size: str, batch_size: int, micro_batch: int, options: argparse.Name
     )
     model: Any = make_model(config.model, language, seed=0).to(device)
     loss = partial(prediction_loss, model, causal=False, precision=options.precision)
-    rule = GradientStep(model, config.optimizer, total=1000, micro_batch=micro_batch)
+    context = TrainingContext(optimizer=config.optimizer, total_steps=1000, micro_batch=micro_batch)
+    rule = TrainingAlgorithm(model, context)
     batches = [training_batch(language, config, number, device).inputs for number in range(1, 4)]
     few = {name: tensor[:8] for name, tensor in batches[0].items()}
     model_flops = whole_flops(model, few) * batch_size // 8
@@ -85,7 +86,7 @@ def measure(size: str, batch_size: int, micro_batch: int, options: argparse.Name
     seconds = statistics.median(times[2:])
     return {
         "size": size,
-        "parameters": num_parameters(shape(size), language.model_vocab_size, language.max_length),
+        "parameters": BERT.num_parameters(BERT.sizes[size], language.model_vocab_size, language.max_length),
         "batch_size": batch_size,
         "micro_batch": micro_batch,
         "seconds_a_step": seconds,

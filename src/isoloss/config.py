@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The values that a number may have; None: no bound.
+    """The finite values that a number may have; None: no bound.
 
     Example:
         >>> unit = Range(above=0, maximum=1)
@@ -52,7 +52,7 @@ class Range:
     def __contains__(self, value: object) -> bool:
         return (
             isinstance(value, int | float)
-            and not math.isnan(value)
+            and math.isfinite(value)
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.maximum is None or value <= self.maximum)
@@ -132,7 +132,8 @@ def check(config: Any, path: str = "") -> None:
             if choices and item not in choices:
                 raise IsolossError(f"{name} is {item!r}; it must be one of {', '.join(map(str, choices))}")
             if bounds is not None and item is not None and item not in bounds:
-                raise IsolossError(f"{name} is {item!r}; it must be {bounds}")
+                finite = "" if math.isfinite(item) else "finite, "
+                raise IsolossError(f"{name} is {item!r}; it must be {finite}{bounds}")
     if rules := getattr(config, "check_fields", None):
         rules()
 
@@ -219,8 +220,19 @@ class AlgorithmConfig:
     kind: str
 
     def build(self, model: Any, context: Any) -> Any:
-        """Return the algorithm for a model (`isoloss.training.steps`)."""
+        """Return the algorithm for a model.
+
+        Args:
+            model: The model to train, on its device.
+            context: `isoloss.training.algorithms.base.TrainingContext`.
+
+        Returns:
+            `isoloss.training.algorithms.base.TrainingAlgorithm`.
+        """
         raise NotImplementedError
+
+    def check_run(self, run: Any, *, num_processes: int = 1) -> None:
+        """Raise an `IsolossError` if the algorithm cannot train `run`, an `isoloss.run_config.TrainConfig`."""
 
 
 # --- TOML, JSON, fingerprint -----------------------------------------------------------------------------------------
@@ -258,13 +270,16 @@ def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
     """Return the `cls` that `document` describes; unknown keys and wrong types are errors that name the place.
 
     Raises:
-        IsolossError: A key that `cls` does not have, a missing one, or a value of the wrong type.
+        IsolossError: A key that `cls` does not have, a missing one, a value of the wrong type, or one that `check`
+            refuses.
     """
     try:
-        return _converter.structure(document, cls)
+        config = _converter.structure(document, cls)
     except cattrs.BaseValidationError as error:
         reasons = "; ".join(cattrs.transform_error(error, path="config"))
         raise IsolossError(f"not a valid {cls.__name__}: {reasons}") from error
+    check(config)
+    return config
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -195,6 +195,27 @@ ALGORITHMS = Registry(
     },
 )
 
+MODELS = Registry(
+    "model",
+    "models",
+    {
+        "bert": Entry(
+            "isoloss.models.architectures:BERT",
+            "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder",
+        ),
+        "bert-pre-ln": Entry(
+            "isoloss.models.architectures:PRE_LAYER_NORM_BERT",
+            "BERT with pre-layer-norm blocks and a layer norm after the last one",
+        ),
+        "lstm": Entry(
+            "isoloss.models.architectures:LSTM",
+            "LSTM layers that read both ways, or one; a decoder tied to the token embedding",
+        ),
+        "opt": Entry(
+            "isoloss.models.architectures:OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"
+        ),
+    },
+)
 # what a task's name is, beside those that a language has: `(language, **parts) -> isoloss.languages.api.Labeling`, with
 # what stands for each part of the name in capital letters, by its name in small ones
 TASKS = Registry("task", "tasks", {})

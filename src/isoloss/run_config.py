@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from isoloss.config import AlgorithmConfig, LanguageConfig, setting
-from isoloss.registry import ALGORITHMS
+from isoloss.errors import IsolossError
+from isoloss.registry import ALGORITHMS, MODELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,15 +15,32 @@ class ObjectiveConfig:
     """Which tokens are predicted, and from what."""
 
     kind: Literal["masked", "causal"] = "masked"
-    """`masked`: tokens that are hidden, from all others; `causal`: every token, from those before it."""
+    """`masked`: masked tokens, from all others; `causal`: every token, from those before it."""
     masking: Literal["one", "fraction"] = "one"
-    """`one` token of each sentence, or each token with probability `fraction` (at least one a sentence)."""
-    fraction: float = 0.15
-    """Share of masked tokens where masking is `fraction`."""
+    """Mask `one` token of each sentence, or each token with probability `fraction` (at least one a sentence)."""
+    fraction: float = setting(0.15, above=0, maximum=1)
+    """Fraction of masked tokens where masking is `fraction`."""
     corruption: Literal["mask", "bert"] = "mask"
-    """In training, a hidden token is always the mask, or as in BERT: 80 % mask, 10 % a random token, 10 % itself."""
+    """What training shows for a masked token: always the mask, or as in BERT 80 % mask, 10 % random, 10 % itself."""
     labels: Literal["sampled", "exact"] = "sampled"
-    """In training, learn from the tokens that were hidden, or from their exact conditionals: no label noise."""
+    """Learn from the tokens that were masked, or from their exact conditionals, without label noise."""
+
+    def check_fields(self) -> None:
+        """Refuse settings that contradict each other."""
+        if self.kind == "causal":
+            given = [f.name for f in fields(self) if f.name != "kind" and getattr(self, f.name) != f.default]
+            if given:
+                raise IsolossError(f"the causal objective masks no tokens: leave out {', '.join(given)}")
+        if self.masking == "one" and self.fraction != ObjectiveConfig.fraction:
+            raise IsolossError(
+                f"fraction is {self.fraction}, but masking is 'one', which masks one token of each sentence: "
+                "choose the masking 'fraction'"
+            )
+        if self.labels == "exact" and self.corruption != "mask":
+            raise IsolossError(
+                "exact labels are the conditionals given the visible tokens, and the corruption 'bert' shows tokens in "
+                "the place of masked ones: choose the corruption 'mask'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,44 +48,76 @@ class OptimizerConfig:
     """How a gradient becomes an update: the optimizer, clipping, and the schedule of the learning rate."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = 1e-3
-    """The highest, which the warm-up ends at."""
+    learning_rate: float = setting(1e-3, above=0)
+    """The highest, at the end of the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or down to 0 in a line or half a cosine, to be reached one step after the last."""
-    warmup_steps: int = 1000
-    """Steps of the linear warm-up from 0; not looked at where `warmup_proportion` is given."""
-    warmup_proportion: float | None = None
-    """Share of all steps that warm up, instead of a number of them; rounded to a whole step."""
-    weight_decay: float = 0.01
+    warmup_steps: int = setting(1000, minimum=0)
+    """Steps of the linear warm-up from 0; ignored where `warmup_proportion` is given."""
+    warmup_proportion: float | None = setting(None, minimum=0, maximum=1)
+    """Fraction of all steps that warm up, instead of a number of them; rounded to a whole step."""
+    weight_decay: float = setting(0.01, minimum=0)
     """Decoupled (AdamW), or added to the gradient (SGD); biases and layer norms have none."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[float, float] = setting((0.9, 0.98), minimum=0, below=1)
     """AdamW's decay rates."""
-    momentum: float = 0.0
+    momentum: float = setting(0.0, minimum=0, below=1)
     """SGD's momentum."""
-    max_grad_norm: float | None = None
-    """A gradient of a larger Euclidean norm is scaled down to this one; None: never."""
+    max_grad_norm: float | None = setting(None, above=0)
+    """A gradient of a larger Euclidean norm is scaled down to this one; default: never."""
+
+    def check_fields(self) -> None:
+        """Refuse settings that contradict each other."""
+        if self.name != "sgd" and self.momentum:
+            raise IsolossError(f"momentum is {self.momentum}, but the optimizer is {self.name}: it needs sgd")
+
+    def check_steps(self, total: int) -> None:
+        """Refuse a warm-up that leaves no step of `total` to a decaying schedule."""
+        if self.schedule != "constant" and self.warmup_steps > total and self.warmup_proportion is None:
+            raise IsolossError(
+                f"optimizer.warmup_steps is {self.warmup_steps}, more than the {total} steps of the run, which "
+                f"leaves none for the {self.schedule} schedule: lower it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A model by its architecture and size name (`isoloss ls models`, `isoloss ls sizes`)."""
+    """A model by its architecture and size name (`isoloss ls models`, `isoloss ls sizes`).
 
-    architecture: Literal["bert", "bert-pre-ln", "lstm", "opt"] = "bert"
-    """`opt` predicts each token from those before it, the others hidden tokens from both sides."""
-    size: str = "d64"
-    """Name of the shape: d16, d64, d768 of a transformer, h16, h128 of an LSTM."""
-    dropout: float = 0.1
+    Example:
+        >>> str(ModelConfig(heads=4)), ModelConfig(architecture="lstm").size
+        ('bert d64, heads 4', 'h64')
+    """
+
+    architecture: str = "bert"
+    """Name of the architecture (isoloss ls models)."""
+    size: str = ""
+    """Name of the shape (isoloss ls sizes); default: the architecture's own, d64 of a transformer, h64 of an LSTM."""
+    dropout: float = setting(0.1, minimum=0, below=1)
     """Dropout of hidden states and attention weights; between the layers of an LSTM."""
-    layers: int | None = setting(None, omit_default=True)
-    """Number of layers; None: that of the size."""
-    width: int | None = setting(None, omit_default=True)
-    """Width of the hidden states (for an LSTM, per direction); None: that of the size."""
-    heads: int | None = setting(None, omit_default=True)
-    """Attention heads of a transformer's layer, a divisor of the width; None: those of the size."""
-    ffn: int | None = setting(None, omit_default=True)
-    """Width inside a transformer's feed-forward blocks; None: 4 times the width, as in every size."""
+    layers: int | None = setting(None, minimum=1, omit_default=True)
+    """Number of layers; default: that of the size."""
+    width: int | None = setting(None, minimum=1, omit_default=True)
+    """Width of the hidden states (for an LSTM, per direction); default: that of the size."""
+    heads: int | None = setting(None, minimum=1, omit_default=True)
+    """Attention heads per layer, a divisor of the width; default: those of the size. Not for an LSTM."""
+    ffn: int | None = setting(None, minimum=1, omit_default=True)
+    """Width inside the feed-forward blocks; default: 4 times the width, as in every size. Not for an LSTM."""
     directions: Literal[1, 2] = setting(2, omit_default=True)
     """Whether an LSTM reads from left to right only (1) or both ways (2)."""
+
+    def __post_init__(self) -> None:
+        """Name the default size."""
+        if not self.size and self.architecture in MODELS:
+            object.__setattr__(self, "size", MODELS.load(self.architecture).default_size)
+
+    def __str__(self) -> str:
+        own = [f"{name} {value}" for name in ("layers", "width", "heads", "ffn") if (value := getattr(self, name))]
+        own += [f"directions {self.directions}"] * (self.directions != 2)
+        return ", ".join([f"{self.architecture} {self.size}", *own])
+
+    def check_fields(self) -> None:
+        """Refuse an unknown architecture or size, or a shape that cannot be."""
+        MODELS.load(self.architecture).shape(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,40 +125,67 @@ class TrainConfig:
     """One pre-training run."""
 
     language: LanguageConfig
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default=ObjectiveConfig())
     optimizer: OptimizerConfig = field(default=OptimizerConfig())
-    rule: AlgorithmConfig = field(default_factory=lambda: ALGORITHMS.load("gradient")())
-    steps: int = 1000
-    batch_size: int = 128
+    algorithm: AlgorithmConfig = field(default_factory=lambda: ALGORITHMS.load("gradient")())
+    steps: int = setting(1000, minimum=1)
+    """Training steps."""
+    batch_size: int = setting(128, minimum=1)
     """Sentences in a step."""
     checkpoints: tuple[int, ...] = ()
     """Steps whose checkpoint is kept, besides the last."""
     initial: str | None = None
-    """Checkpoint folder whose weights the run starts from, relative to the run's folder; None: random weights."""
+    """Checkpoint folder whose weights the run starts from, relative to the run's folder; default: random weights."""
     seed: int = 0
     """Decides the initial weights, the data, the masks and the dropout."""
-    log_every: int = 50
+    log_every: int = setting(50, minimum=1)
     """Steps between two lines of metrics.jsonl."""
-    measure_every: int = 0
+    measure_every: int = setting(0, minimum=0, note="0: never")
     """Steps between two measurements of loss and trace in metrics.jsonl, a multiple of `log_every`; 0: none."""
-    measure_sentences: int = 1024
+    measure_sentences: int = setting(1024, minimum=10)
     """Sentences that these are measured on, the same each time."""
-    micro_batch: int = setting(0, exclude_from_fingerprint=True)
-    """Sentences whose gradient is computed at once in a process, to save memory; 0: the process's whole share."""
+    micro_batch: int = setting(0, minimum=0, note="0: the whole batch", exclude_from_fingerprint=True)
+    """Sentences whose gradient is computed at once in a process, to save memory; 0: all of the process."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Matrix products of the loss and its gradient in float32 or, by autocast, bfloat16; weights are float32."""
-    ema: float = setting(0.0, omit_default=True)
-    """Decay by step of an exponential moving average of the weights, kept beside each checkpoint; 0: none."""
-    trackers: tuple[str, ...] = setting((), exclude_from_fingerprint=True)
-    """Where metrics.jsonl is mirrored: tensorboard, trackio, wandb."""
+    ema: float = setting(0.0, minimum=0, below=1, note="0: no average", omit_default=True)
+    """Decay by step of an exponential moving average of the weights, saved beside each checkpoint; 0: none."""
+    loggers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = setting((), exclude_from_fingerprint=True)
+    """What else gets the lines of metrics.jsonl; each needs its package."""
     parallel: Literal["ddp", "fsdp"] = setting("ddp", exclude_from_fingerprint=True)
-    """On several processes, each has the whole model (ddp), or a piece of every parameter (fsdp), to save memory."""
+    """Several processes each have the whole model (ddp), or a shard of every parameter (fsdp), to save memory."""
     device: str = setting("auto", exclude_from_fingerprint=True)
     """Device to train on: auto, cpu, cuda, cuda:1, mps."""
-    threads: int = setting(0, exclude_from_fingerprint=True)
+    threads: int = setting(0, minimum=0, note="0: all cores", exclude_from_fingerprint=True)
     """CPU threads; 0: all cores."""
     prefetch: bool = setting(False, exclude_from_fingerprint=True)
-    """Make the next step's batch in a background thread while a step is at work; needs `threads` = 1."""
-    save_every_seconds: float = setting(60.0, exclude_from_fingerprint=True)
+    """Make the next step's batch in a background thread during a step; needs `threads` = 1 and a core for it."""
+    save_every_seconds: float = setting(60.0, minimum=0, exclude_from_fingerprint=True)
     """Seconds between two checkpoints kept only for resuming."""
+
+    def check_fields(self) -> None:
+        """Refuse what its parts refuse of each other."""
+        if not all(0 <= step <= self.steps for step in self.checkpoints):
+            raise IsolossError(f"checkpoints is {self.checkpoints!r}; it must be steps from 0 to {self.steps}")
+        if self.measure_every % self.log_every:
+            raise IsolossError(
+                f"measure_every is {self.measure_every}; it must be a multiple of log_every, {self.log_every}"
+            )
+        if self.prefetch and self.threads != 1:
+            raise IsolossError(
+                f"prefetch is on and threads is {self.threads}; it must be 1, as making a batch may set the number of "
+                "threads of the whole process"
+            )
+        if len({*self.loggers}) < len(self.loggers):
+            raise IsolossError(f"loggers is {', '.join(self.loggers)}; name each once")
+        architecture = MODELS.load(self.model.architecture)
+        if self.objective.kind != architecture.objective:
+            raise IsolossError(
+                f"the objective is {self.objective.kind!r}, and the architecture {self.model.architecture} learns "
+                f"{architecture.objective!r}: choose the other objective or another architecture (isoloss ls models)"
+            )
+        if self.parallel == "fsdp" and not architecture.supports_fsdp:
+            raise IsolossError(f"parallel is 'fsdp', but {self.model.architecture} needs full weights: use ddp")
+        self.optimizer.check_steps(self.steps)
+        self.algorithm.check_run(self)

@@ -1,4 +1,4 @@
-"""What a run directory is: its files are the whole truth about a pre-training run, and this is how they are found.
+"""A run directory, whose files are the only truth about a pre-training run, and how to read it.
 
 run.json                              resolved config, fingerprint, seed, versions, commit
 metrics.jsonl                         one line every `log_every` steps
@@ -7,13 +7,14 @@ checkpoints/step-N/ema/               a Hugging Face folder with the averaged we
 evaluations/<measure>@step-N.json     an `Evaluation`
 evaluations/<measure>@step-N.safetensors   what each example adds to it, for the errors of differences
 evaluations/ema/                      the same of the averaged weights
-log.jsonl                             what the clock said: resumes, seconds; no result rests on it
+log.jsonl                             timing and resumes; no result depends on it
 result.json                           written last: the run is complete
 """
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import platform
 import re
@@ -37,7 +38,7 @@ _EVALUATION = re.compile(r"(?P<measure>.+)@step-(?P<step>\d+)\.json$")
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What one measure found on one checkpoint.
+    """The result of one measure on one checkpoint.
 
     Attributes:
         measure: Its name, e.g. `loss`, `trace`, `probe-root`.
@@ -61,7 +62,7 @@ class Evaluation:
     examples: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON types, the clock's left out."""
+        """Return the fields as JSON types, without the seconds."""
         estimates = {name: {**e.to_dict(), "seconds": None} for name, e in self.estimates.items()}
         return {
             "measure": self.measure,
@@ -80,17 +81,41 @@ class Evaluation:
         return cls(**{**document, "estimates": estimates})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run directory. Nothing is cached: every property reads the files.
 
     Attributes:
         path: The folder.
         is_average: Whether its checkpoints and evaluations are those of the averaged weights.
+
+    Example:
+        >>> Run(Path("runs/no-such-run"))
+        Run('runs/no-such-run', not begun)
     """
 
     path: Path
     is_average: bool = False
+
+    def __repr__(self) -> str:
+        average = ", averaged weights" if self.is_average else ""
+        return f"Run({str(self.path)!r}, {self._progress}{average})"
+
+    def _repr_html_(self) -> str:
+        rows = {"run": str(self.path), "progress": self._progress}
+        if self.exists:
+            config = self.config
+            rows |= {"model": str(config.model), "language": config.language.kind, "algorithm": config.algorithm.kind}
+        if lines := self.metrics():
+            rows["training loss"] = f"{lines[-1]['loss_nats']:.4f} nats at step {lines[-1]['step']}"
+        cells = (f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in rows.items())
+        return f"<table>{''.join(cells)}</table>"
+
+    @property
+    def _progress(self) -> str:
+        if not self.exists:
+            return "not begun"
+        return f"{'complete' if self.complete else 'not complete'}, checkpoints at steps {self.steps()}"
 
     @property
     def name(self) -> str:
@@ -130,7 +155,7 @@ class Run:
         except IsolossError as error:
             raise IsolossError(f"{self.path / 'run.json'} is not of this version of isoloss: {error}") from error
 
-    def check_place(self) -> None:
+    def check_folder(self) -> None:
         """Refuse a folder that holds a study, or anything else that is not a run."""
         if self.exists:
             return
@@ -153,7 +178,7 @@ class Run:
                     "choose another directory, or the config it was made with"
                 )
             return
-        self.check_place()
+        self.check_folder()
         files.write_json(
             self.path / "run.json",
             {
@@ -190,8 +215,8 @@ class Run:
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, in order."""
         folder = self.path / "checkpoints"
-        found = (_STEP.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
-        steps = sorted(int(match[1]) for match in found if match)
+        matches = (_STEP.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
+        steps = sorted(int(match[1]) for match in matches if match)
         return [step for step in steps if self.checkpoint(step).is_dir()] if self.is_average else steps
 
     # --- evaluations
@@ -208,8 +233,8 @@ class Run:
     def evaluations(self) -> list[Evaluation]:
         """All evaluations, by measure and step."""
         folder = self._evaluations
-        found = (_EVALUATION.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
-        keys = sorted((match["measure"], int(match["step"])) for match in found if match)
+        matches = (_EVALUATION.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
+        keys = sorted((match["measure"], int(match["step"])) for match in matches if match)
         return [evaluation for key in keys if (evaluation := self.evaluation(*key)) is not None]
 
     @property
@@ -255,7 +280,7 @@ class Run:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def log(self, event: str, **values: Any) -> None:
-        """Append a line to log.jsonl: for what depends on the clock, and so must stay out of the results."""
+        """Append a line to log.jsonl: for what depends on time, and so must stay out of the results."""
         path = self.path / "log.jsonl"
         try:
             with path.open("a") as file:
@@ -267,8 +292,8 @@ class Run:
 def refuse_study(path: Path) -> None:
     """Refuse the folder of a study where a run is meant."""
     if (path / "study.json").is_file():
-        found = files.read_json(path / "study.json")
-        command = f"isoloss study status {found.get('study')} --scale {found.get('scale')} --folder {path}"
+        study = files.read_json(path / "study.json")
+        command = f"isoloss study status {study.get('study')} --scale {study.get('scale')} --folder {path}"
         raise IsolossError(f"{path} holds a study, not a run: {command} says how far it is")
 
 

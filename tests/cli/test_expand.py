@@ -47,7 +47,7 @@ def test_a_run_inside_a_larger_size(run, tmp_path, capsys):
     small = AutoModelForMaskedLM.from_pretrained(run / "checkpoints" / "step-5").eval()
     large = AutoModelForMaskedLM.from_pretrained(out).eval()
     assert f"over {small.num_parameters():,} parameters" in printed.out
-    after = Estimate.from_dict(json.loads((out / "embedding.json").read_text())["after"])
+    after = Estimate.from_dict(json.loads((out / "expansion.json").read_text())["after"])
     assert f"trace of the Fisher in d128: {after}, over" in printed.out
     assert f"over {large.num_parameters():,} parameters" in printed.out
     assert printed.out.count("\nshown: ") == 3
@@ -63,7 +63,7 @@ def test_what_is_written_is_what_is_printed_and_other_verbs_read_it(run, tmp_pat
     out.mkdir()
     words = ("--into", "d128", "--scale", "balanced", "--dtype", "float64", "--json", "--out", out)
     document = json.loads(call(capsys, "expand", run / "checkpoints" / "step-5", *words, *COMMON).out)
-    assert document == json.loads((out / "embedding.json").read_text())
+    assert document == json.loads((out / "expansion.json").read_text())
     assert document["differences"]["logits"] < 1e-7
     assert [statement["verdict"] for statement in document["statements"]][1:] == ["shown", "shown"]
     assert sum(share["after"] for share in document["shares"]) == pytest.approx(document["after"]["value"])
@@ -120,7 +120,7 @@ def test_models_without_a_language_or_a_place(run, tmp_path, capsys):
     lstm = ("--architecture", "lstm", "--size", "h16", "--language", "brackets-8", "--steps", "1", "--device", "cpu")
     call(capsys, "train", tmp_path / "lstm", *lstm)
     printed = call(capsys, "expand", tmp_path / "lstm", "--into", "d128", status=2)
-    assert "a LSTMForMaskedLM cannot be embedded; the architectures are BertForMaskedLM," in printed.err
+    assert "a LSTMForMaskedLM cannot be expanded; the architectures are BertForMaskedLM," in printed.err
     load(run / "checkpoints" / "step-5").model.save_pretrained(tmp_path / "alone")
     printed = call(capsys, "expand", tmp_path / "alone", "--into", "d128", status=2)
     assert "is not a checkpoint of a run, so there is no language to measure it on: add --data" in printed.err

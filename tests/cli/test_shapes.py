@@ -1,7 +1,5 @@
 """Free shapes on the command line: trained, resumed, measured, listed, and refused in one sentence."""
 
-import json
-
 import pytest
 from speaking import as_json, refusal
 
@@ -53,22 +51,10 @@ def test_another_shape_is_another_run(tmp_path, capsys):
     assert "model.heads: None != 2" in refusal(capsys, "train", path, *words)
 
 
-def test_a_run_from_before_free_shapes_resumes(tmp_path):
-    path = tmp_path / "run"
-    train(path, "--size", "d16")
-    record = json.loads((path / "run.json").read_text())
-    for field in ("layers", "width", "heads", "ffn", "directions"):
-        del record["config"]["model"][field]
-    (path / "run.json").write_text(json.dumps(record))
-    before = (path / "result.json").read_bytes()
-    train(path, "--size", "d16")
-    assert (path / "result.json").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--heads", "3"), "3 heads cannot share the width 64 evenly; the number of heads (--heads) can be 1, 2, 4"),
+        (("--heads", "3"), "3 heads cannot divide the width 64 evenly; the number of heads (--heads) can be 1, 2, 4"),
         (("--architecture", "lstm", "--ffn", "8"), "an LSTM has no attention heads and no feed-forward blocks"),
         (("--directions", "1"), "directions is 1, but bert is not an LSTM: leave it out"),
         (("--layers", "0"), "layers is 0; it must be at least 1"),

@@ -16,7 +16,7 @@ from isoloss.flatness import fisher_trace
 from isoloss.flatness.compare import compare as compare_traces
 from isoloss.languages.config import PRESETS, CorpusConfig
 from isoloss.loading import load
-from isoloss.models.expansion import embed
+from isoloss.models.expansion import expand
 from isoloss.models.sizes import SIZES
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
@@ -119,7 +119,7 @@ def test_the_paired_error_of_a_probe_is_that_of_its_predictions(run, models, lan
 def test_the_trace_of_an_expanded_model_is_measured_in_the_large_one(run, models, scale):
     evaluation, _ = Evaluator(run, SETTINGS).measure(f"trace-in-d64-{scale}", 60)
     batches = language_inputs(CONFIG, num_inputs=96, seed=7).batches
-    expected = fisher_trace(embed(models[60], SIZES["d64"], scale=scale).model, batches, seed=7)
+    expected = fisher_trace(expand(models[60], SIZES["d64"], scale=scale).model, batches, seed=7)
     trace = evaluation.estimates["trace"]
     assert trace.value == pytest.approx(expected.value)
     assert trace.details["num_parameters"] == expected.details["num_parameters"]

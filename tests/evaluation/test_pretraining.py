@@ -10,7 +10,7 @@ from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.evaluation.config import EvalConfig
 from isoloss.evaluation.evaluator import Evaluator
-from isoloss.evaluation.pretraining import Monitor, pretrain, task_examples
+from isoloss.evaluation.pretraining import Monitor, pretrain
 from isoloss.languages.config import LAPTOP_PCFG, BracketsConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run
@@ -32,9 +32,7 @@ CONFIG = TrainConfig(
 
 
 def trained(path, config):
-    run = Run(path)
-    pretrain(run, config, config.language.build())
-    return run
+    return pretrain(path, config)
 
 
 def content(run):
@@ -84,9 +82,9 @@ def test_a_measured_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
 
         monkeypatch.setattr(type(language), "batch", lambda _self, *a, made=batch, **k: made(*a, **k))
         with pytest.raises(ZeroDivisionError):
-            pretrain(stopped, CONFIG, language)
+            pretrain(stopped, CONFIG, language=language)
         monkeypatch.undo()
-    pretrain(stopped, CONFIG, language)
+    pretrain(stopped, CONFIG, language=language)
     assert content(stopped) == content(whole)
 
 
@@ -108,20 +106,31 @@ def test_a_causal_model_and_one_of_text_are_measured(tmp_path, monkeypatch, voca
 
 
 def test_the_adversary_gets_the_training_set_of_its_task(tmp_path):
-    rule = AdversarialConfig(task="prefix-4", head_examples=16, loss_examples=16, task_examples=100)
-    language = LAPTOP_PCFG.build()
-    examples = task_examples(language, rule, seed=3)
-    assert len(examples.labels) == 100
-    assert int(examples.labels.max()) < examples.num_classes
-    run = trained(tmp_path, dataclasses.replace(CONFIG, rule=rule))
+    adversarial = AdversarialConfig(task="prefix-4", head_examples=16, loss_examples=16, task_examples=100)
+    config = dataclasses.replace(CONFIG, algorithm=adversarial)
+    run = trained(tmp_path / "run", config)
     assert json.loads((run.path / "metrics.jsonl").read_text().splitlines()[0])["adversary_loss"] > 0
-    pretrain(run, run.config, language)  # complete: nothing is drawn or measured
     with pytest.raises(IsolossError, match="no task 'prefix-99'"):
-        task_examples(language, dataclasses.replace(rule, task="prefix-99"), seed=0)
-    with pytest.raises(IsolossError, match="no task 'root': choose mismatch"):
-        task_examples(BracketsConfig(length=4).build(), rule, seed=0)
-    with pytest.raises(IsolossError, match="the sentences of task 'mismatch' are not the language's"):
-        task_examples(BracketsConfig(length=4).build(), dataclasses.replace(rule, task="mismatch"), seed=0)
+        trained(
+            tmp_path / "other",
+            dataclasses.replace(config, algorithm=dataclasses.replace(adversarial, task="prefix-99")),
+        )
+    assert not (tmp_path / "other" / "run.json").exists()
+    for task, message in (("root", "no task 'root': choose mismatch"), ("mismatch", "are not the language's")):
+        spoiled = dataclasses.replace(adversarial, task=task)
+        brackets = dataclasses.replace(config, language=BracketsConfig(length=4), algorithm=spoiled)
+        with pytest.raises(IsolossError, match=message):
+            trained(tmp_path / task, brackets)
+
+
+def test_a_complete_run_is_returned_as_it_is(tmp_path, monkeypatch):
+    run = trained(tmp_path / "run", CONFIG)
+    before = content(run)
+    monkeypatch.setattr(type(CONFIG.language), "build", None)  # nothing is made, drawn or measured
+    assert pretrain(run, CONFIG) == run
+    assert content(run) == before
+    with pytest.raises(IsolossError, match=r"holds a run of another config .*steps: 9 != 8"):
+        pretrain(run, dataclasses.replace(CONFIG, steps=9))
 
 
 def test_a_measure_that_does_not_fit_is_refused(tmp_path):

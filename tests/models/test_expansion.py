@@ -24,7 +24,7 @@ from transformers import (
 
 from isoloss.errors import IsolossError
 from isoloss.loading import quiet
-from isoloss.models.expansion import Part, check_fits, embed, shape_of
+from isoloss.models.expansion import Part, check_fits, expand, shape_of
 from isoloss.models.sizes import SIZES, Shape
 
 VOCAB, LENGTH, PAD = 11, 5, 9
@@ -91,7 +91,7 @@ def gap(small, large, inputs):
 )
 def test_the_logits_are_the_same(kind, scale, dtype):
     small = built(kind, dtype=dtype)
-    large = embed(small, LARGE, scale=scale).model
+    large = expand(small, LARGE, scale=scale).model
     assert shape_of(large) == LARGE
     assert large.dtype == dtype
     assert gap(small, large, padded()) < (1e-5 if dtype == torch.float32 else 1e-9)
@@ -111,14 +111,14 @@ def pairs(draw):
 @given(kind=st.sampled_from(list(CLASSES)), shapes=pairs(), seed=st.integers(0, 1000))
 def test_the_logits_are_the_same_at_every_pair_of_shapes(kind, shapes, seed):
     small = built(kind, shapes[0], seed=seed)
-    assert gap(small, embed(small, shapes[1]).model, padded()) < 1e-9
+    assert gap(small, expand(small, shapes[1]).model, padded()) < 1e-9
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_heads_layers_and_ratio_of_table_4s_farthest_pair(kind):
     """d128 in d1920 but for the width of a head, which is 2 here and not 64."""
     small = built(kind, Shape(4, 2, 4, 16))
-    assert gap(small, embed(small, Shape(60, 30, 20, 240)).model, padded()) < 1e-9
+    assert gap(small, expand(small, Shape(60, 30, 20, 240)).model, padded()) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_the_heads_layers_and_ratio_of_table_4s_farthest_pair(kind):
 def test_a_single_head_becomes_wider_ones(kind, scale, heads):
     """Six times as wide, and with three heads each of these twice as wide as the small model's."""
     small = built(kind, Shape(6, 1, 2, 12))
-    found = embed(small, Shape(36, heads, 3, 72), scale=scale)
+    found = expand(small, Shape(36, heads, 3, 72), scale=scale)
     assert gap(small, found.model, padded()) < 1e-9
     queries = [part for name, part in found.parts.items() if name.endswith(("query.weight", "q_proj.weight"))]
-    assert [part.share_factor for part in queries] == pytest.approx([(6 / heads) ** 0.5] * 2)
+    assert [part.trace_factor for part in queries] == pytest.approx([(6 / heads) ** 0.5] * 2)
 
 
 @functools.cache
@@ -162,7 +162,7 @@ def trained(kind):
 @pytest.mark.parametrize("kind", ["bert", "pre-ln"])
 def test_the_logits_are_the_same_after_training(kind, dtype):
     small = copy.deepcopy(trained(kind)).to(dtype)
-    large = embed(small, Shape(80, 10, 5, 320)).model
+    large = expand(small, Shape(80, 10, 5, 320)).model
     assert gap(small, large, padded()) < (1e-5 if dtype == torch.float32 else 1e-9)
 
 
@@ -180,7 +180,7 @@ def test_the_logits_are_the_same_at_the_sizes_of_table_4(kind, few, many):
             scale = 0.5 / parameter.shape[-1] ** 0.5 if parameter.ndim == 2 else 0.5
             parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     for dtype, allowed in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
-        assert gap(small.to(dtype), embed(small, SIZES[many]).model, padded()) < allowed
+        assert gap(small.to(dtype), expand(small, SIZES[many]).model, padded()) < allowed
 
 
 # --- where blocks end in a layer norm --------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_the_logits_are_the_same_at_the_sizes_of_table_4(kind, few, many):
 def test_the_papers_way_to_add_post_layer_norm_layers_changes_the_function(kind):
     """O = U = 0 alone: the small model's last gamma and beta stay, and the next layer norm undoes them."""
     small = built(kind)
-    large = embed(small, LARGE).model
+    large = expand(small, LARGE).model
     blocks = large.base_model.encoder.layer
     own, last = blocks[SMALL.num_layers - 1].output.LayerNorm, blocks[-1].output.LayerNorm
     own.load_state_dict(last.state_dict())
@@ -215,7 +215,7 @@ def normalised(small, inputs):
 def test_added_post_layer_norm_layers_rescale_by_what_eps_does(eps):
     """Each layer norm after the small model's last divides by sqrt(v + eps), v the variance that the last one left."""
     small = built("bert", layer_norm_eps=eps)
-    large = embed(small, LARGE).model
+    large = expand(small, LARGE).model
     hat, variance = normalised(small, padded())
     v = variance / (variance + eps)
     factor = torch.ones_like(v)
@@ -235,14 +235,14 @@ def test_added_post_layer_norm_layers_rescale_by_what_eps_does(eps):
 def test_width_alone_and_pre_layer_norm_depth_are_exact_at_a_large_eps(kind):
     small = built(kind, **({} if kind == "opt" else {"layer_norm_eps": 0.1}))
     depth = SMALL.num_layers if kind in POST_LN else LARGE.num_layers
-    large = embed(small, Shape(LARGE.d_model, LARGE.num_heads, depth, LARGE.intermediate)).model
+    large = expand(small, Shape(LARGE.d_model, LARGE.num_heads, depth, LARGE.intermediate)).model
     assert gap(small, large, padded()) < 1e-13
 
 
 @pytest.mark.parametrize(("scale", "times"), [("balanced", 3), ("paper", 9)])
 def test_divided_embeddings_see_a_larger_eps(scale, times):
     small = built("pre-ln", layer_norm_eps=0.1)
-    large = embed(small, LARGE, scale=scale).model
+    large = expand(small, LARGE, scale=scale).model
     assert gap(small, large, padded()) > 1e-3
     small.base_model.embeddings.LayerNorm.eps *= times
     assert gap(small, large, padded()) < 1e-13
@@ -254,7 +254,7 @@ def test_divided_embeddings_see_a_larger_eps(scale, times):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_parameter_is_copies_or_added(kind):
     small = built(kind)
-    found = embed(small, LARGE)
+    found = expand(small, LARGE)
     own, large = dict(small.named_parameters()), dict(found.model.named_parameters())
     assert set(found.parts) == set(own)
     assert {part.name for part in found.parts.values()} | set(found.added) == set(large)
@@ -267,26 +267,26 @@ def test_every_parameter_is_copies_or_added(kind):
 
 
 def test_the_moved_layer_norm_is_found_where_it_went():
-    parts = embed(built("bert"), LARGE).parts
+    parts = expand(built("bert"), LARGE).parts
     assert parts["bert.encoder.layer.1.output.LayerNorm.weight"].name == "bert.encoder.layer.3.output.LayerNorm.weight"
     assert parts["bert.encoder.layer.0.output.LayerNorm.weight"].name == "bert.encoder.layer.0.output.LayerNorm.weight"
 
 
-def test_share_factors():
-    parts = embed(built("bert"), Shape(24, 6, 4, 24)).parts  # three times as wide, twice inside
-    factors = {name.removeprefix("bert.encoder.layer.0."): part.share_factor for name, part in parts.items()}
+def test_trace_factors():
+    parts = expand(built("bert"), Shape(24, 6, 4, 24)).parts  # three times as wide, twice inside
+    factors = {name.removeprefix("bert.encoder.layer.0."): part.trace_factor for name, part in parts.items()}
     assert factors["attention.self.query.weight"] == factors["cls.predictions.transform.dense.weight"] == 1
     assert factors["attention.self.query.bias"] == factors["output.LayerNorm.weight"] == pytest.approx(1 / 3)
     assert factors["intermediate.dense.weight"] == pytest.approx(3 / 2)
     assert factors["intermediate.dense.bias"] == pytest.approx(1 / 2)
     assert factors["output.dense.weight"] == pytest.approx(2 / 3)
     assert factors["cls.predictions.bias"] == 1
-    assert Part(name="x", blocks=(4,), divisor=2.0).share_factor == 1
+    assert Part(name="x", blocks=(4,), divisor=2.0).trace_factor == 1
 
 
 def test_a_decoder_of_its_own_is_placed_too():
     small = built("bert", tie_word_embeddings=False)
-    found = embed(small, LARGE, scale="balanced")
+    found = expand(small, LARGE, scale="balanced")
     assert found.parts["cls.predictions.decoder.weight"].copies == 3
     assert gap(small, found.model, padded()) < 1e-9
 
@@ -295,7 +295,7 @@ def test_nothing_else_is_touched():
     small = built("bert")
     before = {name: value.clone() for name, value in small.state_dict().items()}
     state = torch.get_rng_state()
-    large = embed(small, LARGE).model
+    large = expand(small, LARGE).model
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in small.state_dict().items())
     assert shape_of(small) == SMALL
@@ -304,7 +304,7 @@ def test_nothing_else_is_touched():
 
 
 def test_the_large_model_is_a_checkpoint(tmp_path):
-    large = embed(built("bert"), LARGE).model
+    large = expand(built("bert"), LARGE).model
     large.save_pretrained(tmp_path)
     with quiet():
         again = AutoModelForMaskedLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager").eval()
@@ -349,12 +349,12 @@ def test_the_pairs_of_table_4_that_fit():
     ]
 
 
-def test_models_that_cannot_be_embedded():
+def test_models_that_cannot_be_expanded():
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8))
-    with pytest.raises(IsolossError, match=r"GPT2LMHeadModel cannot be embedded; the architectures are Bert"):
-        embed(gpt2, LARGE)
+    with pytest.raises(IsolossError, match=r"GPT2LMHeadModel cannot be expanded; the architectures are Bert"):
+        expand(gpt2, LARGE)
     with pytest.raises(IsolossError, match="is a decoder"):
-        embed(built("roberta", is_decoder=True), LARGE)
+        expand(built("roberta", is_decoder=True), LARGE)
     for variant in (
         {"do_layer_norm_before": False},
         {"word_embed_proj_dim": 4},
@@ -362,11 +362,11 @@ def test_models_that_cannot_be_embedded():
         {"layer_norm_elementwise_affine": False},
     ):
         with pytest.raises(IsolossError, match="this one is a variant"):
-            embed(built("opt", **variant), LARGE)
+            expand(built("opt", **variant), LARGE)
 
 
 def test_scales_that_there_are_not():
     with pytest.raises(IsolossError, match="the scale is 'half'; it must be exact, balanced or paper"):
-        embed(built("bert"), LARGE, scale="half")
+        expand(built("bert"), LARGE, scale="half")
     with pytest.raises(IsolossError, match="OPTForCausalLM has no layer norm after its embeddings"):
-        embed(built("opt"), LARGE, scale="balanced")
+        expand(built("opt"), LARGE, scale="balanced")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.models.expansion_mlp import embed_mlp
+from isoloss.models.expansion_mlp import expand_mlp
 
 
 def perceptron(*, bias=True, activation=nn.ReLU, widths=(3, 4, 5, 2)):
@@ -44,13 +44,13 @@ def fisher_shares(model):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_function_and_trace_are_kept(bias, activation, factor):
     small = perceptron(bias=bias, activation=activation)
-    found = embed_mlp(small, factor)
+    found = expand_mlp(small, factor)
     assert [layer.out_features for layer in found.model[::2]] == [4 * factor, 5 * factor, 2]
     torch.testing.assert_close(found.model(inputs()), small(inputs()), rtol=1e-12, atol=1e-12)
     before, after = fisher_shares(small), fisher_shares(found.model)
     assert after == pytest.approx(before, rel=1e-10)
     assert min(before.values()) > 1e-3
-    assert [part.share_factor for part in found.parts.values()] == pytest.approx([1] * len(before))
+    assert [part.trace_factor for part in found.parts.values()] == pytest.approx([1] * len(before))
     assert set(found.parts) == set(before)
     assert found.added == ()
 
@@ -58,7 +58,7 @@ def test_function_and_trace_are_kept(bias, activation, factor):
 def test_the_small_one_is_left_as_it_is():
     small = perceptron()
     before = [parameter.clone() for parameter in small.parameters()]
-    embed_mlp(small, 2)
+    expand_mlp(small, 2)
     assert all(torch.equal(a, b) for a, b in zip(before, small.parameters(), strict=True))
 
 
@@ -74,9 +74,9 @@ def test_the_small_one_is_left_as_it_is():
 )
 def test_other_layers_are_refused(layers, found):
     with pytest.raises(IsolossError, match=f"the layers are {found}; they must be Linear layers with ReLU"):
-        embed_mlp(nn.Sequential(*layers), 2)
+        expand_mlp(nn.Sequential(*layers), 2)
 
 
 def test_a_factor_below_one_is_refused():
     with pytest.raises(IsolossError, match="the factor is 0; it must be at least 1"):
-        embed_mlp(perceptron(), 0)
+        expand_mlp(perceptron(), 0)

@@ -42,7 +42,6 @@ def test_what_is_built_is_a_bidirectional_lstm_with_a_tied_decoder():
     ("config", "pad_id", "message"),
     [
         (ModelConfig(architecture="lstm", size="d64"), 10, "lstm has no model size 'd64'; its sizes are h16, h32, .*"),
-        (ModelConfig(architecture="lstm", size="h16", dropout=1.0), 10, "dropout is 1.0; it must be at least 0"),
         (ModelConfig(architecture="lstm", size="h16"), 12, "padding's id is 12; it must be one of the model's ids"),
     ],
 )

@@ -65,7 +65,6 @@ def test_transformers_loads_what_is_saved_and_generates(tmp_path):
     ("config", "pad_id", "message"),
     [
         (ModelConfig(size="d7"), 10, "no model size 'd7'"),
-        (ModelConfig(size="d16", dropout=1.0), 10, "dropout is 1.0; it must be at least 0 and below 1"),
         (ModelConfig(size="d16"), 12, "padding's id is 12; it must be one of the model's ids, 0 to 11"),
     ],
 )

@@ -6,21 +6,12 @@ import sys
 import pytest
 import torch
 
+from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.models import bert, bert_pre_ln, lstm, opt
-from isoloss.models.sizes import (
-    ARCHITECTURES,
-    LSTM_SIZES,
-    SIZES,
-    LSTMShape,
-    Shape,
-    check_size,
-    configured_shape,
-    find_architecture,
-    num_parameters,
-    shape,
-    sizes_of,
-)
+from isoloss.models.architectures import BERT, LSTM
+from isoloss.models.sizes import LSTM_SIZES, SIZES, LSTMShape, Shape, shape
+from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig
 
 TABLE_3 = """
@@ -47,6 +38,7 @@ TABLE_4 = """
 """
 
 LSTMS = {128: 4, 256: 6, 512: 8, 768: 12, 1024: 16}
+ARCHITECTURES = {name: MODELS.load(name) for name in MODELS}
 SMALL = {"d16", "d32", "h16", "h32", "h64"}
 
 
@@ -62,7 +54,9 @@ def test_the_sizes_are_the_papers_tables():
     assert all(name == f"h{row.hidden}" for name, row in LSTM_SIZES.items())
 
 
-@pytest.mark.parametrize(("architecture", "name"), [(a, name) for a in ARCHITECTURES for name in sizes_of(a)])
+@pytest.mark.parametrize(
+    ("architecture", "name"), [(a, name) for a in ARCHITECTURES for name in ARCHITECTURES[a].sizes]
+)
 def test_the_closed_form_counts_the_built_models_parameters(architecture, name):
     build = {"bert": bert.build, "bert-pre-ln": bert_pre_ln.build, "lstm": lstm.build, "opt": opt.build}[architecture]
     settings = {"vocab_size": 202, "pad_id": 200, "seed": 0}
@@ -72,13 +66,13 @@ def test_the_closed_form_counts_the_built_models_parameters(architecture, name):
         settings |= {"start_id": 201, "end_id": None}
     with torch.device("meta"):
         model = build(ModelConfig(architecture=architecture, size=name), **settings)
-    size = sizes_of(architecture)[name]
-    counted = num_parameters(size, vocab_size=202, max_length=32, architecture=architecture, pad_id=200)
+    own = ARCHITECTURES[architecture]
+    counted = own.num_parameters(own.sizes[name], vocab_size=202, max_length=32, pad_id=200)
     assert counted == sum(p.numel() for p in model.parameters())
 
 
 def test_the_largest_model_has_the_papers_950_million():
-    assert round(num_parameters(shape("d1920"), 30522, 512) / 1e6, -1) == 950
+    assert round(BERT.num_parameters(shape("d1920"), 30522, 512) / 1e6, -1) == 950
 
 
 FREE = [
@@ -101,7 +95,8 @@ def test_a_free_shape_is_what_is_built_and_counted(config):
     if config.architecture == "opt":
         settings |= {"start_id": 12, "end_id": None}
     model = build[config.architecture](config, **settings)
-    size = sizes_of(config.architecture)[config.size]
+    own = ARCHITECTURES[config.architecture]
+    size = own.sizes[config.size]
     built = model.config
     assert built.num_hidden_layers == (config.layers or size.num_layers)
     if config.architecture == "lstm":
@@ -112,14 +107,14 @@ def test_a_free_shape_is_what_is_built_and_counted(config):
         assert built.num_attention_heads == (config.heads or size.num_heads)
         inner = built.ffn_dim if config.architecture == "opt" else built.intermediate_size
         assert inner == (config.ffn or 4 * built.hidden_size)
-    counted = num_parameters(configured_shape(config), 13, 6, config.architecture, pad_id=11)
+    counted = own.num_parameters(own.shape(config), 13, 6, pad_id=11)
     assert counted == sum(p.numel() for p in model.parameters())
 
 
 def test_a_size_without_changes_is_its_shape():
-    for architecture in ARCHITECTURES:
-        for name, size in sizes_of(architecture).items():
-            assert configured_shape(ModelConfig(architecture=architecture, size=name)) == size
+    for name, architecture in ARCHITECTURES.items():
+        for size, named in architecture.sizes.items():
+            assert architecture.shape(ModelConfig(architecture=name, size=size)) == named
 
 
 @pytest.mark.parametrize(("layers", "millions"), [(8, 67), (16, 134)])
@@ -130,15 +125,17 @@ def test_the_papers_lstms_read_one_way(layers, millions):
         model = lstm.build(config, vocab_size=202, pad_id=200, seed=0)
     inner = sum(p.numel() for name, p in model.lstm.named_parameters() if not name.startswith("embeddings"))
     assert round(inner / 1e6) == millions
-    assert inner == num_parameters(LSTMShape(1024, layers, 1), 0, 1, "lstm")
+    assert inner == LSTM.num_parameters(LSTMShape(1024, layers, 1), 0, 1)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ModelConfig(heads=3), "3 heads cannot share the width 64 evenly; .* can be 1, 2, 4, 8, 16, 32, 64"),
-        (ModelConfig(size="d192", width=64), "3 heads cannot share the width 64 evenly"),
+        (ModelConfig(heads=3), "3 heads cannot divide the width 64 evenly; .* can be 1, 2, 4, 8, 16, 32, 64"),
+        (ModelConfig(size="d192", width=64), "3 heads cannot divide the width 64 evenly"),
         (ModelConfig(layers=0), "layers is 0; it must be at least 1"),
+        (ModelConfig(dropout=1.0), "dropout is 1.0; it must be at least 0 and below 1"),
+        (ModelConfig(dropout=float("nan")), "dropout is nan; it must be finite, at least 0 and below 1"),
         (ModelConfig(width=-4), "width is -4; it must be at least 1"),
         (ModelConfig(ffn=0), "ffn is 0; it must be at least 1"),
         (ModelConfig(architecture="opt", directions=1), "directions is 1, but opt is not an LSTM: leave it out"),
@@ -148,46 +145,32 @@ def test_the_papers_lstms_read_one_way(layers, millions):
         ),
         (ModelConfig(architecture="lstm", size="h16", heads=2), "leave out heads$"),
         (ModelConfig(architecture="lstm", size="h16", layers=0), "layers is 0; it must be at least 1"),
-        (ModelConfig(architecture="lstm", size="h16", directions=3), "directions is 3; it must be 1 or 2"),
+        (ModelConfig(architecture="lstm", size="h16", directions=3), "directions is 3; it must be one of 1, 2"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(config, message):
     with pytest.raises(IsolossError, match=message):
-        configured_shape(config)
+        configs.check(config)
 
 
-def test_a_config_of_another_kind_is_not_built():
-    with pytest.raises(IsolossError, match="the architecture is bert, which is not an LSTM"):
-        lstm.build(ModelConfig(), vocab_size=13, pad_id=11, seed=0)
-    with pytest.raises(IsolossError, match="the architecture is lstm, which is not a transformer"):
-        bert.build(ModelConfig(architecture="lstm", size="h16"), vocab_size=13, max_length=6, pad_id=11, seed=0)
+def test_a_config_without_a_size_has_its_architectures():
+    assert [ModelConfig(architecture=name).size for name in ARCHITECTURES] == ["d64", "d64", "h64", "d64"]
+    assert str(ModelConfig(architecture="lstm", directions=1, layers=3)) == "lstm h64, layers 3, directions 1"
 
 
-def test_an_unknown_size_names_the_choices():
+def test_an_unknown_size_or_architecture_names_the_choices():
     with pytest.raises(IsolossError, match=r"no model size 'd65'; the sizes are d16, d32, d64, .*d1920"):
         shape("d65")
     with pytest.raises(IsolossError, match=r"lstm has no model size 'd64'; its sizes are h16, .*h1024"):
-        check_size("lstm", "d64")
+        configs.check(ModelConfig(architecture="lstm", size="d64"))
     with pytest.raises(IsolossError, match=r"opt has no model size 'h16'; its sizes are d16, .*d1920"):
-        check_size("opt", "h16")
-
-
-def test_an_unknown_architecture_names_the_choices():
+        configs.check(ModelConfig(architecture="opt", size="h16"))
     with pytest.raises(
-        IsolossError, match=r"no architecture 'gpt'; the architectures are bert, bert-pre-ln, lstm, opt"
+        IsolossError, match=r"no model 'gpt'; did you mean opt\? the models are bert, bert-pre-ln, lstm, opt"
     ):
-        find_architecture("gpt")
-    with pytest.raises(IsolossError, match=r"no architecture 'gpt'"):
-        num_parameters(shape("d16"), 10, 10, "gpt")
-
-
-def test_a_shape_of_another_kind_is_refused():
-    with pytest.raises(IsolossError, match="a Shape is not a shape of the architecture lstm"):
-        num_parameters(shape("d16"), 10, 10, "lstm")
-    with pytest.raises(IsolossError, match="a LSTMShape is not a shape of the architecture bert"):
-        num_parameters(LSTM_SIZES["h16"], 10, 10)
+        configs.check(ModelConfig(architecture="gpt"))
 
 
 def test_sizes_are_known_without_torch():
-    code = "import sys, isoloss.models.sizes; sys.exit('torch' in sys.modules)"
+    code = "import sys, isoloss.models.architectures; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

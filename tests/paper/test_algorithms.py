@@ -158,15 +158,15 @@ def test_an_algorithm_changes_one_thing():
     assert changed == {
         "adamw": set(),
         "regularised": {"model", "optimizer"},
-        "sam": {"rule"},
-        "adversarial": {"rule"},
+        "sam": {"algorithm"},
+        "adversarial": {"algorithm"},
         "exact": {"objective", "checkpoints"},
-        "fisher-penalty": {"rule"},
+        "fisher-penalty": {"algorithm"},
         "sgd": {"optimizer"},
     }
     plain = design.config_of(SCALE, design.BASELINE, 1)
     assert (plain.model.dropout, plain.optimizer.weight_decay) == (0, 0)
-    assert design.config_of(SCALE, "adversarial", 1).rule.task == SCALE.tasks[0]
+    assert design.config_of(SCALE, "adversarial", 1).algorithm.task == SCALE.tasks[0]
 
 
 @pytest.mark.parametrize("name", list(design.SCALES))

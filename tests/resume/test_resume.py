@@ -1,4 +1,4 @@
-"""A run whose process is killed, again and again, ends with the bytes of one that was left in peace."""
+"""A run whose process is killed, again and again, ends with the bytes of one that was not killed."""
 
 import json
 import os
@@ -19,13 +19,15 @@ import json, os, signal, sys
 from pathlib import Path
 from toy_language import PairLanguage
 from isoloss import config as configs
-from isoloss.config import ModelConfig, OptimizerConfig, PCFGConfig, AlgorithmConfig, TrainConfig
+from isoloss.config import AlgorithmConfig
+from isoloss.languages.config import PCFGConfig
+from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.training import Examples, train
 from isoloss.runs import Run
 from isoloss.seeds import generator
 
 path, steps, kill_at = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-rule = configs.from_dict(AlgorithmConfig, json.loads(sys.argv[4]))
+algorithm = configs.from_dict(AlgorithmConfig, json.loads(sys.argv[4]))
 
 class Deadly(PairLanguage):
     def batch(self, step, n, *, seed):
@@ -38,18 +40,20 @@ config = TrainConfig(
     model=ModelConfig(size="d16", dropout=0.1),
     optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=5),
     steps=steps, batch_size=8, checkpoints=(0, 5, 20), log_every=3, threads=1, device="cpu",
-    save_every_seconds=0.0, rule=rule,
+    save_every_seconds=0.0, algorithm=algorithm,
 )
 sentences = PairLanguage().sample(40, generator=generator(0, "examples"))
 examples = Examples(sentences, sentences.tokens[:, 0], 8)
-train(Run(path), config, Deadly(is_ragged=True), examples=examples)
+train(Run(path), config, Deadly(is_ragged=True), task_examples=lambda name, n: examples)
 """
 
 
-def start(path, steps, kill_at=0, rule=None):
-    arguments = [str(path), str(steps), str(kill_at), json.dumps(rule or {"kind": "gradient"})]
+def start(path, steps, kill_at=0, algorithm=None):
+    arguments = [str(path), str(steps), str(kill_at), json.dumps(algorithm or {"kind": "gradient"})]
     command = [sys.executable, "-c", SCRIPT, *arguments]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(HELPERS)})
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": f"{HELPERS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    )
 
 
 def content(run):
@@ -61,7 +65,7 @@ def content(run):
     return {**left, "run.json": record}
 
 
-RULES = [
+ALGORITHMS = [
     {"kind": "gradient"},
     {"kind": "sam"},
     {"kind": "adversarial", "head_examples": 8, "loss_examples": 4, "task_examples": 40},
@@ -70,15 +74,15 @@ RULES = [
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [RULES[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES[1:])],
-    ids=lambda rule: rule["kind"],
+    "algorithm",
+    [ALGORITHMS[0], *(pytest.param(algorithm, marks=pytest.mark.slow) for algorithm in ALGORITHMS[1:])],
+    ids=lambda algorithm: algorithm["kind"],
 )
-def test_killed_in_the_middle_of_a_step(tmp_path, rule):
-    whole = start(tmp_path / "whole", steps=24, rule=rule)
+def test_killed_in_the_middle_of_a_step(tmp_path, algorithm):
+    whole = start(tmp_path / "whole", steps=24, algorithm=algorithm)
     killed = tmp_path / "killed"
-    assert start(killed, steps=24, kill_at=8, rule=rule).wait() == -signal.SIGKILL
-    assert start(killed, steps=24, rule=rule).wait() == 0
+    assert start(killed, steps=24, kill_at=8, algorithm=algorithm).wait() == -signal.SIGKILL
+    assert start(killed, steps=24, algorithm=algorithm).wait() == 0
     assert whole.wait() == 0
     assert content(Run(killed)) == content(Run(tmp_path / "whole"))
 

@@ -18,7 +18,7 @@ from isoloss.run_config import OptimizerConfig
 from isoloss.runs import Run
 from isoloss.seeds import generator
 from isoloss.training import Examples, train
-from isoloss.training.distributed import ProcessLost, together
+from isoloss.training.distributed import ProcessLost, process_group
 
 FAILED, LOST = 2, 3  # exit statuses of a worker
 
@@ -89,8 +89,8 @@ def _enter(rank, number, port, log, target, arguments):
     os._exit(status)
 
 
-def examples():
-    sentences = PairLanguage(is_ragged=True).sample(40, generator=generator(0, "examples"))
+def examples(task="root", n=40):
+    sentences = PairLanguage(is_ragged=True).sample(n, generator=generator(0, "examples"))
     return Examples(sentences, sentences.tokens[:, 0], 8)
 
 
@@ -101,13 +101,13 @@ def language_of(config):
 
 def train_all(folder, configs, language=None):
     """Train each config in the folder of its name."""
-    with together():
+    with process_group():
         for name, config in configs.items():
             train(
                 Run(Path(folder) / name),
                 config,
                 language or language_of(config),
-                examples=examples(),
+                task_examples=examples,
                 measure=measure,
             )
 
@@ -120,11 +120,11 @@ def train_all_on_a_full_disk(folder, configs, num_bytes):
 
 def one_voice(folder, config, language):
     """Train, and print an error as the command does."""
-    with together() as processes:
+    with process_group() as group:
         try:
             train(Run(Path(folder) / "run"), config, language)
         except IsolossError as error:
-            if processes.is_first_to_speak():
+            if group.is_first_to_report():
                 print(error)
             return FAILED
     return 0

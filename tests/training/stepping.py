@@ -1,4 +1,4 @@
-"""What the tests of step rules share: a tiny model, batches, and the optimizers' formulas written out."""
+"""What the tests of training algorithms share: a tiny model, batches, and the optimizers' formulas written out."""
 
 import copy
 import math
@@ -11,6 +11,7 @@ from isoloss.languages.config import PCFGConfig
 from isoloss.models.bert import build
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.text.masking import IGNORED
+from isoloss.training.algorithms.base import TrainingContext
 from isoloss.training.objectives import prediction_loss, training_batch
 
 STEPS = 50
@@ -18,6 +19,10 @@ STEPS = 50
 
 def tiny(dtype=torch.float64, dropout=0.0):
     return build(ModelConfig(size="d16", dropout=dropout), vocab_size=10, max_length=4, pad_id=8, seed=0).to(dtype)
+
+
+def context(optimizer, *, total=STEPS, **changes):
+    return TrainingContext(optimizer=optimizer, total_steps=total, **changes)
 
 
 def batches(steps=STEPS, **changes):
@@ -30,18 +35,18 @@ def loss_of(model):
     return partial(prediction_loss, model, causal=False)
 
 
-def run(model, rule, steps, *, start=1, **changes):
-    """Make the steps from `start` on with `rule`; return their outcomes."""
+def run(model, algorithm, steps, *, start=1, **changes):
+    """Make the steps from `start` on with `algorithm`; return their results."""
     made = batches(start + steps - 1, **changes)[start - 1 :]
-    return [rule.step(n, batch, loss_of(model), with_norm=True) for n, batch in enumerate(made, start)]
+    return [algorithm.step(n, batch, loss_of(model), with_norm=True) for n, batch in enumerate(made, start)]
 
 
 def plain_loss(model, batch, rows=slice(None)):
     """Return the mean cross-entropy of the predicted tokens of some rows, from the model's own logits."""
     kept = {name: batch[name][rows] for name in ("input_ids", "attention_mask") if name in batch}
     labels = batch["labels"][rows]
-    hidden = labels != IGNORED
-    return torch.nn.functional.cross_entropy(model(**kept).logits[hidden], labels[hidden])
+    masked = labels != IGNORED
+    return torch.nn.functional.cross_entropy(model(**kept).logits[masked], labels[masked])
 
 
 def plain_rate(config, t, total):
@@ -93,11 +98,11 @@ def reference(model, config, gradient, made):
     return model, outcomes
 
 
-def check(model, rule, config, gradient, made):
-    """Fail unless the steps of `rule` on `model` are those of `reference`, to 1e-9, and every parameter moves."""
+def check(model, algorithm, config, gradient, made):
+    """Fail unless the steps of `algorithm` on `model` are those of `reference`, to 1e-9, and every parameter moves."""
     start = [p.detach().clone() for p in model.parameters()]
     expected_model, expected = reference(model, config, gradient, made)
-    outcomes = [rule.step(n, batch, loss_of(model), with_norm=True) for n, batch in enumerate(made, 1)]
+    outcomes = [algorithm.step(n, batch, loss_of(model), with_norm=True) for n, batch in enumerate(made, 1)]
     for outcome, (loss, rate, norm) in zip(outcomes, expected, strict=True):
         torch.testing.assert_close(torch.tensor(outcome[:3]), torch.tensor((loss, rate, norm)), rtol=1e-9, atol=1e-9)
     for (name, got), want, first in zip(model.named_parameters(), expected_model.parameters(), start, strict=True):

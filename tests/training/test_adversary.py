@@ -1,10 +1,10 @@
-"""The adversarial rule: its closed form against least squares, its gradient against finite differences."""
+"""The adversarial algorithm: its closed form against least squares, its gradient against finite differences."""
 
 import itertools
 
 import pytest
 import torch
-from stepping import STEPS, batches, check, gradients_of, plain_loss, run, tiny
+from stepping import batches, check, context, gradients_of, plain_loss, run, tiny
 from toy_language import PairLanguage
 
 from isoloss.errors import IsolossError
@@ -12,22 +12,25 @@ from isoloss.languages.api import Sentences
 from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig, OptimizerConfig
 from isoloss.seeds import generator
-from isoloss.training.algorithms.adversarial import AdversarialStep, Examples, ridge_predictions, token_states
+from isoloss.training.algorithms.adversarial import Adversarial, ridge_predictions, token_states
+from isoloss.training.algorithms.base import Examples, TrainingAlgorithm
 from isoloss.training.algorithms.config import AdversarialConfig
-from isoloss.training.steps import GradientStep
 
 LANGUAGE = PairLanguage(is_ragged=True)
 SETTINGS = AdversarialConfig(weight=0.5, ridge=0.03, head_examples=10, loss_examples=6)
 
 
-def examples(n=40):
+def examples(task="root", n=40):
     sentences = LANGUAGE.sample(n, generator=torch.Generator().manual_seed(0))
     return Examples(sentences, sentences.tokens[:, 0], 8)
 
 
-def rule_for(model, optimizer=None, settings=SETTINGS, n=40, **changes):
-    arguments = {"examples": examples(n), "language": LANGUAGE, "causal": False, "seed": 3, "total": STEPS, **changes}
-    return AdversarialStep(model, optimizer or OptimizerConfig(), settings, **arguments)
+def algorithm_for(model, optimizer=None, settings=SETTINGS, n=40, **changes):
+    made = context(
+        optimizer or OptimizerConfig(),
+        **{"task_examples": lambda name, _: examples(name, n), "language": LANGUAGE, "seed": 3, **changes},
+    )
+    return Adversarial(model, made, settings)
 
 
 def drawn(n, d, seed):
@@ -35,7 +38,7 @@ def drawn(n, d, seed):
 
 
 def least_squares_predictions(train_x, train_y, test_x, ridge):
-    """Return the predictions of the ridge regression as a least-squares problem with a row a penalised weight."""
+    """Return the predictions of the ridge regression as a least-squares problem with a row a penalized weight."""
     n, d = train_x.shape
     centre = train_x.mean(0)
     scale = ((train_x - centre) ** 2).sum(1).mean().sqrt()
@@ -64,9 +67,9 @@ def test_the_closed_form_is_differentiated():
 
 def test_the_gradient_of_the_heads_loss_is_that_of_finite_differences():
     model = tiny()
-    rule = rule_for(model)
+    algorithm = algorithm_for(model)
     parameters = list(model.bert.parameters())
-    gradients = torch.autograd.grad(rule.head_loss(1)[0], parameters, materialize_grads=True)
+    gradients = torch.autograd.grad(algorithm.head_loss(1)[0], parameters, materialize_grads=True)
     draws = torch.Generator().manual_seed(0)
     for _ in range(5):
         direction = [torch.randn(p.shape, generator=draws, dtype=p.dtype) for p in parameters]
@@ -75,7 +78,7 @@ def test_the_gradient_of_the_heads_loss_is_that_of_finite_differences():
             with torch.no_grad():
                 for p, d in zip(parameters, direction, strict=True):
                     p.add_(step * d)
-            values.append(rule.head_loss(1)[0].item())
+            values.append(algorithm.head_loss(1)[0].item())
         with torch.no_grad():
             for p, d in zip(parameters, direction, strict=True):
                 p.add_(1e-6 * d)
@@ -107,14 +110,14 @@ def reference_gradient(model, t, batch):
 )
 def test_the_steps_are_those_of_the_definition(optimizer):
     model = tiny()
-    check(model, rule_for(model, optimizer), optimizer, reference_gradient, batches())
+    check(model, algorithm_for(model, optimizer), optimizer, reference_gradient, batches())
 
 
 def test_the_two_subsets_are_disjoint_and_drawn_anew_each_step(monkeypatch):
     model = tiny()
     tokens = torch.tensor(list(itertools.product([0, 1], repeat=4)))  # no two are the same: a row tells which it is
     everyone = Examples(Sentences(tokens, torch.full((16,), 4)), torch.arange(16) % 8, 8)
-    rule = rule_for(model, n=16, examples=everyone)
+    algorithm = algorithm_for(model, task_examples=lambda *_: everyone)
     seen = []
     states = torch.eye(16, dtype=torch.float64)
     index = {tuple(row): i for i, row in enumerate(tokens.tolist())}
@@ -125,7 +128,7 @@ def test_the_two_subsets_are_disjoint_and_drawn_anew_each_step(monkeypatch):
 
     monkeypatch.setattr("isoloss.training.algorithms.adversarial.token_states", record)
     for number in (1, 2, 1):
-        rule.head_loss(number)
+        algorithm.head_loss(number)
     assert sorted(seen[0]) == list(range(16))
     assert seen[0] != seen[1]
     assert seen[0] == seen[2]
@@ -135,16 +138,16 @@ def test_the_adversary_keeps_the_head_from_its_task():
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=0)
     settings = AdversarialConfig(weight=1.0, ridge=0.1, head_examples=60, loss_examples=60)
     spoiled, plain = tiny(), tiny()
-    run(spoiled, rule_for(spoiled, optimizer, settings, n=400), 200)
-    run(plain, GradientStep(plain, optimizer, total=200), 200)
-    accuracy = [rule_for(m, optimizer, settings, n=400).head_loss(999)[1] for m in (spoiled, plain)]
+    run(spoiled, algorithm_for(spoiled, optimizer, settings, n=400), 200)
+    run(plain, TrainingAlgorithm(plain, context(optimizer, total=200)), 200)
+    accuracy = [algorithm_for(m, optimizer, settings, n=400).head_loss(999)[1] for m in (spoiled, plain)]
     assert accuracy[1] > 0.5  # of 8 classes
     assert accuracy[0] < 0.25
 
 
 def test_features_have_no_dropout_and_a_causal_model_reads_the_start():
     noisy = tiny(dropout=0.5)
-    loss, again = (rule_for(noisy).head_loss(1)[0] for _ in range(2))
+    loss, again = (algorithm_for(noisy).head_loss(1)[0] for _ in range(2))
     assert torch.equal(loss, again)
     assert noisy.training
 
@@ -159,4 +162,4 @@ def test_features_have_no_dropout_and_a_causal_model_reads_the_start():
 
 def test_too_few_examples_are_refused():
     with pytest.raises(IsolossError, match="draws 16 examples a step, and the task has 15"):
-        rule_for(tiny(), n=15)
+        algorithm_for(tiny(), n=15)

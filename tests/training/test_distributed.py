@@ -25,7 +25,7 @@ from distributed_workers import (
     train_all_on_a_full_disk,
 )
 from running import Signalling, content, small
-from stepping import batches, gradients_of, plain_loss, reference, tiny
+from stepping import batches, context, gradients_of, plain_loss, reference, tiny
 from toy_language import PairLanguage
 from transformers import AutoModelForMaskedLM
 
@@ -36,10 +36,10 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive
 from isoloss.training import Interrupted, train
-from isoloss.training.algorithms.adversarial import AdversarialStep
+from isoloss.training.algorithms.adversarial import Adversarial
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
-from isoloss.training.data_parallel import Alone, check_number
-from isoloss.training.distributed import Processes
+from isoloss.training.data_parallel import SingleProcess
+from isoloss.training.distributed import ProcessGroup
 from isoloss.training.objectives import prediction_loss, training_batch
 
 STEPS = 6
@@ -59,11 +59,11 @@ def config(**changes):
 SAME_AS_ONE = {
     "adamw": config(optimizer=ADAMW, objective=FRACTION),
     "sgd": config(optimizer=CLIPPED, objective=FRACTION, micro_batch=3, measure_every=2),
-    "sam": config(rule=SAMConfig(rho=0.2), objective=FRACTION, micro_batch=1),
-    "sam-same": config(rule=SAMConfig(rho=0.2, batch="same"), optimizer=ADAMW),
+    "sam": config(algorithm=SAMConfig(rho=0.2), objective=FRACTION, micro_batch=1),
+    "sam-same": config(algorithm=SAMConfig(rho=0.2, batch="same"), optimizer=ADAMW),
     "exact": config(objective=dataclasses.replace(FRACTION, labels="exact")),
-    "adversarial": config(rule=ADVERSARIAL, micro_batch=2),
-    "penalty": config(rule=PENALTY, objective=FRACTION, optimizer=dataclasses.replace(SGD, learning_rate=0.01)),
+    "adversarial": config(algorithm=ADVERSARIAL, micro_batch=2),
+    "penalty": config(algorithm=PENALTY, objective=FRACTION, optimizer=dataclasses.replace(SGD, learning_rate=0.01)),
     "pre-ln": config(model=dataclasses.replace(EVEN, architecture="bert-pre-ln")),
     "lstm": config(model=dataclasses.replace(EVEN, architecture="lstm", size="h16")),
     "opt": config(model=dataclasses.replace(EVEN, architecture="opt"), objective=ObjectiveConfig(kind="causal")),
@@ -86,9 +86,9 @@ WITH_FSDP = {
     }.items()
 }
 PER_RANK = {
-    "sam-per-rank": config(rule=SAMConfig(rho=0.2, batch="same", ascent="per-rank")),
-    "adversarial-per-rank": config(rule=dataclasses.replace(ADVERSARIAL, ascent="per-rank")),
-    "fsdp-adversarial-per-rank": config(rule=dataclasses.replace(ADVERSARIAL, ascent="per-rank"), parallel="fsdp"),
+    "sam-per-rank": config(algorithm=SAMConfig(rho=0.2, batch="same", ascent="per-rank")),
+    "adversarial-per-rank": config(algorithm=dataclasses.replace(ADVERSARIAL, ascent="per-rank")),
+    "fsdp-adversarial-per-rank": config(algorithm=dataclasses.replace(ADVERSARIAL, ascent="per-rank"), parallel="fsdp"),
 }
 NOISY = config(model=ModelConfig(size="d16", dropout=0.2), optimizer=ADAMW, steps=9, checkpoints=(0, 4))
 SHARDED_NOISY = dataclasses.replace(NOISY, parallel="fsdp")
@@ -125,7 +125,7 @@ def check_same(got, want, *, rtol=1e-5, atol=1e-5):
 def test_two_processes_train_as_one(trained, tmp_path, name):
     settings = {**SAME_AS_ONE, **WITH_FSDP}[name]
     one = Run(tmp_path / "one")
-    train(one, settings, language_of(settings), examples=examples(), measure=measure)
+    train(one, settings, language_of(settings), task_examples=examples, measure=measure)
     check_same(Run(trained / name), one)
     assert {path.relative_to(one.path) for path in one.path.rglob("*")} == {
         path.relative_to(trained / name) for path in (trained / name).rglob("*")
@@ -145,7 +145,7 @@ def test_each_process_may_have_its_own_ascent_point(trained):
             climbed = copy.deepcopy(model)
             with torch.no_grad():
                 for p, g in zip(climbed.parameters(), own, strict=True):
-                    p.add_(settings.rule.rho * g / norm)
+                    p.add_(settings.algorithm.rho * g / norm)
             for sum_, g in zip(total, gradients_of(plain_loss(climbed, batch, rows), climbed), strict=True):
                 sum_.add_(g / 2)  # one predicted token a sentence, so that both shares weigh the same
         return loss, total
@@ -161,18 +161,10 @@ def test_each_process_may_have_its_own_head(trained, name):
         loss = plain_loss(model, batch)
         objective = loss
         for rank in range(2):
-            rule = AdversarialStep(
-                model,
-                SGD,
-                settings.rule,
-                examples=examples(),
-                language=PairLanguage(is_ragged=True),
-                causal=False,
-                seed=settings.seed,
-                total=1,
-                parallel=Alone(model, Processes(rank, 2)),
-            )
-            objective = objective - settings.rule.weight * rule.head_loss(t)[0] / 2
+            parts = {"language": PairLanguage(is_ragged=True), "task_examples": examples, "seed": settings.seed}
+            made = context(SGD, total=1, parallel=SingleProcess(model, ProcessGroup(rank, 2)), **parts)
+            algorithm = Adversarial(model, made, settings.algorithm)
+            objective = objective - settings.algorithm.weight * algorithm.head_loss(t)[0] / 2
         return loss, gradients_of(objective, model)
 
     check_reference(Run(trained / name), settings, gradient)
@@ -192,7 +184,7 @@ def test_dropout_is_drawn_by_rank(trained):
     language, losses = PairLanguage(is_ragged=True), []
     model = make_model(ONE_STEP.model, language, seed=ONE_STEP.seed)
     for rank in range(2):
-        share = training_batch(language, ONE_STEP, 1, torch.device("cpu"), Processes(rank, 2).rows()).inputs
+        share = training_batch(language, ONE_STEP, 1, torch.device("cpu"), ProcessGroup(rank, 2).rows()).inputs
         torch.manual_seed(derive(ONE_STEP.seed, "dropout", 1, rank))
         losses.append(prediction_loss(model, share, causal=False).item())
     assert Run(trained / "one").metrics()[0]["loss_nats"] == pytest.approx(sum(losses) / 2, rel=1e-6)
@@ -340,25 +332,28 @@ def test_a_loss_that_is_not_finite_is_told_by_all(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 9}, "batch_size is 9; 2 processes need a multiple of 2"),
-        ({"batch_size": 6, "rule": SAMConfig()}, "the sam rule's halves on 2 processes need a multiple of 4"),
-        ({"rule": FisherPenaltyConfig(sentences=1)}, "sentences are 1; 2 processes need at least one each"),
+        ({"batch_size": 6, "algorithm": SAMConfig()}, "sam's halves on 2 processes need a multiple of 4"),
+        ({"algorithm": FisherPenaltyConfig(sentences=1)}, "sentences are 1; 2 processes need at least one each"),
     ],
 )
-def test_a_batch_that_cannot_be_shared(changes, message):
-    check_number(config(**changes), Processes())
+def test_a_batch_that_does_not_divide_among_the_processes(changes, message):
+    settings = config(**changes)
+    settings.algorithm.check_run(settings)
     with pytest.raises(IsolossError, match=message):
-        check_number(config(**changes), Processes(0, 2))
+        settings.algorithm.check_run(settings, num_processes=2)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rule": PENALTY}, "the fisher-penalty rule takes second derivatives"),
-        ({"rule": SAMConfig(ascent="per-rank")}, "the sam rule's ascent is 'per-rank'"),
-        ({"model": ModelConfig(architecture="lstm", size="h16")}, "torch's LSTM kernels need whole weights"),
-        ({"parallel": "zero"}, "parallel is 'zero'; it must be ddp or fsdp"),
-        ({"parallel": "ddp", "rule": SAMConfig(ascent="none")}, "ascent is 'none'; it must be reduced or per-rank"),
+        ({"algorithm": PENALTY}, "the fisher-penalty algorithm takes second derivatives"),
+        ({"algorithm": SAMConfig(ascent="per-rank")}, "sam's ascent is 'per-rank'"),
+        ({"model": ModelConfig(architecture="lstm", size="h16")}, "but lstm needs full weights"),
+        ({"parallel": "zero"}, "parallel is 'zero'; it must be one of ddp, fsdp"),
+        (
+            {"parallel": "ddp", "algorithm": SAMConfig(ascent="none")},
+            "ascent is 'none'; it must be one of",
+        ),
     ],
 )
 def test_what_shards_cannot_do(tmp_path, changes, message):
@@ -370,12 +365,12 @@ def test_what_shards_cannot_do(tmp_path, changes, message):
 def test_a_process_has_the_device_of_its_place(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [Processes(rank, 4, rank % 2).device("auto").index for rank in range(4)] == [0, 1, 0, 1]
-    assert Processes(1, 2, 1).device("cpu") == torch.device("cpu")
+    assert [ProcessGroup(rank, 4, rank % 2).device("auto").index for rank in range(4)] == [0, 1, 0, 1]
+    assert ProcessGroup(1, 2, 1).device("cpu") == torch.device("cpu")
     with pytest.raises(IsolossError, match=r"process 3 of this machine has no device of its own, .* finds 2 CUDA"):
-        Processes(2, 3, 2).device("cuda")
+        ProcessGroup(2, 3, 2).device("cuda")
     with pytest.raises(IsolossError, match="the device is 'cuda:1', and 2 processes cannot share it"):
-        Processes(0, 2).device("cuda:1")
+        ProcessGroup(0, 2).device("cuda:1")
 
 
 # --- as users start it

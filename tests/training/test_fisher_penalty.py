@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from stepping import STEPS, batches, check, gradients_of, loss_of, plain_loss, run, tiny
+from stepping import batches, check, context, gradients_of, loss_of, plain_loss, run, tiny
 from toy_language import PairLanguage
 
 from isoloss.flatness import fisher_trace
@@ -13,10 +13,10 @@ from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.seeds import generator
 from isoloss.text.masking import IGNORED
+from isoloss.training.algorithms.base import TrainingAlgorithm
 from isoloss.training.algorithms.config import FisherPenaltyConfig
-from isoloss.training.algorithms.fisher_penalty import FisherPenaltyStep, trace_estimate
+from isoloss.training.algorithms.fisher_penalty import FisherPenalty, trace_estimate
 from isoloss.training.objectives import training_batch
-from isoloss.training.steps import GradientStep
 
 
 class Small(torch.nn.Module):
@@ -90,8 +90,8 @@ def reference_gradient(model, t, batch):
     return loss, gradients_of(loss + SETTINGS.coefficient * trace, model)
 
 
-def rule_for(model, optimizer, settings=SETTINGS, **changes):
-    return FisherPenaltyStep(model, optimizer, settings, **{"causal": False, "seed": 5, "total": STEPS, **changes})
+def algorithm_for(model, optimizer, settings=SETTINGS, **changes):
+    return FisherPenalty(model, context(optimizer, seed=5, **changes), settings)
 
 
 @pytest.mark.parametrize(
@@ -101,25 +101,27 @@ def rule_for(model, optimizer, settings=SETTINGS, **changes):
 )
 def test_the_steps_are_those_of_the_definition(optimizer):
     model = tiny()
-    check(model, rule_for(model, optimizer, micro_batch=3), optimizer, reference_gradient, batches())
+    check(model, algorithm_for(model, optimizer, micro_batch=3), optimizer, reference_gradient, batches())
 
 
 def test_the_estimate_agrees_with_the_measured_trace():
     model = tiny(torch.float32, dropout=0.3)  # which the estimate leaves out
-    rule = rule_for(model, OptimizerConfig(name="sgd", learning_rate=1e-9), FisherPenaltyConfig(sentences=8))
+    algorithm = algorithm_for(model, OptimizerConfig(name="sgd", learning_rate=1e-9), FisherPenaltyConfig(sentences=8))
     made = batches(200)
-    estimates = torch.tensor([rule.step(n, b, loss_of(model)).details["trace_estimate"] for n, b in enumerate(made, 1)])
+    estimates = torch.tensor(
+        [algorithm.step(n, b, loss_of(model)).details["trace_estimate"] for n, b in enumerate(made, 1)]
+    )
     measured = fisher_trace(model.eval(), made, causal=False)
     error = (float(estimates.var()) / 200 + measured.stderr**2) ** 0.5
     assert abs(float(estimates.mean()) - measured.value) < 4 * error
     assert error < 0.1 * measured.value
 
 
-def test_a_penalised_model_is_flatter():
+def test_a_penalized_model_is_flatter():
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=0)
     flat, plain = tiny(torch.float32), tiny(torch.float32)
-    run(flat, rule_for(flat, optimizer, FisherPenaltyConfig(coefficient=0.05, sentences=8)), 100)
-    run(plain, GradientStep(plain, optimizer, total=100), 100)
+    run(flat, algorithm_for(flat, optimizer, FisherPenaltyConfig(coefficient=0.05, sentences=8)), 100)
+    run(plain, TrainingAlgorithm(plain, context(optimizer, total=100)), 100)
     traces = [fisher_trace(model.eval(), batches(150)[100:], causal=False).value for model in (flat, plain)]
     assert traces[0] < 0.5 * traces[1]
 
@@ -127,7 +129,7 @@ def test_a_penalised_model_is_flatter():
 @pytest.mark.parametrize(
     ("architecture", "size"), [("bert", "d16"), ("bert-pre-ln", "d16"), ("lstm", "h16"), ("opt", "d16")]
 )
-def test_every_architecture_is_penalised_whatever_its_kernel(architecture, size):
+def test_every_architecture_is_penalized_whatever_its_kernel(architecture, size):
     language = PairLanguage(is_ragged=True)
     causal = architecture == "opt"
     model = make_model(ModelConfig(architecture=architecture, size=size, dropout=0.0), language, seed=0).double()
@@ -135,12 +137,12 @@ def test_every_architecture_is_penalised_whatever_its_kernel(architecture, size)
         model.set_attn_implementation("sdpa")
     objective = ObjectiveConfig(kind="causal" if causal else "masked")
     config = TrainConfig(language=PCFGConfig(), batch_size=8, objective=objective)
-    rule = rule_for(model, OptimizerConfig(), causal=causal)
+    algorithm = algorithm_for(model, OptimizerConfig(), causal=causal)
     batch = training_batch(language, config, 1, torch.device("cpu")).inputs
 
     def penalty():
-        rule.optimizer.zero_grad()
-        return rule.add_gradient(1, batch, lambda _: 0.0 * model.get_input_embeddings().weight.sum())[1][
+        algorithm.optimizer.zero_grad()
+        return algorithm.add_gradient(1, batch, lambda _: 0.0 * model.get_input_embeddings().weight.sum())[1][
             "trace_estimate"
         ]
 

@@ -1,4 +1,4 @@
-"""The mirrors of metrics.jsonl, read back by the trackers' own readers, and that nothing in them reaches the run."""
+"""The loggers, read back by their own readers, and that nothing in them reaches the run."""
 
 import json
 import struct
@@ -21,10 +21,10 @@ def trained(path, language=None, **changes):
 
 
 def interrupted_and_resumed(path, name):
-    """Interrupt a run at its 6th step, mirror a line that is trained again, and complete it."""
+    """Interrupt a run at its 6th step, log a line that is trained again, and complete it."""
     with pytest.raises(Interrupted):
-        trained(path, Signalling({6}), trackers=(name,), log_every=2)
-    return trained(path, trackers=(name,), log_every=2)
+        trained(path, Signalling({6}), loggers=(name,), log_every=2)
+    return trained(path, loggers=(name,), log_every=2)
 
 
 def expected(run):
@@ -38,7 +38,7 @@ def check(found, run):
         assert [value for _, value in found[tag]] == pytest.approx([value for _, value in points], rel=1e-6)
 
 
-# --- each tracker
+# --- each logger
 
 
 def test_tensorboard_has_every_step_once(tmp_path):
@@ -57,7 +57,7 @@ def test_trackio_has_every_step_once(tmp_path, monkeypatch):
     from trackio.sqlite_storage import SQLiteStorage
 
     run = interrupted_and_resumed(tmp_path / "run", "trackio")
-    (record,) = [r for r in SQLiteStorage.get_run_records("isoloss") if r["name"] == loggers.label(run)]
+    (record,) = [r for r in SQLiteStorage.get_run_records("isoloss") if r["name"] == loggers.run_label(run)]
     logs = SQLiteStorage.get_logs("isoloss", record["name"], run_id=record["id"])
     check({tag: [(entry["step"], entry[tag]) for entry in logs] for tag in MIRRORED}, run)
 
@@ -118,35 +118,45 @@ class Failing:
             raise RuntimeError(f"no {moment}")
 
 
+@pytest.fixture
+def install(monkeypatch):
+    """Put a logger in the place of TensorBoard's, as if its package were installed."""
+
+    def installed(logger):
+        monkeypatch.setattr(loggers, "check_installed", lambda names: None)
+        monkeypatch.setitem(loggers.LOGGERS, "tensorboard", logger)
+        return logger
+
+    return installed
+
+
 @pytest.mark.parametrize(("when", "calls"), [("open", 1), (8, 3), ("close", 5), ("never", 5)])
-def test_a_tracker_that_fails_is_noted_and_changes_nothing(tmp_path, monkeypatch, capsys, caplog, when, calls):
-    tracker = Failing(when)
-    monkeypatch.setitem(loggers.TRACKERS, "json", tracker)  # a package that is installed
-    run = trained(tmp_path / "mirrored", trackers=("json",))
+def test_a_logger_that_fails_is_noted_and_changes_nothing(tmp_path, install, capsys, caplog, when, calls):
+    logger = install(Failing(when))
+    run = trained(tmp_path / "logged", loggers=("tensorboard",))
     assert content(run) == content(trained(tmp_path / "alone"))
-    assert tracker.calls == calls  # opened, 3 lines and closed, unless it failed before
+    assert logger.calls == calls  # opened, 3 lines and closed, unless it failed before
     events = [json.loads(line) for line in (run.path / "log.jsonl").read_text().splitlines()]
-    failed = [event for event in events if event["event"] == "tracker failed"]
+    failed = [event for event in events if event["event"] == "logger failed"]
     if when == "never":
         assert not failed
         assert not caplog.records
     else:
-        assert failed == [{"event": "tracker failed", "tracker": "json", "error": f"RuntimeError: no {when}"}]
+        assert failed == [{"event": "logger failed", "logger": "tensorboard", "error": f"RuntimeError: no {when}"}]
         assert [r.getMessage() for r in caplog.records] == [
-            f"the tracker json failed and is left out from here on: no {when}"
+            f"the logger tensorboard failed and is left out from here on: no {when}"
         ]
     assert capsys.readouterr().out == ""
 
 
-def test_a_tracker_is_closed_when_training_ends_by_an_error(tmp_path, monkeypatch):
-    tracker = Failing("never")
-    monkeypatch.setitem(loggers.TRACKERS, "json", tracker)
+def test_a_logger_is_closed_when_training_ends_by_an_error(tmp_path, install):
+    logger = install(Failing("never"))
     with pytest.raises(Interrupted):
-        trained(tmp_path / "run", Signalling({5}), trackers=("json",))
-    assert tracker.calls == 3  # opened, one line, closed
+        trained(tmp_path / "run", Signalling({5}), loggers=("tensorboard",))
+    assert logger.calls == 3  # opened, one line, closed
 
 
-def test_only_numbers_are_mirrored():
+def test_only_numbers_are_logged():
     line = {"step": 3, "loss_nats": 1.5, "grad_norm": None, "name": "x", "count": 2}
     assert loggers._numbers(line) == (3, {"loss_nats": 1.5, "count": 2})
 
@@ -157,14 +167,13 @@ def test_only_numbers_are_mirrored():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("mlflow",), "no tracker 'mlflow'; the trackers are tensorboard, trackio, wandb"),
-        (("tensorboard", "tensorboard"), "the tracker tensorboard is named twice"),
+        (("mlflow",), "loggers is 'mlflow'; it must be one of tensorboard, trackio, wandb"),
+        (("tensorboard", "tensorboard"), "loggers is tensorboard, tensorboard; name each once"),
     ],
 )
-def test_bad_names_are_refused(tmp_path, monkeypatch, names, message):
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: json.__spec__)
+def test_bad_names_are_refused(tmp_path, names, message):
     with pytest.raises(IsolossError, match=message):
-        trained(tmp_path / "run", trackers=names)
+        trained(tmp_path / "run", loggers=names)
     assert not (tmp_path / "run").exists()
 
 
@@ -172,7 +181,9 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "nowhere_package").mkdir()  # a folder of the name is no package
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("nowhere_package", "nowhere_at_all"):
-        monkeypatch.setitem(loggers.TRACKERS, name, Failing("never"))
         with pytest.raises(IsolossError, match=rf"needs the package {name}: pip install 'isoloss\[{name}\]'"):
-            trained(tmp_path / "run", trackers=(name,))
+            loggers.check_installed([name])
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(IsolossError, match="the logger wandb needs the package wandb"):
+        trained(tmp_path / "run", loggers=("wandb",))
     assert not (tmp_path / "run").exists()

@@ -7,13 +7,14 @@ import torch
 from stepping import gradients_of
 from toy_language import PairLanguage
 
+from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PCFGConfig
 from isoloss.models.bert import build
 from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.text.masking import IGNORED
-from isoloss.training.objectives import check_language, prediction_loss, training_batch, validate
+from isoloss.training.objectives import check_language, prediction_loss, training_batch
 
 CPU = torch.device("cpu")
 
@@ -24,7 +25,7 @@ def config(**changes):
 
 @pytest.mark.parametrize("masking", ["one", "fraction"])
 @pytest.mark.parametrize("is_ragged", [False, True])
-def test_the_loss_is_the_mean_cross_entropy_of_the_hidden_tokens(masking, is_ragged):
+def test_the_loss_is_the_mean_cross_entropy_of_the_masked_tokens(masking, is_ragged):
     language = PairLanguage(is_ragged=is_ragged)
     objective = ObjectiveConfig(masking=masking, fraction=0.4)
     batch, num_tokens = training_batch(language, config(objective=objective), 1, CPU)
@@ -109,15 +110,15 @@ EXACT = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size
 
 
 def enumerated_targets(language, batch):
-    """Return a row for each hidden token: its probabilities given the visible ones, by summing over all sentences."""
+    """Return a row for each masked token: its probabilities given the visible ones, by summing over all sentences."""
     rows = []
     lengths = batch.get("attention_mask", torch.ones_like(batch["labels"])).sum(1)
     for shown, labels, length in zip(batch["input_ids"], batch["labels"], lengths.tolist(), strict=True):
         every = torch.tensor(list(itertools.product(range(4), repeat=length)))
         probs = torch.zeros(len(every), dtype=torch.float64)
         for i, sentence in enumerate(every):
-            hidden = labels[:length] != IGNORED
-            if torch.equal(sentence[~hidden], shown[:length][~hidden]):
+            masked = labels[:length] != IGNORED
+            if torch.equal(sentence[~masked], shown[:length][~masked]):
                 probs[i] = language.log_prob(sentence[None], torch.tensor([length])).exp()[0]
         for t in (labels != IGNORED).nonzero()[:, 0].tolist():
             rows.append(torch.stack([probs[every[:, t] == c].sum() for c in range(4)]) / probs.sum())
@@ -163,15 +164,16 @@ def test_exact_labels_need_an_exact_language():
 @pytest.mark.parametrize(
     ("objective", "architecture", "message"),
     [
-        (ObjectiveConfig(labels="soft"), "bert", "the labels are 'soft'; they must be sampled or exact"),
+        (ObjectiveConfig(labels="soft"), "bert", "objective.labels is 'soft'; it must be one of sampled, exact"),
         (ObjectiveConfig(labels="exact", corruption="bert"), "bert", "choose the corruption 'mask'"),
-        (ObjectiveConfig(kind="causal", labels="exact"), "opt", "the causal objective hides no tokens"),
+        (ObjectiveConfig(fraction=0.4), "bert", "fraction is 0.4, but masking is 'one'"),
+        (ObjectiveConfig(kind="causal", labels="exact"), "opt", "masks no tokens: leave out labels"),
         (ObjectiveConfig(kind="causal"), "bert", "objective is 'causal', and the architecture bert learns 'masked'"),
         (ObjectiveConfig(), "opt", "objective is 'masked', and the architecture opt learns 'causal'"),
-        (ObjectiveConfig(kind="causal", masking="fraction"), "opt", "the causal objective hides no tokens"),
-        (ObjectiveConfig(), "gpt", "no architecture 'gpt'; the architectures are bert, bert-pre-ln, lstm, opt"),
+        (ObjectiveConfig(kind="causal", masking="fraction"), "opt", "masks no tokens: leave out masking"),
+        (ObjectiveConfig(), "gpt", r"no model 'gpt'; did you mean opt\? the models are bert, bert-pre-ln, lstm, opt"),
     ],
 )
 def test_an_objective_that_is_not_the_architectures_is_refused(objective, architecture, message):
     with pytest.raises(IsolossError, match=message):
-        validate(objective, ModelConfig(architecture=architecture))
+        configs.check(config(objective=objective, model=ModelConfig(architecture=architecture)))

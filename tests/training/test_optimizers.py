@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from stepping import tiny
 
+from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.run_config import OptimizerConfig
-from isoloss.training.optimizers import Optimizer, learning_rate
+from isoloss.training.optimizers import learning_rate
 
 
 def rates(steps, total, **settings):
@@ -21,7 +21,7 @@ def test_the_warm_up_is_linear_and_then_constant():
     assert rates((1,), 10, warmup_steps=0) == [1]
 
 
-def test_a_proportion_warms_up_that_share_of_the_steps():
+def test_a_proportion_warms_up_that_fraction_of_the_steps():
     steps = (1, 11, 12, 13, 100)
     assert rates(steps, 100, warmup_proportion=0.12) == rates(steps, 100, warmup_steps=12)
     assert rates((1, 2), 100, warmup_proportion=0.0) == [1, 1]
@@ -32,11 +32,11 @@ def test_the_schedules_fall_from_the_highest_to_0_one_step_after_the_last(warmup
     total = 10
     peak = max(warmup, 1)
     steps = range(peak, total + 2)  # 0 would be reached at step 11
-    shares = [(step - peak) / (total + 1 - peak) for step in steps]
+    fractions = [(step - peak) / (total + 1 - peak) for step in steps]
     linear = rates(steps, total, warmup_steps=warmup, schedule="linear")
-    assert linear == pytest.approx([1 - share for share in shares])
+    assert linear == pytest.approx([1 - fraction for fraction in fractions])
     cosine = rates(steps, total, warmup_steps=warmup, schedule="cosine")
-    assert cosine == pytest.approx([math.cos(math.pi * share / 2) ** 2 for share in shares])
+    assert cosine == pytest.approx([math.cos(math.pi * fraction / 2) ** 2 for fraction in fractions])
     assert linear[0] == cosine[0] == 1
     assert linear[-2] > 0
     assert linear[-1] == 0
@@ -49,17 +49,24 @@ def test_the_schedules_fall_from_the_highest_to_0_one_step_after_the_last(warmup
         ({"learning_rate": float("inf")}, "learning_rate is inf"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"warmup_steps": -1}, "warmup_steps is -1; it must be at least 0"),
-        ({"warmup_proportion": 1.5}, "warmup_proportion is 1.5; it must be from 0 to 1"),
+        ({"warmup_proportion": 1.5}, "warmup_proportion is 1.5; it must be at least 0 and at most 1"),
         ({"warmup_proportion": float("nan")}, "warmup_proportion is nan"),
-        ({"schedule": "step"}, "schedule is 'step'; it must be constant, linear or cosine"),
-        ({"schedule": "linear", "warmup_steps": 11}, "warmup_steps is 11, more than the 10 steps of the run"),
+        ({"schedule": "step"}, "schedule is 'step'; it must be one of constant, linear, cosine"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1; it must be at least 0"),
-        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\); it must be two numbers"),
-        ({"momentum": 1.0}, "momentum is 1.0; it must be at least 0 and below 1"),
+        ({"betas": (0.9, 1.0)}, "betas is 1.0; it must be at least 0 and below 1"),
+        ({"name": "sgd", "momentum": 1.0}, "momentum is 1.0; it must be at least 0 and below 1"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; it must be above 0"),
-        ({"name": "lamb"}, "name is 'lamb'; it must be adamw or sgd"),
+        ({"name": "lamb"}, "name is 'lamb'; it must be one of adamw, sgd"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, message):
-    with pytest.raises(IsolossError, match=f"the optimizer's {message}"):
-        Optimizer(tiny(), OptimizerConfig(**changes), total=10)
+    with pytest.raises(IsolossError, match=rf"^optimizer\.{message}"):
+        configs.check(OptimizerConfig(**changes), "optimizer")
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(IsolossError, match=r"momentum is 0\.9, but the optimizer is adamw: it needs sgd"):
+        configs.check(OptimizerConfig(momentum=0.9))
+    with pytest.raises(IsolossError, match="warmup_steps is 11, more than the 10 steps of the run"):
+        OptimizerConfig(schedule="linear", warmup_steps=11).check_steps(10)
+    OptimizerConfig(warmup_steps=11).check_steps(10)

@@ -73,7 +73,7 @@ def test_a_run_says_it_and_resumes_bit_for_bit(tmp_path):
 
 
 def test_an_unknown_precision_is_refused(tmp_path):
-    with pytest.raises(IsolossError, match="the precision is 'fp16'; it must be fp32 or bf16"):
+    with pytest.raises(IsolossError, match="precision is 'fp16'; it must be one of fp32, bf16"):
         train(Run(tmp_path / "run"), small(precision="fp16"), PairLanguage())
 
 

@@ -85,7 +85,7 @@ def test_a_step_out_of_order_is_made_anew():
         assert [batches.of(step) for step in (4, 2, 3, 3)] == [4, 2, 3, 3]
 
 
-def test_after_settle_nothing_is_being_made():
+def test_after_wait_nothing_is_being_made():
     done = []
 
     def make(step):
@@ -94,7 +94,7 @@ def test_after_settle_nothing_is_being_made():
 
     with Batches(make, last=3, ahead=True) as batches:
         batches.of(1)
-        batches.settle()
+        batches.wait()
         assert done == [1, 2]
 
 

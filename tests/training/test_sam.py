@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from stepping import STEPS, batches, check, gradients_of, loss_of, plain_loss, run, tiny
+from stepping import STEPS, batches, check, context, gradients_of, loss_of, plain_loss, run, tiny
 
 from isoloss.errors import IsolossError
 from isoloss.run_config import OptimizerConfig
+from isoloss.training.algorithms.base import TrainingAlgorithm
 from isoloss.training.algorithms.config import SAMConfig
-from isoloss.training.algorithms.sam import SAMStep
-from isoloss.training.steps import GradientStep
+from isoloss.training.algorithms.sam import SAM
 
 SGD = OptimizerConfig(name="sgd", learning_rate=0.3, warmup_steps=0, momentum=0.5)
 ADAMW = OptimizerConfig(learning_rate=0.01, warmup_steps=5)
@@ -38,14 +38,14 @@ def reference_gradient(sam):
 @pytest.mark.parametrize("micro_batch", [0, 3])
 def test_the_steps_are_those_of_the_definition(optimizer, sam, micro_batch):
     model = tiny()
-    rule = SAMStep(model, optimizer, sam, total=STEPS, micro_batch=micro_batch)
-    check(model, rule, optimizer, reference_gradient(sam), batches())
+    algorithm = SAM(model, context(optimizer, total=STEPS, micro_batch=micro_batch), sam)
+    check(model, algorithm, optimizer, reference_gradient(sam), batches())
 
 
 def test_the_loss_at_the_ascent_point_is_above_that_at_the_weights():
     model = tiny()
-    rule = SAMStep(model, SGD, SAMConfig(rho=0.5, batch="same"), total=5)
-    for outcome in run(model, rule, 5):
+    algorithm = SAM(model, context(SGD, total=5), SAMConfig(rho=0.5, batch="same"))
+    for outcome in run(model, algorithm, 5):
         # to first order, by rho times the gradient's norm at the weights
         assert outcome.details["loss_at_ascent_nats"] > outcome.loss_nats
 
@@ -53,16 +53,16 @@ def test_the_loss_at_the_ascent_point_is_above_that_at_the_weights():
 def test_the_weights_are_put_back_to_the_bit():
     model = tiny(torch.float32)
     before = [p.detach().clone() for p in model.parameters()]
-    rule = SAMStep(model, SGD, SAMConfig(rho=3.0), total=1)
-    rule.optimizer.zero_grad()
-    rule.add_gradient(1, batches(1)[0], loss_of(model))
+    algorithm = SAM(model, context(SGD, total=1), SAMConfig(rho=3.0))
+    algorithm.optimizer.zero_grad()
+    algorithm.add_gradient(1, batches(1)[0], loss_of(model))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_a_small_radius_is_the_gradient_step():
     sam, plain = tiny(), tiny()
-    run(sam, SAMStep(sam, SGD, SAMConfig(rho=1e-9, batch="same"), total=5), 5)
-    run(plain, GradientStep(plain, SGD, total=5), 5)
+    run(sam, SAM(sam, context(SGD, total=5), SAMConfig(rho=1e-9, batch="same")), 5)
+    run(plain, TrainingAlgorithm(plain, context(SGD, total=5)), 5)
     for a, b in zip(sam.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
 
@@ -71,4 +71,4 @@ def test_an_odd_batch_has_no_halves():
     model = tiny()
     batch = {name: tensor[:7] for name, tensor in batches(1)[0].items()}
     with pytest.raises(IsolossError, match="the batch has 7 sentences; SAM's halves need an even number"):
-        SAMStep(model, SGD, SAMConfig(), total=1).step(1, batch, loss_of(model))
+        SAM(model, context(SGD, total=1), SAMConfig()).step(1, batch, loss_of(model))

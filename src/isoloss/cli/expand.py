@@ -1,4 +1,4 @@
-"""`isoloss expand`: a small transformer inside a larger one, with the same function, and its flatness there."""
+"""`isoloss expand`: a transformer as a larger one with the same function, and its flatness there."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EXAMPLES = [
     ("isoloss expand runs/heads --into d128 --heads 8", "a size with heads as narrow as those of a d64 of 4 heads"),
     ("isoloss expand CHECKPOINT --into d1536 --data text.txt", "any BERT, RoBERTa or OPT, measured on your text"),
 ]
-RECORD = "embedding.json"  # what was found, beside the weights
+RECORD = "expansion.json"  # the report, beside the weights
 
 
 @dataclass(frozen=True)
 class Args:
-    """Place a small transformer inside a larger one with the same function: width by copies, depth by layers that do
+    """Expand a transformer to a larger one with the same function: width by copies, depth by layers that do
     nothing. Reports how far logits and hidden states differ, and the Fisher's trace before and after, by parameter.
     """
 
@@ -53,7 +53,7 @@ class Args:
     """Folder to write the large model to, which must be new or empty."""
     scale: Literal["exact", "balanced", "paper"] = "exact"
     """What the embeddings are divided by, for r copies: 1, exact at every eps of the layer norms; sqrt(r), which keeps
-    their share of the trace; r, as the paper prints it."""
+    their part of the trace; r, as the paper prints it."""
     data: Path | None = None
     """Text (.txt, .jsonl or a folder), or token ids (.npy); default, for runs: the run's language."""
     tokenizer: str | None = None
@@ -63,9 +63,9 @@ class Args:
     mask_id: int | None = None
     """For masked models and token ids: the mask's id; default: the tokenizer's."""
     num_inputs: int = 128
-    """Sequences to measure on, at most; with --data, one token of each is hidden from a masked model."""
+    """Sequences to measure on, at most; with --data, one token of each is masked for a masked model."""
     seed: int = 0
-    """Decides inputs, masks and signs."""
+    """Decides inputs, masks and probes."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     threads: int = 0
@@ -79,7 +79,7 @@ class Args:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the subcommand."""
     args = common.parse(Args, "expand", arguments, examples=EXAMPLES)
     if args.num_inputs < 2:
         raise IsolossError(f"--num-inputs is {args.num_inputs}; an error bar needs at least 2")
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from isoloss.loading import load
-    from isoloss.models.expansion import check_fits, embed, shape_of
+    from isoloss.models.expansion import check_fits, expand, shape_of
     from isoloss.paper.theory.expansion import study
 
     name = _checkpoint(args.model)
@@ -98,13 +98,13 @@ def main(arguments: list[str]) -> int:
     loaded = load(name, device=args.device, dtype=dtype, trust_remote_code=args.trust_remote_code)
     check_fits(shape_of(loaded.model), into)
     inputs = _inputs(args, name, loaded)
-    embedded = embed(loaded.model, into, scale=args.scale)
-    inputs = inputs.cut(inputs.fitting_batch_size(embedded.model.config))
+    expanded = expand(loaded.model, into, scale=args.scale)
+    inputs = inputs.cut(inputs.fitting_batch_size(expanded.model.config))
     common.note(f"{name}: {loaded.architecture}, {loaded.kind}; {inputs.description}")
     with common.Progress("expand", 3 * inputs.num_sequences, "sequences") as progress:
-        found = study(
+        result = study(
             loaded.model,
-            embedded,
+            expanded,
             inputs.batches,
             causal=loaded.kind == "causal",
             seed=args.seed,
@@ -117,19 +117,19 @@ def main(arguments: list[str]) -> int:
         "scale": args.scale,
         "dtype": args.dtype,
         "data": inputs.description,
-        "differences": dataclasses.asdict(found.differences),
-        "before": {**found.before.to_dict(), "seconds": None},
-        "after": {**found.after.to_dict(), "seconds": None},
-        "change": found.change.to_dict(),
-        "shares": [dataclasses.asdict(share) for share in found.shares],
-        "statements": [statement.to_dict() for statement in found.statements],
+        "differences": dataclasses.asdict(result.differences),
+        "before": {**result.before.to_dict(), "seconds": None},
+        "after": {**result.after.to_dict(), "seconds": None},
+        "change": result.change.to_dict(),
+        "shares": [dataclasses.asdict(share) for share in result.shares],
+        "statements": [statement.to_dict() for statement in result.statements],
     }
     if args.out is not None:
-        _write(args.out, embedded.model, name, document)
+        _write(args.out, expanded.model, name, document)
     if args.json:
         common.emit_json(document)
     else:
-        _print(args, found)
+        _print(args, result)
     return 0
 
 
@@ -165,13 +165,13 @@ def _inputs(args: Args, name: str, loaded: Loaded) -> Inputs:
             mask_id=args.mask_id,
             seed=args.seed,
         )
-    found = checkpoint_of(Path(name))
-    if found is None:
+    checkpoint = checkpoint_of(Path(name))
+    if checkpoint is None:
         raise IsolossError(
             f"{name} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
             "text or a .npy file of token ids"
         )
-    return language_inputs(found[0].config, num_inputs=args.num_inputs, seed=args.seed)
+    return language_inputs(checkpoint[0].config, num_inputs=args.num_inputs, seed=args.seed)
 
 
 def _write(out: Path, model: Any, source: str, document: dict[str, Any]) -> None:
@@ -198,23 +198,23 @@ def _write(out: Path, model: Any, source: str, document: dict[str, Any]) -> None
     common.note(f"written: {out}")
 
 
-_NEGLIGIBLE = 1e-12  # of the trace: a share that is 0 but for rounding, as that of a key's bias
+_NEGLIGIBLE = 1e-12  # of the trace: a part that is 0 but for rounding, as that of a key's bias
 
 
-def _print(args: Args, found: Result) -> None:
+def _print(args: Args, result: Result) -> None:
     cells = []
-    for share in found.shares:
-        is_zero = share.before <= _NEGLIGIBLE * found.before.value
+    for share in result.shares:
+        is_zero = share.before <= _NEGLIGIBLE * result.before.value
         ratio = "" if is_zero else f"{share.after / share.before:.4f}"
         factor = "" if share.factor is None else f"{share.factor:.4f}"
         before = "" if share.factor is None else f"{share.before:.4g}"
         cells.append((share.name, f"{share.parameters:,}", before, f"{share.after:.4g}", ratio, factor))
     columns = ("parameter", "size", "before", "after", "ratio", "expected")
-    common.print_table("share of the trace, nats per predicted token; * is any layer", columns, cells)
-    before, after = (trace.details["num_parameters"] for trace in (found.before, found.after))
-    common.say(f"\ntrace of the Fisher before: {found.before}, over {before:,} parameters")
-    common.say(f"trace of the Fisher in {_name_of(args)}: {found.after}, over {after:,} parameters")
-    change = rounded(found.change.value, found.change.stderr)
-    common.say(f"change: {change} nats per predicted token, on the same {found.before.num_inputs:,} predicted tokens")
-    common.say(f"  scale {args.scale}; {found.before.details['device']}, {args.dtype}")
-    common.say_statements(found.statements)
+    common.print_table("part of the trace, nats per predicted token; * is any layer", columns, cells)
+    before, after = (trace.details["num_parameters"] for trace in (result.before, result.after))
+    common.say(f"\ntrace of the Fisher before: {result.before}, over {before:,} parameters")
+    common.say(f"trace of the Fisher in {_name_of(args)}: {result.after}, over {after:,} parameters")
+    change = rounded(result.change.value, result.change.stderr)
+    common.say(f"change: {change} nats per predicted token, on the same {result.before.num_inputs:,} predicted tokens")
+    common.say(f"  scale {args.scale}; {result.before.details['device']}, {args.dtype}")
+    common.say_statements(result.statements)

@@ -83,12 +83,13 @@ def _languages() -> list[Row]:
 
 
 def _models() -> list[Row]:
-    from isoloss.models.sizes import ARCHITECTURES, num_parameters, sizes_of
+    from isoloss.registry import MODELS
 
     rows: list[Row] = []
-    for name, architecture in ARCHITECTURES.items():
-        sizes = sizes_of(name)
-        counts = [num_parameters(shape, VOCABULARY, LENGTH, name) for shape in sizes.values()]
+    for name in MODELS:
+        architecture = MODELS.load(name)
+        sizes = architecture.sizes
+        counts = [architecture.num_parameters(shape, VOCABULARY, LENGTH) for shape in sizes.values()]
         rows.append(
             {
                 "architecture": name,
@@ -96,19 +97,22 @@ def _models() -> list[Row]:
                 "sizes": f"{min(sizes, key=_number)} to {max(sizes, key=_number)}",
                 "parameters": f"{min(counts):,} to {max(counts):,}",
                 MEMORY: f"{_training_memory(min(counts))} to {_training_memory(max(counts))}",
-                "what": architecture.text,
+                "what": MODELS.summary(name),
             }
         )
     return rows
 
 
 def _sizes() -> list[Row]:
-    from isoloss.models.sizes import ARCHITECTURES, LSTM_SIZES, SIZES, LSTMShape, Shape, num_parameters, sizes_of
+    from isoloss.models.sizes import LSTM_SIZES, SIZES, LSTMShape, Shape
+    from isoloss.registry import MODELS
 
     rows: list[Row] = []
     shapes: dict[str, Shape | LSTMShape] = {**SIZES, **LSTM_SIZES}
+    architectures = {name: MODELS.load(name) for name in MODELS}
     for name, shape in shapes.items():
-        counts = {a: num_parameters(shape, VOCABULARY, LENGTH, a) for a in ARCHITECTURES if name in sizes_of(a)}
+        having = {a: architecture for a, architecture in architectures.items() if name in architecture.sizes}
+        counts = {a: own.num_parameters(shape, VOCABULARY, LENGTH) for a, own in having.items()}
         rows.append(
             {
                 "size": name,
@@ -116,7 +120,7 @@ def _sizes() -> list[Row]:
                 "layers": shape.num_layers,
                 "heads": shape.num_heads if isinstance(shape, Shape) else None,
                 "feed-forward": shape.intermediate if isinstance(shape, Shape) else None,
-                **{f"{a} parameters": f"{counts[a]:,}" if a in counts else None for a in ARCHITECTURES},
+                **{f"{a} parameters": f"{counts[a]:,}" if a in counts else None for a in architectures},
                 MEMORY: _training_memory(max(counts.values())),
             }
         )
@@ -163,13 +167,12 @@ def _studies() -> list[Row]:
 
 
 def _runs(folder: Path) -> list[Row]:
-    from isoloss.models.sizes import described
     from isoloss.runs import find_runs
 
     return [
         {
             "run": str(run.path),
-            "model": described(run.config.model),
+            "model": str(run.config.model),
             "language": run.config.language.kind,
             "steps": run.config.steps,
             "state": "complete" if run.complete else f"step {max(run.steps(), default=0)}",

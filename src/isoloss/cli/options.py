@@ -68,7 +68,7 @@ def options_of(name: str, *configs: type, exclude: Iterable[str] = ()) -> type:
             if field.name in fields and _default(fields[field.name][2]) != _default(field):
                 raise IsolossError(f"{config.__name__}.{field.name} has another default than the same option elsewhere")
             text = help_texts(config).get(field.name, "")
-            told = tyro.conf.arg(help=text, help_behavior_hint="" if _default(field) in (None, ()) else None)
+            told = tyro.conf.arg(help=text, help_behavior_hint="" if _default(field) in (None, (), "") else None)
             hint = Annotated.__class_getitem__((hints[field.name], told))  # type: ignore[attr-defined]
             fields[field.name] = field.name, hint, dataclasses.field(default=_default(field), metadata=field.metadata)
     return dataclasses.make_dataclass(name, list(fields.values()), frozen=True, kw_only=True)

@@ -184,12 +184,12 @@ class Evaluator:
         self, step: int, size: str, scale: str, progress: Callable[[int], None] | None
     ) -> tuple[dict[str, Estimate], Arrays, str]:
         """The trace of the same function in a larger model; its details say how far the logits differ."""
-        from isoloss.models.expansion import embed
+        from isoloss.models.expansion import expand
         from isoloss.models.sizes import shape
 
         chosen: Any = scale  # embed refuses one that it does not know
         small = self._model(step)
-        large = embed(small, shape(size), scale=chosen).model
+        large = expand(small, shape(size), scale=chosen).model
         estimates, arrays, inputs = self._trace(large, progress)
         differ = _logits_differ(small, large, self._trace_batches, causal=self._is_causal)
         details = {**estimates["trace"].details, "expanded_into": size, "scale": scale, "logits_differ_by": differ}

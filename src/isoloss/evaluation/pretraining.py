@@ -1,78 +1,77 @@
-"""A run with all that its config asks for, also from the layers above training: a task to spoil, measures."""
+"""`isoloss.pretrain`: a run with all that its config asks for, also from the layers above training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.training import Examples, Progress, train
-from isoloss.training.algorithms.config import AdversarialConfig
-from isoloss.training.distributed import together
-from isoloss.training.trainer import validate
+from isoloss.training.distributed import process_group
+from isoloss.training.trainer import is_complete
 
 _SEED = 0  # of what is measured on during training: the same for all runs
 
 
 def pretrain(
-    run: Run, config: TrainConfig, language: Language, *, progress: Callable[[Progress], None] | None = None
-) -> None:
-    """Train until `run` is complete: `isoloss.training.train` with what the config needs besides the language.
+    run: str | PathLike[str] | Run,
+    config: TrainConfig,
+    *,
+    language: Language | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Run:
+    """Pre-train a model into a run directory, from its newest checkpoint if it has one, and return the run.
 
-    An adversarial rule gets the training set of its task (`task_examples`), as `isoloss.transfer.tasks.make_task` draws
-    it from the run's seed. Where `measure_every` is set, metrics.jsonl gets the measurements of `Monitor`.
+    This is `isoloss.training.train` with what the config needs besides: an algorithm that asks for the training set of
+    a downstream task gets it from `isoloss.transfer.tasks.make_task` and the run's seed, and where `measure_every` is
+    set, metrics.jsonl gets the measurements of `Monitor`.
 
     Args:
-        run: As for `train`.
-        config: As for `train`.
-        language: As for `train`.
-        progress: As for `train`.
+        run: The directory; new, or of the same config.
+        config: What to train.
+        language: The language that `config.language` describes, if you have it already; None: it is made.
+        progress: Called about once a second and at the end; of several processes, in rank 0.
 
     Raises:
-        IsolossError: As for `train`; the language has no such task, or nothing of it can be measured.
-        Interrupted: As for `train`.
+        IsolossError: As for `isoloss.training.train`; the language has no such task, or nothing of it can be measured.
+        Interrupted: As for `isoloss.training.train`.
 
     Example:
         >>> import tempfile
-        >>> from pathlib import Path
-        >>> from isoloss import languages
-        >>> from isoloss.config import LAPTOP_PCFG, ModelConfig
+        >>> from isoloss.languages.config import LAPTOP_PCFG
+        >>> from isoloss.run_config import ModelConfig
         >>> config = TrainConfig(language=LAPTOP_PCFG, model=ModelConfig(size="d16"), steps=2, batch_size=4,
         ...                      log_every=1, measure_every=2, measure_sentences=64, device="cpu")
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     run = Run(Path(folder) / "run")
-        ...     pretrain(run, config, config.language.build())
+        ...     run = pretrain(Path(folder) / "run", config)
         ...     list(run.metrics()[1])[4:]
         ['kl_nats', 'kl_stderr', 'trace', 'trace_stderr']
     """
-    validate(config)
-    if run.complete:
-        train(run, config, language, measure=dict)  # only checks that the config is the same
-        return
-    with together() as processes:
-        examples = task_examples(language, config.rule, seed=config.seed)
+    configs.check(config)
+    run = run if isinstance(run, Run) else Run(Path(run))
+    with process_group() as group:
+        if is_complete(run, config, group):
+            return run
+        known = config.language.build() if language is None else language
+
+        def task_examples(name: str, n: int) -> Examples:
+            from isoloss.transfer.tasks import labeling, make_task
+
+            if labeling(known, name).draw is not None:
+                raise IsolossError(f"the sentences of task {name!r} are not the language's, so it cannot be spoiled")
+            task = make_task(known, name, num_train=n, num_test=1, seed=config.seed)
+            return Examples(task.train, task.train_labels, len(task.classes))
+
         # rank 0 alone measures
-        measure = Monitor(language, config) if config.measure_every and processes.is_main else dict
-        train(run, config, language, progress=progress, examples=examples, measure=measure)
-
-
-def task_examples(language: Language, rule: Any, *, seed: int) -> Examples | None:
-    """Return the training set of the task that an adversarial rule spoils, or None for another rule.
-
-    Raises:
-        IsolossError: The language has no such task.
-    """
-    if not isinstance(rule, AdversarialConfig):
-        return None
-    from isoloss.transfer.tasks import labeling, make_task
-
-    if labeling(language, rule.task).draw is not None:
-        raise IsolossError(f"the sentences of task {rule.task!r} are not the language's, so it cannot be spoiled")
-    task = make_task(language, rule.task, num_train=rule.task_examples, num_test=1, seed=seed)
-    return Examples(task.train, task.train_labels, len(task.classes))
+        measure = Monitor(known, config) if config.measure_every and group.is_main else dict
+        train(run, config, known, progress=progress, task_examples=task_examples, measure=measure)
+    return run
 
 
 class Monitor:
@@ -101,15 +100,15 @@ class Monitor:
         from isoloss.evaluation import loss
         from isoloss.flatness import fisher_trace
 
-        found = {}
+        estimates = {}
         if self._truth is not None:
-            found["kl"] = loss.pretraining_loss(model, self._truth)["kl"]
+            estimates["kl"] = loss.pretraining_loss(model, self._truth)["kl"]
         elif self._language.num_held_out:
-            found["held_out"] = loss.held_out_loss(
+            estimates["held_out"] = loss.held_out_loss(
                 model, self._language, num_sequences=self._n, objective=self._objective, seed=_SEED
             )["loss"]
         values: dict[str, float] = {}
-        for name, estimate in found.items():
+        for name, estimate in estimates.items():
             values |= {f"{name}_nats": estimate.value, f"{name}_stderr": estimate.stderr}
         trace = fisher_trace(model, self._batches, seed=_SEED, causal=self._objective.kind == "causal")
         return {**values, "trace": trace.value, "trace_stderr": trace.stderr}

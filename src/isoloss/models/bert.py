@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
-from isoloss.models.initial import checked_shape, seeded_weights
-from isoloss.models.sizes import TOKEN_TYPES
+from isoloss.models.architectures import BERT, TOKEN_TYPES
+from isoloss.models.initial import check_padding, seeded_weights
 from isoloss.run_config import ModelConfig
 
 
 def build(config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int, seed: int) -> BertForMaskedLM:
-    """Return a randomly initialised BERT: post-layer-norm blocks, GELU, decoder tied to the token embedding, no pooler.
+    """Return a randomly initialized BERT: post-layer-norm blocks, GELU, decoder tied to the token embedding, no pooler.
 
     The weights are a pure function of the arguments (normal with standard deviation 0.02, biases 0, layer norms 1 and
     0), and the caller's random state is left alone. Attention is transformers' eager kernel: as fast as the fused one
@@ -37,15 +37,15 @@ def build(config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int,
         The model in float32 on the CPU, in training mode.
 
     Raises:
-        IsolossError: An unknown size or a shape that cannot be, a dropout outside [0, 1), or a `pad_id` outside the
-            vocabulary.
+        IsolossError: An unknown size, a shape that cannot be, or a `pad_id` outside the vocabulary.
 
     Example:
         >>> model = build(ModelConfig(size="d16"), vocab_size=34, max_length=8, pad_id=32, seed=0)
         >>> model.num_parameters()
         4354
     """
-    sizes = checked_shape(config, vocab_size=vocab_size, pad_id=pad_id)
+    check_padding(pad_id, vocab_size)
+    sizes = BERT.shape(config)
     bert_config = BertConfig(
         vocab_size=vocab_size,
         hidden_size=sizes.d_model,

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from transformers import RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
 
+from isoloss.models.architectures import PRE_LAYER_NORM_BERT, TOKEN_TYPES
 from isoloss.models.bert import selected
-from isoloss.models.initial import checked_shape, seeded_weights
-from isoloss.models.sizes import TOKEN_TYPES
+from isoloss.models.initial import check_padding, seeded_weights
 from isoloss.run_config import ModelConfig
 
 
 def build(
     config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int, seed: int
 ) -> RobertaPreLayerNormForMaskedLM:
-    """Return a randomly initialised BERT with pre-layer-norm blocks: h + Attn(LN(h)), then h + FF(LN(h)).
+    """Return a randomly initialized BERT with pre-layer-norm blocks: h + Attn(LN(h)), then h + FF(LN(h)).
 
     A last layer norm follows the blocks; embeddings, head and tied decoder are BERT's. It is transformers'
     RoBERTa-PreLayerNorm, whose positions count from `pad_id` + 1: the rows of the position embedding before that one
@@ -35,8 +35,7 @@ def build(
         The model in float32 on the CPU, in training mode.
 
     Raises:
-        IsolossError: An unknown size or a shape that cannot be, a dropout outside [0, 1), or a `pad_id` outside the
-            vocabulary.
+        IsolossError: An unknown size, a shape that cannot be, or a `pad_id` outside the vocabulary.
 
     Example:
         >>> settings = ModelConfig(architecture="bert-pre-ln", size="d16")
@@ -44,7 +43,8 @@ def build(
         >>> model.num_parameters(), model.config.max_position_embeddings
         (4914, 41)
     """
-    sizes = checked_shape(config, vocab_size=vocab_size, pad_id=pad_id)
+    check_padding(pad_id, vocab_size)
+    sizes = PRE_LAYER_NORM_BERT.shape(config)
     bert_config = RobertaPreLayerNormConfig(
         vocab_size=vocab_size,
         hidden_size=sizes.d_model,

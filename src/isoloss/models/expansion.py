@@ -1,7 +1,8 @@
-"""A small transformer inside a larger one with the same function: width by copies, depth by layers that do nothing.
+"""Function-preserving expansion of a transformer: width by copies, depth by layers that do nothing (as in Net2Net).
 
-The construction is appendix B.4 of the paper, mended where blocks end in a layer norm and completed for the parts that
-Hugging Face's classes have and its formulas lack. Shapes: d and D the two widths, r = D / d, L and L' the two depths.
+The construction is appendix B.4 of the paper, corrected where blocks end in a layer norm and completed for the parts
+that Hugging Face's classes have and its formulas lack. Shapes: d and D the two widths, r = D / d, L and L' the two
+depths.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Part:
 
     Example:
         >>> part = Part(name="attention.query.weight", blocks=(3, 3), divisor=3.0)
-        >>> part.copies, part.share_factor
+        >>> part.copies, part.trace_factor
         (9, 1.0)
     """
 
@@ -59,8 +60,8 @@ class Part:
         return (parameter.detach() / self.divisor).repeat(*self.blocks)
 
     @property
-    def share_factor(self) -> float:
-        """The parameter's share of the Fisher's trace in the large model, over that in the small one.
+    def trace_factor(self) -> float:
+        """The parameter's part of the Fisher's trace in the large model, over that in the small one.
 
         All copies have the same gradient, as exchanging them leaves the large model as it is. By the chain rule the
         small model's is their sum over `divisor`, so a copy's is `divisor / copies` times it, and the squared norm of
@@ -70,7 +71,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embedded:
+class Expanded:
     """A large model with the function of a small one.
 
     Attributes:
@@ -123,7 +124,7 @@ _FAMILIES: dict[type[PreTrainedModel], _Family] = {
 }
 
 
-def embed(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Embedded:
+def expand(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Expanded:
     """Return a model of the shape `into` with the same logits, whose hidden states are r copies side by side.
 
     A matrix becomes blocks of copies divided by the number of blocks in a row, W / r; vectors become copies. Heads are
@@ -143,20 +144,20 @@ def embed(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Emb
         into: The large model's shape.
         scale: What the embeddings are divided by. `exact`: 1, exact at every eps of the layer norms (but for the
             added layers of post-layer-norm models, docs/expansion.md). `balanced`: sqrt(r), which keeps the
-            embeddings' share of the trace; the layer norm after them sees r times its eps. `paper`: r, as printed in
+            embeddings' part of the trace; the layer norm after them sees r times its eps. `paper`: r, as printed in
             appendix B.4.2; r^2 times the eps. The last two are not for OPT, whose embeddings have no layer norm.
 
     Returns:
         The large model, of the same type and on the same device, with dropout off, and what lies where in it.
 
     Raises:
-        IsolossError: A model of another architecture, or one that cannot be embedded in this shape, with the reason.
+        IsolossError: A model of another architecture, or one that cannot be expanded to this shape, with the reason.
 
     Example:
-        >>> from isoloss.config import ModelConfig
+        >>> from isoloss.run_config import ModelConfig
         >>> from isoloss.models import bert
         >>> small = bert.build(ModelConfig(size="d64"), vocab_size=34, max_length=8, pad_id=32, seed=0).double().eval()
-        >>> large = embed(small, SIZES["d192"]).model
+        >>> large = expand(small, SIZES["d192"]).model
         >>> tokens = torch.arange(8)[None]
         >>> bool((large(tokens).logits - small(tokens).logits).abs().max() < 1e-9)
         True
@@ -185,7 +186,7 @@ def embed(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Emb
     tensors |= added
     with quiet():
         large: Any = type(model).from_pretrained(None, config=outline.config, state_dict=tensors, dtype=model.dtype)
-    return Embedded(
+    return Expanded(
         model=large.to(model.device).eval(),
         parts=parts,
         added=tuple(added),
@@ -194,13 +195,13 @@ def embed(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Emb
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
-    """Return the shape of a model that `embed` takes.
+    """Return the shape of a model that `expand` takes.
 
     Raises:
-        IsolossError: A model of another architecture, or a variant of it that cannot be embedded.
+        IsolossError: A model of another architecture, or a variant of it that cannot be expanded.
 
     Example:
-        >>> from isoloss.config import ModelConfig
+        >>> from isoloss.run_config import ModelConfig
         >>> from isoloss.models import bert
         >>> shape_of(bert.build(ModelConfig(size="d64"), vocab_size=34, max_length=8, pad_id=32, seed=0))
         Shape(d_model=64, num_heads=1, num_layers=1, intermediate=256)
@@ -230,7 +231,7 @@ def check_fits(small: Shape, large: Shape) -> None:
         return
     fitting = ", ".join(name for name, other in SIZES.items() if _misfit(small, other) is None)
     raise IsolossError(
-        f"a transformer of width {_described(small)} cannot be embedded in one of width {_described(large)}: {reason}; "
+        f"a transformer of width {_described(small)} cannot be expanded to one of width {_described(large)}: {reason}; "
         + (
             f"the sizes that hold it are {fitting}"
             if fitting
@@ -262,7 +263,7 @@ def _family(model: Any) -> _Family:
     family = _FAMILIES.get(type(model))
     if family is None:
         known = ", ".join(cls.__name__ for cls in _FAMILIES)
-        raise IsolossError(f"a {type(model).__name__} cannot be embedded; the architectures are {known}")
+        raise IsolossError(f"a {type(model).__name__} cannot be expanded; the architectures are {known}")
     config = model.config
     if isinstance(model, OPTForCausalLM) and not (
         config.do_layer_norm_before
@@ -271,7 +272,7 @@ def _family(model: Any) -> _Family:
         and config.word_embed_proj_dim == config.hidden_size
     ):
         raise IsolossError(
-            "an OPT can be embedded if its blocks are pre-layer-norm, a layer norm with weights follows the last one, "
+            "an OPT can be expanded if its blocks are pre-layer-norm, a layer norm with weights follows the last one, "
             "and its embeddings have the model's width; this one is a variant (OPT-350M is)"
         )
     if getattr(config, "is_decoder", False):
@@ -305,8 +306,8 @@ def _parts(
     wider = _head_size(outline.config) / _head_size(model.config)
     parts = {}
     for name, parameter in model.named_parameters():
-        place = _place(name, family, model.config.num_hidden_layers, outline.config.num_hidden_layers)
-        blocks = tuple(many // few for many, few in zip(large[place].shape, parameter.shape, strict=True))
+        target = _target(name, family, model.config.num_hidden_layers, outline.config.num_hidden_layers)
+        blocks = tuple(many // few for many, few in zip(large[target].shape, parameter.shape, strict=True))
         if name in tables:
             divisor = embedding_divisor
         elif name.startswith(f"{family.last_norm}."):
@@ -315,7 +316,7 @@ def _parts(
             divisor = float(blocks[1]) if len(blocks) == 2 else 1.0
         if name.split(".")[-2] in family.queries_and_keys:
             divisor *= wider**0.25
-        parts[name] = Part(name=place, blocks=blocks, divisor=divisor)
+        parts[name] = Part(name=target, blocks=blocks, divisor=divisor)
     return parts
 
 
@@ -324,7 +325,7 @@ def _head_size(config: PretrainedConfig) -> int:
     return size
 
 
-def _place(name: str, family: _Family, few: int, many: int) -> str:
+def _target(name: str, family: _Family, few: int, many: int) -> str:
     """Return which parameter of a model of `many` layers takes the one called `name` of a model of `few`."""
     if family.closing_norm is None:
         return name

@@ -8,18 +8,18 @@ import math
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.models.expansion import Embedded, Part
+from isoloss.models.expansion import Expanded, Part
 
 _HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU)
 
 
-def embed_mlp(mlp: nn.Sequential, factor: int) -> Embedded:
+def expand_mlp(mlp: nn.Sequential, factor: int) -> Expanded:
     """Return a perceptron whose hidden layers are `factor` times as wide, with the same outputs.
 
     Every parameter is copied n times and divided by sqrt(n): the first layer's weight and the hidden biases with
     n = factor, the weights between hidden layers with n = factor^2, the last layer's weight with n = factor; its bias
     stays. So hidden layers are `factor` copies divided by sqrt(factor), which rectifiers let through, and every
-    parameter keeps its share of the Fisher's trace (`Part.share_factor` is 1).
+    parameter keeps its part of the Fisher's trace (`Part.trace_factor` is 1).
 
     Args:
         mlp: Linear layers with `nn.ReLU` or `nn.LeakyReLU` between them, at least one hidden layer.
@@ -31,7 +31,7 @@ def embed_mlp(mlp: nn.Sequential, factor: int) -> Embedded:
     Example:
         >>> import torch
         >>> small = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-        >>> large = embed_mlp(small, 2).model
+        >>> large = expand_mlp(small, 2).model
         >>> large[2].weight.shape
         torch.Size([8, 8])
         >>> x = torch.ones(5, 3, dtype=torch.float64)
@@ -56,15 +56,15 @@ def embed_mlp(mlp: nn.Sequential, factor: int) -> Embedded:
     shapes = [(layer.out_features, layer.in_features) for layer in linear if isinstance(layer, nn.Linear)]
     parts: dict[str, Part] = {}
     wide = copy.deepcopy(mlp)
-    for place, (rows, columns) in enumerate(shapes):
-        layer = wide[2 * place]
+    for number, (rows, columns) in enumerate(shapes):
+        layer = wide[2 * number]
         assert isinstance(layer, nn.Linear)
-        high = factor if place < len(shapes) - 1 else 1
-        across = factor if place > 0 else 1
+        high = factor if number < len(shapes) - 1 else 1
+        across = factor if number > 0 else 1
         layer.out_features, layer.in_features = rows * high, columns * across
         for name, parameter in list(layer.named_parameters()):
             blocks = (high, across)[: parameter.ndim]
-            part = Part(name=f"{2 * place}.{name}", blocks=blocks, divisor=math.sqrt(math.prod(blocks)))
+            part = Part(name=f"{2 * number}.{name}", blocks=blocks, divisor=math.sqrt(math.prod(blocks)))
             parts[part.name] = part
             setattr(layer, name, nn.Parameter(part.of(parameter)))
-    return Embedded(model=wide.eval(), parts=parts, added=())
+    return Expanded(model=wide.eval(), parts=parts, added=())

@@ -1,4 +1,4 @@
-"""What every architecture's construction shares: checks of its settings, and initial weights that follow the seed."""
+"""What every architecture's construction shares: a check of the padding, and initial weights that follow the seed."""
 
 from __future__ import annotations
 
@@ -8,33 +8,15 @@ from collections.abc import Iterator
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.models.sizes import Shape, configured_shape
-from isoloss.run_config import ModelConfig
 from isoloss.seeds import derive
 
 
-def checked_shape(config: ModelConfig, *, vocab_size: int, pad_id: int) -> Shape:
-    """Return the shape of the transformer that `config` describes.
+def check_padding(pad_id: int, vocab_size: int) -> None:
+    """Refuse a padding id outside the vocabulary.
 
     Raises:
-        IsolossError: An unknown size or a shape that cannot be, a dropout outside [0, 1), or a `pad_id` outside the
-            vocabulary.
+        IsolossError: It is not from 0 to `vocab_size` - 1.
     """
-    sizes = configured_shape(config)
-    if not isinstance(sizes, Shape):
-        raise IsolossError(f"the architecture is {config.architecture}, which is not a transformer")
-    check_settings(config, vocab_size=vocab_size, pad_id=pad_id)
-    return sizes
-
-
-def check_settings(config: ModelConfig, *, vocab_size: int, pad_id: int) -> None:
-    """Refuse what no architecture can be built with.
-
-    Raises:
-        IsolossError: A dropout outside [0, 1), or a `pad_id` outside the vocabulary.
-    """
-    if not 0 <= config.dropout < 1:
-        raise IsolossError(f"the dropout is {config.dropout}; it must be at least 0 and below 1")
     if not 0 <= pad_id < vocab_size:
         raise IsolossError(f"the padding's id is {pad_id}; it must be one of the model's ids, 0 to {vocab_size - 1}")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from isoloss.errors import IsolossError
 from isoloss.lstm import LSTMConfig, LSTMForMaskedLM
-from isoloss.models.initial import check_settings, seeded_weights
-from isoloss.models.sizes import LSTMShape, configured_shape
+from isoloss.models.architectures import LSTM
+from isoloss.models.initial import check_padding, seeded_weights
 from isoloss.run_config import ModelConfig
 
 
@@ -26,18 +25,15 @@ def build(config: ModelConfig, *, vocab_size: int, pad_id: int, seed: int) -> LS
         The model in float32 on the CPU, in training mode, with second derivatives on every device.
 
     Raises:
-        IsolossError: Another architecture, an unknown size or a shape that cannot be, a dropout outside [0, 1), or a
-            `pad_id` outside the vocabulary.
+        IsolossError: An unknown size, a shape that cannot be, or a `pad_id` outside the vocabulary.
 
     Example:
         >>> model = build(ModelConfig(architecture="lstm", size="h16"), vocab_size=34, pad_id=32, seed=0)
         >>> model.num_parameters()
         7522
     """
-    sizes = configured_shape(config)
-    if not isinstance(sizes, LSTMShape):
-        raise IsolossError(f"the architecture is {config.architecture}, which is not an LSTM")
-    check_settings(config, vocab_size=vocab_size, pad_id=pad_id)
+    check_padding(pad_id, vocab_size)
+    sizes = LSTM.shape(config)
     lstm_config = LSTMConfig(
         vocab_size=vocab_size,
         hidden_size=sizes.hidden,

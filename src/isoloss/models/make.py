@@ -1,30 +1,28 @@
-"""The architectures behind one door: a model for a language, and what its output layer reads where it predicts.
+"""Models of any registered architecture: a new one for a language, and what one predicts at the predicted tokens alone.
 
 Shapes: n sentences, T tokens, k predicted positions, d the model's width.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 from torch import nn
-from transformers import BertForMaskedLM, OPTForCausalLM, PreTrainedModel, RobertaPreLayerNormForMaskedLM
+from transformers import PreTrainedModel
 
+from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
-from isoloss.lstm import LSTMForMaskedLM
-from isoloss.models import bert, bert_pre_ln, lstm, opt
+from isoloss.models.architectures import Architecture, at_predicted
 from isoloss.models.dropout import with_fast_dropout
 from isoloss.models.fused_blocks import with_fused_blocks
-from isoloss.models.sizes import configured_shape
+from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig
 from isoloss.text.masking import IGNORED, Batch
 
-_KNOWN = (BertForMaskedLM, RobertaPreLayerNormForMaskedLM, LSTMForMaskedLM, OPTForCausalLM)
-
 
 def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
-    """Return a randomly initialised model of the sentences of `language`; its weights follow from the arguments.
+    """Return a randomly initialized model of the sentences of `language`; its weights follow from the arguments.
 
     Its dropout is `isoloss.models.dropout.Dropout`, and its blocks those of `isoloss.models.fused_blocks`.
 
@@ -34,46 +32,42 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
         seed: The experiment's seed; the stream is `"weights"`.
 
     Raises:
-        IsolossError: There is no such architecture or shape, or the dropout is outside [0, 1).
+        IsolossError: There is no such architecture or shape.
     """
-    model = _make(config, language, seed)
+    architecture: Architecture = MODELS.load(config.architecture)
+    model = architecture.build(config, language, seed=seed)
     with_fast_dropout(model)
     with_fused_blocks(model)
     return model
 
 
-def _make(config: ModelConfig, language: Language, seed: int) -> PreTrainedModel:
-    configured_shape(config)
-    common: dict[str, Any] = {"vocab_size": language.model_vocab_size, "pad_id": language.pad_id, "seed": seed}
-    if config.architecture == "bert":
-        return bert.build(config, max_length=language.max_length, **common)
-    if config.architecture == "bert-pre-ln":
-        return bert_pre_ln.build(config, max_length=language.max_length, **common)
-    if config.architecture == "lstm":
-        return lstm.build(config, **common)
-    start = language.start
-    max_length = language.max_length + (not start.is_in_sentences)
-    return opt.build(config, max_length=max_length, start_id=start.id, end_id=start.end_id, **common)
+def architecture_of(model: nn.Module) -> Architecture | None:
+    """Return the registered architecture whose class `model` has, or None."""
+    return _architecture_of(tuple(parent.__name__ for parent in type(model).__mro__), tuple(MODELS))
 
 
-def predicted_states(model: PreTrainedModel, batch: Batch, *, causal: bool) -> torch.Tensor:
+@functools.lru_cache(maxsize=64)
+def _architecture_of(classes: tuple[str, ...], names: tuple[str, ...]) -> Architecture | None:
+    return next((a for a in map(MODELS.load, names) if a.model_class in classes), None)
+
+
+def predicted_states(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return (k, d): what the output layer turns into the logits of the predicted tokens, in the order of the labels.
 
     With W and b the weight and bias of `model.get_output_embeddings()`, the logits are `states @ W.T + b`. A causal
     model predicts label t + 1 at position t, any other model label t at position t.
 
     Args:
-        model: A model that `make_model` makes.
+        model: A model of a registered architecture.
         batch: `input_ids`, `labels` and, where something is padded, `attention_mask`, each (n, T).
-        causal: Whether the labels are next tokens.
+
+    Raises:
+        IsolossError: The model's class is that of no registered architecture.
     """
-    input_ids, attention_mask, predicted = batch["input_ids"], batch.get("attention_mask"), batch["labels"] != IGNORED
-    if isinstance(model, BertForMaskedLM):
-        return bert.states(model, input_ids, attention_mask, predicted)
-    if isinstance(model, RobertaPreLayerNormForMaskedLM):
-        return bert_pre_ln.states(model, input_ids, attention_mask, predicted)
-    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-    return _at_predicted(hidden, predicted, causal)
+    architecture = architecture_of(model)
+    if architecture is None:
+        raise IsolossError(f"{type(model).__name__} is the class of no registered architecture: {', '.join(MODELS)}")
+    return architecture.predicted_states(model, batch, batch["labels"] != IGNORED)
 
 
 def predicted_logits(model: nn.Module, batch: Batch, *, causal: bool) -> torch.Tensor:
@@ -82,15 +76,10 @@ def predicted_logits(model: nn.Module, batch: Batch, *, causal: bool) -> torch.T
     Args:
         model: A language model, a module whose output has `logits` (n, T, V).
         batch: As for `predicted_states`.
-        causal: As for `predicted_states`.
+        causal: Whether the labels are next tokens.
     """
-    if isinstance(model, _KNOWN):  # without the logits of the other positions
-        some: torch.Tensor = model.get_output_embeddings()(predicted_states(model, batch, causal=causal))
+    if isinstance(model, PreTrainedModel) and architecture_of(model):  # without the logits of the other positions
+        some: torch.Tensor = model.get_output_embeddings()(predicted_states(model, batch))
         return some
     logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
-    return _at_predicted(logits, batch["labels"] != IGNORED, causal)
-
-
-def _at_predicted(values: torch.Tensor, predicted: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Return (k, ...): those of the values (n, T, ...) from which the predicted tokens are predicted."""
-    return values[:, :-1][predicted[:, 1:]] if causal else values[predicted]
+    return at_predicted(logits, batch["labels"] != IGNORED, causal=causal)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import OPTConfig, OPTForCausalLM
 
-from isoloss.models.initial import checked_shape, seeded_weights
+from isoloss.models.architectures import OPT
+from isoloss.models.initial import check_padding, seeded_weights
 from isoloss.run_config import ModelConfig
 
 
@@ -18,7 +19,7 @@ def build(
     end_id: int | None,
     seed: int,
 ) -> OPTForCausalLM:
-    """Return a randomly initialised OPT: pre-layer-norm blocks, ReLU, learned positions, tied decoder without bias.
+    """Return a randomly initialized OPT: pre-layer-norm blocks, ReLU, learned positions, tied decoder without bias.
 
     The blocks are those of OPT-125M (Zhang et al., 2022). The weights are a pure function of the arguments (normal with
     standard deviation 0.02, biases 0, layer norms 1 and 0), and the caller's random state is left alone. Attention is
@@ -37,8 +38,7 @@ def build(
         The model in float32 on the CPU, in training mode.
 
     Raises:
-        IsolossError: An unknown size or a shape that cannot be, a dropout outside [0, 1), or a `pad_id` outside the
-            vocabulary.
+        IsolossError: An unknown size, a shape that cannot be, or a `pad_id` outside the vocabulary.
 
     Example:
         >>> settings = ModelConfig(architecture="opt", size="d16")
@@ -46,7 +46,8 @@ def build(
         >>> model.num_parameters()
         4032
     """
-    sizes = checked_shape(config, vocab_size=vocab_size, pad_id=pad_id)
+    check_padding(pad_id, vocab_size)
+    sizes = OPT.shape(config)
     opt_config = OPTConfig(
         vocab_size=vocab_size,
         hidden_size=sizes.d_model,

@@ -17,7 +17,7 @@ import torch
 
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
-from isoloss.models.sizes import configured_shape, num_parameters
+from isoloss.registry import MODELS
 from isoloss.report.claims import Answer, Claim, ClaimResult, Verdict, judge, judged, not_tested, read_claims
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate
@@ -108,7 +108,9 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
 def row(run: str, group: str, experiment: Experiment, step: int, found: Found, tasks: Sequence[str]) -> dict[str, Any]:
     """Return a checkpoint's row of the table that `isoloss.report.data` takes."""
     config = experiment.config
-    parameters = num_parameters(configured_shape(config.model), *_model_sizes(config.language))
+    architecture = MODELS.load(config.model.architecture)
+    shape = architecture.shape(config.model)
+    parameters = architecture.num_parameters(shape, *_model_sizes(config.language))
     cells: dict[str, Any] = {
         "run": run,
         "group": group,

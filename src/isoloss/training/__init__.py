@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from isoloss import lazy
 
 if TYPE_CHECKING:
-    from isoloss.training.algorithms.adversarial import Examples
+    from isoloss.training.algorithms.base import Examples
     from isoloss.training.throughput import Progress
     from isoloss.training.trainer import Interrupted, train
 
@@ -16,7 +16,7 @@ __all__ = ["Examples", "Interrupted", "Progress", "train"]
 __getattr__, __dir__ = lazy.exports(
     __name__,
     {
-        "Examples": "isoloss.training.algorithms.adversarial",
+        "Examples": "isoloss.training.algorithms.base",
         "Progress": "isoloss.training.throughput",
         "Interrupted": "isoloss.training.trainer",
         "train": "isoloss.training.trainer",

@@ -16,7 +16,7 @@ _PREFIX = "ema/"  # of its tensors' names among the trainer's
 class WeightAverage:
     """a_0 = theta_0, a_t = decay a_(t-1) + (1 - decay) theta_t, with theta_t the weights after step t.
 
-    It is of the weights' dtype, float32 or wider, and spread over processes as they are.
+    It has the weights' dtype, float32 or wider, and is sharded as they are.
 
     Args:
         model: Whose weights are averaged; they are a_0.
@@ -46,15 +46,15 @@ class WeightAverage:
     def update(self) -> None:
         """Take in the weights as they are now."""
         if self._averages:
-            averages = [shards.piece(average) for average in self._averages.values()]
-            torch._foreach_lerp_(averages, [shards.piece(p) for p in self._weights.values()], 1 - self._decay)
+            averages = [shards.local_shard(average) for average in self._averages.values()]
+            torch._foreach_lerp_(averages, [shards.local_shard(p) for p in self._weights.values()], 1 - self._decay)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the whole average by name, each with the prefix `ema/`; all processes call this."""
-        return {_PREFIX + name: shards.whole(average) for name, average in self._averages.items()}
+        """Return the full average by name, each with the prefix `ema/`; all processes call this."""
+        return {_PREFIX + name: shards.full_tensor(average) for name, average in self._averages.items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `state` returned; other names in it are passed over.
+        """Go on from what `state` returned; other names in it are ignored.
 
         Raises:
             IsolossError: A tensor is missing or of another shape.
@@ -62,9 +62,9 @@ class WeightAverage:
         for name, average in self._averages.items():
             tensor = state.get(_PREFIX + name)
             if tensor is None or tensor.shape != average.shape:
-                found = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
-                raise IsolossError(f"the average of the weights {name}, of shape {tuple(average.shape)}, is {found}")
-            shards.piece(average).copy_(shards.piece(shards.spread(tensor, average)))
+                what = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+                raise IsolossError(f"the average of the weights {name}, of shape {tuple(average.shape)}, is {what}")
+            shards.local_shard(average).copy_(shards.local_shard(shards.shard_like(tensor, average)))
 
 
 def without_average(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

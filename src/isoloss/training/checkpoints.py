@@ -2,7 +2,7 @@
 
 config.json, model.safetensors     what transformers loads, and the tokenizer's files where the language has one
 ema/                               the same with the averaged weights, in the kept checkpoints of a run that has them
-trainer.safetensors                the step rule's tensors
+trainer.safetensors                the training algorithm's tensors
 trainer.json                       step, sums since the last line of metrics, config, SHA-256 of both tensor files
 """
 
@@ -65,7 +65,7 @@ def save(
     Args:
         path: The folder; one that is there is replaced.
         model: A transformers model.
-        tensors: The step rule's state.
+        tensors: The training algorithm's state.
         state: Where the run stands.
         tokenizer: A transformers tokenizer that is saved along, so that the folder can be used by itself.
         average: What `WeightAverage.state` returned, to be saved in the folder `ema` as a model; empty or None: none.
@@ -99,13 +99,13 @@ def _save_model(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 def load(path: Path, model: torch.nn.Module, *, config: TrainConfig) -> tuple[TrainerState, dict[str, torch.Tensor]]:
-    """Put a checkpoint's weights into `model`, and return where the run stood and the step rule's tensors.
+    """Put a checkpoint's weights into `model`, and return where the run stood and the training algorithm's tensors.
 
     Raises:
         IsolossError: The checkpoint is damaged, or of another config; the fields that differ are named.
     """
     state = _read_state(path)
-    if differing := configs.differences(config, _filled(state.config)):
+    if differing := configs.differences(config, state.config):
         raise IsolossError(f"{path} is a checkpoint of another config ({'; '.join(differing)}): {_REMEDY}")
     load_weights(path, model)
     return state, _read_tensors(path / TRAINER_TENSORS)
@@ -122,11 +122,11 @@ def load_weights(path: Path, model: torch.nn.Module) -> str:
         raise IsolossError(f"{path} is not a checkpoint folder: it has no {WEIGHTS}")
     tensors = _read_tensors(source)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    found = {name: tuple(t.shape) for name, t in tensors.items()}
-    for name in [*expected, *found]:
-        if expected.get(name) != found.get(name):
+    stored = {name: tuple(t.shape) for name, t in tensors.items()}
+    for name in [*expected, *stored]:
+        if expected.get(name) != stored.get(name):
             raise IsolossError(
-                f"the weights in {path} do not fit the model: {name} has the shape {found.get(name, 'none')} there "
+                f"the weights in {path} do not fit the model: {name} has the shape {stored.get(name, 'none')} there "
                 f"and {expected.get(name, 'none')} in the model"
             )
     with torch.no_grad():
@@ -160,23 +160,11 @@ def _read_trainer(path: Path) -> dict[str, Any]:
     read = files.read_json(path / TRAINER)
     document: dict[str, Any] = read if isinstance(read, dict) else {}
     fields = {field.name for field in dataclasses.fields(TrainerState)} | {"sha256"}
-    found = set(document)
-    wrong = {"it lacks": _NEEDED - found, "it also has": found - fields}
+    wrong = {"it lacks": fields - {*document}, "it also has": {*document} - fields}
     if any(wrong.values()):
         which = "; ".join(f"{what} {', '.join(sorted(names))}" for what, names in wrong.items() if names)
         raise IsolossError(f"{path / TRAINER} is damaged or of another version of isoloss ({which}): {_REMEDY}")
     return document
-
-
-_NEEDED = {"step", "config", "sha256"}
-
-
-def _filled(config: Mapping[str, Any]) -> Any:
-    """Return the recorded identity of a config, with the defaults of fields that were not there when it was written."""
-    try:
-        return configs.identity(configs.from_dict(TrainConfig, config))
-    except IsolossError:  # it has fields that are no longer there, and `differences` names them
-        return config
 
 
 _REMEDY = "delete its folder to go on from an earlier checkpoint"

@@ -1,8 +1,8 @@
-"""How the gradient of a batch comes together from the processes' shares of it: alone, DDP, FSDP2.
+"""How the gradient of a batch is put together from the processes' parts of it: a single process, DDP, FSDP2.
 
 Each process takes the gradient of its own sentences. Torch averages what the processes have, so each one's loss is
 first multiplied by their number: with the weight (its predicted tokens) / (those of all), the average is the gradient
-of the mean over all predicted tokens, whatever falls to whom.
+of the mean over all predicted tokens, whichever process has which.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,11 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from isoloss.errors import IsolossError
-from isoloss.run_config import TrainConfig
-from isoloss.training.algorithms.config import FisherPenaltyConfig, SAMConfig
-from isoloss.training.distributed import Processes
-from isoloss.training.shards import whole
+from isoloss.training.distributed import ProcessGroup
+from isoloss.training.shards import full_tensor
 
 # buffers are constants, sent to nobody at each step; torch 2.13 has a new name for that
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -33,112 +30,78 @@ _BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_
 Function = Callable[..., torch.Tensor]  # of a model and anything else
 
 
-def validate(config: TrainConfig) -> None:
-    """Raise an `IsolossError` if `config.parallel` is unknown or cannot train this model by this rule."""
-    if config.parallel not in ("ddp", "fsdp"):
-        raise IsolossError(f"parallel is {config.parallel!r}; it must be ddp or fsdp")
-    if config.parallel == "ddp":
-        return
-    if config.model.architecture == "lstm":
-        raise IsolossError("parallel is 'fsdp', and torch's LSTM kernels need whole weights: use ddp")
-    if isinstance(config.rule, FisherPenaltyConfig):
-        raise IsolossError(
-            "parallel is 'fsdp', and the fisher-penalty rule takes second derivatives, which sharded parameters do not "
-            "have: use ddp"
-        )
-    if isinstance(config.rule, SAMConfig) and config.rule.ascent == "per-rank":
-        raise IsolossError(
-            "parallel is 'fsdp', and the sam rule's ascent is 'per-rank', which takes all weights on each process: use "
-            "ddp, or the ascent reduced"
-        )
-
-
-def check_number(config: TrainConfig, processes: Processes) -> None:
-    """Raise an `IsolossError` if a batch cannot be shared equally among the processes."""
-    number, rule = processes.world_size, config.rule
-    is_halved = isinstance(rule, SAMConfig) and rule.batch == "halves"
-    unit = 2 * number if is_halved else number
-    if number > 1 and config.batch_size % unit:
-        which = f"the sam rule's halves on {number} processes" if is_halved else f"{number} processes"
-        raise IsolossError(f"batch_size is {config.batch_size}; {which} need a multiple of {unit}")
-    if isinstance(rule, FisherPenaltyConfig) and rule.sentences < number:
-        raise IsolossError(
-            f"the fisher-penalty rule's sentences are {rule.sentences}; {number} processes need at least one each"
-        )
-
-
-class Alone:
-    """One process: a gradient is what backward gives; what the others are variations of.
+class SingleProcess:
+    """One process: a gradient is what backward gives; `DDP` and `FSDP` are variations of it.
 
     Args:
         model: The model that is trained.
-        processes: Who takes part.
+        group: The processes that train it.
 
     Attributes:
-        processes: As given.
+        group: As given.
     """
 
-    def __init__(self, model: nn.Module, processes: Processes | None = None) -> None:
+    def __init__(self, model: nn.Module, group: ProcessGroup | None = None) -> None:
         self._model = model
-        self.processes = processes or Processes()
+        self.group = group or ProcessGroup()
 
     def loss(self, function: Function, *arguments: Any) -> torch.Tensor:
         """Return `function(model, *arguments)`, whose backward pass ends with the gradients of all processes."""
         return function(self._model, *arguments)
 
-    def aside(self, function: Function, *arguments: Any) -> torch.Tensor:
-        """Return `function(model, *arguments)`, whose backward pass adds to the gradients before that of a `loss`.
+    def auxiliary(self, function: Function, *arguments: Any) -> torch.Tensor:
+        """Return `function(model, *arguments)`, whose backward pass comes before that of a `loss`.
 
-        Only with the latter do the processes' gradients come together.
+        The processes' gradients are averaged by the latter.
         """
         return function(self._model, *arguments)
 
-    def apart(self) -> AbstractContextManager[None]:
-        """Keep each process's gradients of losses that are taken while this is open to itself, where that can be."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients of losses that are computed while this is open to their process, where that is possible."""
         return contextlib.nullcontext()
 
-    def gathered(self) -> Any:
-        """Return the model with whole parameters in rank 0, and None elsewhere; all processes call this."""
-        return self._model if self.processes.is_main else None
+    def full_model(self) -> Any:
+        """Return the model with full parameters in rank 0, and None elsewhere; all processes call this."""
+        return self._model if self.group.is_main else None
 
 
-class Replicated(Alone):
+class DDP(SingleProcess):
     """Distributed data parallel: every process has the whole model, and backward averages the gradients.
 
     Args:
-        model: As for `Alone`, on its device, the same in each process.
-        processes: As for `Alone`.
+        model: As for `SingleProcess`, on its device, the same in each process.
+        group: As for `SingleProcess`.
     """
 
-    def __init__(self, model: nn.Module, processes: Processes) -> None:
-        super().__init__(model, processes)
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        super().__init__(model, group)
         self._ddp = DistributedDataParallel(_Applied(model), **_BUFFERS)
 
     def loss(self, function: Function, *arguments: Any) -> torch.Tensor:
-        """Return a loss whose backward pass averages all gradients so far; see `Alone.loss`."""
+        """Return a loss whose backward pass averages all gradients so far; see `SingleProcess.loss`."""
         value: torch.Tensor = self._ddp(function, *arguments)
         return value
 
-    def apart(self) -> AbstractContextManager[None]:
-        """Keep gradients to this process; see `Alone.apart`."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients to this process; see `SingleProcess.no_sync`."""
         return self._ddp.no_sync()
 
 
-class Sharded(Alone):
-    """FSDP2: every process has a piece of each parameter, its gradient and the optimizer's state; layers are gathered.
+class FSDP(SingleProcess):
+    """FSDP2: every process has a shard of each parameter, its gradient and the optimizer's state.
 
-    Gradients come together at every backward pass: keeping them apart would take whole ones in each process.
+    Gradients are averaged at every backward pass: keeping them to their process would take full ones in each.
 
     Args:
-        model: As for `Replicated`; its parameters become pieces.
-        processes: As for `Alone`.
+        model: As for `DDP`; its parameters become shards.
+        group: As for `SingleProcess`.
     """
 
-    def __init__(self, model: nn.Module, processes: Processes) -> None:
-        super().__init__(model, processes)
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        super().__init__(model, group)
         # what is saved and measured: on the CPU, so that the device holds no second model
-        self._whole = copy.deepcopy(model).cpu() if processes.is_main else None
-        mesh = init_device_mesh(next(model.parameters()).device.type, (processes.world_size,))
+        self._full = copy.deepcopy(model).cpu() if group.is_main else None
+        mesh = init_device_mesh(next(model.parameters()).device.type, (group.world_size,))
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         self._root = _Applied(model)
         for module in [*(block for blocks in lists for block in blocks), self._root]:
@@ -148,21 +111,21 @@ class Sharded(Alone):
                 sharded.set_force_sum_reduction_for_comms(True)
 
     def loss(self, function: Function, *arguments: Any) -> torch.Tensor:
-        """Return a loss whose backward pass ends with the average in pieces; see `Alone.loss`."""
+        """Return a loss whose backward pass ends with the average in shards; see `SingleProcess.loss`."""
         value: torch.Tensor = self._root(function, *arguments)
         return value
 
-    aside = loss
+    auxiliary = loss
 
-    def gathered(self) -> Any:
-        """Return a copy of the model on the CPU in rank 0; see `Alone.gathered`."""
-        targets = {} if self._whole is None else dict(self._whole.cpu().named_parameters())
+    def full_model(self) -> Any:
+        """Return a copy of the model on the CPU in rank 0; see `SingleProcess.full_model`."""
+        targets = {} if self._full is None else dict(self._full.cpu().named_parameters())
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                value = whole(parameter)
+                value = full_tensor(parameter)
                 if name in targets:
                     targets[name].copy_(value)
-        return self._whole
+        return self._full
 
 
 class _Applied(nn.Module):
@@ -181,8 +144,8 @@ def _own_memory(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     return output.clone() if isinstance(output, torch.Tensor) and output._base is not None else output
 
 
-def make(model: nn.Module, config: TrainConfig, processes: Processes) -> Alone:
-    """Return how the processes' gradients of `model`, on its device, come together under `config`."""
-    if processes.world_size == 1:
-        return Alone(model, processes)
-    return Replicated(model, processes) if config.parallel == "ddp" else Sharded(model, processes)
+def make_parallel(model: nn.Module, parallel: Literal["ddp", "fsdp"], group: ProcessGroup) -> SingleProcess:
+    """Return how the processes of `group` train `model`, which is on its device."""
+    if group.world_size == 1:
+        return SingleProcess(model, group)
+    return DDP(model, group) if parallel == "ddp" else FSDP(model, group)

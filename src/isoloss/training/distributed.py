@@ -1,7 +1,7 @@
-"""Several processes that train one model: how they find each other, what they tell each other, how they end together.
+"""The process group that trains one model: how it is joined, its collective operations, how it ends.
 
-`torchrun` and `accelerate launch` start one process a device and put its place into the environment. Rank 0 is the
-process that writes files and speaks to the user.
+`torchrun` and `accelerate launch` start one process a device and put its rank into the environment. Rank 0 is the
+process that writes files and prints for the user.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class ProcessLost(IsolossError):  # noqa: N818  (it is the other one that failed
 
 
 @dataclass(frozen=True)
-class Processes:
-    """This process among those that train a model together; alone, by default.
+class ProcessGroup:
+    """The processes that train a model together, as one of them sees it; by default, there is one.
 
-    Every method but `rows`, `count`, `device` and `is_first_to_speak` is called by all of them, in the same order.
+    Every method but `rows`, `count`, `device` and `is_first_to_report` is called by all of them, in the same order.
 
     Attributes:
         rank: This process, from 0.
         world_size: How many there are.
         local_rank: This process among those of its machine, from 0.
-        store: Where they find each other, of those that this module started.
+        store: How they find each other, if this module made the group.
 
     Example:
-        >>> one = Processes()
+        >>> one = ProcessGroup()
         >>> one.sum(2.0, 3.0), one.any(True), one.rows(), one.count(7)
         ((2.0, 3.0), (True,), slice(0, None, 1), 7)
     """
@@ -54,12 +54,12 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Whether this is the process that writes and prints."""
         return self.rank == 0
 
     @property
     def stream(self) -> tuple[int, ...]:
-        """What the names of a random stream end with that is to differ by process: nothing for one that is alone."""
+        """What to append to the name of a random stream that differs by process: nothing for a single process."""
         return () if self.world_size == 1 else (self.rank,)
 
     def rows(self) -> slice:
@@ -71,7 +71,7 @@ class Processes:
         return len(range(self.rank, n, self.world_size))
 
     def device(self, name: str) -> torch.device:
-        """Return this process's device of the kind `name`: of CUDA devices, the one with its place on its machine.
+        """Return this process's device of the kind `name`: of CUDA devices, the one with its local rank.
 
         Raises:
             IsolossError: As for `isoloss.loading.resolve_device`, or there are fewer devices than processes.
@@ -84,9 +84,9 @@ class Processes:
                 f"the device is {name!r}, and {self.world_size} processes cannot share it: use cuda, which gives each "
                 "its own, or cpu"
             )
-        if self.local_rank >= (found := torch.cuda.device_count()):
+        if self.local_rank >= (count := torch.cuda.device_count()):
             raise IsolossError(
-                f"process {self.local_rank + 1} of this machine has no device of its own, as torch finds {found} CUDA "
+                f"process {self.local_rank + 1} of this machine has no device of its own, as torch finds {count} CUDA "
                 "device(s) here: start as many processes as there are devices, or use the device cpu"
             )
         return torch.device("cuda", self.local_rank)
@@ -141,26 +141,26 @@ class Processes:
                 distributed.broadcast(data, 0)
         return bytes(data.tolist()).decode()
 
-    def is_first_to_speak(self) -> bool:
-        """Whether no other process has asked this: where all of them fail, one tells why.
+    def is_first_to_report(self) -> bool:
+        """Whether no other process has called this: where all of them fail, one says why.
 
-        A process asks before it leaves, so one that fails by itself asks before those that miss it.
+        A process calls it before it leaves, so one that fails by itself does before those that miss it.
         """
         if self.store is None:
             return True
         try:
-            return bool(self.store.add("isoloss/speaking", 1) == 1)
+            return bool(self.store.add("isoloss/reporting", 1) == 1)
         except RuntimeError:  # the store went with the process that had it
             return True
 
 
 @contextlib.contextmanager
-def together() -> Iterator[Processes]:
-    """Yield the processes that this one was started with, or itself alone, and leave them at the end.
+def process_group() -> Iterator[ProcessGroup]:
+    """Yield the group of the processes that this one was started with, or of this one alone.
 
-    They are those of torch's default process group. Where there is none and the environment says that there are
-    several processes, the group is made, with gloo for the CPU and NCCL for CUDA devices, and goes at the end; one that
-    was there stays, and needs a backend for tensors of the CPU.
+    It is torch's default process group. Where there is none and the environment says that there are several processes,
+    the group is made, with gloo for the CPU and NCCL for CUDA devices, and destroyed at the end; one that was there
+    stays, and needs a backend for tensors of the CPU.
 
     Raises:
         ProcessLost: Another process has gone.
@@ -168,10 +168,10 @@ def together() -> Iterator[Processes]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if distributed.is_initialized():
         with _listening():
-            yield Processes(distributed.get_rank(), distributed.get_world_size(), local_rank)
+            yield ProcessGroup(distributed.get_rank(), distributed.get_world_size(), local_rank)
         return
     if not is_launched():
-        yield Processes()
+        yield ProcessGroup()
         return
     with _listening():
         store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
@@ -185,7 +185,7 @@ def together() -> Iterator[Processes]:
         )
     try:
         with _listening():
-            yield Processes(rank, world_size, local_rank, store)
+            yield ProcessGroup(rank, world_size, local_rank, store)
     except BaseException as error:
         _forget(error)
         raise

@@ -1,7 +1,7 @@
-"""Mirrors of metrics.jsonl where others look at it: TensorBoard, trackio, Weights & Biases.
+"""Loggers, which get the lines of metrics.jsonl too: TensorBoard, trackio, Weights & Biases.
 
-The file is the truth. A mirror is begun anew from its lines whenever a process begins to train, so that no step is in
-it twice, and nothing that happens to a mirror stops a run or changes it.
+The file is the truth. A logger starts again from its lines whenever a process begins to train, so that it has no step
+twice, and nothing that happens in a logger stops a run or changes it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ PROJECT = "isoloss"
 _logger = logging.getLogger(__name__)
 
 
-class Tracker(Protocol):
-    """One mirror."""
+class Logger(Protocol):
+    """Where the numbers of a run go."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take in the numbers of a step."""
+        """Log the numbers of a step."""
         ...
 
     def close(self) -> None:
-        """Bring everything to its place."""
+        """Write everything that is not written yet."""
         ...
 
 
-def label(run: Run) -> str:
-    """Return what a run is called where all runs are together: its name and a hash of where it is."""
+def run_label(run: Run) -> str:
+    """Return what a run is called among all runs: its name and a hash of its path."""
     return f"{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 
 
@@ -69,7 +69,7 @@ class Trackio:
     def __init__(self, run: Run) -> None:
         import trackio
 
-        name = label(run)
+        name = run_label(run)
         with contextlib.suppress(ValueError):  # the project is new
             for earlier in trackio.Api().runs(PROJECT):
                 if earlier.name == name:
@@ -78,7 +78,7 @@ class Trackio:
         self._run: Any = trackio.init(project=PROJECT, name=name, config=configs.to_dict(run.config), embed=False)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the numbers over."""
+        """Log the numbers."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class Wandb:
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
         self._run: Any = wandb.init(
             project=PROJECT,
-            id=label(run),
+            id=run_label(run),
             name=run.name,
             dir=str(run.path),
             config=configs.to_dict(run.config),
@@ -106,7 +106,7 @@ class Wandb:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the numbers over; W&B leaves out steps that it has."""
+        """Log the numbers; W&B leaves out steps that it has."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -114,52 +114,48 @@ class Wandb:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Run], Tracker]] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb}
+LOGGERS: dict[str, Callable[[Run], Logger]] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb}
 
 
-def validate(names: Sequence[str]) -> None:
-    """Raise an `IsolossError` for a name that is no tracker's or is there twice, and for a missing package."""
+def check_installed(names: Sequence[str]) -> None:
+    """Raise an `IsolossError` for a logger whose package is missing."""
     for name in names:
-        if name not in TRACKERS:
-            raise IsolossError(f"there is no tracker {name!r}; the trackers are {', '.join(TRACKERS)}")
-        if list(names).count(name) > 1:
-            raise IsolossError(f"the tracker {name} is named twice")
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # without an origin: a folder of that name, which W&B makes
-            raise IsolossError(f"the tracker {name} needs the package {name}: pip install 'isoloss[{name}]'")
+            raise IsolossError(f"the logger {name} needs the package {name}: pip install 'isoloss[{name}]'")
 
 
-class Mirrors:
-    """The mirrors of a run, each begun with the lines that metrics.jsonl has.
+class Loggers:
+    """The loggers of a run, each started with the lines that metrics.jsonl has.
 
-    An exception in one of them is noted in log.jsonl and by a warning of the logger `isoloss`, and the mirror is left
-    alone from then on; it can be made whole by training the run again. What a tracker prints is thrown away.
+    An exception in one of them is noted in log.jsonl and by a warning of Python's logger `isoloss`, and the logger gets
+    nothing from then on; training the run again starts it afresh. What a logger prints is discarded.
 
     Args:
-        names: Of `TRACKERS`.
-        run: Whose metrics.jsonl is mirrored; run.json must be there.
+        names: Of `LOGGERS`.
+        run: Whose metrics.jsonl is logged; run.json must be there.
     """
 
     def __init__(self, names: Sequence[str], run: Run) -> None:
-        self._run, self._open = run, dict[str, Tracker]()
+        self._run, self._open = run, dict[str, Logger]()
         lines = run.metrics()
         for name in names:
             with self._protected(name):
-                self._open[name] = TRACKERS[name](run)
+                self._open[name] = LOGGERS[name](run)
                 for line in lines:
                     self._open[name].log(*_numbers(line))
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Mirror one line."""
-        for name, tracker in list(self._open.items()):
+        """Log one line."""
+        for name, logger in list(self._open.items()):
             with self._protected(name):
-                tracker.log(*_numbers(line))
+                logger.log(*_numbers(line))
 
     def close(self) -> None:
-        """Bring everything to its place."""
-        for name, tracker in list(self._open.items()):
+        """Let every logger write what it has."""
+        for name, logger in list(self._open.items()):
             with self._protected(name):
-                tracker.close()
+                logger.close()
         self._open.clear()
 
     @contextlib.contextmanager
@@ -171,8 +167,8 @@ class Mirrors:
                 yield
         except Exception as error:
             self._open.pop(name, None)
-            self._run.log("tracker failed", tracker=name, error=f"{type(error).__name__}: {error}")
-            _logger.warning("the tracker %s failed and is left out from here on: %s", name, error)
+            self._run.log("logger failed", logger=name, error=f"{type(error).__name__}: {error}")
+            _logger.warning("the logger %s failed and is left out from here on: %s", name, error)
 
 
 def _numbers(line: Mapping[str, Any]) -> tuple[int, dict[str, float]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 
 
@@ -35,10 +34,10 @@ def flush(run: Run) -> None:
             os.fsync(file.fileno())
 
 
-def num_lines(config: TrainConfig, step: int) -> int:
-    """Return how many lines metrics.jsonl has when `step` steps are made."""
-    last = step == config.steps and step % config.log_every != 0
-    return step // config.log_every + last
+def num_lines(step: int, *, steps: int, log_every: int) -> int:
+    """Return how many lines metrics.jsonl has when `step` of `steps` steps are made."""
+    last = step == steps and step % log_every != 0
+    return step // log_every + last
 
 
 def truncate(run: Run, step: int, count: int) -> None:

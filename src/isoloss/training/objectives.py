@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Sentences
 from isoloss.models.make import predicted_states
-from isoloss.models.sizes import find_architecture
-from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
+from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.seeds import generator
 from isoloss.text.causal import objective_batch
 from isoloss.text.masking import IGNORED, Batch, corrupt
@@ -24,36 +23,11 @@ class TrainingBatch(NamedTuple):
     Attributes:
         inputs: `input_ids`, `labels` and, where something is padded, `attention_mask`, each (n, T); with exact labels,
             `targets` (k, V): a row of probabilities for each of the k predicted tokens, sentence by sentence.
-        num_tokens: Tokens in it, the hidden ones counted and the padding not.
+        num_tokens: Tokens in it, the masked ones counted and the padding not.
     """
 
     inputs: Batch
     num_tokens: int
-
-
-def validate(objective: ObjectiveConfig, model: ModelConfig) -> None:
-    """Raise an `IsolossError` that names the first setting of `objective` out of its range or not for `model`."""
-    if objective.masking not in ("one", "fraction"):
-        raise IsolossError(f"the masking is {objective.masking!r}; it must be one or fraction")
-    if not 0 < objective.fraction <= 1:
-        raise IsolossError(f"the masked fraction is {objective.fraction}; it must be above 0 and at most 1")
-    if objective.corruption not in ("mask", "bert"):
-        raise IsolossError(f"the corruption is {objective.corruption!r}; it must be mask or bert")
-    if objective.labels not in ("sampled", "exact"):
-        raise IsolossError(f"the labels are {objective.labels!r}; they must be sampled or exact")
-    if objective.labels == "exact" and objective.corruption != "mask":
-        raise IsolossError(
-            "exact labels are the conditionals given the visible tokens, and the corruption 'bert' shows tokens in the "
-            "place of hidden ones: choose the corruption 'mask'"
-        )
-    learns = find_architecture(model.architecture).objective
-    if objective.kind != learns:
-        raise IsolossError(
-            f"the objective is {objective.kind!r}, and the architecture {model.architecture} learns {learns!r}: "
-            "choose the other objective or another architecture (isoloss ls models)"
-        )
-    if objective.kind == "causal" and objective != ObjectiveConfig(kind="causal"):
-        raise IsolossError("the causal objective hides no tokens: leave the settings of the masks at their defaults")
 
 
 def check_language(objective: ObjectiveConfig, language: Language) -> None:
@@ -63,19 +37,19 @@ def check_language(objective: ObjectiveConfig, language: Language) -> None:
 
 
 def exact_targets(language: Language, sentences: Sentences, labels: torch.Tensor) -> torch.Tensor:
-    """Return (k, V) float64: the true conditionals of the hidden tokens given all visible ones, sentence by sentence.
+    """Return (k, V) float64: the true conditionals of the masked tokens given all visible ones, sentence by sentence.
 
     Args:
         language: Whose sentences they are.
         sentences: n sentences padded to T tokens.
-        labels: (n, T), -100 where nothing is hidden.
+        labels: (n, T), -100 where nothing is masked.
     """
-    hidden = labels != IGNORED
+    masked = labels != IGNORED
     tokens, lengths, _ = sentences
-    if bool((hidden.sum(dim=1) == 1).all()):
-        positions = hidden.int().argmax(dim=1, keepdim=True)
+    if bool((masked.sum(dim=1) == 1).all()):
+        positions = masked.int().argmax(dim=1, keepdim=True)
         return language.log_conditionals(tokens, lengths, positions=positions)[:, 0].double().exp()
-    return language.log_conditionals(tokens, lengths, mask=hidden)[hidden].double().exp()
+    return language.log_conditionals(tokens, lengths, mask=masked)[masked].double().exp()
 
 
 def training_batch(
@@ -119,6 +93,6 @@ def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool, preci
     labels = batch["labels"][:, 1:] if causal else batch["labels"]
     output = model.get_output_embeddings()
     with torch.autocast(labels.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-        states = predicted_states(model, batch, causal=causal).to(output.weight.dtype)
+        states = predicted_states(model, batch).to(output.weight.dtype)
     targets = batch["targets"].to(states.dtype) if "targets" in batch else labels[labels != IGNORED]
     return linear_cross_entropy(states, output.weight, output.bias, targets)

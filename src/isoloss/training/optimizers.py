@@ -23,7 +23,7 @@ def learning_rate(config: OptimizerConfig, step: int, *, total: int) -> float:
     """Return the rate of step `step`, counted from 1, of a run of `total` steps.
 
     A linear warm-up from 0 reaches the highest rate at its last step, or at step 1 where there is none. After that it
-    is constant (the paper, appendix A.5) or, with r the share of the way from there to step `total` + 1, the highest
+    is constant (the paper, appendix A.5) or, with r the fraction of the way from there to step `total` + 1, the highest
     rate times 1 - r (linear) or (1 + cos(pi r)) / 2 (cosine).
 
     Example:
@@ -37,33 +37,9 @@ def learning_rate(config: OptimizerConfig, step: int, *, total: int) -> float:
     if config.schedule == "constant":
         return config.learning_rate
     highest = max(warmup, 1)
-    share = (step - highest) / (total + 1 - highest)
-    remaining = 1 - share if config.schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
+    done = (step - highest) / (total + 1 - highest)
+    remaining = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.learning_rate * remaining
-
-
-def validate(config: OptimizerConfig, *, total: int) -> None:
-    """Raise an `IsolossError` that names the first setting out of its range, in a run of `total` steps."""
-    proportion, limit = config.warmup_proportion, config.max_grad_norm
-    in_range = {
-        "learning_rate": (0 < config.learning_rate < math.inf, "above 0 and finite"),
-        "warmup_steps": (config.warmup_steps >= 0, "at least 0"),
-        "warmup_proportion": (proportion is None or 0 <= proportion <= 1, "from 0 to 1"),
-        "schedule": (config.schedule in ("constant", "linear", "cosine"), "constant, linear or cosine"),
-        "weight_decay": (0 <= config.weight_decay < math.inf, "at least 0 and finite"),
-        "betas": (all(0 <= beta < 1 for beta in config.betas), "two numbers, each at least 0 and below 1"),
-        "momentum": (0 <= config.momentum < 1, "at least 0 and below 1"),
-        "max_grad_norm": (limit is None or 0 < limit < math.inf, "above 0 and finite"),
-        "name": (config.name in ("adamw", "sgd"), "adamw or sgd"),
-    }
-    for name, (holds, condition) in in_range.items():
-        if not holds:
-            raise IsolossError(f"the optimizer's {name} is {getattr(config, name)!r}; it must be {condition}")
-    if config.schedule != "constant" and config.warmup_steps > total and proportion is None:
-        raise IsolossError(
-            f"the optimizer's warmup_steps is {config.warmup_steps}, more than the {total} steps of the run, which "
-            f"leaves none for the {config.schedule} schedule: lower it"
-        )
 
 
 class Optimizer:
@@ -85,13 +61,9 @@ class Optimizer:
 
     Attributes:
         parameters: The trainable parameters.
-
-    Raises:
-        IsolossError: A setting is out of its range.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig, *, total: int) -> None:
-        validate(config, total=total)
         self._config, self._total = config, total
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         decaying = [(name, p) for name, p in trainable if p.ndim > 1]
@@ -106,8 +78,8 @@ class Optimizer:
         if config.name == "adamw":
             self._optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
         else:
-            # torch fuses AdamW on pieces of parameters, too, but not SGD
-            fused = not any(shards.is_spread(p) for p in self.parameters)
+            # torch fuses AdamW on shards of parameters, too, but not SGD
+            fused = not any(shards.is_sharded(p) for p in self.parameters)
             self._optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
 
     def zero_grad(self) -> None:
@@ -131,15 +103,15 @@ class Optimizer:
         norm = self.grad_norm() if with_norm or limit is not None else None
         if norm is not None and limit is not None:
             scale = (limit / norm).clamp(max=1.0)  # of a norm of 0: inf, then 1
-            torch._foreach_mul_([shards.piece(p.grad) for p in self.parameters if p.grad is not None], scale)
+            torch._foreach_mul_([shards.local_shard(p.grad) for p in self.parameters if p.grad is not None], scale)
         self._optimizer.step()
         return rate, float(norm) if with_norm and norm is not None else None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's whole tensors, named `<what>/<parameter>`; none before the first step."""
+        """Return the optimizer's full tensors, named `<what>/<parameter>`; none before the first step."""
         by_index = self._optimizer.state_dict()["state"]
         return {
-            f"{what}/{self._named[index][0]}": shards.whole(tensor)
+            f"{what}/{self._named[index][0]}": shards.full_tensor(tensor)
             for index, entries in by_index.items()
             for what, tensor in entries.items()
             if tensor is not None
@@ -151,16 +123,16 @@ class Optimizer:
         Raises:
             IsolossError: A name that is no parameter of the model, or a tensor of another shape.
         """
-        places = {name: (index, p) for index, (name, p) in enumerate(self._named)}
+        parameters = {name: (index, p) for index, (name, p) in enumerate(self._named)}
         by_index: dict[int, dict[str, torch.Tensor]] = {}
         for key, tensor in state.items():
             what, _, name = key.partition("/")
-            index, parameter = places.get(name, (-1, None))
+            index, parameter = parameters.get(name, (-1, None))
             if parameter is None or (tensor.ndim > 0 and tensor.shape != parameter.shape):
                 raise IsolossError(
                     f"the optimizer's {key}, of shape {tuple(tensor.shape)}, fits no parameter of the model"
                 )
-            own = shards.spread(tensor, parameter) if tensor.ndim > 0 else tensor
+            own = shards.shard_like(tensor, parameter) if tensor.ndim > 0 else tensor
             by_index.setdefault(index, {})[what] = own.clone()
         self._optimizer.load_state_dict(
             {"state": by_index, "param_groups": self._optimizer.state_dict()["param_groups"]}

@@ -45,14 +45,14 @@ class Batches(Generic[T]):
         """Return the batch of `step`, and begin the next one; what `make` raised is raised here, at its own step."""
         if self._pool is None:
             return self._make(step)
-        found, self._next = self._next, None
-        ready = found[1] if found is not None and found[0] == step else self._pool.submit(self._make, step)
+        prefetched, self._next = self._next, None
+        ready = prefetched[1] if prefetched and prefetched[0] == step else self._pool.submit(self._make, step)
         batch = ready.result()
         if step < self._last:
             self._next = step + 1, self._pool.submit(self._make, step + 1)
         return batch
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until nothing is being made: for what must not use the language at the same time."""
         if self._next is not None:
             wait([self._next[1]])

@@ -1,6 +1,6 @@
-"""Tensors that are spread over processes, as FSDP2 leaves parameters: their pieces, the whole, norms over all pieces.
+"""Tensors sharded over processes, as FSDP2 leaves parameters: a process's shard, the full tensor, norms over all.
 
-A plain tensor is its own only piece, and nothing here touches it.
+A plain tensor is its own only shard, and nothing here changes it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from torch import distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def is_spread(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is spread over processes."""
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is sharded over processes."""
     return isinstance(tensor, DTensor)
 
 
-def piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's piece of a tensor, in the same memory."""
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor put together from its pieces, on the CPU; all processes call this, in the same order."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor put together from its shards, on the CPU; all processes call this, in the same order."""
     return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
 
 
-def spread(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that all processes have, cut as `like` of the same shape is."""
+def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that all processes have, sharded as `like` of the same shape is."""
     if not isinstance(like, DTensor):
         return tensor
     own = tensor.to(like.device)
@@ -36,14 +36,14 @@ def spread(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm over all elements of all tensors, those of the other processes' pieces too: a scalar.
+    """Return the Euclidean norm over all elements of all tensors, those of the other processes' shards too: a scalar.
 
     Example:
         >>> float(total_norm([torch.tensor([3.0]), torch.tensor([0.0, 4.0])]))
         5.0
     """
-    norm = torch.nn.utils.get_total_norm([piece(tensor) for tensor in tensors])
-    if not any(map(is_spread, tensors)):
+    norm = torch.nn.utils.get_total_norm([local_shard(tensor) for tensor in tensors])
+    if not any(map(is_sharded, tensors)):
         return norm
     square = norm.square()
     distributed.all_reduce(square)

@@ -1,4 +1,4 @@
-"""What of a training run depends on time: when to report, when to save, and how fast it goes."""
+"""What of a training run depends on the time: when to report, when to save, and the throughput."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Progress:
     seconds: float
 
 
-class Clock:
-    """What depends on time: when to report, when to save, and how fast it goes."""
+class Timing:
+    """Decides by the time when to report and when to save, and measures the throughput."""
 
     def __init__(self, step: int, steps: int, progress: Callable[[Progress], None] | None) -> None:
         self._step, self._steps, self._progress = step, steps, progress

@@ -1,6 +1,6 @@
 """The training loop: it makes a run directory complete, from wherever an earlier process left it.
 
-Everything a step depends on is a function of seed and step, so weights, the step rule's state and the step itself are
+Everything a step depends on is a function of seed and step, so weights, the algorithm's state and the step itself are
 all that a checkpoint has to hold, and a run that was killed ends with the same bytes as one that was not.
 """
 
@@ -20,21 +20,27 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
 from isoloss.models.fused_blocks import computed_by
 from isoloss.models.make import make_model
-from isoloss.models.sizes import configured_shape
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive
-from isoloss.training import checkpoints, data_parallel, loggers, metrics, objectives, steps
-from isoloss.training.algorithms import build
-from isoloss.training.algorithms.adversarial import Examples
+from isoloss.training import checkpoints, loggers, metrics, objectives
+from isoloss.training.algorithms.base import (
+    StepResult,
+    TaskExamples,
+    TrainingAlgorithm,
+    TrainingContext,
+    no_task_examples,
+    without_dropout,
+)
 from isoloss.training.averaging import WeightAverage, without_average
 from isoloss.training.checkpoints import TrainerState
-from isoloss.training.distributed import Processes, together
-from isoloss.training.loggers import Mirrors
+from isoloss.training.data_parallel import make_parallel
+from isoloss.training.distributed import ProcessGroup, process_group
+from isoloss.training.loggers import Loggers
 from isoloss.training.objectives import TrainingBatch, prediction_loss, training_batch
 from isoloss.training.prefetching import Batches
 from isoloss.training.process import process_settings, signals
-from isoloss.training.throughput import Clock, Progress
+from isoloss.training.throughput import Progress, Timing
 
 Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
 
@@ -51,66 +57,26 @@ class Interrupted(IsolossError):  # noqa: N818  (nothing went wrong)
         self.step = step
 
 
-def validate(config: TrainConfig) -> None:
-    """Raise an `IsolossError` that names the first setting of `config` out of its range."""
-    in_range = {
-        "steps": (config.steps >= 1, "at least 1"),
-        "batch_size": (config.batch_size >= 1, "at least 1"),
-        "log_every": (config.log_every >= 1, "at least 1"),
-        "checkpoints": (
-            all(0 <= step <= config.steps for step in config.checkpoints),
-            f"steps from 0 to {config.steps}",
-        ),
-        "threads": (config.threads >= 0, "at least 0 (0: all cores)"),
-        "save_every_seconds": (config.save_every_seconds >= 0, "at least 0"),
-        "measure_every": (config.measure_every >= 0, "at least 0 (0: never)"),
-        "measure_sentences": (config.measure_sentences >= 10, "at least 10"),
-        "micro_batch": (config.micro_batch >= 0, "at least 0 (0: the whole batch)"),
-        "ema": (0 <= config.ema < 1, "at least 0 (0: no average) and below 1"),
-    }
-    for name, (holds, condition) in in_range.items():
-        if not holds:
-            raise IsolossError(f"{name} is {getattr(config, name)!r}; it must be {condition}")
-    if config.measure_every % config.log_every:
-        raise IsolossError(
-            f"measure_every is {config.measure_every}; it must be a multiple of log_every, {config.log_every}"
-        )
-    if config.prefetch and config.threads != 1:
-        raise IsolossError(
-            f"prefetch is on and threads is {config.threads}; it must be 1, as making a batch may set the number of "
-            "threads of the whole process"
-        )
-    configured_shape(config.model)
-    if not 0 <= config.model.dropout < 1:
-        raise IsolossError(f"the dropout is {config.model.dropout}; it must be at least 0 and below 1")
-    if config.precision not in ("fp32", "bf16"):
-        raise IsolossError(f"the precision is {config.precision!r}; it must be fp32 or bf16")
-    loggers.validate(config.trackers)
-    objectives.validate(config.objective, config.model)
-    build.validate(config)
-    data_parallel.validate(config)
-
-
 def train(
     run: Run,
     config: TrainConfig,
     language: Language,
     *,
     progress: Callable[[Progress], None] | None = None,
-    examples: Examples | None = None,
+    task_examples: TaskExamples = no_task_examples,
     measure: Measure | None = None,
 ) -> None:
-    """Train until `run` is complete, from its newest checkpoint if it has one.
+    """Train until `run` is complete, from its newest checkpoint if it has one; `isoloss.pretrain` calls this.
 
     The run's files are those that `isoloss.runs` lists. On one device and with one number of threads they are, all but
     log.jsonl, the same bytes however often the process was stopped or killed. metrics.jsonl gets a line every
     `log_every` steps and at the last one: `loss_nats` is the mean since the line before, `learning_rate`, `grad_norm`
-    (before clipping) and what the step rule looked at are of that step. Every `measure_every` steps it holds what
-    `measure` says of the model after that step, which changes nothing in training. Ctrl-C and SIGTERM end the current
-    step, save it and raise `Interrupted`; a second one stops at once. The number of threads and the random state of the
-    CPU and of the training device are left as they were.
+    (before clipping) and the algorithm's own numbers are of that step. Every `measure_every` steps it holds what
+    `measure` returns for the model after that step, which changes nothing in training. Ctrl-C and SIGTERM end the
+    current step, save it and raise `Interrupted`; a second one stops at once. The number of threads and the random
+    state of the CPU and of the training device are left as they were.
 
-    Where several processes call this together (`isoloss.training.distributed.together`), each takes its share of
+    Where several processes call this together (`isoloss.training.distributed.process_group`), each takes its part of
     every batch, and rank 0 writes the files. The batch of a step is the same for any number of them, and so is the
     gradient, up to rounding; dropout and what is per rank are not. A run goes on with any number, bit for bit with
     that it had.
@@ -120,39 +86,55 @@ def train(
         config: What to train.
         language: The language that `config.language` describes; if it has a `tokenizer`, checkpoints hold it too.
         progress: Called about once a second and at the end; of several processes, in rank 0.
-        examples: The training set of the task that an adversarial rule spoils.
+        task_examples: The training set of a downstream task, for an algorithm that asks for one.
         measure: Called with the model in eval mode at the steps that `config.measure_every` names; of several
             processes, in rank 0.
 
     Raises:
-        IsolossError: A setting out of its range; a directory of another config, in use by another process, or with a
-            damaged checkpoint; initial weights that do not fit; examples or a `measure` that are asked for and missing;
-            exact labels where the language has none; a batch that cannot be shared equally; or a loss that is not
-            finite.
+        IsolossError: A config that `isoloss.config.check` refuses; a directory of another config, in use by another
+            process, or with a damaged checkpoint; initial weights that do not fit; task examples or a `measure` that
+            are asked for and missing; exact labels where the language has none; a batch that does not divide equally
+            among the processes; or a loss that is not finite.
         ProcessLost: Another process has gone.
         Interrupted: A signal came, to any of the processes.
     """
-    validate(config)
+    configs.check(config)
+    loggers.check_installed(config.loggers)
     objectives.check_language(config.objective, language)
     if config.measure_every and measure is None:
         raise IsolossError(
-            f"measure_every is {config.measure_every}, and there is no measure: "
-            "isoloss.evaluation.pretraining.pretrain makes one, isoloss.training.train takes it as an argument"
+            f"measure_every is {config.measure_every}, and there is no measure: isoloss.pretrain makes one, "
+            "isoloss.training.train takes it as an argument"
         )
-    with together() as processes, contextlib.ExitStack() as held:
-        data_parallel.check_number(config, processes)
-        device = processes.device(config.device)
-        if processes.from_main(run.complete):
-            processes.on_main(lambda: run.create(config))
+    with process_group() as group, contextlib.ExitStack() as held:
+        if config.batch_size % group.world_size:
+            raise IsolossError(
+                f"batch_size is {config.batch_size}; {group.world_size} processes need a multiple of {group.world_size}"
+            )
+        config.algorithm.check_run(config, num_processes=group.world_size)
+        device = group.device(config.device)
+        if is_complete(run, config, group):
             return
-        processes.on_main(run.check_place)
-        processes.on_main(lambda: held.enter_context(files.lock(run.path)))
-        processes.on_main(lambda: run.create(config) if run.exists else None)
-        if processes.from_main(run.complete):  # by the process that held the lock before
+        group.on_main(run.check_folder)
+        group.on_main(lambda: held.enter_context(files.lock(run.path)))
+        group.on_main(lambda: run.create(config) if run.exists else None)
+        if group.from_main(run.complete):  # by the process that held the lock before
             return
         with process_settings(config.threads, device):
-            # without a name, so that it has gone when the processes part; see `together`
-            _Training(run, config, language, device, processes, progress, examples, measure).run_all()
+            # without a name, so that it is deleted before the process group; see `process_group`
+            _Training(run, config, language, device, group, progress, task_examples, measure).run_all()
+
+
+def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
+    """Return whether `run` is complete, the same for all processes of `group`, which call this together.
+
+    Raises:
+        IsolossError: It is the complete run of another config.
+    """
+    if not group.from_main(run.complete):
+        return False
+    group.on_main(lambda: run.create(config))
+    return True
 
 
 class _Training:
@@ -164,13 +146,13 @@ class _Training:
         config: TrainConfig,
         language: Language,
         device: torch.device,
-        processes: Processes,
+        group: ProcessGroup,
         progress: Callable[[Progress], None] | None,
-        examples: Examples | None,
+        task_examples: TaskExamples,
         measure: Measure | None,
     ) -> None:
-        self.measure, self.processes = measure, processes
-        self.mirrors: Mirrors | None = None
+        self.measure, self.group = measure, group
+        self.loggers: Loggers | None = None
         self.run, self.config, self.language, self.device = run, config, language, device
         self.kept = {*config.checkpoints, config.steps}
         self.model: Any = make_model(config.model, language, seed=config.seed)
@@ -178,25 +160,35 @@ class _Training:
         self.initial_sha256: str | None = None
         self.step, tensors = self._weights()
         self.model.to(device)
-        self.parallel = data_parallel.make(self.model, config, processes)
+        self.parallel = make_parallel(self.model, config.parallel, group)
         causal = config.objective.kind == "causal"
         forward = partial(prediction_loss, causal=causal, precision=config.precision)
         self.loss = partial(self.parallel.loss, forward)
-        self.rule = build.make_rule(self.model, config, language, examples=examples, parallel=self.parallel)
-        self.rule.load_state(without_average(tensors))
+        context = TrainingContext(
+            optimizer=config.optimizer,
+            total_steps=config.steps,
+            micro_batch=config.micro_batch,
+            causal=causal,
+            seed=config.seed,
+            language=language,
+            parallel=self.parallel,
+            task_examples=task_examples,
+        )
+        self.algorithm: TrainingAlgorithm = config.algorithm.build(self.model, context)
+        self.algorithm.load_state(without_average(tensors))
         self.average = WeightAverage(self.model, config.ema)
         if tensors:
             self.average.load_state(tensors)
-        self.clock = Clock(self.step, config.steps, progress if processes.is_main else None)
+        self.timing = Timing(self.step, config.steps, progress if group.is_main else None)
         self.batches = Batches(self._batch, last=config.steps, ahead=config.prefetch)
 
     def _batch(self, step: int) -> TrainingBatch:
-        """Return this process's share of the batch of `step`, on the CPU."""
-        return training_batch(self.language, self.config, step, torch.device("cpu"), self.processes.rows())
+        """Return this process's part of the batch of `step`, on the CPU."""
+        return training_batch(self.language, self.config, step, torch.device("cpu"), self.group.rows())
 
     def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """Give the model the weights to go on from; return the step they are of and the step rule's tensors."""
-        newest = self.processes.from_main(-1 if (found := checkpoints.latest(self.run)) is None else found)
+        """Give the model the weights to go on from; return the step they are of and the algorithm's tensors."""
+        newest = self.group.from_main(-1 if (latest := checkpoints.latest(self.run)) is None else latest)
         if newest < 0:
             if self.config.initial is not None:
                 self.initial_sha256 = checkpoints.load_weights(self.run.path / self.config.initial, self.model)
@@ -214,23 +206,23 @@ class _Training:
         try:
             self._run_all()
         finally:
-            if self.mirrors is not None:  # what the trackers have goes to its place, however training ended
-                self.mirrors.close()
+            if self.loggers is not None:  # they write what they have, however training ended
+                self.loggers.close()
 
     def _run_all(self) -> None:
-        self.processes.on_main(self._open)
-        if self.step == 0 and 0 in self.kept and not self.processes.from_main(self.run.checkpoint(0).exists()):
+        self.group.on_main(self._open)
+        if self.step == 0 and 0 in self.kept and not self.group.from_main(self.run.checkpoint(0).exists()):
             self._save()
         stop = False
         with signals() as interrupted, self.batches:
             while self.step < self.config.steps and not stop:
                 self._one_step()
-                is_due = self.processes.is_main and self.clock.save_is_due(self.config.save_every_seconds)
-                stop, is_due = self.processes.any(interrupted(), is_due)
+                is_due = self.group.is_main and self.timing.save_is_due(self.config.save_every_seconds)
+                stop, is_due = self.group.any(interrupted(), is_due)
                 if stop or is_due or self.step in self.kept:
                     self._save()
-            self.processes.on_main(self._close)
-            (stop,) = self.processes.any(stop or interrupted())
+            self.group.on_main(self._close)
+            (stop,) = self.group.any(stop or interrupted())
             if stop:
                 raise Interrupted(self.step)
 
@@ -238,8 +230,7 @@ class _Training:
         """Bring the directory to where training goes on from."""
         self.run.create(self.config)  # after initial weights that do not fit were refused: a mistake makes no run
         files.remove_unfinished(self.run.path)
-        started_at = self.step
-        missing = [step for step in self.kept if step < started_at and not self.run.checkpoint(step).is_dir()]
+        missing = [step for step in self.kept if step < self.step and not self.run.checkpoint(step).is_dir()]
         if missing:
             raise IsolossError(
                 f"{self.run.path} lacks the checkpoint of step {min(missing)}: "
@@ -247,30 +238,31 @@ class _Training:
             )
         self.run.log(
             "start",
-            step=started_at,
+            step=self.step,
             device=str(self.device),
-            processes=self.processes.world_size,
-            parallel=self.config.parallel if self.processes.world_size > 1 else None,
+            processes=self.group.world_size,
+            parallel=self.config.parallel if self.group.world_size > 1 else None,
             threads=torch.get_num_threads(),
             attention=self.model.config._attn_implementation,
             blocks=computed_by(self.model, self.config.precision),
             precision=self.config.precision,
         )
-        checkpoints.remove_except(self.run, {*self.kept, started_at})
-        metrics.truncate(self.run, started_at, metrics.num_lines(self.config, started_at))
-        if self.config.trackers:
-            self.mirrors = Mirrors(self.config.trackers, self.run)
+        checkpoints.remove_except(self.run, {*self.kept, self.step})
+        num_lines = metrics.num_lines(self.step, steps=self.config.steps, log_every=self.config.log_every)
+        metrics.truncate(self.run, self.step, num_lines)
+        if self.config.loggers:
+            self.loggers = Loggers(self.config.loggers, self.run)
 
     def _close(self) -> None:
-        """Write the result if all steps are made, and what the clock says."""
+        """Write the result if all steps are made, and the throughput."""
         if self.step == self.config.steps:
             self._finish()
-        self.clock.report(last=True)
+        self.timing.report(last=True)
         self.run.log(
             "interrupted" if self.step < self.config.steps else "complete",
             step=self.step,
-            seconds=self.clock.seconds(),
-            tokens_per_second=self.clock.tokens_per_second(),
+            seconds=self.timing.seconds(),
+            tokens_per_second=self.timing.tokens_per_second(),
         )
 
     def _one_step(self) -> None:
@@ -278,16 +270,16 @@ class _Training:
         inputs, num_tokens = self.batches.of(number)
         batch = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         is_logged = number % self.config.log_every == 0 or number == self.config.steps
-        torch.manual_seed(derive(self.config.seed, "dropout", number, *self.processes.stream))
-        outcome = self.rule.step(number, batch, self.loss, with_norm=is_logged)
+        torch.manual_seed(derive(self.config.seed, "dropout", number, *self.group.stream))
+        result = self.algorithm.step(number, batch, self.loss, with_norm=is_logged)
         self.average.update()
-        self._check_finite({"loss": outcome.loss_nats, **outcome.details}, number)
+        self._check_finite({"loss": result.loss_nats, **result.details}, number)
         self.step = number
-        self.loss_sum += outcome.loss_nats
+        self.loss_sum += result.loss_nats
         self.loss_count += 1
         if is_logged:
-            self._log(outcome)
-        self.clock.tick(number, outcome.loss_nats, num_tokens)
+            self._log(result)
+        self.timing.tick(number, result.loss_nats, num_tokens)
 
     def _check_finite(self, values: Mapping[str, float], number: int) -> None:
         for name, value in values.items():
@@ -303,31 +295,31 @@ class _Training:
         every = self.config.measure_every
         if self.measure is None or not every or self.step % every:
             return {}
-        model = self.parallel.gathered()
+        model = self.parallel.full_model()
         if model is None:
             return {}
         model.to(self.device)
-        self.batches.settle()
-        with steps.without_dropout(model):  # each step seeds its own random state, so none has to be kept
+        self.batches.wait()
+        with without_dropout(model):  # each step seeds its own random state, so none has to be kept
             return self.measure(model)
 
-    def _log(self, outcome: steps.Outcome) -> None:
+    def _log(self, result: StepResult) -> None:
         line = {
             "step": self.step,
             "loss_nats": self.loss_sum / self.loss_count,
-            "learning_rate": outcome.learning_rate,
-            "grad_norm": outcome.grad_norm,
-            **outcome.details,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            **result.details,
             **self._measured(),
         }
         self.loss_sum, self.loss_count = 0.0, 0
-        self.processes.on_main(lambda: self._append(line))
+        self.group.on_main(lambda: self._append(line))
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl and its mirrors."""
+        """Add a line to metrics.jsonl and to the loggers."""
         metrics.append(self.run, line)
-        if self.mirrors is not None:
-            self.mirrors.log(line)
+        if self.loggers is not None:
+            self.loggers.log(line)
 
     def _save(self) -> None:
         """Save this step, and drop the checkpoints that were only there to go on from."""
@@ -338,8 +330,8 @@ class _Training:
             loss_count=self.loss_count,
             initial_sha256=self.initial_sha256,
         )
-        model, average = self.parallel.gathered(), self.average.state()
-        tensors = {**self.rule.state(), **average}
+        model, average = self.parallel.full_model(), self.average.state()
+        tensors = {**self.algorithm.state(), **average}
         kept_average = average if self.step in self.kept else None
         tokenizer = getattr(self.language, "tokenizer", None)
 
@@ -349,8 +341,8 @@ class _Training:
             checkpoints.save(folder, model, tensors, state, tokenizer=tokenizer, average=kept_average)
             checkpoints.remove_except(self.run, {*self.kept, self.step})
 
-        self.processes.on_main(write)
-        self.clock.saved()
+        self.group.on_main(write)
+        self.timing.saved()
 
     def _finish(self) -> None:
         files.write_json(

@@ -31,9 +31,9 @@ from isoloss.errors import IsolossError
 from isoloss.runs import versions
 from isoloss.seeds import derive, generator
 from isoloss.text.masking import Batch
-from isoloss.training import Interrupted, optimizers
+from isoloss.training import Interrupted
+from isoloss.training.algorithms.base import TrainingAlgorithm, TrainingContext
 from isoloss.training.process import process_settings, signals
-from isoloss.training.steps import GradientStep
 from isoloss.transfer.checks import absent_classes, check_labels
 from isoloss.transfer.features import backbone_of, check_sentences
 from isoloss.transfer.finetune_config import FinetuneConfig as FinetuneConfig
@@ -156,7 +156,8 @@ def validate(config: FinetuneConfig, num_train: int) -> None:
         raise IsolossError(f"save_every_seconds is {config.save_every_seconds}; it must be at least 0")
     if config.pooling not in ("auto", "first", "last", "mean"):
         raise IsolossError(f"no pooling {config.pooling!r}: choose auto, first, last or mean")
-    optimizers.validate(config.optimizer, total=num_steps(config, num_train))
+    configs.check(config.optimizer, "optimizer")
+    config.optimizer.check_steps(num_steps(config, num_train))
 
 
 class Classifier(nn.Module):
@@ -254,9 +255,10 @@ class _Seed:
         width = self._width()
         self.classifier = Classifier(copy.deepcopy(self.backbone), self.pooling, width, len(self.task.classes), draws)
         self.classifier.to(self.device).train()
-        self.rule = GradientStep(
-            self.classifier, self.config.optimizer, total=self.total, micro_batch=self.config.micro_batch
+        context = TrainingContext(
+            optimizer=self.config.optimizer, total_steps=self.total, micro_batch=self.config.micro_batch
         )
+        self.algorithm = TrainingAlgorithm(self.classifier, context)
         self.step = 0
         self.losses = torch.zeros(self.config.epochs, dtype=torch.float64)
         if self.folder is not None and self._state.exists():
@@ -277,7 +279,7 @@ class _Seed:
         batch["labels"] = self.task.train_labels[rows].to(self.device)
         number = self.step + 1
         torch.manual_seed(derive(self.config.seed, "finetune", "dropout", self.index, number))
-        loss = self.rule.step(number, batch, self.classifier.loss).loss_nats
+        loss = self.algorithm.step(number, batch, self.classifier.loss).loss_nats
         self._check_finite(loss, f"the loss at step {number}")
         self.step = number
         self.losses[epoch] += loss * len(rows) / count
@@ -306,7 +308,7 @@ class _Seed:
 
     def _save(self) -> None:
         tensors = {f"model/{name}": p.detach() for name, p in self.classifier.named_parameters()}
-        tensors |= {f"rule/{name}": tensor for name, tensor in self.rule.state().items()}
+        tensors |= {f"rule/{name}": tensor for name, tensor in self.algorithm.state().items()}
         tensors["losses"] = self.losses
         tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         files.write_bytes(self._state, safetensors.torch.save(tensors, metadata={"step": str(self.step)}))
@@ -326,7 +328,7 @@ class _Seed:
                         rule[name] = state.get_tensor(key)
             if parameters:
                 raise IsolossError(f"it has no {next(iter(parameters))}")
-            self.rule.load_state(rule)
+            self.algorithm.load_state(rule)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IsolossError) as error:
             raise IsolossError(f"{self._state} is damaged ({error}): delete it, and its seed starts again") from error
 

@@ -14,7 +14,7 @@ from transformers import (
     RobertaPreLayerNormForMaskedLM,
 )
 
-from isoloss.models.expansion import embed
+from isoloss.models.expansion import expand
 from isoloss.models.sizes import Shape
 from isoloss.paper.theory.expansion import ADDED, differences, study
 
@@ -96,13 +96,13 @@ def enumerated(model, batch, causal):
 def test_shares_of_the_enumerated_trace_change_by_the_factors(kind, scale):
     small, batch = built(kind), contexts(kind)
     batch = {name: value[::3] for name, value in batch.items()}
-    found = embed(small, LARGE, scale=scale)
+    found = expand(small, LARGE, scale=scale)
     before, after = (enumerated(model, batch, kind == "opt") for model in (small, found.model))
     trace = sum(before.values())
     # OPT's softmax is in float32 whatever the weights are
     tolerance = 1e-6 if kind == "opt" else 1e-9
     for name, part in found.parts.items():
-        assert after[part.name] == pytest.approx(part.share_factor * before[name], abs=tolerance * trace), name
+        assert after[part.name] == pytest.approx(part.trace_factor * before[name], abs=tolerance * trace), name
     moving = {name.split(".", 4)[-1] for name in found.added if after[name] > 1e-9 * trace}
     assert moving == WITH_A_SHARE[kind]
 
@@ -110,7 +110,7 @@ def test_shares_of_the_enumerated_trace_change_by_the_factors(kind, scale):
 @pytest.mark.parametrize("kind", ["bert", "opt"])
 def test_study(kind):
     small, batch = built(kind), contexts(kind)
-    embedded = embed(small, LARGE)
+    embedded = expand(small, LARGE)
     done = []
     found = study(small, embedded, [batch], causal=kind == "opt", seed=0, progress=done.append)
     exact = sum(enumerated(small, batch, kind == "opt").values())
@@ -138,7 +138,7 @@ def test_study(kind):
 
 def test_another_function_is_not_shown():
     small, batch = built("bert"), contexts("bert")
-    embedded = embed(small, LARGE)
+    embedded = expand(small, LARGE)
     with torch.no_grad():
         embedded.model.bert.encoder.layer[2].output.dense.bias[0] += 0.5
     found = study(small, embedded, [batch], causal=False)
@@ -147,13 +147,13 @@ def test_another_function_is_not_shown():
 
 def test_differences_are_relative_to_the_largest():
     small, batch = built("bert"), contexts("bert")
-    embedded = embed(small, Shape(4, 1, 1, 4))
+    embedded = expand(small, Shape(4, 1, 1, 4))
     with torch.no_grad():
         embedded.model.cls.predictions.bias[2] += 0.25
         embedded.model.bert.encoder.layer[0].output.LayerNorm.bias[0] += 0.125
     logits = small(input_ids=batch["input_ids"]).logits.detach()
     last = small.bert(input_ids=batch["input_ids"]).last_hidden_state.detach()
-    half = embed(small, Shape(4, 1, 1, 4))
+    half = expand(small, Shape(4, 1, 1, 4))
     with torch.no_grad():
         half.model.cls.predictions.bias[2] += 0.25
     assert differences(small, half, [batch]).logits == pytest.approx(0.25 / float(logits.abs().max()))
@@ -180,7 +180,7 @@ def sentences(kind, n=192):
 def test_the_factors_are_shown_at_every_width(kind, ratio, dtype):
     """Although the large model's layers, and so the control variates it would have by itself, are other ones."""
     small = built(kind, dtype)
-    found = study(small, embed(small, Shape(4 * ratio, ratio, 3, 4 * ratio)), [sentences(kind)], causal=kind == "opt")
+    found = study(small, expand(small, Shape(4 * ratio, ratio, 3, 4 * ratio)), [sentences(kind)], causal=kind == "opt")
     assert [statement.shown for statement in found.statements[:2]] == [True, True]
     for share in found.shares[:-1]:
         assert share.after == pytest.approx(share.factor * share.before, abs=1e-6 * found.before.value), share.name
@@ -191,7 +191,7 @@ def test_the_factors_are_shown_at_every_width(kind, ratio, dtype):
 def test_a_wrong_rule_is_not_shown(kind, dtype):
     """c^2 / n with one copy too many in n, for one parameter of the right expansion."""
     small = built(kind, dtype)
-    embedded = embed(small, LARGE)
+    embedded = expand(small, LARGE)
     name = next(name for name in embedded.parts if name.endswith(("query.weight", "q_proj.weight")))
     part = embedded.parts[name]
     assert part.copies == 9
@@ -205,7 +205,7 @@ def test_a_wrong_rule_is_not_shown(kind, dtype):
 def test_another_expansion_with_the_same_function_is_not_shown():
     """Blocks W and 0 in a row add up to W h as W/2 and W/2 do, but the gradients are not equal."""
     small = built("bert")
-    embedded = embed(small, Shape(8, 2, 1, 8))
+    embedded = expand(small, Shape(8, 2, 1, 8))
     part = embedded.parts["cls.predictions.transform.dense.weight"]
     with torch.no_grad():
         weight = embedded.model.get_parameter(part.name)
@@ -219,10 +219,10 @@ def test_another_expansion_with_the_same_function_is_not_shown():
 def test_shares_change_by_the_factors_where_one_head_becomes_a_wider_one(kind):
     small, batch = built(kind), contexts(kind)
     batch = {name: value[::9] for name, value in batch.items()}
-    found = embed(small, Shape(12, 1, 2, 12))
+    found = expand(small, Shape(12, 1, 2, 12))
     before, after = (enumerated(model, batch, kind == "opt") for model in (small, found.model))
-    factors = {name.split(".")[-2]: part.share_factor for name, part in found.parts.items() if name.endswith("weight")}
+    factors = {name.split(".")[-2]: part.trace_factor for name, part in found.parts.items() if name.endswith("weight")}
     assert factors["q_proj" if kind == "opt" else "query"] == pytest.approx(3**0.5)
     tolerance = (1e-6 if kind == "opt" else 1e-9) * sum(before.values())  # OPT's softmax is in float32
     for name, part in found.parts.items():
-        assert after[part.name] == pytest.approx(part.share_factor * before[name], abs=tolerance), name
+        assert after[part.name] == pytest.approx(part.trace_factor * before[name], abs=tolerance), name

@@ -142,13 +142,13 @@ def config_of(scale: Scale, algorithm: str, seed: int) -> TrainConfig:
             "model": ModelConfig(size=scale.size, dropout=0.1),
             "optimizer": dataclasses.replace(adamw, weight_decay=0.01),
         },
-        "sam": {"rule": SAMConfig()},
-        "adversarial": {"rule": AdversarialConfig(task=scale.tasks[0])},
+        "sam": {"algorithm": SAMConfig()},
+        "adversarial": {"algorithm": AdversarialConfig(task=scale.tasks[0])},
         "exact": {
             "objective": ObjectiveConfig(labels="exact"),
             "checkpoints": (*scale.early, *scale.watched),
         },
-        "fisher-penalty": {"rule": FisherPenaltyConfig()},
+        "fisher-penalty": {"algorithm": FisherPenaltyConfig()},
         "sgd": {"optimizer": sgd},
     }
     common: dict[str, Any] = {

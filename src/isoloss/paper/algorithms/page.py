@@ -99,7 +99,7 @@ def _settings(results: Results, scale_name: str) -> dict[str, str]:
     scale = results.scale
     run = run_of(results.folder, run_name(BASELINE, scale.seeds[0]))
     trace = results.last(BASELINE)[0]["trace"].estimate
-    adversary, sam, penalty = (config_of(scale, name, 1).rule for name in ("adversarial", "sam", "fisher-penalty"))
+    adversary, sam, penalty = (config_of(scale, name, 1).algorithm for name in ("adversarial", "sam", "fisher-penalty"))
     assert isinstance(adversary, AdversarialConfig)
     assert isinstance(sam, SAMConfig)
     assert isinstance(penalty, FisherPenaltyConfig)

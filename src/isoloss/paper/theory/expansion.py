@@ -14,7 +14,7 @@ from torch import nn
 
 from isoloss.flatness.compare import compare
 from isoloss.model_checks import device_of
-from isoloss.models.expansion import Embedded, Part
+from isoloss.models.expansion import Expanded, Part
 from isoloss.paper.theory.statements import Statement
 from isoloss.statistics.estimate import Estimate
 from isoloss.text.masking import Batch
@@ -48,7 +48,7 @@ class Share:
         parameters: Its numbers in the small model; of `ADDED`, in the large one.
         before: Its share in the small model; of `ADDED`, 0.
         after: Its share in the large model.
-        factor: What `after` over `before` is to be, by `Part.share_factor`; of `ADDED`, None.
+        factor: What `after` over `before` is to be, by `Part.trace_factor`; of `ADDED`, None.
     """
 
     name: str
@@ -81,13 +81,13 @@ class Result:
 
 @torch.no_grad()
 def differences(
-    small: nn.Module, embedded: Embedded, batches: Iterable[Batch], *, progress: Callable[[int], None] | None = None
+    small: nn.Module, embedded: Expanded, batches: Iterable[Batch], *, progress: Callable[[int], None] | None = None
 ) -> Differences:
     """Return how far a small model and the large one that it is embedded in differ on inputs.
 
     Args:
         small: A transformers language model.
-        embedded: What `isoloss.models.expansion.embed` returns for it.
+        embedded: What `isoloss.models.expansion.expand` returns for it.
         batches: Mappings with `input_ids` and, where something is padded, `attention_mask`, each (n, T).
         progress: Called with the number of sequences done.
     """
@@ -111,7 +111,7 @@ def differences(
 
 def study(
     small: nn.Module,
-    embedded: Embedded,
+    embedded: Expanded,
     batches: Sequence[Batch],
     *,
     causal: bool,
@@ -121,13 +121,13 @@ def study(
     """Compare a small model with itself inside a large one: function, trace, and the share of each kind of parameter.
 
     Both traces are measured on the same inputs with the same random signs, by one estimator. The logits are the same,
-    so the signs fall on the same gradients and, by the rule of `Part.share_factor`, the squared norms of a parameter's
+    so the signs fall on the same gradients and, by the rule of `Part.trace_factor`, the squared norms of a parameter's
     gradients have one ratio on every sequence. The ratios of shares therefore have no sampling error, and the rule is
     judged by what rounding may leave (`GRADIENT_TOLERANCE`).
 
     Args:
         small: A transformers language model, with dropout off.
-        embedded: What `isoloss.models.expansion.embed` returns for it.
+        embedded: What `isoloss.models.expansion.expand` returns for it.
         batches: As `isoloss.flatness.fisher_trace` takes them.
         causal: Whether position t predicts token t + 1.
         seed: Decides the signs.
@@ -162,7 +162,7 @@ def study(
 
 
 def shares(
-    small: nn.Module, embedded: Embedded, before: Mapping[str, float], after: Mapping[str, float]
+    small: nn.Module, embedded: Expanded, before: Mapping[str, float], after: Mapping[str, float]
 ) -> tuple[Share, ...]:
     """Return the shares of the trace by kind of parameter, before and after.
 
@@ -182,7 +182,7 @@ def shares(
             parameters=sum(sizes[name] for name, _ in members),
             before=sum(before[name] for name, _ in members),
             after=sum(after[part.name] for _, part in members),
-            factor=members[0][1].share_factor,
+            factor=members[0][1].trace_factor,
         )
         for kind, members in kinds.items()
     ]

@@ -6,33 +6,17 @@ Shapes: n1 and n2 examples of the two subsets, D features, C classes.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Sentences
-from isoloss.run_config import OptimizerConfig
 from isoloss.seeds import generator
 from isoloss.text.causal import with_start
 from isoloss.text.masking import Batch
+from isoloss.training.algorithms.base import Loss, TrainingAlgorithm, TrainingContext, without_dropout
 from isoloss.training.algorithms.config import AdversarialConfig
-from isoloss.training.data_parallel import Alone
-from isoloss.training.steps import GradientStep, Loss, without_dropout
-
-
-class Examples(NamedTuple):
-    """The training set of a downstream task.
-
-    Attributes:
-        sentences: n sentences padded to one length.
-        labels: (n,) int64, from 0 to `num_classes` - 1.
-        num_classes: C.
-    """
-
-    sentences: Sentences
-    labels: torch.Tensor
-    num_classes: int
 
 
 def ridge_predictions(
@@ -40,9 +24,9 @@ def ridge_predictions(
 ) -> torch.Tensor:
     """Return (n2, C): what the ridge regression of `train_y` on `train_x` predicts at `test_x`, differentiable in both.
 
-    The head minimises the mean over the training rows of ||W z + b - y||^2, plus `ridge` ||W||^2, where z are the
-    features centred by the training rows' mean and divided by the root of their mean squared norm: a model cannot
-    escape the head by the scale of its features. With Z, Y the centred rows and K = Z Z^T, the prediction at z is
+    The head minimizes the mean over the training rows of ||W z + b - y||^2, plus `ridge` ||W||^2, where z are the
+    features centered by the training rows' mean and divided by the root of their mean squared norm: a model cannot
+    escape the head by the scale of its features. With Z, Y the centered rows and K = Z Z^T, the prediction at z is
     mean(y) + z Z^T (K + n1 ridge I)^-1 Y, an n1 by n1 system whatever the number of features.
 
     Args:
@@ -56,8 +40,8 @@ def ridge_predictions(
         >>> [round(float(y), 3) for y in ridge_predictions(x, 2 * x, torch.tensor([[4.0]]), ridge=1e-6)]
         [8.0]
     """
-    centre, mean = train_x.mean(dim=0), train_y.mean(dim=0)
-    train, test = train_x - centre, test_x - centre
+    center, mean = train_x.mean(dim=0), train_y.mean(dim=0)
+    train, test = train_x - center, test_x - center
     kernel, cross = train @ train.T, test @ train.T
     mean_square = kernel.diagonal().mean()
     identity = torch.eye(len(train), dtype=train.dtype, device=train.device)
@@ -82,7 +66,7 @@ def token_states(model: Any, sentences: Sentences, language: Language, *, causal
     return rows
 
 
-class AdversarialStep(GradientStep):
+class Adversarial(TrainingAlgorithm):
     """The gradient of L - weight * (squared loss on D2 of the head fitted on D1), given to the optimizer.
 
     At each step D1 and D2 are drawn from the task's training set without overlap, as a function of seed and step. The
@@ -96,68 +80,49 @@ class AdversarialStep(GradientStep):
     `adversary_loss` and `adversary_accuracy` are of that head on D2, or the means over the heads.
 
     Args:
-        model: As for `GradientStep`; a transformers language model.
-        config: As for `GradientStep`.
-        adversary: The weight, the ridge and the sizes.
-        examples: The training set of the task.
-        language: Whose sentences they are.
-        causal: Whether the model predicts next tokens.
-        seed: The run's seed; the stream is `("adversary", step)`, and per rank `("adversary", step, rank)`.
-        total: As for `GradientStep`.
-        micro_batch: As for `GradientStep`; the examples always go together.
-        parallel: As for `GradientStep`.
+        model: A transformers language model.
+        context: As for `TrainingAlgorithm`; it has a language and task examples, which always go together whatever the
+            `micro_batch`. The stream of a step is `("adversary", step)`, and per rank `("adversary", step, rank)`.
+        config: The task, the weight, the ridge and the sizes.
 
     Raises:
-        IsolossError: There are fewer examples than a step takes.
+        IsolossError: The language has no such task, or there are fewer examples than a step takes.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        config: OptimizerConfig,
-        adversary: AdversarialConfig,
-        *,
-        examples: Examples,
-        language: Language,
-        causal: bool,
-        seed: int,
-        total: int,
-        micro_batch: int = 0,
-        parallel: Alone | None = None,
-    ) -> None:
-        super().__init__(model, config, total=total, micro_batch=micro_batch, parallel=parallel)
-        wanted = adversary.head_examples + adversary.loss_examples
-        if len(examples.labels) < wanted:
+    def __init__(self, model: Any, context: TrainingContext, config: AdversarialConfig) -> None:
+        super().__init__(model, context)
+        self._config, self._examples = config, context.task_examples(config.task, config.task_examples)
+        per_step, num_examples = config.head_examples + config.loss_examples, len(self._examples.labels)
+        if num_examples < per_step:
             raise IsolossError(
-                f"the adversary draws {wanted} examples a step, and the task has {len(examples.labels)}: "
+                f"the adversarial algorithm draws {per_step} examples a step, and the task has {num_examples}: "
                 "give it more task_examples"
             )
-        self._model, self._adversary, self._examples = model, adversary, examples
-        self._language, self._causal, self._seed = language, causal, seed
 
     def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
-        """Add the gradient of the objective; see `GradientStep.add_gradient`."""
+        """Add the gradient of the objective; see `TrainingAlgorithm.add_gradient`."""
         head_loss, accuracy = self.head_loss(number)
-        (-self._adversary.weight * head_loss).backward()  # type: ignore[no-untyped-call]
-        processes = self.parallel.processes
-        sums = processes.sum(head_loss.item(), accuracy)
-        mean_loss, mean_accuracy = (value / processes.world_size for value in sums)
+        (-self._config.weight * head_loss).backward()  # type: ignore[no-untyped-call]
+        group = self.parallel.group
+        sums = group.sum(head_loss.item(), accuracy)
+        mean_loss, mean_accuracy = (value / group.world_size for value in sums)
         loss_nats = self.add_loss_gradient(batch, loss)
         return loss_nats, {"adversary_loss": mean_loss, "adversary_accuracy": mean_accuracy}
 
     def head_loss(self, number: int) -> tuple[torch.Tensor, float]:
         """Return step `number`'s loss of the head on D2, which can be differentiated, and its accuracy there."""
-        settings, (sentences, labels, num_classes) = self._adversary, self._examples
-        stream = self.parallel.processes.stream if settings.ascent == "per-rank" else ()
-        order = torch.randperm(len(labels), generator=generator(self._seed, "adversary", number, *stream))
-        rows = order[: settings.head_examples + settings.loss_examples]
-        device = next(self._model.parameters()).device
+        config, context, (sentences, labels, num_classes) = self._config, self.context, self._examples
+        assert context.language is not None
+        stream = self.parallel.group.stream if config.ascent == "per-rank" else ()
+        order = torch.randperm(len(labels), generator=generator(context.seed, "adversary", number, *stream))
+        rows = order[: config.head_examples + config.loss_examples]
+        device = next(self.model.parameters()).device
         drawn = Sentences(sentences.tokens[rows].to(device), sentences.lengths[rows].to(device))
         own = labels[rows].to(device)
-        with without_dropout(self._model):
-            states = self.parallel.aside(partial(token_states, causal=self._causal), drawn, self._language)
+        with without_dropout(self.model):
+            states = self.parallel.auxiliary(partial(token_states, causal=context.causal), drawn, context.language)
         targets = torch.nn.functional.one_hot(own, num_classes).to(states.dtype)
-        n1 = settings.head_examples
-        predicted = ridge_predictions(states[:n1], targets[:n1], states[n1:], ridge=settings.ridge)
+        n1 = config.head_examples
+        predicted = ridge_predictions(states[:n1], targets[:n1], states[n1:], ridge=config.ridge)
         head_loss = (predicted - targets[n1:]).square().sum(dim=1).mean()
         return head_loss, float((predicted.argmax(dim=1) == own[n1:]).double().mean())

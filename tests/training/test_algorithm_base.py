@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from stepping import STEPS, batches, check, gradients_of, loss_of, plain_loss, run, tiny
+from stepping import STEPS, batches, check, context, gradients_of, loss_of, plain_loss, run, tiny
 
 from isoloss.errors import IsolossError
 from isoloss.run_config import ObjectiveConfig, OptimizerConfig
 from isoloss.text.masking import IGNORED
-from isoloss.training.steps import GradientStep, split, without_dropout
+from isoloss.training.algorithms.base import TrainingAlgorithm, split, without_dropout
 
 
 def plain_gradient(model, t, batch):
@@ -31,7 +31,7 @@ def plain_gradient(model, t, batch):
 )
 def test_the_steps_are_their_formulas(config):
     model = tiny()
-    outcomes = check(model, GradientStep(model, config, total=STEPS), config, plain_gradient, batches())
+    outcomes = check(model, TrainingAlgorithm(model, context(config, total=STEPS)), config, plain_gradient, batches())
     norms = [outcome.grad_norm for outcome in outcomes]
     assert min(norms) < 1.5 < max(norms) or config.max_grad_norm is None  # some are clipped, some are not
 
@@ -42,8 +42,8 @@ def test_micro_batches_give_the_same_steps(masking, micro_batch):
     objective = ObjectiveConfig(masking=masking, fraction=0.6)  # parts of unequally many predicted tokens
     config = OptimizerConfig(name="sgd", learning_rate=0.3, warmup_steps=0)
     whole, cut = tiny(), tiny()
-    expected = run(whole, GradientStep(whole, config, total=10), 10, objective=objective)
-    got = run(cut, GradientStep(cut, config, total=10, micro_batch=micro_batch), 10, objective=objective)
+    expected = run(whole, TrainingAlgorithm(whole, context(config, total=10)), 10, objective=objective)
+    got = run(cut, TrainingAlgorithm(cut, context(config, total=10, micro_batch=micro_batch)), 10, objective=objective)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(torch.tensor(a[:3]), torch.tensor(b[:3]), rtol=1e-10, atol=0)
     for a, b in zip(cut.parameters(), whole.parameters(), strict=True):
@@ -74,8 +74,8 @@ def test_every_module_gets_its_mode_back():
 def test_the_norm_is_only_computed_when_asked_for():
     for limit in (None, 0.1):
         model = tiny()
-        rule = GradientStep(model, OptimizerConfig(max_grad_norm=limit), total=1)
-        assert rule.step(1, batches(1)[0], loss_of(model)).grad_norm is None
+        algorithm = TrainingAlgorithm(model, context(OptimizerConfig(max_grad_norm=limit), total=1))
+        assert algorithm.step(1, batches(1)[0], loss_of(model)).grad_norm is None
 
 
 @pytest.mark.parametrize(
@@ -83,17 +83,17 @@ def test_the_norm_is_only_computed_when_asked_for():
     [OptimizerConfig(warmup_steps=3), OptimizerConfig(name="sgd", momentum=0.9), OptimizerConfig(name="sgd")],
     ids=["adamw", "sgd-momentum", "sgd"],
 )
-def test_a_rule_goes_on_from_its_state_bit_for_bit(config):
+def test_an_algorithm_goes_on_from_its_state_bit_for_bit(config):
     whole = tiny(torch.float32)
-    run(whole, GradientStep(whole, config, total=10), 10)
+    run(whole, TrainingAlgorithm(whole, context(config, total=10)), 10)
 
     first = tiny(torch.float32)
-    rule = GradientStep(first, config, total=10)
-    run(first, rule, 4)
+    algorithm = TrainingAlgorithm(first, context(config, total=10))
+    run(first, algorithm, 4)
     second = copy.deepcopy(first)
-    resumed = GradientStep(second, config, total=10)
-    resumed.load_state(rule.state())
-    run(first, rule, 2, start=5)  # what the first one does afterwards must not matter
+    resumed = TrainingAlgorithm(second, context(config, total=10))
+    resumed.load_state(algorithm.state())
+    run(first, algorithm, 2, start=5)  # what the first one does afterwards must not matter
     run(second, resumed, 6, start=5)
     for got, want in zip(second.parameters(), whole.parameters(), strict=True):
         assert torch.equal(got, want)
@@ -101,16 +101,16 @@ def test_a_rule_goes_on_from_its_state_bit_for_bit(config):
 
 def test_a_state_names_the_parameters_it_belongs_to():
     model = tiny()
-    rule = GradientStep(model, OptimizerConfig(), total=1)
-    assert rule.state() == {}
-    run(model, rule, 1)
+    algorithm = TrainingAlgorithm(model, context(OptimizerConfig(), total=1))
+    assert algorithm.state() == {}
+    run(model, algorithm, 1)
     names = [name for name, _ in model.named_parameters()]
-    assert set(rule.state()) == {f"{what}/{name}" for what in ("exp_avg", "exp_avg_sq", "step") for name in names}
+    assert set(algorithm.state()) == {f"{what}/{name}" for what in ("exp_avg", "exp_avg_sq", "step") for name in names}
     gradient = model.cls.predictions.bias.grad
-    torch.testing.assert_close(rule.state()["exp_avg/cls.predictions.bias"], 0.1 * gradient)
+    torch.testing.assert_close(algorithm.state()["exp_avg/cls.predictions.bias"], 0.1 * gradient)
 
 
 @pytest.mark.parametrize("key", ["exp_avg/nothing", "exp_avg/cls.predictions.bias", "exp_avg"])
 def test_a_state_that_does_not_fit_is_refused(key):
     with pytest.raises(IsolossError, match=rf"the optimizer's {key}, of shape \(3,\), fits no parameter"):
-        GradientStep(tiny(), OptimizerConfig(), total=1).load_state({key: torch.zeros(3)})
+        TrainingAlgorithm(tiny(), context(OptimizerConfig(), total=1)).load_state({key: torch.zeros(3)})

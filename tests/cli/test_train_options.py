@@ -1,4 +1,4 @@
-"""The options of `isoloss train` for step rules, schedules and labels: the config they give, and what is refused."""
+"""The options of `isoloss train` for algorithms, schedules and labels: the config they give, and what is refused."""
 
 import json
 
@@ -19,21 +19,21 @@ def config_of(capsys, tmp_path, *options):
 
 
 @pytest.mark.parametrize(
-    ("options", "rule"),
+    ("options", "algorithm"),
     [
-        ("--rule sam", SAMConfig()),
-        ("--rule sam --rho 0.1 --sam-batch same", SAMConfig(rho=0.1, batch="same")),
-        ("--rule sam --ascent per-rank", SAMConfig(ascent="per-rank")),
-        ("--rule adversarial --ascent per-rank", AdversarialConfig(ascent="per-rank")),
+        ("--algorithm sam", SAMConfig()),
+        ("--algorithm sam --sam-rho 0.1 --sam-batch same", SAMConfig(rho=0.1, batch="same")),
+        ("--algorithm sam --sam-ascent per-rank", SAMConfig(ascent="per-rank")),
+        ("--algorithm adversarial --adversarial-ascent per-rank", AdversarialConfig(ascent="per-rank")),
         (
-            "--rule adversarial --task prefix-4 --adversary-weight 0.2 --ridge 0.01",
+            "--algorithm adversarial --adversarial-task prefix-4 --adversarial-weight 0.2 --adversarial-ridge 0.01",
             AdversarialConfig(task="prefix-4", weight=0.2, ridge=0.01),
         ),
-        ("--rule fisher-penalty --penalty 0.01", FisherPenaltyConfig(coefficient=0.01)),
+        ("--algorithm fisher-penalty --fisher-penalty-coefficient 0.01", FisherPenaltyConfig(coefficient=0.01)),
     ],
 )
-def test_a_rule_and_its_options(capsys, tmp_path, options, rule):
-    assert config_of(capsys, tmp_path, *options.split()).rule == rule
+def test_an_algorithm_and_its_options(capsys, tmp_path, options, algorithm):
+    assert config_of(capsys, tmp_path, *options.split()).algorithm == algorithm
 
 
 def test_schedule_labels_and_measures(capsys, tmp_path):
@@ -50,15 +50,23 @@ def test_schedule_labels_and_measures(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--rho 0.1", "--rho needs --rule sam"),
-        ("--rule fisher-penalty --ascent reduced", "--ascent needs --rule sam or adversarial"),
-        ("--rule fisher-penalty --parallel fsdp", "second derivatives, which sharded parameters do not have: use ddp"),
-        ("--rule sam --ridge 0.1", "--ridge needs --rule adversarial"),
-        ("--rule adversarial --penalty 0.1", "--penalty needs --rule fisher-penalty"),
+        ("--sam-rho 0.1", "--sam-rho needs --algorithm sam"),
+        (
+            "--algorithm fisher-penalty --parallel fsdp",
+            "second derivatives, which sharded parameters do not have: use ddp",
+        ),
+        ("--algorithm sam --adversarial-ridge 0.1", "--adversarial-ridge needs --algorithm adversarial"),
+        (
+            "--algorithm adversarial --fisher-penalty-coefficient 0.1",
+            "--fisher-penalty-coefficient needs --algorithm fisher-penalty",
+        ),
+        ("--algorithm lion", "no training algorithm 'lion'"),
+        ("--momentum 0.9", "momentum is 0.9, but the optimizer is adamw: it needs sgd"),
+        ("--fraction 0.3", "fraction is 0.3, but masking is 'one'"),
         ("--warmup-steps 10 --warmup-proportion 0.1", "say the same: leave one out"),
-        ("--architecture opt --labels exact", "the causal objective hides no tokens: leave out --labels"),
+        ("--architecture opt --labels exact", "the causal objective masks no tokens: leave out labels"),
         ("--measure-every 7", "measure_every is 7; it must be a multiple of log_every, 50"),
-        ("--rule adversarial --task prefix-99", "no task 'prefix-99'"),
+        ("--algorithm adversarial --adversarial-task prefix-99", "no task 'prefix-99'"),
     ],
 )
 def test_options_that_do_not_go_together(capsys, tmp_path, options, message):
@@ -68,9 +76,9 @@ def test_options_that_do_not_go_together(capsys, tmp_path, options, message):
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def test_a_run_with_a_rule_and_measures(capsys, tmp_path):
+def test_a_run_with_an_algorithm_and_measures(capsys, tmp_path):
     words = ["train", str(tmp_path / "run"), "--language", "pcfg-laptop", "--size", "d16", "--steps", "50"]
-    options = "--batch-size 8 --rule adversarial --measure-every 50 --device cpu --threads 1 --json"
+    options = "--batch-size 8 --algorithm adversarial --measure-every 50 --device cpu --threads 1 --json"
     assert main([*words, *options.split()]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 50
     line = Run(tmp_path / "run").metrics()[-1]

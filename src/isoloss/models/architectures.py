@@ -1,0 +1,227 @@
+"""Architectures by name: what each learns, its sizes and shapes, its number of parameters. Nothing here needs torch.
+
+An architecture is an `Architecture` object, registered in `isoloss.registry.MODELS` under its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from isoloss.errors import IsolossError
+from isoloss.models.sizes import LSTM_SIZES, SIZES, LSTMShape, Shape, reshaped
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from isoloss.languages.api import Language
+    from isoloss.run_config import ModelConfig
+    from isoloss.text.masking import Batch
+
+TOKEN_TYPES = 2  # rows of the token-type embedding, as BERT's tokenizers expect when they pair two sentences
+
+
+class Architecture:
+    """A family of models in several sizes; a subclass says how a model is built.
+
+    Attributes:
+        objective: What it is trained with, as `isoloss.run_config.ObjectiveConfig.kind` names it.
+        model_class: Name of the Hugging Face class of its models.
+        sizes: Its shapes by name.
+        default_size: The size where none is named.
+        supports_fsdp: Whether its parameters can be sharded.
+    """
+
+    objective: Literal["masked", "causal"] = "masked"
+    model_class: str
+    sizes: Mapping[str, Any]
+    default_size: str
+    supports_fsdp = True
+
+    def shape(self, config: ModelConfig) -> Any:
+        """Return the shape that a config describes: that of its size, but for what it sets itself.
+
+        Raises:
+            IsolossError: There is no such size, or the config sets what the architecture does not have.
+        """
+        raise NotImplementedError
+
+    def num_parameters(self, shape: Any, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
+        """Return how many parameters a model has, the tied ones counted once.
+
+        Args:
+            shape: As `shape` returns it.
+            vocab_size: Token ids that the model knows, V.
+            max_length: Positions that the model knows, T.
+            pad_id: Id of the padding, P.
+        """
+        raise NotImplementedError
+
+    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
+        """Return a randomly initialized model of a language's sentences, in training mode on the CPU.
+
+        Its weights are a function of the arguments.
+        """
+        raise NotImplementedError
+
+    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
+        """Return (k, d): what the output layer of `model` turns into logits, at the k predicted tokens.
+
+        Args:
+            model: As `build` returns it, or of the same class.
+            batch: `input_ids` and, where something is padded, `attention_mask`, each (n, T).
+            predicted: (n, T) bool, true at the predicted tokens.
+        """
+        mask = batch.get("attention_mask")
+        hidden = model.base_model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
+        return at_predicted(hidden, predicted, causal=self.objective == "causal")
+
+    def named_shape(self, config: ModelConfig) -> Any:
+        """Return the shape of a config's size.
+
+        Raises:
+            IsolossError: The architecture has no size of that name.
+        """
+        if config.size not in self.sizes:
+            known = ", ".join(self.sizes)
+            raise IsolossError(f"{config.architecture} has no model size {config.size!r}; its sizes are {known}")
+        return self.sizes[config.size]
+
+
+def at_predicted(values: torch.Tensor, predicted: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Return (k, ...): those of the values (n, T, ...) from which the predicted tokens are predicted."""
+    return values[:, :-1][predicted[:, 1:]] if causal else values[predicted]
+
+
+class Transformer(Architecture):
+    """What the transformers have in common: a `Shape`, and blocks of 4 (d^2 + d) + 2 d i + i + d + 4 d parameters."""
+
+    sizes = SIZES
+    default_size = "d64"
+
+    def shape(self, config: ModelConfig) -> Shape:
+        """Return the shape of a config; see `Architecture.shape`.
+
+        Example:
+            >>> from isoloss.run_config import ModelConfig
+            >>> BERT.shape(ModelConfig(size="d64", heads=4))
+            Shape(d_model=64, num_heads=4, num_layers=1, intermediate=256)
+        """
+        if config.directions != 2:
+            raise IsolossError(
+                f"directions is {config.directions}, but {config.architecture} is not an LSTM: leave it out"
+            )
+        named = self.named_shape(config)
+        return reshaped(named, layers=config.layers, width=config.width, heads=config.heads, ffn=config.ffn)
+
+    def num_parameters(self, shape: Shape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
+        """Return the number of parameters of the blocks and of `other_parameters`.
+
+        Example:
+            >>> BERT.num_parameters(SIZES["d64"], vocab_size=34, max_length=8)
+            57250
+        """
+        d, inner = shape.d_model, shape.intermediate
+        blocks = shape.num_layers * (4 * (d * d + d) + 2 * d * inner + inner + d + 4 * d)
+        return blocks + self.other_parameters(d, vocab_size, max_length, pad_id)
+
+    def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
+        """Return the number of parameters outside the blocks, at width d."""
+        raise NotImplementedError
+
+
+class _BERT(Transformer):
+    model_class = "BertForMaskedLM"
+
+    def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
+        """Return (V + T + 2 + 2) d of the embeddings and their layer norm, and d^2 + d + 2 d + V of the head."""
+        return (vocab_size + max_length + TOKEN_TYPES + 2) * d + d * d + d + 2 * d + vocab_size
+
+    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
+        from isoloss.models import bert
+
+        return bert.build(config, max_length=language.max_length, **_ids(language), seed=seed)
+
+    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
+        from isoloss.models import bert
+
+        return bert.states(model, batch["input_ids"], batch.get("attention_mask"), predicted)
+
+
+class _PreLayerNormBERT(_BERT):
+    model_class = "RobertaPreLayerNormForMaskedLM"
+
+    def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
+        """Return BERT's, 2 d of the last layer norm and (P + 1) d of position embeddings that no token uses."""
+        return super().other_parameters(d, vocab_size, max_length, pad_id) + 2 * d + (pad_id + 1) * d
+
+    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
+        from isoloss.models import bert_pre_ln
+
+        return bert_pre_ln.build(config, max_length=language.max_length, **_ids(language), seed=seed)
+
+    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
+        from isoloss.models import bert_pre_ln
+
+        return bert_pre_ln.states(model, batch["input_ids"], batch.get("attention_mask"), predicted)
+
+
+class _OPT(Transformer):
+    model_class, objective = "OPTForCausalLM", "causal"
+
+    def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
+        """Return (V + T + 2) d of the embeddings, as OPT's positions count from 2, and 2 d of the last layer norm."""
+        return (vocab_size + max_length + 2) * d + 2 * d
+
+    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
+        from isoloss.models import opt
+
+        start = language.start
+        max_length = language.max_length + (not start.is_in_sentences)
+        ids = {"start_id": start.id, "end_id": start.end_id, **_ids(language)}
+        return opt.build(config, max_length=max_length, **ids, seed=seed)
+
+
+class _LSTM(Architecture):
+    model_class = "LSTMForMaskedLM"
+    sizes, default_size = LSTM_SIZES, "h64"
+    supports_fsdp = False  # torch's LSTM kernels need full weights
+
+    def shape(self, config: ModelConfig) -> LSTMShape:
+        """Return the shape of a config; see `Architecture.shape`.
+
+        Example:
+            >>> from isoloss.run_config import ModelConfig
+            >>> LSTM.shape(ModelConfig(architecture="lstm", size="h1024", layers=8, directions=1))
+            LSTMShape(hidden=1024, num_layers=8, directions=1)
+        """
+        given = " and ".join(name for name in ("heads", "ffn") if getattr(config, name) is not None)
+        if given:
+            raise IsolossError(f"an LSTM has no attention heads and no feed-forward blocks: leave out {given}")
+        named = self.named_shape(config)
+        return LSTMShape(config.width or named.hidden, config.layers or named.num_layers, config.directions)
+
+    def num_parameters(self, shape: LSTMShape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
+        """Return k h V of the embedding, k (4 (k + 1) h^2 + 8 h) of each layer, and V of the decoder's bias.
+
+        The width is h in each of k directions.
+
+        Example:
+            >>> LSTM.num_parameters(LSTM_SIZES["h64"], vocab_size=34, max_length=8)
+            203042
+        """
+        h, k = shape.hidden, shape.directions
+        return k * h * vocab_size + shape.num_layers * k * (4 * (k + 1) * h * h + 8 * h) + vocab_size
+
+    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
+        from isoloss.models import lstm
+
+        return lstm.build(config, **_ids(language), seed=seed)
+
+
+def _ids(language: Language) -> dict[str, Any]:
+    return {"vocab_size": language.model_vocab_size, "pad_id": language.pad_id}
+
+
+BERT, PRE_LAYER_NORM_BERT, LSTM, OPT = _BERT(), _PreLayerNormBERT(), _LSTM(), _OPT()
