@@ -172,14 +172,12 @@ class Evaluator:
     ) -> tuple[dict[str, Estimate], Arrays, str]:
         import torch
 
-        from isoloss.flatness.engine.run import Measurement, Stopping
-        from isoloss.flatness.fisher import Integrated
+        from isoloss.flatness import fisher_trace
 
         batches = self._trace_batches
-        source = Integrated(model, seed=self.settings.seed, causal=self._is_causal, parameters=None)
-        measurement = Measurement(model, source)  # what `fisher_trace` runs
-        trace = measurement.run(batches, Stopping(), progress=progress)
-        arrays = {"trace.influence": measurement.shares().influence.float().numpy()}
+        trace = fisher_trace(model, batches, seed=self.settings.seed, causal=self._is_causal, progress=progress)
+        assert trace.influence is not None
+        arrays = {"trace.influence": trace.influence.astype("float32")}
         whole = [torch.cat([batch[name] for batch in batches]) for name in sorted(batches[0])]  # however it was cut
         return {"trace": trace}, arrays, _digest(*whole)
 
