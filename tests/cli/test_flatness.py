@@ -374,7 +374,7 @@ def test_bad_models_get_one_sentence(capsys, folder, tmp_path):
     assert "NaN or infinite" in refusal(capsys, tmp_path / "nan", *data)
     config = BertConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     BertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
-    assert "language-modelling head" in refusal(capsys, tmp_path / "classifier", *data)
+    assert "language-modeling head" in refusal(capsys, tmp_path / "classifier", *data)
 
 
 def test_short_names_leave_out_what_all_share():

@@ -220,10 +220,10 @@ class Evaluator:
         return self.config.objective.kind == "causal"
 
     def _model(self, step: int) -> PreTrainedModel:
-        from isoloss.loading import load
+        from isoloss.loading import load_model
 
         if self._loaded is None or self._loaded[0] != step:
-            self._loaded = (step, load(self.run.checkpoint(step), device=self.device).model)
+            self._loaded = (step, load_model(self.run.checkpoint(step), device=self.device).model)
         return self._loaded[1]
 
     @functools.cached_property

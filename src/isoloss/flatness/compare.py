@@ -21,7 +21,7 @@ from isoloss.flatness.engine.measurement import Measurement, Terms
 from isoloss.flatness.engine.predictions import Predictions
 from isoloss.flatness.engine.run import UNIT, InterruptedEstimate, Stopping
 from isoloss.flatness.fisher import ExactLabels
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, unwrapped
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
@@ -300,7 +300,7 @@ def _named(models: Mapping[str, Model] | Sequence[str]) -> dict[str, Model]:
 
 def _loader(name: str) -> Callable[[], nn.Module]:
     def loaded() -> nn.Module:
-        model: nn.Module = load(name).model
+        model: nn.Module = load_model(name).model
         return model
 
     return loaded
