@@ -15,7 +15,7 @@ from isoloss.evaluation.evaluator import Evaluator, pending, settings_of
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.compare import compare as compare_traces
 from isoloss.languages.config import PRESETS, CorpusConfig
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.models.expansion import expand
 from isoloss.models.sizes import SIZES
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
@@ -55,7 +55,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(run):
-    return {step: load(str(run.checkpoint(step))).model for step in (30, 60)}
+    return {step: load_model(str(run.checkpoint(step))).model for step in (30, 60)}
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_held_out_sequences_of_a_text_are_paired_too(tmp_path, monkeypatch, voca
         Evaluator(run, SETTINGS).evaluate("loss", step)
     (later, counts), (earlier, _) = (
         loss.held_out_values(
-            load(str(run.checkpoint(step))).model, language, num_sequences=200, objective=config.objective, seed=7
+            load_model(str(run.checkpoint(step))).model, language, num_sequences=200, objective=config.objective, seed=7
         )
         for step in (60, 30)
     )

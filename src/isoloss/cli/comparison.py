@@ -117,12 +117,12 @@ def skipped(trace: Estimate) -> Iterator[str]:
 def adjustment(trace: Estimate) -> Iterator[str]:
     """Say what of a pool was used, or that it was not like the measured sequences; nothing where there was no use."""
     details = trace.details
-    number = details["pool_directions"]
-    used = ["how probable each is after the one before"] if details["pool_bigrams"] else []
+    number = details["auxiliary_directions"]
+    used = ["how probable each is after the one before"] if details["auxiliary_bigrams"] else []
     used += [f"{number} direction{'s' if number > 1 else ''} of their mean embedding"] if number else []
     if used:
-        yield f"adjusted to all {details['pool_sequences']:,} sequences by their tokens: {' and '.join(used)}"
-    elif details["unlike_pool"]:
+        yield f"adjusted to all {details['auxiliary_sequences']:,} sequences by their tokens: {' and '.join(used)}"
+    elif details["auxiliary_differs"]:
         yield "not adjusted to the rest of the data by its tokens: those that were measured are not like them"
 
 

@@ -70,7 +70,7 @@ class Args:
     mask_id: int | None = None
     """For masked models and token ids: the mask's id; default: the tokenizer's."""
     method: Literal["ghost", "paper"] = "ghost"
-    """One backward pass a batch with labels integrated out, or the paper's: one for each of 50 sampled labels."""
+    """One backward pass a batch, in expectation over all labels, or the paper's: one for each of 50 sampled."""
     num_probes: int | None = None
     """Random signs (default 1) or sampled labels (default 50) for each predicted token."""
     seed: int = 0
@@ -142,9 +142,9 @@ def _check(args: Args) -> None:
 def _load(args: Args, name: str) -> Loaded:
     import torch
 
-    from isoloss.loading import load
+    from isoloss.loading import load_model
 
-    return load(
+    return load_model(
         name,
         device=args.device,
         dtype=getattr(torch, args.dtype),
@@ -176,7 +176,7 @@ def _one(args: Args, name: str) -> int:
                 rtol=args.rtol,
                 seconds=args.seconds,
                 causal=loaded.kind == "causal",
-                pool=None if input_embeddings(loaded.model) is None else inputs.pool,
+                auxiliary_sample=None if input_embeddings(loaded.model) is None else inputs.pool,
                 resume=args.resume,
                 progress=progress,
             )
@@ -314,7 +314,7 @@ def _several(args: Args) -> int:
                 rtol=args.rtol,
                 seconds=args.seconds,
                 causal=candidates[0].kind == "causal",
-                pool=inputs.pool if candidates[0].has_embeddings else None,
+                auxiliary_sample=inputs.pool if candidates[0].has_embeddings else None,
                 progress=lambda name, done: progress(places[name] * inputs.num_sequences + done, name),
             )
         except InterruptedComparison as interruption:

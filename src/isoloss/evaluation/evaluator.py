@@ -169,14 +169,12 @@ class Evaluator:
     ) -> tuple[dict[str, Estimate], Arrays, str]:
         import torch
 
-        from isoloss.flatness.engine.run import Measurement, Stopping
-        from isoloss.flatness.fisher import Integrated
+        from isoloss.flatness import fisher_trace
 
         batches = self._trace_batches
-        source = Integrated(model, seed=self.settings.seed, causal=self._is_causal, parameters=None)
-        measurement = Measurement(model, source)  # what `fisher_trace` runs
-        trace = measurement.run(batches, Stopping(), progress=progress)
-        arrays = {"trace.influence": measurement.shares().influence.float().numpy()}
+        trace = fisher_trace(model, batches, seed=self.settings.seed, causal=self._is_causal, progress=progress)
+        assert trace.influence is not None
+        arrays = {"trace.influence": trace.influence.astype("float32")}
         whole = [torch.cat([batch[name] for batch in batches]) for name in sorted(batches[0])]  # however it was cut
         return {"trace": trace}, arrays, _digest(*whole)
 
@@ -219,10 +217,10 @@ class Evaluator:
         return self.config.objective.kind == "causal"
 
     def _model(self, step: int) -> PreTrainedModel:
-        from isoloss.loading import load
+        from isoloss.loading import load_model
 
         if self._loaded is None or self._loaded[0] != step:
-            self._loaded = (step, load(self.run.checkpoint(step), device=self.device).model)
+            self._loaded = (step, load_model(self.run.checkpoint(step), device=self.device).model)
         return self._loaded[1]
 
     @functools.cached_property
