@@ -88,6 +88,7 @@ def resolve_device(name: str) -> torch.device:
 def load(
     path_or_name: str | Path,
     *,
+    revision: str | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     attention: Attention = "sdpa",
@@ -96,7 +97,9 @@ def load(
     """Load a checkpoint that has a language-modelling head.
 
     Args:
-        path_or_name: A folder as `save_pretrained` writes it, or the name of a model on the Hugging Face hub.
+        path_or_name: A folder as `save_pretrained` writes it, or the name of a model on the Hugging Face hub, also as
+            `NAME@REVISION`.
+        revision: Branch, tag or commit on the hub; None: the newest, unless the name has one.
         device: Where the model goes; a name as for `resolve_device`.
         dtype: Type of the weights.
         attention: Attention kernel; second derivatives need `eager`.
@@ -114,18 +117,26 @@ def load(
     folder = Path(path_or_name).expanduser()
     is_online = False
     if folder.is_dir():
-        name = str(folder)
+        name = repository = str(folder)
         _check_folder(folder, trust_remote_code=trust_remote_code)
-    elif isinstance(path_or_name, Path) or not may_be_hub_name(name):
-        raise IsolossError(f"there is no checkpoint {name}: it is not a folder{files.nearest(folder)}")
+        if revision is not None:
+            raise IsolossError(f"{name} is a folder, which has no revision {revision}")
     else:
-        is_online = hub_answers(name)
+        repository, named = split_revision(name)
+        if isinstance(path_or_name, Path) or not may_be_hub_name(repository):
+            raise IsolossError(f"there is no checkpoint {name}: it is not a folder{files.nearest(folder)}")
+        revision = revision or named
+        name = repository if revision is None else f"{repository}@{revision}"
+        is_online = hub_answers(repository, revision=revision)
+    chosen = {} if revision is None else {"revision": revision}
     with quiet(), _clear_errors(name, is_online=is_online):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=not is_online)
+        config = AutoConfig.from_pretrained(
+            repository, trust_remote_code=trust_remote_code, local_files_only=not is_online, **chosen
+        )
         kind, architecture = _kind(config, name)
         auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
         model, info = auto.from_pretrained(
-            name,
+            repository,
             config=config,
             dtype=dtype,
             attn_implementation=attention,
@@ -134,6 +145,7 @@ def load(
             ignore_mismatched_sizes=True,  # told below, by name
             output_loading_info=True,
             local_files_only=not is_online,
+            **chosen,
         )
     mismatched = {key for key, *_ in info["mismatched_keys"]}
     if mismatched:
@@ -196,24 +208,38 @@ def may_be_hub_name(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None and not is_path
 
 
-def hub_answers(name: str, *, what: str = "checkpoint") -> bool:
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Return the name of a repository on the hub, and the revision behind its @.
+
+    Example:
+        >>> split_revision("EleutherAI/pythia-14m@step1000"), split_revision("gpt2")
+        (('EleutherAI/pythia-14m', 'step1000'), ('gpt2', None))
+    """
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
+
+
+def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:
     """Ask the Hugging Face hub once for a model, as transformers would repeat the question for half a minute.
 
     Args:
         name: The name of its repository.
         what: What of the model is wanted, for the message.
+        revision: Branch, tag or commit; None: the newest.
 
     Returns:
         Whether the hub can be reached.
 
     Raises:
-        IsolossError: It can, and has no model of this name.
+        IsolossError: It can, and has no model of this name or no such revision of it.
     """
     import huggingface_hub
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        huggingface_hub.model_info(name, timeout=20)
+        huggingface_hub.model_info(name, revision=revision, timeout=20)
+    except RevisionNotFoundError as error:
+        raise IsolossError(f"{name} on the Hugging Face hub has no revision {revision}") from error
     except RepositoryNotFoundError as error:
         raise IsolossError(
             f"there is no {what} {name}, neither a folder here nor on the Hugging Face hub{files.nearest(name)}"
@@ -238,7 +264,8 @@ def _clear_errors(name: str, *, is_online: bool) -> Iterator[None]:
         if isinstance(error, KeyError):
             reason = f"transformers does not know {reason}, which its config.json names"
         unanswered = not is_online and not Path(name).is_dir()
-        if unanswered and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        repository, revision = split_revision(name)
+        if unanswered and not isinstance(try_to_load_from_cache(repository, "config.json", revision=revision), str):
             raise IsolossError(
                 f"there is no checkpoint {name} on this machine, and the Hugging Face hub does not answer"
                 f"{files.nearest(name)}"

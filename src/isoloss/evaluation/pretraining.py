@@ -93,14 +93,14 @@ class Monitor:
     """
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
-        from isoloss.evaluation import loss
+        from isoloss.evaluation.truth import truth
         from isoloss.text.inputs import language_inputs
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences
         self._batches = language_inputs(config, num_inputs=self._n, seed=_SEED).batches
         self._truth = None
         if isinstance(language, ExactLanguage) and config.objective.kind == "masked":
-            self._truth = loss.truth(language, num_sentences=self._n, objective=config.objective, seed=_SEED)
+            self._truth = truth(language, num_sentences=self._n, objective=config.objective, seed=_SEED)
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the values by name, of a model in eval mode."""
