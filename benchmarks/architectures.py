@@ -121,7 +121,7 @@ def orthogonal_signs(rows: int) -> Iterator[int]:
     matrix = torch.ones(1, 1)
     while len(matrix) < rows:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    drawn = control_variates.packed_signs
+    drawn = control_variates.packed_probes
 
     def packed(streams: control_variates.Streams, device: torch.device, seed: int, *, copies: int = 1) -> torch.Tensor:
         if streams[0][1][0] != "probes":
@@ -133,11 +133,11 @@ def orthogonal_signs(rows: int) -> Iterator[int]:
             octets.append((bits.view(-1, 8) << torch.arange(8)).sum(dim=1).to(torch.uint8))
         return torch.cat(octets).expand(copies, -1)
 
-    control_variates.packed_signs = packed  # type: ignore[assignment]
+    control_variates.packed_probes = packed  # type: ignore[assignment]
     try:
         yield len(matrix)
     finally:
-        control_variates.packed_signs = drawn
+        control_variates.packed_probes = drawn
 
 
 class _Narrowest(TorchDispatchMode):
@@ -192,7 +192,7 @@ def check(model: nn.Module, *, causal: bool) -> dict[str, Any]:
         "trace": found.value,
         "relative_difference": gap / total if total else gap,
         **({"wrong": wrong} if wrong else {}),
-        "positions_gathered": found.details["positions_gathered"],
+        "positions_selected": found.details["positions_selected"],
         "parameters": len(expected),
         "parameters_by_autograd": len(found.details["parameters_by_autograd"]),
         **row,

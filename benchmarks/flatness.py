@@ -178,7 +178,7 @@ def compare(key: str, workload: Workload, weights: Path, rounds: int, scale: flo
 
 
 def check_pooled(row: dict[str, Any], alone: dict[str, Any]) -> None:
-    """Compare the mean over fresh sequences with that on the same ones without a pool: it is of no fixed sequences."""
+    """Compare the mean over fresh sequences with that with no auxiliary sample on the same ones."""
     error = math.hypot(row["mean_stderr"], alone["mean_stderr"])
     row |= {"check_mean": row["mean"], "check_stderr": row["mean_stderr"], "check_against": alone["mean"]}
     row["agrees"] = abs(row["mean"] - alone["mean"]) <= SIGMAS * error

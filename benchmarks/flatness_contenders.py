@@ -79,7 +79,7 @@ def pooled(workload: Workload, batches: list[Batch], seed: int) -> Call:
     ids = torch.cat([batch["input_ids"] for batch in batches])
     digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
     pool = workload.batches(POOL * len(ids), _POOL_BATCH, "pool", digest)
-    estimate = fisher_trace(workload.model, batches, seed=seed, pool=pool)
+    estimate = fisher_trace(workload.model, batches, seed=seed, auxiliary_sample=pool)
     return Call(estimate.value, estimate.stderr)
 
 

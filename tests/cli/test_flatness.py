@@ -24,7 +24,7 @@ from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
 from isoloss.flatness.compare import compare
 from isoloss.flatness.engine import auxiliary_sample
 from isoloss.statistics.estimate import rounded
-from isoloss.statistics.ratio_estimator import Shares
+from isoloss.statistics.ratio_estimator import ClusteredRatio
 from isoloss.text import inputs
 
 VOCAB = 20
@@ -82,7 +82,7 @@ def test_the_output_says_what_was_measured(capsys, folder):
     assert lines[0].startswith("trace of the Fisher: ")
     assert lines[1].endswith("over 200 sequences")
     assert "1,400 predicted tokens in 200 sequences" in lines[2]
-    assert "fisher, labels integrated out, 1 sign vector per token; cpu, float32, attention sdpa" in lines[3]
+    assert "fisher, exact expectation over labels, 1 sign vector per token; cpu, float32, attention sdpa" in lines[3]
     assert "model.embed_tokens.weight" in out
 
 
@@ -121,8 +121,8 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
     np.save(tmp_path / "ids.npy", ids)
     data = ("--data", tmp_path / "ids.npy", "--num-inputs", "400")
     details = json.loads(call(capsys, tmp_path / "loud", *data, "--json").out)["fisher_trace"]["details"]
-    assert (details["sequences"], details["pool_sequences"], details["pool_directions"]) == (400, 4000, 16)
-    assert details["pool_bigrams"]
+    assert (details["sequences"], details["auxiliary_sequences"], details["auxiliary_directions"]) == (400, 4000, 16)
+    assert details["auxiliary_bigrams"]
     sentence = (
         "adjusted to all 4,000 sequences by their tokens: how probable each is after the one before "
         "and 16 directions of their mean embedding"
@@ -130,7 +130,7 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
     assert sentence in " ".join(call(capsys, tmp_path / "loud", *data).out.split())
     assert sentence in " ".join(call(capsys, tmp_path / "loud", folder / "b", *data).out.split())
     masked = (folder / "bert", *data, "--mask-id", "19", "--masking", "one", "--json")
-    assert json.loads(call(capsys, *masked).out)["fisher_trace"]["details"]["pool_sequences"] == 4000
+    assert json.loads(call(capsys, *masked).out)["fisher_trace"]["details"]["auxiliary_sequences"] == 4000
     assert "adjusted" not in call(capsys, folder / "a", "--data", folder / "ids.npy").out  # all that there is
 
 
@@ -139,9 +139,9 @@ def test_a_model_without_input_embeddings_is_measured_alone(capsys, folder, tmp_
     data = ("--data", tmp_path / "ids.npy", "--num-inputs", "100", "--json")
     monkeypatch.setattr(auxiliary_sample, "input_embeddings", lambda model: None)
     details = json.loads(call(capsys, folder / "a", *data).out)["fisher_trace"]["details"]
-    assert (details["sequences"], details["pool_sequences"]) == (100, 0)
+    assert (details["sequences"], details["auxiliary_sequences"]) == (100, 0)
     found = json.loads(call(capsys, folder / "a", folder / "b", *data).out)["models"]
-    assert [model["trace"]["details"]["pool_sequences"] for model in found] == [0, 0]
+    assert [model["trace"]["details"]["auxiliary_sequences"] for model in found] == [0, 0]
 
 
 def test_sequences_unlike_the_rest_are_said(capsys, folder, tmp_path, monkeypatch):
@@ -183,16 +183,16 @@ def test_it_resumes_from_its_file(capsys, folder, tmp_path, monkeypatch):
     words = (folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--json", "--resume", tmp_path / "half")
     whole = json.loads(call(capsys, *words[:-2]).out)["fisher_trace"]
     calls = []
-    measure = fisher.Integrated.measure
+    measure = fisher.ExactLabels.measure
 
-    def stop(self, batch, first):
-        calls.append(first)
-        if first == 100:
+    def stop(self, batch):
+        calls.append(batch.first)
+        if batch.first == 100:
             raise KeyboardInterrupt
-        return measure(self, batch, first)
+        return measure(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fisher.Integrated, "measure", stop)
+        patch.setattr(fisher.ExactLabels, "measure", stop)
         partial = json.loads(call(capsys, *words, status=130).out)
     assert partial["interrupted"]
     assert partial["fisher_trace"]["samples"] == 100
@@ -294,16 +294,16 @@ def test_models_that_cannot_be_told_apart_are_said_so(capsys, folder, tmp_path):
 
 
 def test_an_interrupted_comparison_prints_what_is_done(capsys, folder, monkeypatch):
-    measure = fisher.Integrated.measure
+    measure = fisher.ExactLabels.measure
     widths = []
 
-    def stop(self, batch, first):
+    def stop(self, batch):
         widths.append(len(self.parameters))
         if len(widths) == 12:  # four batches a model: the last one of the third
             raise KeyboardInterrupt
-        return measure(self, batch, first)
+        return measure(self, batch)
 
-    monkeypatch.setattr(fisher.Integrated, "measure", stop)
+    monkeypatch.setattr(fisher.ExactLabels, "measure", stop)
     words = [folder / name for name in "abc"]
     out, err = call(capsys, *words, "--data", folder / "ids.npy", "--batch-size", "50", status=130)
     assert "a less b" in out
@@ -391,7 +391,7 @@ def test_short_names_leave_out_what_all_share():
 def test_a_sequence_that_decides_the_error_is_told(capsys, folder, monkeypatch):
     words = (folder / "a", "--data", folder / "ids.npy", "--num-inputs", 64)
     assert "squared error" not in call(capsys, *words).out
-    monkeypatch.setattr(Shares, "leading", 0.92)
+    monkeypatch.setattr(ClusteredRatio, "leading", 0.92)
     assert "one of the sequences makes up 92 % of the squared error" in call(capsys, *words).out
     assert "squared error" not in call(capsys, *words[:-1], 31).out  # of so few, one may
 

@@ -75,7 +75,7 @@ def batch_of(*, sequences=5, length=7, vocab=VOCAB, causal=False, every=False, s
 
 
 def packed(signs, copies=1):
-    """Signs as `packed_signs` gives them: every 8 an octet, a list of streams end to end."""
+    """Signs as `packed_probes` gives them: every 8 an octet, a list of streams end to end."""
     octets = [torch.from_numpy(np.packbits((part > 0).numpy().astype(np.uint8), bitorder="little")) for part in signs]
     return torch.cat(octets).expand(copies, -1)
 

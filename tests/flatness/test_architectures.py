@@ -56,11 +56,11 @@ def test_orthogonal_signs_give_the_trace_of_every_sequence():
         total = torch.zeros(2, dtype=torch.float64)
         for probe in range(number):
             streams = [(len(matrix), ("probes", place, probe)) for place, matrix in enumerate(matrices)]
-            octets = control_variates.packed_signs(streams, torch.device("cpu"), 0)[0]
-            signs = control_variates.unpacked_signs(octets, [26, 13]).double().split([26, 13])
+            octets = control_variates.packed_probes(streams, torch.device("cpu"), 0)[0]
+            signs = control_variates.unpacked_probes(octets, [26, 13]).double().split([26, 13])
             total += torch.stack([v @ matrix @ v for v, matrix in zip(signs, matrices, strict=True)]) / number
     torch.testing.assert_close(total, torch.stack([matrix.trace() for matrix in matrices]))
-    assert control_variates.packed_signs.__module__ == "isoloss.flatness.engine.control_variates"
+    assert control_variates.packed_probes.__module__ == "isoloss.flatness.engine.control_variates"
 
 
 def test_the_enumeration_is_what_random_signs_estimate():

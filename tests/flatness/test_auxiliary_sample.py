@@ -15,9 +15,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.compare import compare
-from isoloss.flatness.differences import _paired
 from isoloss.flatness.engine import bigrams, resume
-from isoloss.flatness.engine.auxiliary_sample import Pool, _Tokens
+from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample, _Tokens
 from isoloss.flatness.engine.bigrams import Bigrams
 from isoloss.seeds import generator
 
@@ -117,7 +116,7 @@ def test_means_and_their_errors_are_those_of_plain_loops(sizes, by_document, pad
     if by_document:
         batch["documents"] = torch.arange(90) // 4 + 70
         clusters = batch["documents"].tolist()
-    pool = Pool.read(model, iter(cut(batch, sizes)))
+    pool = AuxiliarySample.read(model, iter(cut(batch, sizes)))
     halves = halves_of(batch)
     values, mean, covariance = reference(model.get_input_embeddings().weight.detach(), batch, clusters, halves)
     assert (pool.num_sequences, pool.by_document) == (90, by_document)
@@ -154,13 +153,15 @@ def test_a_sequence_is_in_one_half_whatever_is_hidden_or_padded():
 def test_a_measured_sequence_is_scored_alike_in_the_pool_and_out_of_it():
     """Its own tokens are not among those that it is scored by."""
     model, batch = bert(), topical(60, "pool")
-    inside = Pool.read(model, [batch]).features(batch)
+    inside = AuxiliarySample.read(model, [batch]).features(batch)
     for row in range(0, 60, 7):
         rest = {name: torch.cat([value[:row], value[row + 1 :]]) for name, value in batch.items()}
         one = {name: value[row : row + 1] for name, value in batch.items()}
-        outside = Pool.read(model, [rest])
+        outside = AuxiliarySample.read(model, [rest])
         here = outside.features(one)[0, 0] + outside.mean[0]
-        assert float(here) == pytest.approx(float(inside[row, 0] + Pool.read(model, [batch]).mean[0]), rel=1e-12)
+        assert float(here) == pytest.approx(
+            float(inside[row, 0] + AuxiliarySample.read(model, [batch]).mean[0]), rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("by_document", [False, True])
@@ -182,10 +183,10 @@ def test_features_have_the_mean_and_the_error_that_they_say(within, by_document)
         batch = {"input_ids": ids, **({"documents": documents} if by_document else {})}
         whole = {name: value[:size] for name, value in batch.items()}
         measured = {name: value[:n] if within else value[size:] for name, value in batch.items()}
-        pool = Pool.read(model, [whole])
-        of_pool = float(pool.covariance[0, 0])
-        variance = of_pool * size / n + (
-            -of_pool if within else of_pool
+        pool = AuxiliarySample.read(model, [whole])
+        of_auxiliary = float(pool.covariance[0, 0])
+        variance = of_auxiliary * size / n + (
+            -of_auxiliary if within else of_auxiliary
         )  # of a part of the pool, or of others, less it
         deviations.append(float(pool.features(measured)[:, 0].mean()) / math.sqrt(variance))
     assert abs(np.mean(deviations)) < 4 / math.sqrt(300)
@@ -207,7 +208,7 @@ def test_pairs_of_a_large_vocabulary_share_counts(monkeypatch):
 
 def test_there_are_at_most_16_directions_those_of_the_largest_variance():
     model, batch = bert(size=32, vocab=64), {"input_ids": torch.randint(64, (500, 4), generator=generator(0, "ids"))}
-    pool = Pool.read(model, [batch])
+    pool = AuxiliarySample.read(model, [batch])
     values = model.get_input_embeddings().weight.detach()[batch["input_ids"]].mean(dim=1).double()
     largest = torch.linalg.eigvalsh(torch.cov(values.T)).flip(0)[:16] / 500
     assert pool.directions.shape == (33, 17)
@@ -216,8 +217,8 @@ def test_there_are_at_most_16_directions_those_of_the_largest_variance():
 
 def test_directions_without_variance_are_left_out():
     ids = torch.tensor([[1, 1], [2, 2], [3, 3]])[torch.randint(3, (60,), generator=generator(0, "ids"))]
-    assert Pool.read(bert(), [{"input_ids": ids}]).directions.shape == (9, 3)  # three points lie in a plane
-    same = Pool.read(bert(), [{"input_ids": torch.ones(60, 2, dtype=torch.int64)}])
+    assert AuxiliarySample.read(bert(), [{"input_ids": ids}]).directions.shape == (9, 3)  # three points lie in a plane
+    same = AuxiliarySample.read(bert(), [{"input_ids": torch.ones(60, 2, dtype=torch.int64)}])
     assert same.directions.shape == (9, 1)
     assert same.features({"input_ids": torch.ones(5, 2, dtype=torch.int64)}).shape == (5, 1)
 
@@ -226,15 +227,15 @@ def test_hidden_tokens_count_as_what_they_are():
     hidden, whole = topical(50, "pool"), topical(50, "pool", hide=False)
     assert not torch.equal(hidden["input_ids"], whole["input_ids"])
     model = bert()
-    assert torch.equal(Pool.read(model, [hidden]).mean, Pool.read(model, [whole]).mean)
-    pool = Pool.read(model, [whole])
+    assert torch.equal(AuxiliarySample.read(model, [hidden]).mean, AuxiliarySample.read(model, [whole]).mean)
+    pool = AuxiliarySample.read(model, [whole])
     assert torch.equal(pool.features(hidden), pool.features({"input_ids": whole["input_ids"]}))
 
 
 def test_embeddings_of_any_dtype_are_read():
     model, batch = bert(), topical(200, "pool")
-    exact = Pool.read(model.double(), [batch])
-    rough = Pool.read(model.bfloat16(), [batch])
+    exact = AuxiliarySample.read(model.double(), [batch])
+    rough = AuxiliarySample.read(model.bfloat16(), [batch])
     np.testing.assert_allclose(rough.mean, exact.mean, atol=0.01)
     np.testing.assert_allclose(rough.covariance.diagonal(), exact.covariance.diagonal(), rtol=0.1)
     assert rough.covariance.dtype == torch.float64
@@ -283,15 +284,15 @@ def repeated(model, number, *, sequences=256, size=8):
     for repetition in range(number):
         batch = topical(sequences, "measured", repetition)
         pool = [topical(size * sequences, "pool", repetition)]
-        found.append([measure(model, batch, seed=repetition, pool=p) for p in (pool, None)])
+        found.append([measure(model, batch, seed=repetition, auxiliary_sample=p) for p in (pool, None)])
     return list(zip(*found, strict=True))
 
 
 def test_what_tokens_tell_is_averaged_over_the_pool():
     pooled, alone = repeated(Topical(), 40)
-    assert {e.details["pool_directions"] for e in pooled} == {8}
-    assert {e.details["pool_sequences"] for e in pooled} == {2048}
-    assert {(e.details["pool_directions"], e.details["pool_sequences"]) for e in alone} == {(0, 0)}
+    assert {e.details["auxiliary_directions"] for e in pooled} == {8}
+    assert {e.details["auxiliary_sequences"] for e in pooled} == {2048}
+    assert {(e.details["auxiliary_directions"], e.details["auxiliary_sequences"]) for e in alone} == {(0, 0)}
     spreads = [float(np.std([e.value for e in some], ddof=1)) for some in (pooled, alone)]
     errors = [math.sqrt(np.mean([e.stderr**2 for e in some])) for some in (pooled, alone)]
     assert errors[0] < 0.7 * errors[1]
@@ -318,8 +319,8 @@ def test_a_causal_model_of_transformers_takes_a_pool():
     model = GPT2LMHeadModel(config).eval()
     measured, pool = (topical(n, name, hide=False) for n, name in ((512, "measured"), (4096, "pool")))
     measured["labels"] = measured["input_ids"]
-    pooled, alone = fisher_trace(model, [measured], pool=[pool]), fisher_trace(model, [measured])
-    assert pooled.details["pool_directions"] == 8
+    pooled, alone = fisher_trace(model, [measured], auxiliary_sample=[pool]), fisher_trace(model, [measured])
+    assert pooled.details["auxiliary_directions"] == 8
     assert pooled.stderr < 0.98 * alone.stderr
     assert pooled.value == pytest.approx(alone.value, abs=4 * alone.stderr)
 
@@ -328,55 +329,59 @@ def test_documents_are_the_clusters_of_a_pool_too():
     documents = torch.arange(9000) // 3
     model, measured = Topical(), topical(900, "measured", documents=documents[:900])
     pool = [topical(9000, "pool", documents=documents)]
-    found, alone = measure(model, measured, pool=pool), measure(model, measured)
-    assert (found.samples, found.details["clusters"], found.details["pool_directions"]) == (300, "documents", 8)
+    found, alone = measure(model, measured, auxiliary_sample=pool), measure(model, measured)
+    assert (found.samples, found.details["clusters"], found.details["auxiliary_directions"]) == (300, "documents", 8)
     assert found.stderr < 0.7 * alone.stderr
 
 
 def test_the_parameters_add_up_with_a_pool():
-    found = measure(Topical(), topical(300, "measured"), pool=[topical(3000, "pool")])
-    assert found.details["pool_directions"] == 8
+    found = measure(Topical(), topical(300, "measured"), auxiliary_sample=[topical(3000, "pool")])
+    assert found.details["auxiliary_directions"] == 8
     assert sum(found.by_parameter.values()) == pytest.approx(found.value, rel=1e-12)
     assert sum(found.by_layer.values()) == pytest.approx(found.value, rel=1e-12)
 
 
 def test_the_time_of_reading_counts():
-    pool = dataclasses.replace(Pool.read(Topical(), [topical(300, "pool")]), seconds=1000.0)
-    assert 1000 < measure(Topical(), topical(64, "measured"), pool=pool).seconds < 1100
+    pool = dataclasses.replace(AuxiliarySample.read(Topical(), [topical(300, "pool")]), seconds=1000.0)
+    assert 1000 < measure(Topical(), topical(64, "measured"), auxiliary_sample=pool).seconds < 1100
 
 
 def test_the_papers_estimator_takes_a_pool():
     batch, pool = topical(300, "measured"), [topical(3000, "pool")]
     options = {"method": "paper", "num_probes": 20}
-    pooled, alone = (measure(Topical(), batch, pool=p, **options) for p in (pool, None))
-    assert pooled.details["pool_directions"] == 8
+    pooled, alone = (measure(Topical(), batch, auxiliary_sample=p, **options) for p in (pool, None))
+    assert pooled.details["auxiliary_directions"] == 8
     assert pooled.stderr < 0.8 * alone.stderr
 
 
 def test_a_pool_of_something_else_is_not_used():
     batch, other = topical(300, "measured"), {"input_ids": torch.full((3000, LENGTH), 3)}
-    alone, found = measure(Topical(), batch), measure(Topical(), batch, pool=[topical(100, "pool"), other])
-    assert (found.details["unlike_pool"], found.details["pool_directions"]) == (True, 0)
+    alone, found = measure(Topical(), batch), measure(Topical(), batch, auxiliary_sample=[topical(100, "pool"), other])
+    assert (found.details["auxiliary_differs"], found.details["auxiliary_directions"]) == (True, 0)
     assert (found.value, found.stderr) == (alone.value, alone.stderr)
 
 
-def test_models_share_a_pool_in_a_comparison():
+def test_models_share_an_auxiliary_sample_in_a_comparison():
     first, second = Topical(), Topical(by=0.05)
     pairs, own = [], []
     for repetition in range(40):
         batch, pool = topical(256, "measured", repetition), [topical(768, "pool", repetition)]
-        found = compare({"a": first, "b": second}, [batch], seed=repetition, num_probes=8, pool=pool, causal=False)
+        found = compare(
+            {"a": first, "b": second}, [batch], seed=repetition, num_probes=8, auxiliary_sample=pool, causal=False
+        )
         pairs.append(found.pair("a", "b").trace)
         own.append(found.models[1].trace)
-        assert [m.trace.details["pool_directions"] for m in found.models] == [8, 8]
-    alone = measure(second, batch, seed=39, pool=Pool.read(first, pool))
+        assert [m.trace.details["auxiliary_directions"] for m in found.models] == [8, 8]
+    alone = measure(second, batch, seed=39, auxiliary_sample=AuxiliarySample.read(first, pool))
     assert (own[-1].value, own[-1].stderr) == pytest.approx((alone.value, alone.stderr), rel=1e-12)
     error = math.sqrt(np.mean([pair.stderr**2 for pair in pairs]))
     assert np.std([pair.value for pair in pairs], ddof=1) == pytest.approx(error, rel=4 / math.sqrt(2 * 39))
     assert error < 0.5 * own[0].stderr
-    influence = torch.arange(264, dtype=torch.float64)  # of 256 clusters and 8 means
-    assert _paired(0.0, influence, own[0], "").stderr == math.sqrt(float(influence.square().sum()) / (256 * 255))
-    same = compare({"a": first, "b": first}, [batch], pool=pool, causal=False)
+    n = own[0].samples  # clusters; behind them are the auxiliary sample's means
+    influence = own[0].influence
+    assert len(influence) > n == 256
+    assert float((influence**2).sum() / (n * (n - 1))) ** 0.5 == pytest.approx(own[0].stderr, rel=1e-12)
+    same = compare({"a": first, "b": first}, [batch], auxiliary_sample=pool, causal=False)
     assert (same.pair("a", "b").trace.value, same.pair("a", "b").trace.stderr) == (0.0, 0.0)
     assert [m.flattest for m in same.models] == [0.5, 0.5]
 
@@ -385,9 +390,9 @@ def test_models_share_a_pool_in_a_comparison():
 def test_the_first_model_decides_for_all(names, used):
     models = {"untold": Untold(), "topical": Topical()}
     batch, pool = topical(300, "measured"), [topical(3000, "pool")]
-    found = compare({name: models[name] for name in names}, [batch], num_probes=8, pool=pool, causal=False)
-    assert [model.trace.details["pool_directions"] for model in found.models] == [used, used]
-    alone = measure(models[names[1]], batch, pool=pool).details["pool_directions"]
+    found = compare({name: models[name] for name in names}, [batch], num_probes=8, auxiliary_sample=pool, causal=False)
+    assert [model.trace.details["auxiliary_directions"] for model in found.models] == [used, used]
+    alone = measure(models[names[1]], batch, auxiliary_sample=pool).details["auxiliary_directions"]
     assert alone == 8 - used
 
 
@@ -399,19 +404,19 @@ def failing(batches, after):
     raise RuntimeError("killed")
 
 
-def test_a_record_knows_its_pool(tmp_path, monkeypatch):
+def test_a_resume_file_knows_its_auxiliary_sample(tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
     model, path = Topical(), tmp_path / "record"
     batches, pool = cut(topical(300, "measured"), [100, 100, 100]), [topical(3000, "pool")]
-    straight = fisher_trace(model, batches, causal=False, pool=pool)
+    straight = fisher_trace(model, batches, causal=False, auxiliary_sample=pool)
     with pytest.raises(RuntimeError, match="killed"):
-        fisher_trace(model, failing(batches, 2), causal=False, pool=pool, resume=path)
+        fisher_trace(model, failing(batches, 2), causal=False, auxiliary_sample=pool, resume=path)
     for other in (None, [topical(3000, "another pool")]):
-        with pytest.raises(IsolossError, match=r"it differs in .*pool; remove it"):
-            fisher_trace(model, batches, causal=False, pool=other, resume=path)
-    resumed = fisher_trace(model, batches, causal=False, pool=pool, resume=path)
+        with pytest.raises(IsolossError, match=r"it differs in .*auxiliary sample; remove it"):
+            fisher_trace(model, batches, causal=False, auxiliary_sample=other, resume=path)
+    resumed = fisher_trace(model, batches, causal=False, auxiliary_sample=pool, resume=path)
     assert (resumed.value, resumed.stderr) == (straight.value, straight.stderr)
-    assert resumed.details["pool_directions"] == straight.details["pool_directions"] == 8
+    assert resumed.details["auxiliary_directions"] == straight.details["auxiliary_directions"] == 8
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -424,27 +429,30 @@ class Bare(nn.Module):
 @pytest.mark.parametrize(
     ("pool", "sentence"),
     [
-        (topical(9, "pool"), "the pool is a single batch; pass an iterable of batches"),
+        (topical(9, "pool"), "the auxiliary sample is a single batch; pass an iterable of batches"),
         ([{"labels": torch.ones(4, 3)}], "a batch has no `input_ids` of shape"),
         ([{"input_ids": torch.ones(4, dtype=torch.int64)}], "a batch has no `input_ids` of shape"),
         ([torch.ones(4, 3, dtype=torch.int64)], "a batch has no `input_ids` of shape"),
         ([{"input_ids": torch.full((4, 3), VOCAB)}], "a token is 24; the model has embeddings for 0 to 23"),
         ([{"input_ids": torch.full((4, 3), -7)}], "a token is -7; the model has embeddings for 0 to 23"),
-        ([], "the pool has 0 independent sequences or documents; it needs at least 2"),
-        ([topical(1, "pool")], "the pool has 1 independent"),
-        ([topical(4, "pool", documents=torch.zeros(4, dtype=torch.int64))], "the pool has 1 independent"),
+        ([], "the auxiliary sample has 0 independent sequences or documents; it needs at least 2"),
+        ([topical(1, "pool")], "the auxiliary sample has 1 independent"),
+        ([topical(4, "pool", documents=torch.zeros(4, dtype=torch.int64))], "the auxiliary sample has 1 independent"),
         (
             [topical(4, "pool"), topical(4, "pool", documents=torch.arange(4))],
-            "all batches of the pool have `documents`, or none has",
+            "all batches of the auxiliary sample have `documents`, or none has",
         ),
-        ([topical(4, "pool", documents=torch.arange(4))], "the batches and their pool have `documents`, or neither"),
+        (
+            [topical(4, "pool", documents=torch.arange(4))],
+            "the batches and the auxiliary sample have `documents`, or neither",
+        ),
     ],
 )
-def test_bad_pools_get_one_sentence(pool, sentence):
+def test_bad_auxiliary_samples_get_one_sentence(pool, sentence):
     with pytest.raises(IsolossError, match=sentence):
-        fisher_trace(bert(), [topical(64, "measured")], pool=pool)
+        fisher_trace(bert(), [topical(64, "measured")], auxiliary_sample=pool)
 
 
-def test_a_model_without_embeddings_has_no_pool():
-    with pytest.raises(IsolossError, match="Bare has no input embeddings, by which a pool is read"):
-        Pool.read(Bare(), [topical(9, "pool")])
+def test_a_model_without_embeddings_has_no_auxiliary_sample():
+    with pytest.raises(IsolossError, match="Bare has no input embeddings, by which an auxiliary sample is read"):
+        AuxiliarySample.read(Bare(), [topical(9, "pool")])

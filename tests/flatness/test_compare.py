@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.compare import InterruptedComparison, Outline, compare
-from isoloss.flatness.differences import Comparison, _flattest
+from isoloss.flatness.differences import Comparison
 
 VOCAB = 5
 
@@ -210,29 +210,6 @@ def test_one_estimator_is_right_for_models_that_are_not_alike():
 
 
 # --- ranking ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_chance_of_two_models_is_the_normal_one_and_draws_agree():
-    generator = torch.Generator().manual_seed(0)
-    influences = torch.randn(2, 50, generator=generator, dtype=torch.float64) + torch.randn(
-        1, 50, generator=generator, dtype=torch.float64
-    )
-    influences -= influences.mean(dim=1, keepdim=True)
-    deviation = float((influences[0] - influences[1]).square().sum() / (50 * 49)) ** 0.5
-    chances = _flattest([1.0, 1.0 + 1.3 * deviation], influences, 50)
-    normal = torch.distributions.Normal(0.0, 1.0)
-    assert chances[0] == pytest.approx(float(normal.cdf(torch.tensor(1.3))), abs=1e-6)
-    assert sum(chances) == pytest.approx(1)
-    far = torch.cat([influences, torch.zeros(1, 50, dtype=torch.float64)])
-    three = _flattest([1.0, 1.0 + 1.3 * deviation, 1e6], far, 50)  # the third is out of the running
-    # the binomial standard deviation over 200,000 draws is 0.0007
-    assert three == pytest.approx([*chances, 0.0], abs=0.003)
-
-
-def test_three_independent_models_of_one_trace_share_the_first_place():
-    influences = torch.eye(3, dtype=torch.float64).repeat(1, 20)
-    influences -= influences.mean(dim=1, keepdim=True)
-    assert _flattest([2.0, 2.0, 2.0], influences, 60) == pytest.approx([1 / 3] * 3, abs=0.005)
 
 
 def test_the_ranking_starts_with_the_flattest():

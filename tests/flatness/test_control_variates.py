@@ -17,7 +17,7 @@ def softmax(m, vocab, seed=0):
 
 
 def cotangents_of_all_signs(monkeypatch, root_p, counts):
-    """Every cotangent that `integrated_` can give, (2^(m V), m, V)."""
+    """Every cotangent that `exact_labels_` can give, (2^(m V), m, V)."""
     m, vocab = root_p.shape
     found = []
     for choice in itertools.product((-1, 1), repeat=m * vocab):
@@ -26,8 +26,8 @@ def cotangents_of_all_signs(monkeypatch, root_p, counts):
         def signs(streams, *_, left=left):
             return packed(left.split([count for count, _ in streams]))
 
-        monkeypatch.setattr(control_variates, "packed_signs", signs)
-        found.append(control_variates.integrated_(root_p.clone(), counts, range(len(counts)), seed=0, probe=0))
+        monkeypatch.setattr(control_variates, "packed_probes", signs)
+        found.append(control_variates.exact_labels_(root_p.clone(), counts, range(len(counts)), seed=0, probe=0))
     return torch.stack(found)
 
 
@@ -54,30 +54,30 @@ def test_the_covariance_is_the_fishers(monkeypatch):
 def test_observed_cotangents_are_signed_residuals(monkeypatch):
     _, p = softmax(3, 4)
     targets = torch.tensor([2, 0, 3])
-    monkeypatch.setattr(control_variates, "packed_signs", lambda *_: packed(torch.tensor([1, 1, -1]).split([1, 2])))
-    found = control_variates.observed_(p.sqrt(), targets, torch.tensor([1, 2]), range(2), seed=0)
+    monkeypatch.setattr(control_variates, "packed_probes", lambda *_: packed(torch.tensor([1, 1, -1]).split([1, 2])))
+    found = control_variates.given_labels_(p.sqrt(), targets, torch.tensor([1, 2]), range(2), seed=0)
     residual = p - F.one_hot(targets, 4)
     torch.testing.assert_close(found, residual * torch.tensor([[1], [1], [-1]]))
 
 
 def test_signs_are_a_function_of_the_sequence_and_the_probe():
     cpu = torch.device("cpu")
-    first = control_variates.random_signs((50, 40), cpu, 3, "probes", 7, 0)
-    assert torch.equal(first, control_variates.random_signs((50, 40), cpu, 3, "probes", 7, 0))
+    first = control_variates.rademacher((50, 40), cpu, 3, "probes", 7, 0)
+    assert torch.equal(first, control_variates.rademacher((50, 40), cpu, 3, "probes", 7, 0))
     assert set(first.unique().tolist()) == {-1, 1}
     assert abs(float(first.double().mean())) < 4 / 2000**0.5
     for other in ((4, "probes", 7, 0), (3, "probes", 8, 0), (3, "probes", 7, 1), (3, "tail", 7, 0)):
-        assert not torch.equal(first, control_variates.random_signs((50, 40), cpu, *other))
+        assert not torch.equal(first, control_variates.rademacher((50, 40), cpu, *other))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 2], [8, 8]])
 def test_signs_of_several_streams_are_each_streams_own_end_to_end(counts):
     cpu = torch.device("cpu")
     streams = [(count, ("s", number)) for number, count in enumerate(counts)]
-    found = control_variates.unpacked_signs(control_variates.packed_signs(streams, cpu, 5)[0], counts)
-    own = [control_variates.random_signs((count,), cpu, 5, "s", number) for number, count in enumerate(counts)]
+    found = control_variates.unpacked_probes(control_variates.packed_probes(streams, cpu, 5)[0], counts)
+    own = [control_variates.rademacher((count,), cpu, 5, "s", number) for number, count in enumerate(counts)]
     assert torch.equal(found, torch.cat(own))
-    several = control_variates.packed_signs(streams, cpu, 5, copies=3)
+    several = control_variates.packed_probes(streams, cpu, 5, copies=3)
     assert len({tuple(row.tolist()) for row in several}) == len(several) == 3
 
 
@@ -85,10 +85,10 @@ def test_signs_of_several_streams_are_each_streams_own_end_to_end(counts):
 def test_cotangents_do_not_depend_on_how_many_are_made_at_a_time(chunk, monkeypatch):
     _, p = softmax(7, 5)
     counts = torch.tensor([2, 0, 1, 4])
-    expected = control_variates.integrated_(p.sqrt(), counts, range(3, 7), seed=2, probe=1)
+    expected = control_variates.exact_labels_(p.sqrt(), counts, range(3, 7), seed=2, probe=1)
     monkeypatch.setattr(control_variates, "_CHUNK", {"cpu": chunk})
-    assert torch.equal(control_variates.integrated_(p.sqrt(), counts, range(3, 7), seed=2, probe=1), expected)
-    alone = control_variates.integrated_(p.sqrt()[3:], torch.tensor([4]), range(6, 7), seed=2, probe=1)
+    assert torch.equal(control_variates.exact_labels_(p.sqrt(), counts, range(3, 7), seed=2, probe=1), expected)
+    alone = control_variates.exact_labels_(p.sqrt()[3:], torch.tensor([4]), range(6, 7), seed=2, probe=1)
     torch.testing.assert_close(alone, expected[3:])
 
 
@@ -96,22 +96,24 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
     _, p = softmax(3, 4, seed=1)
     draws = torch.Generator().manual_seed(2)
     hidden, weight = (torch.randn(n, 5, generator=draws, dtype=torch.float64) for n in (3, 4))
-    tails = torch.randn(2, 3, 4, 6, generator=draws, dtype=torch.float64)  # of two stations, other at each position
+    tails = torch.randn(
+        2, 3, 4, 6, generator=draws, dtype=torch.float64
+    )  # of two intermediates, other at each position
     decoder = Decoder(weight, None)
     rows = torch.tensor([0, 0, 2])  # the second sequence predicts nothing
     controls = control_variates.Controls(p.sqrt(), hidden, decoder, rows, 3)
     u = cotangents_of_all_signs(monkeypatch, p.sqrt(), torch.tensor([2, 0, 1]))
-    stations = torch.einsum("arv,srvw->asrw", u, tails)
+    intermediates = torch.einsum("arv,srvw->asrw", u, tails)
 
     def centred(place, *others):
-        further = [(stations[o, 0], controls.squares(u[o], u[o] @ weight)) for o in others]
-        return controls.centred(u[place], u[place] @ weight, list(stations[place]), further)
+        further = [(intermediates[o, 0], controls.squares(u[o], u[o] @ weight)) for o in others]
+        return controls.centred(u[place], u[place] @ weight, list(intermediates[place]), further)
 
     # the last one's mean is over draws of both its own and other signs
     found = torch.stack([centred(place, len(u) - 1 - place, place ^ 1234) for place in range(len(u))])
     torch.testing.assert_close(found.mean(dim=0), torch.zeros(3, 10, dtype=torch.float64), rtol=0, atol=1e-12)
     assert float(found[:, 0, [0, 1, 2, 3, 4, 5, 7, 8, 9]].std(dim=0).min()) > 0.1
-    assert not found[:, :, 6].any()  # there is no third station
+    assert not found[:, :, 6].any()  # there is no third intermediate
     assert not found[:, 2, 2:7].any()  # one position has no pair
     assert not found[:, 1].any()
     # differences between two draws need no mean: squared norms of the decoder's gradient and of what is below
@@ -123,7 +125,7 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
         below = (one @ weight).square().sum(dim=1)
         first, second, _ = one @ weight
         shared = weight.mean(dim=0)
-        pairs = [first @ second, (first @ shared) * (second @ shared), *(b[0] @ b[1] for b in stations[place])]
+        pairs = [first @ second, (first @ shared) * (second @ shared), *(b[0] @ b[1] for b in intermediates[place])]
         pairs = 2 * torch.stack(pairs)
         squares = torch.stack([torch.stack([x[:2].sum(), x[2:].sum()]) for x in (own, below)], dim=1)
         return torch.cat([squares, torch.stack([pairs, torch.zeros_like(pairs)])], dim=1)
@@ -132,7 +134,7 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
     difference = centred(1234)[both] - centred(3001)[both]
     torch.testing.assert_close(difference[:, :6], plain(1234) - plain(3001))
     assert not difference[:, 6:].any()  # without further probes there is nothing for the last three
-    norms = stations[:, 0].square().sum(dim=2)  # of the first station, by draw and position
+    norms = intermediates[:, 0].square().sum(dim=2)  # of the first intermediate, by draw and position
     by_sequence = torch.stack([norms[:, :2].sum(dim=1), norms[:, 2]], dim=1)
     torch.testing.assert_close(centred(9, 40, 77)[both, 7], by_sequence[9] - by_sequence[[40, 77]].mean(dim=0))
     torch.testing.assert_close(centred(9, 40, 77)[:, 8:], (centred(40)[:, :2] + centred(77)[:, :2]) / 2)

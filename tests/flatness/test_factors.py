@@ -6,25 +6,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isoloss.flatness.engine import factors
-from isoloss.flatness.engine.factors import Dense, Outer, Places, squared_norms
+from isoloss.flatness.engine.factors import Dense, Outer, SelectedRows, squared_norms
 
 
 def formed(factor, num_sequences, shape):
     """(B, *shape): the gradient of each sequence."""
     gradient = torch.zeros(num_sequences, *shape, dtype=torch.float64)
     if isinstance(factor, Dense):
-        rows = range(num_sequences) if factor.places is None else factor.places.rows.tolist()
+        rows = range(num_sequences) if factor.selected is None else factor.selected.rows.tolist()
         for row, value in zip(rows, factor.values, strict=True):
             gradient[row] += value
         return gradient
-    if factor.places is None:
+    if factor.selected is None:
         tokens = [
             (b, factor.left[b, s], factor.right[b, s])
             for b in range(num_sequences)
             for s in range(factor.left.shape[1])
         ]
     else:
-        tokens = list(zip(factor.places.rows.tolist(), factor.left, factor.right, strict=True))
+        tokens = list(zip(factor.selected.rows.tolist(), factor.left, factor.right, strict=True))
     for b, left, right in tokens:
         if factor.is_index:
             gradient[b, int(left)] += right
@@ -47,7 +47,7 @@ def drawn(kinds, counts, length, shape, generator):
         if kind == "tokens":
             made.append(Outer(normal(n, length, a), normal(n, length, b)))
         elif kind == "rows":
-            made.append(Outer(normal(m, a), normal(m, b), Places.of(predicted)))
+            made.append(Outer(normal(m, a), normal(m, b), SelectedRows.of(predicted)))
         else:
             made.append(Outer(torch.randint(0, a, (n, length), generator=generator), normal(n, length, b)))
     return made
@@ -80,7 +80,7 @@ def test_uses_of_every_kind_add_before_they_are_squared(kinds, counts, length, s
 def test_vectors_are_summed_over_the_rows_of_a_sequence(counts, width, uses, limit):
     generator = torch.Generator().manual_seed(0)
     predicted = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
-    places = Places.of(predicted)
+    places = SelectedRows.of(predicted)
     made = []
     for gathered in uses:
         size = (sum(counts) if gathered else len(counts), width)
@@ -119,7 +119,7 @@ def test_a_parameter_is_a_matrix_or_a_vector():
 
 def test_separate_positions_leave_out_products_of_two_and_nothing_else():
     draws = torch.Generator().manual_seed(0)
-    places = Places.of(torch.tensor([[True, True, False], [False, False, False], [True, True, True]]))
+    places = SelectedRows.of(torch.tensor([[True, True, False], [False, False, False], [True, True, True]]))
     left, right = (torch.randn(5, n, generator=draws, dtype=torch.float64) for n in (7, 4))
     index = torch.randint(7, (3, 6), generator=draws)
     looked_up = torch.randn(3, 6, 4, generator=draws, dtype=torch.float64)

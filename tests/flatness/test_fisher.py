@@ -139,7 +139,7 @@ def patch_signs(monkeypatch, chosen):
     def signs(streams, device, seed, *, copies=1):
         return packed([chosen[0][:count] for count, _ in streams], copies)
 
-    monkeypatch.setattr(control_variates, "packed_signs", signs)
+    monkeypatch.setattr(control_variates, "packed_probes", signs)
 
 
 def expectation_over_signs(monkeypatch, model, batch, *, causal, positions, vocab, **options):
@@ -237,7 +237,7 @@ def test_the_estimate_agrees_with_enumeration_on_the_same_inputs(name, method, o
         assert e.num_inputs == len(truth) == 64
         assert e.num_probes == options.get("num_probes", 1)
         assert e.samples == 48
-        assert e.method == {"ghost": "fisher, labels integrated out", "paper": "fisher, sampled labels"}[method]
+        assert e.method == {"ghost": "fisher, exact expectation over labels", "paper": "fisher, sampled labels"}[method]
         assert e.unit == "nats per predicted token"
 
 
@@ -313,14 +313,14 @@ def test_further_probes_of_the_last_layer_take_noise_away_and_leave_the_mean(opt
 
 
 def test_no_signs_are_drawn_twice(monkeypatch):
-    draw, names, octets = control_variates.packed_signs, [], []
+    draw, names, octets = control_variates.packed_probes, [], []
 
     def signs(streams, device, seed, **options):
         names.extend(name for _, name in streams)
         octets.extend(draw(streams, device, seed, **options))
         return draw(streams, device, seed, **options)
 
-    monkeypatch.setattr(control_variates, "packed_signs", signs)
+    monkeypatch.setattr(control_variates, "packed_probes", signs)
     model, batch = bert(70, layers=4, size=16), rows(6, 16, 70)
     assert fisher_trace(model, [batch], num_probes=2).details["tail_probes"] == 4
     assert len(set(names)) == len(names) == 6 * 2 * 2
@@ -459,14 +459,14 @@ def test_the_estimate_says_what_was_done_and_survives_json():
         "sequences": 8,
         "skipped_batches": 0,
         "clusters": "sequences",
-        "pool_sequences": 0,
-        "pool_bigrams": False,
-        "pool_directions": 0,
-        "unlike_pool": False,
+        "auxiliary_sequences": 0,
+        "auxiliary_bigrams": False,
+        "auxiliary_directions": 0,
+        "auxiliary_differs": False,
         "processes": 1,
         "seed": 5,
         "ended": "end of the batches",
-        "positions_gathered": "before bert.encoder.layer.1.attention.output.dense",
+        "positions_selected": "before bert.encoder.layer.1.attention.output.dense",
         "tail_probes": 0,
         "parameters_without_gradient": [],
         "parameters_by_autograd": [],
@@ -562,7 +562,7 @@ def test_a_record_of_something_else_is_refused(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError):
         fisher_trace(model, failing(batches, 1), resume=path)
     kept = path.read_bytes()
-    refuses("record of another measurement: it differs in seed; remove it", model, batches, seed=1, resume=path)
+    refuses("resume file of another measurement: it differs in seed; remove it", model, batches, seed=1, resume=path)
     refuses("it differs in method, probes", model, batches, method="paper", resume=path)
     refuses("measurement on other inputs", model, cut(rows(8, 4, 7, seed=1), [4, 4]), resume=path)
     with torch.no_grad():
@@ -570,7 +570,7 @@ def test_a_record_of_something_else_is_refused(tmp_path, monkeypatch):
     refuses("it differs in weights", model, batches, resume=path)
     assert path.read_bytes() == kept
     path.write_bytes(b"no record")
-    refuses("is not the record of a measurement", model, batches, resume=path)
+    refuses("is not the resume file of a measurement", model, batches, resume=path)
 
 
 def test_the_error_counts_documents():
@@ -646,7 +646,7 @@ def test_two_processes_have_the_estimate_over_all_sequences(tmp_path, monkeypatc
     assert (first.value, first.stderr, first.by_parameter) == (second.value, second.stderr, second.by_parameter)
     assert (first.samples, first.num_inputs, first.details["processes"]) == (80, 80, 2)
     # the same in one process, whose second half has the places of a second process's sequences
-    draw = control_variates.packed_signs
+    draw = control_variates.packed_probes
 
     def signs(streams, device, seed, **options):
         moved = [
@@ -655,7 +655,7 @@ def test_two_processes_have_the_estimate_over_all_sequences(tmp_path, monkeypatc
         ]
         return draw(moved, device, seed, **options)
 
-    monkeypatch.setattr(control_variates, "packed_signs", signs)
+    monkeypatch.setattr(control_variates, "packed_probes", signs)
     alone = fisher_trace(bert(7), cut(rows(80, 4, 7), [40, 40]), seed=3)
     assert first.value == pytest.approx(alone.value, rel=1e-12)
     assert first.stderr == pytest.approx(alone.stderr, rel=1e-12)
@@ -756,7 +756,7 @@ def test_one_sequence_is_refused():
         ({"method": "hutchinson"}, "method is 'hutchinson'; it is one of ghost, paper"),
         ({"num_probes": 0}, "num_probes is 0; it must be at least 1"),
         ({"num_sequences": 1}, "num_sequences is 1; an error bar needs at least 2"),
-        ({"rtol": 1.0}, "rtol is 1.0; it is a share of the value, between 0 and 1"),
+        ({"rtol": 1.0}, "rtol is 1.0; it is a fraction of the value, between 0 and 1"),
         ({"seconds": 0.0}, "seconds is 0.0; it must be more than 0"),
     ],
 )

@@ -87,9 +87,9 @@ def assert_right(model, batches):
 
 
 def test_a_cap_on_the_positions_that_pass():
-    """It counts along a row, and gathered positions are one row: only later sequences are beyond it."""
+    """It counts along a row, and selected positions are one row: only later sequences are beyond it."""
     ids = tokens(40)
-    assert assert_right(build("capacity"), [{"input_ids": ids, "labels": ids}]).gathering.is_early is False
+    assert assert_right(build("capacity"), [{"input_ids": ids, "labels": ids}]).selection.is_early is False
 
 
 def test_a_branch_on_which_positions_meet_in_a_later_batch():

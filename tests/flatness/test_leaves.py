@@ -40,7 +40,7 @@ def test_adapters_of_peft(name, started, hooked):
         model.enable_input_require_grads()
     norms, expected, predictor, _ = measure(model, batch_of(), causal=name != "bert")
     assert predictor.slow_parameters == ()
-    assert predictor.gathering.is_early
+    assert predictor.selection.is_early
     assert_norms(norms.by_parameter, expected, rtol=1e-10 if name != "qwen3" else 1e-5)
     assert (norms.by_parameter > 0).any()
 

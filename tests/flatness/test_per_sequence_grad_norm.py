@@ -10,7 +10,7 @@ from plain_gradients import ARCHITECTURES, DEBERTA, VOCAB, assert_norms, batch_o
 from isoloss.flatness.engine.factors import Dense, Outer
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
 
-# where positions are gathered: in the last of two layers, at what comes after its attention
+# where positions are selected: in the last of two layers, at what comes after its attention
 _GATHERED = {
     "bert": "bert.encoder.layer.1.attention.output.dense",
     "roberta": "roberta.encoder.layer.1.attention.output.dense",
@@ -33,7 +33,7 @@ def test_norms_are_those_of_one_backward_pass_a_sequence(name, tied):
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
     norms, expected, predictor, _ = measure(model, batch_of(), causal=causal)
     assert predictor.slow_parameters == ()
-    assert str(predictor.gathering) == f"before {_GATHERED[name]}"
+    assert str(predictor.selection) == f"before {_GATHERED[name]}"
     # some norms of transformers compute in float32 whatever the model's dtype
     assert_norms(norms.by_parameter, expected, rtol=1e-10 if wide else 1e-5)
     assert (norms.by_parameter[3] == 0).all()

@@ -1,4 +1,4 @@
-"""Where positions are gathered, in models whose weights or units hide that positions meet: the trace by parameter
+"""Where positions are selected, in models whose weights or units hide that positions meet: the trace by parameter
 against enumeration of all labels by plain automatic differentiation in float64."""
 
 import functools
@@ -40,17 +40,17 @@ def all_signs(monkeypatch):
     def signs(streams, device, seed, *, copies=1):
         return packed([vectors(count)[name[-1]] for count, name in streams], copies)
 
-    monkeypatch.setattr(control_variates, "packed_signs", signs)
+    monkeypatch.setattr(control_variates, "packed_probes", signs)
 
 
 def assert_exact(model, batch, *, causal, vocab=VOCAB, rtol=1e-9, reference=None):
-    """The traces are the enumerated labels'; return where positions are gathered, and what takes the slow path."""
+    """The traces are the enumerated labels'; return where positions are selected, and what takes the slow path."""
     found = fisher_trace(model, [batch], num_probes=2**vocab, causal=causal)
     _, split = exact(reference or model, batch, causal=causal)
     torch.testing.assert_close(
         torch.tensor(list(found.by_parameter.values()), dtype=torch.float64), split, rtol=rtol, atol=rtol * 1e-3
     )
-    return found.details["positions_gathered"], found.details["parameters_by_autograd"]
+    return found.details["positions_selected"], found.details["parameters_by_autograd"]
 
 
 def sentences(causal):
@@ -76,12 +76,12 @@ def zero(model, pattern):
 @pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "gpt2", "opt", "gpt-neox", "qwen3"])
 def test_outputs_that_are_zero_hide_nothing(name, part, all_signs):
     causal, wide = ARCHITECTURES[name][3:]
-    gathered = []
+    selected = []
     for pattern in ("^$", ZEROED[part]):
         model = build(name, tied=False, vocab=VOCAB)
         model = model if pattern == "^$" else zero(model, pattern)
-        gathered.append(assert_exact(model, sentences(causal), causal=causal, rtol=1e-9 if wide else 1e-5))
-    assert gathered[0] == gathered[1] != ("after the head", [])
+        selected.append(assert_exact(model, sentences(causal), causal=causal, rtol=1e-9 if wide else 1e-5))
+    assert selected[0] == selected[1] != ("after the head", [])
 
 
 def mamba2():
@@ -91,9 +91,9 @@ def mamba2():
 
 def test_mamba2_with_outputs_that_are_zero(all_signs):
     plain, zeroed = mamba2(), zero(mamba2(), r"out_proj\.")
-    gathered = [assert_exact(model, sentences(True), causal=True, rtol=1e-5) for model in (plain, zeroed)]
-    assert gathered[0] == gathered[1]
-    assert gathered[0][0] == "before backbone.layers.1.mixer.out_proj"
+    selected = [assert_exact(model, sentences(True), causal=True, rtol=1e-5) for model in (plain, zeroed)]
+    assert selected[0] == selected[1]
+    assert selected[0][0] == "before backbone.layers.1.mixer.out_proj"
 
 
 class Block(nn.Module):
@@ -202,7 +202,7 @@ def test_adapters_at_their_start_hide_nothing(frozen_is_zero, all_signs):
 
 
 class Moved(nn.Module):
-    """A term for each position behind the last mixing, times a gain of zero; as many positions as are gathered."""
+    """A term for each position behind the last mixing, times a gain of zero; as many positions as are selected."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ def test_what_belongs_to_the_positions_of_a_sequence_is_not_given_to_the_gathere
     """Two sequences of eight positions have eight with an odd number."""
     tokens = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
     norms, expected, predictor, _ = measure(Moved().double(), {"input_ids": tokens, "labels": tokens}, causal=False)
-    assert str(predictor.gathering) == "before head"
+    assert str(predictor.selection) == "before head"
     assert_norms(norms.by_parameter, expected, rtol=1e-10)
 
 
@@ -241,11 +241,11 @@ class Veiled(nn.Module):
 
 def test_a_wrong_place_is_seen_in_gradients_of_all_positions(all_signs, monkeypatch):
     """No search can see it by the values, and no gradient that is taken behind the place."""
-    model, gathered = Veiled().double(), []
+    model, selected = Veiled().double(), []
     check = Predictor._check
-    monkeypatch.setattr(Predictor, "_check", lambda self, b: (gathered.append(str(self.gathering)), check(self, b)))
+    monkeypatch.setattr(Predictor, "_check", lambda self, b: (selected.append(str(self.selection)), check(self, b)))
     assert assert_exact(model, sentences(False), causal=False) == ("after the head", [])
-    assert gathered == ["before mix"]  # what the search takes it for
+    assert selected == ["before mix"]  # what the search takes it for
 
 
 def test_the_search_leaves_weights_and_random_state_as_they_are():
@@ -254,7 +254,7 @@ def test_the_search_leaves_weights_and_random_state_as_they_are():
     state = torch.get_rng_state()
     with Predictor(model, causal=True) as predictor:
         predictor.forward(batch_of())
-        assert str(predictor.gathering) == "before transformer.h.1.attn.c_proj"
+        assert str(predictor.selection) == "before transformer.h.1.attn.c_proj"
     assert torch.equal(torch.get_rng_state(), state)
     for name, value in model.named_parameters():
         kept, copy, version = weights[name]
@@ -279,7 +279,7 @@ class Drawing(nn.Module):
 def test_a_model_that_draws_random_numbers_is_checked_on_the_same_ones():
     with Predictor(Drawing().double().eval(), causal=False) as predictor:
         predictor.forward(batch_of(vocab=VOCAB))
-    assert str(predictor.gathering) == "before mix"
+    assert str(predictor.selection) == "before mix"
     assert predictor.slow_parameters == ()
 
 

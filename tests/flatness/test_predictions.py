@@ -1,4 +1,4 @@
-"""Predicted positions gathered in the last layer, the decoder's input, the size of buffers, and what is refused."""
+"""Predicted positions selected in the last layer, the decoder's input, the size of buffers, and what is refused."""
 
 import pytest
 import torch
@@ -37,11 +37,11 @@ class Mixing(nn.Module):
         return CausalLMOutput(logits=logits * logits.mean(dim=1, keepdim=True))
 
 
-@pytest.mark.parametrize(("after", "gathered"), [(False, "before decoder"), (True, "after the head")])
-def test_positions_are_gathered_where_that_leaves_the_logits_as_they_are(after, gathered):
+@pytest.mark.parametrize(("after", "selected"), [(False, "before decoder"), (True, "after the head")])
+def test_positions_are_gathered_where_that_leaves_the_logits_as_they_are(after, selected):
     torch.manual_seed(4)
     norms, expected, predictor, predictions = measure(Mixing(after).double(), batch_of(), causal=False)
-    assert str(predictor.gathering) == gathered
+    assert str(predictor.selection) == selected
     assert (predictions.decoder is None) == after
     assert predictor.slow_parameters == ()
     assert_norms(norms.by_parameter, expected, rtol=1e-10)
@@ -62,7 +62,7 @@ class Bare(nn.Module):
 def test_positions_are_gathered_before_a_decoder_that_is_no_submodule():
     torch.manual_seed(4)
     norms, expected, predictor, predictions = measure(Bare().double(), batch_of(), causal=False)
-    assert str(predictor.gathering) == "before the decoder"
+    assert str(predictor.selection) == "before the decoder"
     assert predictions.hidden.shape == (len(predictions.rows), 8)
     assert_norms(norms.by_parameter, expected, rtol=1e-10)
 
@@ -91,13 +91,13 @@ def test_a_stations_cotangent_at_a_position_depends_on_the_logits_there_alone(na
     causal = ARCHITECTURES[name][3]
     with Predictor(build(name), causal=causal) as predictor:
         predictions = predictor.forward(batch_of(every=True))
-        stations = predictor.stations(predictions)
+        intermediates = predictor.intermediates(predictions)
         cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0)).double()
         alone = torch.zeros_like(cotangent)
         alone[1::2] = cotangent[1::2]
-        whole, part = (predictor.squared_norms(predictions, c).station_cotangents for c in (cotangent, alone))
-        hidden, first = predictor.tail_cotangents(predictions, stations[0], cotangent)
-    assert len(stations) == (2 if name == "gpt-neox" else 3)
+        whole, part = (predictor.squared_norms(predictions, c).intermediate_cotangents for c in (cotangent, alone))
+        hidden, first = predictor.tail_cotangents(predictions, intermediates[0], cotangent)
+    assert len(intermediates) == (2 if name == "gpt-neox" else 3)
     for ours, those in zip(whole, part, strict=True):
         assert ours.shape == (*predictions.hidden.shape[:1], 16)
         assert not those[::2].any()
@@ -127,7 +127,7 @@ def test_the_stations_are_outputs_behind_the_last_attention(name, modules):
     with Predictor(model, causal=causal) as predictor:
         predictions = predictor.forward(batch)
         cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0)).double()
-        found = predictor.squared_norms(predictions, cotangent).station_cotangents
+        found = predictor.squared_norms(predictions, cotangent).intermediate_cotangents
     for module in modules:
         model.get_submodule(module).register_forward_hook(lambda _m, _a, y, module=module: outputs.update({module: y}))
     labels = batch["labels"]
@@ -156,7 +156,7 @@ def test_attention_is_never_behind_the_place_whatever_the_batch_and_the_weights(
     with Predictor(model, causal=causal) as predictor:
         predictor.forward({"input_ids": tokens, "labels": tokens})
     last = {"gpt2": "h.1.attn.c_proj", "llama": "layers.1.self_attn.o_proj", "bert": "layer.1.attention.output.dense"}
-    assert str(predictor.gathering).endswith(last[name])
+    assert str(predictor.selection).endswith(last[name])
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -165,7 +165,7 @@ def test_positions_of_very_short_sequences(length):
     batch = batch_of(sequences=1, length=4, every=True)
     batch = {key: value[:, :length] for key, value in batch.items()}
     norms, expected, predictor, _ = measure(build("bert"), batch, causal=False)
-    assert str(predictor.gathering) == "after the head"
+    assert str(predictor.selection) == "after the head"
     assert_norms(norms.by_parameter, expected, rtol=1e-10)
 
 
@@ -176,7 +176,7 @@ def test_another_place_is_found_where_the_last_one_no_longer_fits():
         predictor.forward(batch)
     model.bert.encoder.layer = model.bert.encoder.layer[:1]
     norms, expected, predictor, _ = measure(model, batch, causal=False)
-    assert str(predictor.gathering) == "before bert.encoder.layer.0.attention.output.dense"
+    assert str(predictor.selection) == "before bert.encoder.layer.0.attention.output.dense"
     reached = [not name.startswith("bert.encoder.layer.1") for name in predictor.names]
     assert all(reached)
     assert_norms(norms.by_parameter, expected, rtol=1e-10)

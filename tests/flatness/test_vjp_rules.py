@@ -42,7 +42,7 @@ def test_norms_of_an_lstm(tied, options):
     model = Recurrent(tied=tied, **options).double()
     norms, expected, predictor, _ = measure(model, batch_of(), causal=True)
     assert predictor.slow_parameters == ()
-    assert str(predictor.gathering) == "before lift"
+    assert str(predictor.selection) == "before lift"
     assert_norms(norms.by_parameter, expected, rtol=1e-10)
 
 

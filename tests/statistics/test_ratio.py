@@ -7,14 +7,17 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Z95
-from isoloss.statistics.ratio import mean, ratio, subset_deviation
+from isoloss.statistics.ratio import ratio, ratio_estimate, subset_deviation
 
 
 def test_a_mean_is_the_mean_with_s_over_root_n():
     values = [0.5, 2.0, -1.0, 4.5]
     expected = torch.tensor(values, dtype=torch.float64)
-    assert mean(values) == pytest.approx((1.5, float(expected.std()) / 2), rel=1e-14)
-    assert ratio(values, [1, 1, 1, 1]) == mean(values)
+    mean = ratio_estimate(values, unit="nats", method="mean")
+    assert (mean.value, mean.stderr) == pytest.approx((1.5, float(expected.std()) / 2), rel=1e-14)
+    assert ratio(values, [1, 1, 1, 1]) == (mean.value, mean.stderr)
+    assert mean.influence == pytest.approx((expected - 1.5).numpy())
+    assert (mean.samples, mean.num_inputs) == (4, 4)
 
 
 def test_a_ratio_by_hand():
@@ -61,7 +64,7 @@ def test_the_interval_covers_the_true_ratio():
 
 def test_float32_input_is_summed_in_float64():
     values = torch.full((1000,), 0.1, dtype=torch.float32)
-    assert mean(values)[0] == pytest.approx(float(torch.tensor(0.1)), rel=1e-14)
+    assert ratio(values, torch.ones(1000))[0] == pytest.approx(float(torch.tensor(0.1)), rel=1e-14)
 
 
 def test_the_deviation_of_subsets():

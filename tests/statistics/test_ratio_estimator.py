@@ -1,4 +1,4 @@
-"""The tally: ratios with cross-fitted control variates, against a slow reference and against known answers."""
+"""The estimator: ratios with cross-fitted control variates, against a slow reference and against known answers."""
 
 import math
 
@@ -8,8 +8,8 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.statistics import ratio
-from isoloss.statistics import ratio_estimator as tallies
-from isoloss.statistics.ratio_estimator import FOLDS, Clusters, PoolMeans, Tally
+from isoloss.statistics import ratio_estimator as estimators
+from isoloss.statistics.ratio_estimator import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator, Clusters
 
 
 def random_rows(n, parameters=3, controls=2, seed=0):
@@ -23,15 +23,17 @@ def random_rows(n, parameters=3, controls=2, seed=0):
     return torch.from_numpy(a), torch.from_numpy(m), torch.from_numpy(d)
 
 
-def filled(a, m, d, documents=None, sizes=(7, 1, 20), pool=None, groups=None):
-    """A tally that was given the rows in batches of changing size; the last controls may be those of a pool."""
-    tally = Tally(a.shape[1], d.shape[1] - (0 if pool is None else len(pool.covariance)), groups, pool)
+def filled(a, m, d, documents=None, sizes=(7, 1, 20), auxiliary=None, groups=None):
+    """An estimator that was given the rows in batches; the last controls may be those of an auxiliary sample."""
+    estimator = ClusteredRatioEstimator(
+        a.shape[1], d.shape[1] - (0 if auxiliary is None else len(auxiliary.covariance)), groups, auxiliary
+    )
     start, index = 0, 0
     while start < len(a):
         part = slice(start, start + sizes[index % len(sizes)])
-        tally.add(a[part], m[part], d[part], None if documents is None else documents[part])
+        estimator.add(a[part], m[part], d[part], None if documents is None else documents[part])
         start, index = part.stop, index + 1
-    return tally
+    return estimator
 
 
 def reference(a, m, d):
@@ -53,35 +55,35 @@ def reference(a, m, d):
 
 def test_equals_the_reference():
     a, m, d = random_rows(101)
-    shares = filled(a, m, d).shares()
+    result = filled(a, m, d).result()
     value, stderr, ratios, errors = reference(a, m, d)
-    assert shares.value == pytest.approx(value, rel=1e-12)
-    assert shares.stderr == pytest.approx(stderr, rel=1e-12)
-    np.testing.assert_allclose(shares.by_parameter, ratios, rtol=1e-10)
-    np.testing.assert_allclose(shares.by_parameter_stderr, errors, rtol=1e-9)
-    assert shares.by_parameter.sum() == pytest.approx(shares.value, rel=1e-12)
+    assert result.value == pytest.approx(value, rel=1e-12)
+    assert result.stderr == pytest.approx(stderr, rel=1e-12)
+    np.testing.assert_allclose(result.by_parameter, ratios, rtol=1e-10)
+    np.testing.assert_allclose(result.by_parameter_stderr, errors, rtol=1e-9)
+    assert result.by_parameter.sum() == pytest.approx(result.value, rel=1e-12)
 
 
 def test_without_controls_and_with_few_clusters_it_is_the_plain_ratio():
     a, m, d = random_rows(101)
     for rows in ((a, m, d[:, :0]), (a[:31], m[:31], d[:31])):
-        shares = filled(*rows).shares()
-        assert (shares.value, shares.stderr) == pytest.approx(ratio.ratio(rows[0].sum(1), rows[1]), rel=1e-12)
+        result = filled(*rows).result()
+        assert (result.value, result.stderr) == pytest.approx(ratio.ratio(rows[0].sum(1), rows[1]), rel=1e-12)
 
 
 def test_a_control_that_explains_everything_leaves_no_error():
     m = torch.ones(64)
     d = torch.randn(64, 1, generator=torch.Generator().manual_seed(0)).double()
-    shares = filled(torch.cat([2 + 3 * d, 1 - d], dim=1), m, d).shares()
+    result = filled(torch.cat([2 + 3 * d, 1 - d], dim=1), m, d).result()
     # the mean of the other folds' controls is not 0, so that the fit is exact only up to it
-    assert shares.stderr < 0.05 * ratio.ratio((3 + 2 * d)[:, 0], m)[1]
-    assert shares.value == pytest.approx(3, abs=4 * shares.stderr)
+    assert result.stderr < 0.05 * ratio.ratio((3 + 2 * d)[:, 0], m)[1]
+    assert result.value == pytest.approx(3, abs=4 * result.stderr)
 
 
 def test_a_control_that_is_zero_or_said_twice_does_no_harm():
     a, m, d = random_rows(101, controls=1)
-    once = filled(a, m, d).shares()
-    again = filled(a, m, torch.cat([d, d, 0 * d], dim=1)).shares()
+    once = filled(a, m, d).result()
+    again = filled(a, m, torch.cat([d, d, 0 * d], dim=1)).result()
     assert again.value == pytest.approx(once.value, rel=1e-9)
     assert again.stderr == pytest.approx(once.stderr, rel=1e-9)
 
@@ -92,8 +94,8 @@ def test_a_control_that_is_zero_nearly_everywhere_is_left_out(clusters):
     a[:, 0] += d @ torch.tensor([3.0, 2.0], dtype=torch.float64)
     d[clusters:, 1] = 0
     expected = reference(a, m, d[:, :1] if clusters == 31 else d)
-    shares = filled(a, m, d).shares()
-    assert (shares.value, shares.stderr) == pytest.approx(expected[:2], rel=1e-12)
+    result = filled(a, m, d).result()
+    assert (result.value, result.stderr) == pytest.approx(expected[:2], rel=1e-12)
 
 
 @pytest.mark.parametrize(("clusters", "used"), [(79, 4), (80, 5)])
@@ -102,14 +104,14 @@ def test_there_is_one_control_for_16_clusters(clusters, used):
     a[:, 0] += d.sum(dim=1)
     d[:, 1] = 0  # not one of those that are counted
     expected = reference(a, m, d[:, [0, 2, 3, 4, 5][:used]])
-    shares = filled(a, m, d).shares()
-    assert (shares.value, shares.stderr) == pytest.approx(expected[:2], rel=1e-12)
+    result = filled(a, m, d).result()
+    assert (result.value, result.stderr) == pytest.approx(expected[:2], rel=1e-12)
 
 
 def test_the_unit_of_a_control_does_not_matter():
     a, m, d = random_rows(101)
     a[:, 0] += d @ torch.tensor([3.0, 2.0], dtype=torch.float64)
-    plain, scaled = filled(a, m, d).shares(), filled(a, m, d * torch.tensor([1e-9, 1e6])).shares()
+    plain, scaled = filled(a, m, d).result(), filled(a, m, d * torch.tensor([1e-9, 1e6])).result()
     assert (scaled.value, scaled.stderr) == pytest.approx((plain.value, plain.stderr), rel=1e-9)
     assert plain.stderr < 0.8 * ratio.ratio(a.sum(1), m)[1]
 
@@ -123,12 +125,12 @@ def test_coverage_and_bias_over_repetitions():
         m = generator.integers(1, 4, n)
         d = generator.exponential(size=(n, 2)) - 1
         a = m * (1.6 + 0.4 * generator.exponential(size=n)) + 0.9 * d[:, 0] - 0.3 * d[:, 1]
-        tally = Tally(1, 2)
-        tally.add(torch.from_numpy(a)[:, None], torch.from_numpy(m), torch.from_numpy(d))
-        shares = tally.shares()
-        errors.append(shares.value - truth)
+        estimator = ClusteredRatioEstimator(1, 2)
+        estimator.add(torch.from_numpy(a)[:, None], torch.from_numpy(m), torch.from_numpy(d))
+        result = estimator.result()
+        errors.append(result.value - truth)
         plain.append(a.sum() / m.sum() - truth)
-        covered += abs(errors[-1]) < 2.0 * shares.stderr  # Student's t with 63 degrees of freedom
+        covered += abs(errors[-1]) < 2.0 * result.stderr  # Student's t with 63 degrees of freedom
     assert abs(covered / repetitions - 0.95) < 0.015 + 4 * math.sqrt(0.05 * 0.95 / repetitions)
     assert abs(np.mean(errors)) < 4 * np.std(errors) / math.sqrt(repetitions)
     left = 0.16 * 14 / 3  # variance of a cluster that the controls do not explain; they explain 0.81 + 0.09
@@ -138,32 +140,32 @@ def test_coverage_and_bias_over_repetitions():
 def test_documents_are_clusters_wherever_batches_end():
     a, m, d = random_rows(120)
     documents = torch.arange(120) // 3 * 7 % 41  # ids in no order; a document is three sequences
-    shares = filled(a, m, d, documents).shares()
+    result = filled(a, m, d, documents).result()
     summed = [x.reshape(40, 3, *x.shape[1:]).sum(1) for x in (a, m, d)]
-    whole = filled(*summed).shares()
-    assert shares.value == pytest.approx(whole.value, rel=1e-12)
-    assert shares.stderr == pytest.approx(whole.stderr, rel=1e-12)
-    assert len(shares.influence) == 40
+    whole = filled(*summed).result()
+    assert result.value == pytest.approx(whole.value, rel=1e-12)
+    assert result.stderr == pytest.approx(whole.stderr, rel=1e-12)
+    assert len(result.influence) == 40
 
 
 def test_looking_does_not_end_a_document():
     a, m, d = random_rows(120)
     documents = torch.arange(120) // 7
-    straight = filled(a, m, d, documents).shares()
-    looked = Tally(a.shape[1], d.shape[1])
+    straight = filled(a, m, d, documents).result()
+    looked = ClusteredRatioEstimator(a.shape[1], d.shape[1])
     for part in torch.arange(120).split(5):
         looked.add(a[part], m[part], d[part], documents[part])
         if int(part[-1]) > 20:
             so_far = slice(int(part[-1]) + 1)
-            assert looked.shares().value == filled(a[so_far], m[so_far], d[so_far], documents[so_far]).shares().value
+            assert looked.result().value == filled(a[so_far], m[so_far], d[so_far], documents[so_far]).result().value
     assert len(looked) == 18
-    assert torch.equal(looked.shares().influence, straight.influence)
+    assert torch.equal(looked.result().influence, straight.influence)
 
 
 def test_influence_gives_the_error_of_a_difference():
     a, m, d = random_rows(101)
     noise = 0.01 * random_rows(101, seed=1)[0]
-    first, second = filled(a, m, d[:, :0]).shares(), filled(a + noise, m, d[:, :0]).shares()
+    first, second = filled(a, m, d[:, :0]).result(), filled(a + noise, m, d[:, :0]).result()
     expected = ratio.ratio(noise.sum(1), m)
     difference = second.influence - first.influence
     assert second.value - first.value == pytest.approx(expected[0], rel=1e-9)
@@ -174,88 +176,90 @@ def test_influence_gives_the_error_of_a_difference():
 def test_a_cluster_that_decides_the_error_is_seen():
     _, m, d = random_rows(101)
     a = m[:, None] * (1 + torch.linspace(-1, 1, 101, dtype=torch.float64)[:, None] ** 3)
-    assert filled(a, m, d).shares().leading < 0.2
+    assert filled(a, m, d).result().leading < 0.2
     a[17] *= 1000
-    assert filled(a, m, d).shares().leading > 0.9
-    assert filled(torch.ones(10, 1), torch.ones(10), d[:10]).shares().leading == 0.0
+    assert filled(a, m, d).result().leading > 0.9
+    assert filled(torch.ones(10, 1), torch.ones(10), d[:10]).result().leading == 0.0
 
 
 def test_groups_are_sums_of_parameters_with_errors_of_their_own():
     a, m, d = random_rows(101, parameters=4)
-    grouped, summed = Tally(4, 2, [1, 0, 1, 0]), Tally(2, 2)
+    grouped, summed = ClusteredRatioEstimator(4, 2, [1, 0, 1, 0]), ClusteredRatioEstimator(2, 2)
     for part in (slice(0, 40), slice(40, 101)):
         grouped.add(a[part], m[part], d[part])
         summed.add(torch.stack([a[part, 1] + a[part, 3], a[part, 0] + a[part, 2]], dim=1), m[part], d[part])
-    found, expected = grouped.shares(), summed.shares()
+    found, expected = grouped.result(), summed.result()
     np.testing.assert_allclose(found.by_group, expected.by_parameter, rtol=1e-10)
     np.testing.assert_allclose(found.by_group_stderr, expected.by_parameter_stderr, rtol=1e-9)
     assert found.value == pytest.approx(expected.value, rel=1e-12)
-    again = Tally.from_state({name: value.clone() for name, value in grouped.state().items()}).shares()
+    again = ClusteredRatioEstimator.from_state(
+        {name: value.clone() for name, value in grouped.state().items()}
+    ).result()
     assert torch.equal(again.by_group_stderr, found.by_group_stderr)
-    halves = [Tally(4, 2, [1, 0, 1, 0]) for _ in range(2)]
+    halves = [ClusteredRatioEstimator(4, 2, [1, 0, 1, 0]) for _ in range(2)]
     for half, part in zip(halves, (slice(0, 48), slice(48, 101)), strict=True):
         half.add(a[part], m[part], d[part])
-    np.testing.assert_allclose(Tally.merged(halves).shares().by_group, found.by_group, rtol=1e-10)
+    np.testing.assert_allclose(ClusteredRatioEstimator.merged(halves).result().by_group, found.by_group, rtol=1e-10)
 
 
-@pytest.mark.parametrize("pool", [None, "pool"])
-def test_a_part_has_the_value_error_and_influence_of_its_parameters_alone(pool):
+@pytest.mark.parametrize("auxiliary", [None, "auxiliary"])
+def test_a_part_has_the_value_error_and_influence_of_its_parameters_alone(auxiliary):
     a, m, d = random_rows(101, parameters=4, controls=3)
     documents = torch.arange(101) // 2
-    pool = pool and pool_of([1e-4], 10_000, number=1)
-    of_pool = 0 if pool is None else 1
-    expected = filled(a[:, [3, 1]], m, d, documents, pool=pool).shares()
-    whole = Tally(4, 3 - of_pool, pool=pool, part=[3, 1])
+    auxiliary = auxiliary and auxiliary_of([1e-4], 10_000, number=1)
+    of_auxiliary = 0 if auxiliary is None else 1
+    expected = filled(a[:, [3, 1]], m, d, documents, auxiliary=auxiliary).result()
+    whole = ClusteredRatioEstimator(4, 3 - of_auxiliary, auxiliary=auxiliary, part=[3, 1])
     for part in torch.arange(101).split(9):
         whole.add(a[part], m[part], d[part], documents[part])
-    again = Tally.from_state({name: value.clone() for name, value in whole.state().items()})
-    for shares in (whole.shares(), again.shares()):
-        assert (shares.part, shares.part_stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-10)
-        np.testing.assert_allclose(shares.part_influence, expected.influence, rtol=1e-8, atol=1e-10)
-        assert shares.value == pytest.approx(filled(a, m, d, documents, pool=pool).shares().value, rel=1e-12)
-    assert filled(a, m, d).shares().part == 0
+    again = ClusteredRatioEstimator.from_state({name: value.clone() for name, value in whole.state().items()})
+    for result in (whole.result(), again.result()):
+        assert (result.part, result.part_stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-10)
+        np.testing.assert_allclose(result.part_influence, expected.influence, rtol=1e-8, atol=1e-10)
+        assert result.value == pytest.approx(filled(a, m, d, documents, auxiliary=auxiliary).result().value, rel=1e-12)
+    assert filled(a, m, d).result().part == 0
 
 
 def test_goes_on_from_its_state():
     a, m, d = random_rows(101)
     documents = torch.arange(101) // 2
-    straight = filled(a, m, d, documents).shares()
+    straight = filled(a, m, d, documents).result()
     begun = filled(a[:51], m[:51], d[:51], documents[:51])  # document 25 is open
-    resumed = Tally.from_state({name: value.clone() for name, value in begun.state().items()})
+    resumed = ClusteredRatioEstimator.from_state({name: value.clone() for name, value in begun.state().items()})
     resumed.add(a[51:], m[51:], d[51:], documents[51:])
-    shares = resumed.shares()
-    assert shares.value == straight.value
-    assert shares.stderr == straight.stderr
-    assert torch.equal(shares.by_parameter_stderr, straight.by_parameter_stderr)
+    result = resumed.result()
+    assert result.value == straight.value
+    assert result.stderr == straight.stderr
+    assert torch.equal(result.by_parameter_stderr, straight.by_parameter_stderr)
 
 
 def test_processes_add_up():
     a, m, d = random_rows(128)
-    whole = filled(a, m, d).shares()
-    merged = Tally.merged([filled(a[:64], m[:64], d[:64]), filled(a[64:], m[64:], d[64:])]).shares()
+    whole = filled(a, m, d).result()
+    merged = ClusteredRatioEstimator.merged([filled(a[:64], m[:64], d[:64]), filled(a[64:], m[64:], d[64:])]).result()
     assert merged.value == pytest.approx(whole.value, rel=1e-12)
     assert merged.stderr == pytest.approx(whole.stderr, rel=1e-12)
     np.testing.assert_allclose(merged.by_parameter_stderr, whole.by_parameter_stderr, rtol=1e-9)
 
 
-# --- controls with means from a pool ---------------------------------------------------------------------------------
+# --- controls with means from an auxiliary sample ---------------------------------------------------------------------
 
 
-def pool_of(covariance, num_sequences, number=None):
+def auxiliary_of(covariance, num_sequences, number=None):
     """Means with these variances, or this covariance."""
     covariance = torch.tensor(covariance, dtype=torch.float64)
-    return PoolMeans(covariance if covariance.ndim == 2 else torch.diag(covariance), num_sequences, number)
+    return AuxiliaryMeans(covariance if covariance.ndim == 2 else torch.diag(covariance), num_sequences, number)
 
 
-def pool_rows(n, seed=0):
-    """Rows whose norms lean on 3 controls, the last 2 of a pool, and documents of two sequences."""
+def auxiliary_rows(n, seed=0):
+    """Rows whose norms lean on 3 controls, the last 2 of a auxiliary, and documents of two sequences."""
     a, m, d = random_rows(n, controls=3, seed=seed)
     a = a + 3 * (d[:, 1:].sum(dim=1, keepdim=True) + 2) * m[:, None]
     return a, m, d, torch.arange(n) // 2
 
 
-def reference_with_pool(a, m, d, sequences, covariance):
-    """The same as `reference`, and what the error of the pool's means adds; a, m, d and sequences by cluster."""
+def reference_with_auxiliary(a, m, d, sequences, covariance):
+    """The same as `reference`, and what the error of the auxiliary's means adds; a, m, d and sequences by cluster."""
     value, stderr, _, errors = reference(a, m, d)
     folds, n = np.arange(len(a)) % FOLDS, sequences.double().numpy()
     slopes = 0
@@ -270,87 +274,89 @@ def reference_with_pool(a, m, d, sequences, covariance):
 
 
 def test_the_error_of_the_means_joins_that_of_the_clusters():
-    a, m, d, documents = pool_rows(202)
+    a, m, d, documents = auxiliary_rows(202)
     covariance = [[0.002, 0.001], [0.001, 0.004]]
-    shares = filled(a, m, d, documents, pool=pool_of(covariance, 404, 2), groups=[0, 1, 1]).shares()
+    result = filled(a, m, d, documents, auxiliary=auxiliary_of(covariance, 404, 2), groups=[0, 1, 1]).result()
     rows = [x.reshape(101, 2, *x.shape[1:]).sum(dim=1) for x in (a, m, d)]
     twice = torch.full((101,), 2)
-    value, stderr, errors = reference_with_pool(*rows, twice, covariance)
+    value, stderr, errors = reference_with_auxiliary(*rows, twice, covariance)
     assert stderr > 1.05 * reference(*rows)[1]
-    assert (shares.value, shares.stderr) == pytest.approx((value, stderr), rel=1e-11)
-    np.testing.assert_allclose(shares.by_parameter_stderr, errors, rtol=1e-9)
-    grouped = reference_with_pool(torch.stack([rows[0][:, 0], rows[0][:, 1:].sum(1)], 1), *rows[1:], twice, covariance)
-    np.testing.assert_allclose(shares.by_group_stderr, grouped[2], rtol=1e-9)
-    assert (shares.clusters, shares.pool_controls, shares.unlike_pool) == (101, (True, True), False)
-    assert shares.influence.shape == (103,)
-    assert float(shares.influence.square().sum()) / (101 * 100) == pytest.approx(stderr**2, rel=1e-11)
+    assert (result.value, result.stderr) == pytest.approx((value, stderr), rel=1e-11)
+    np.testing.assert_allclose(result.by_parameter_stderr, errors, rtol=1e-9)
+    grouped = reference_with_auxiliary(
+        torch.stack([rows[0][:, 0], rows[0][:, 1:].sum(1)], 1), *rows[1:], twice, covariance
+    )
+    np.testing.assert_allclose(result.by_group_stderr, grouped[2], rtol=1e-9)
+    assert (result.clusters, result.auxiliary_controls, result.auxiliary_differs) == (101, (True, True), False)
+    assert result.influence.shape == (103,)
+    assert float(result.influence.square().sum()) / (101 * 100) == pytest.approx(stderr**2, rel=1e-11)
 
 
 def test_a_difference_of_values_has_the_difference_of_their_slopes():
-    a, m, d, _ = pool_rows(202)
-    pool = pool_of([0.01, 0.02], 404, 2)
-    first, second = filled(a, m, d, pool=pool).shares(), filled(3 * a, m, d, pool=pool).shares()
-    both = filled(2 * a, m, d, pool=pool).shares()  # what is measured is linear, so this is the difference
+    a, m, d, _ = auxiliary_rows(202)
+    auxiliary = auxiliary_of([0.01, 0.02], 404, 2)
+    first, second = filled(a, m, d, auxiliary=auxiliary).result(), filled(3 * a, m, d, auxiliary=auxiliary).result()
+    both = filled(2 * a, m, d, auxiliary=auxiliary).result()  # what is measured is linear, so this is the difference
     difference = second.influence - first.influence
     assert second.value - first.value == pytest.approx(both.value, rel=1e-11)
     assert math.sqrt(float(difference.square().sum()) / (202 * 201)) == pytest.approx(both.stderr, rel=1e-11)
 
 
 @pytest.mark.parametrize(("num_sequences", "used"), [(403, False), (404, True)])
-def test_a_pool_of_less_than_twice_the_sequences_is_left_out(num_sequences, used):
-    a, m, d, documents = pool_rows(202)
-    shares = filled(a, m, d, documents, pool=pool_of([1e-3, 1e-3], num_sequences)).shares()
-    without = filled(a, m, d[:, :1], documents).shares()
-    assert (shares.pool_controls, shares.unlike_pool) == ((used, used), False)
-    assert ((shares.value, shares.stderr) == (without.value, without.stderr)) == (not used)
+def test_a_auxiliary_of_less_than_twice_the_sequences_is_left_out(num_sequences, used):
+    a, m, d, documents = auxiliary_rows(202)
+    result = filled(a, m, d, documents, auxiliary=auxiliary_of([1e-3, 1e-3], num_sequences)).result()
+    without = filled(a, m, d[:, :1], documents).result()
+    assert (result.auxiliary_controls, result.auxiliary_differs) == ((used, used), False)
+    assert ((result.value, result.stderr) == (without.value, without.stderr)) == (not used)
 
 
-def test_clusters_that_were_not_drawn_as_the_pool_are_told():
-    a, m, d, documents = pool_rows(202)
-    without = filled(a, m, d[:, :1], documents).shares()
+def test_clusters_that_were_not_drawn_as_the_auxiliary_sample_are_told():
+    a, m, d, documents = auxiliary_rows(202)
+    without = filled(a, m, d[:, :1], documents).result()
     d[:, 2] += 0.6
-    shares = filled(a, m, d, documents, pool=pool_of([1e-3, 1e-3], 10_000)).shares()
-    assert (shares.pool_controls, shares.unlike_pool) == ((False, False), True)
-    assert (shares.value, shares.stderr) == (without.value, without.stderr)
+    result = filled(a, m, d, documents, auxiliary=auxiliary_of([1e-3, 1e-3], 10_000)).result()
+    assert (result.auxiliary_controls, result.auxiliary_differs) == ((False, False), True)
+    assert (result.value, result.stderr) == (without.value, without.stderr)
     # two means that are wrong alike are no reason, where their errors are known to be
     d[:, 1] += 0.6
     alike = [[1.0, 0.999], [0.999, 1.0]]
-    assert not filled(a, m, d, documents, pool=pool_of(alike, 10_000)).shares().unlike_pool
+    assert not filled(a, m, d, documents, auxiliary=auxiliary_of(alike, 10_000)).result().auxiliary_differs
     d[:, 1] -= 1.2
-    assert filled(a, m, d, documents, pool=pool_of(alike, 10_000)).shares().unlike_pool
+    assert filled(a, m, d, documents, auxiliary=auxiliary_of(alike, 10_000)).result().auxiliary_differs
     # nor is a mean that is known no better than that
     d[:, 1] += 0.6
-    assert not filled(a, m, d, documents, pool=pool_of([1e-3, 1.0], 10_000)).shares().unlike_pool
+    assert not filled(a, m, d, documents, auxiliary=auxiliary_of([1e-3, 1.0], 10_000)).result().auxiliary_differs
 
 
 @pytest.mark.parametrize(("slopes", "used"), [((0.0, 0.0), 0), ((1.0, 0.0), 1), ((0.0, 1.0), 2), ((1.0, 1.0), 2)])
-def test_as_much_of_a_pool_is_used_as_makes_the_error_smallest(slopes, used):
+def test_as_much_of_an_auxiliary_sample_is_used_as_makes_the_error_smallest(slopes, used):
     draws = torch.Generator().manual_seed(0)
     a, d = (torch.randn(256, k, generator=draws, dtype=torch.float64) for k in (1, 2))
     a, m = 10 + a + d @ torch.tensor(slopes, dtype=torch.float64)[:, None], torch.ones(256)
-    fixed = [filled(a, m, d, pool=pool_of([1e-3, 1e-3], 1000, number)).shares() for number in range(3)]
-    assert [sum(shares.pool_controls) for shares in fixed] == [0, 1, 2]
-    assert fixed[0].stderr == filled(a, m, d[:, :0]).shares().stderr
-    shares = filled(a, m, d, pool=pool_of([1e-3, 1e-3], 1000)).shares()
-    assert shares.pool_controls == (used > 0, used > 1)
-    assert shares.stderr == fixed[used].stderr == min(each.stderr for each in fixed)
+    fixed = [filled(a, m, d, auxiliary=auxiliary_of([1e-3, 1e-3], 1000, number)).result() for number in range(3)]
+    assert [sum(result.auxiliary_controls) for result in fixed] == [0, 1, 2]
+    assert fixed[0].stderr == filled(a, m, d[:, :0]).result().stderr
+    result = filled(a, m, d, auxiliary=auxiliary_of([1e-3, 1e-3], 1000)).result()
+    assert result.auxiliary_controls == (used > 0, used > 1)
+    assert result.stderr == fixed[used].stderr == min(each.stderr for each in fixed)
 
 
-def test_the_chance_of_being_as_far_from_the_pool_is_uniform():
+def test_the_chance_of_being_as_far_from_the_auxiliary_sample_is_uniform():
     generator = np.random.default_rng(3)
     chances = []
     covariance = torch.tensor([[0.01, 0.002], [0.002, 0.0025]], dtype=torch.float64)
     for _ in range(400):
         rows = torch.from_numpy(generator.normal(size=(256, 2)) @ np.array([[1.0, 0.5], [0.0, 2.0]]))
         means = torch.linalg.cholesky(covariance) @ torch.from_numpy(generator.normal(size=2))
-        chances.append(tallies._chance(torch.ones(256, dtype=torch.float64), rows - means, covariance))
+        chances.append(estimators._chance(torch.ones(256, dtype=torch.float64), rows - means, covariance))
     for quantile in (0.01, 0.1, 0.5):
         deviation = math.sqrt(quantile * (1 - quantile) / 400)
         assert abs(np.mean(np.array(chances) < quantile) - quantile) < 4 * deviation
 
 
 @pytest.mark.parametrize(("size", "within"), [(2, True), (2, False), (8, True), (8, False)])
-def test_coverage_and_bias_with_a_pool(size, within):
+def test_coverage_and_bias_with_an_auxiliary_sample(size, within):
     """As without one, over fresh pools of `size` times the clusters, the measured ones among them or not."""
     repetitions, n, truth = 1000, 128, 2.0
     generator = np.random.default_rng(7)
@@ -362,13 +368,13 @@ def test_coverage_and_bias_with_a_pool(size, within):
         measured = features[:n] if within else generator.exponential(size=(n, 2)) @ np.array([[1.0, 0.3], [-0.5, 1.0]])
         m = generator.integers(1, 4, n)
         a = m * (1.7 + 0.3 * generator.exponential(size=n)) + (measured - [0.5, 1.3]) @ [0.8, 0.6]
-        summed = Tally(1, 0, pool=PoolMeans(torch.from_numpy(covariance), size * n))
+        summed = ClusteredRatioEstimator(1, 0, auxiliary=AuxiliaryMeans(torch.from_numpy(covariance), size * n))
         d = torch.from_numpy(measured - mean)
         summed.add(torch.from_numpy(a)[:, None], torch.from_numpy(m), d)
-        shares = summed.shares()
-        errors.append(shares.value - truth)
-        covered += abs(errors[-1]) < 1.98 * shares.stderr  # Student's t with 127 degrees of freedom
-        unlike += shares.unlike_pool
+        result = summed.result()
+        errors.append(result.value - truth)
+        covered += abs(errors[-1]) < 1.98 * result.stderr  # Student's t with 127 degrees of freedom
+        unlike += result.auxiliary_differs
     assert unlike == 0
     assert abs(covered / repetitions - 0.95) < 0.015 + 4 * math.sqrt(0.05 * 0.95 / repetitions)
     assert abs(np.mean(errors)) < 4 * np.std(errors) / math.sqrt(repetitions)
@@ -378,21 +384,21 @@ def test_coverage_and_bias_with_a_pool(size, within):
     assert np.std(errors) == pytest.approx(expected, rel=0.08)
 
 
-def test_a_pool_survives_a_state_and_joins_those_of_processes():
-    a, m, d, documents = pool_rows(256)
-    pool = pool_of([[0.002, 0.001], [0.001, 0.004]], 1000, number=2)
-    whole = filled(a, m, d, documents, pool=pool).shares()
-    begun = filled(a[:51], m[:51], d[:51], documents[:51], pool=pool)
-    resumed = Tally.from_state({name: value.clone() for name, value in begun.state().items()})
+def test_an_auxiliary_sample_survives_a_state_and_joins_those_of_processes():
+    a, m, d, documents = auxiliary_rows(256)
+    auxiliary = auxiliary_of([[0.002, 0.001], [0.001, 0.004]], 1000, number=2)
+    whole = filled(a, m, d, documents, auxiliary=auxiliary).result()
+    begun = filled(a[:51], m[:51], d[:51], documents[:51], auxiliary=auxiliary)
+    resumed = ClusteredRatioEstimator.from_state({name: value.clone() for name, value in begun.state().items()})
     resumed.add(a[51:], m[51:], d[51:], documents[51:])
-    assert torch.equal(resumed.shares().influence, whole.influence)
-    assert resumed._pool.number == 2
-    halves = [filled(a[i], m[i], d[i], documents[i], pool=pool) for i in (slice(0, 128), slice(128, 256))]
-    merged = Tally.merged(halves).shares()
+    assert torch.equal(resumed.result().influence, whole.influence)
+    assert resumed._auxiliary.number == 2
+    halves = [filled(a[i], m[i], d[i], documents[i], auxiliary=auxiliary) for i in (slice(0, 128), slice(128, 256))]
+    merged = ClusteredRatioEstimator.merged(halves).result()
     assert (merged.value, merged.stderr) == pytest.approx((whole.value, whole.stderr), rel=1e-11)
-    assert merged.pool_controls == (True, True)
-    other = filled(a, m, d, documents, pool=pool_of([0.002, 0.004], 1000))
-    assert Tally.from_state(other.state())._pool.number is None
+    assert merged.auxiliary_controls == (True, True)
+    other = filled(a, m, d, documents, auxiliary=auxiliary_of([0.002, 0.004], 1000))
+    assert ClusteredRatioEstimator.from_state(other.state())._auxiliary.number is None
 
 
 def test_rows_of_a_document_are_summed_wherever_batches_end():
@@ -409,7 +415,7 @@ def test_rows_of_a_document_are_summed_wherever_batches_end():
 
 
 def test_one_cluster_is_refused():
-    tally = Tally(1, 0)
-    tally.add(torch.ones(3, 1), torch.ones(3), torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64))
+    estimator = ClusteredRatioEstimator(1, 0)
+    estimator.add(torch.ones(3, 1), torch.ones(3), torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(IsolossError, match="at least 2 independent sequences or documents, not 1"):
-        tally.shares()
+        estimator.result()

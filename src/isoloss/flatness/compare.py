@@ -14,15 +14,17 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.differences import Comparison, Influence, compared
-from isoloss.flatness.engine.auxiliary_sample import Pool
-from isoloss.flatness.engine.predictions import Batch, Predictions
-from isoloss.flatness.engine.run import UNIT, InterruptedEstimate, Measurement, Norms, Stopping
-from isoloss.flatness.fisher import Integrated
+from isoloss.flatness.differences import Comparison, Measured, comparison_of
+from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
+from isoloss.flatness.engine.batches import CheckedBatch
+from isoloss.flatness.engine.measurement import Measurement, Terms
+from isoloss.flatness.engine.predictions import Predictions
+from isoloss.flatness.engine.run import UNIT, InterruptedEstimate, Stopping
+from isoloss.flatness.fisher import ExactLabels
 from isoloss.loading import load
 from isoloss.model_checks import is_causal, unwrapped
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio_estimator import Tally
+from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
 
 Model = nn.Module | Callable[[], nn.Module]
 
@@ -93,7 +95,7 @@ def compare(
     rtol: float | None = None,
     seconds: float | None = None,
     causal: bool | None = None,
-    pool: Iterable[Mapping[str, Any]] | None = None,
+    auxiliary_sample: Iterable[Mapping[str, Any]] | None = None,
     one_estimator: bool = False,
     progress: Callable[[str, int], None] | None = None,
 ) -> Comparison:
@@ -101,10 +103,10 @@ def compare(
 
     What makes an input hard, or a draw of signs lucky, is much the same for similar models, so that the difference of
     two traces is known far better than either of them. With psi_b the influence of cluster b on a trace
-    (`isoloss.statistics.ratio_estimator.Shares`), the error of the difference is that of the mean of psi_b - psi'_b;
-    the error of the logarithm of the ratio is that of the mean of psi_b / R - psi'_b / R' (the delta method). The
-    probability of being the flattest is that of the smallest of L jointly normal numbers with the estimates as means
-    and the influences' covariance: in closed form for two models, from 200,000 draws for more.
+    (`isoloss.statistics.ratio_estimator.ClusteredRatio`), the error of the difference is that of the mean of psi_b -
+    psi'_b; the error of the logarithm of the ratio is that of the mean of psi_b / R - psi'_b / R' (the delta method).
+    The probability of being the flattest is that of the smallest of L jointly normal numbers with the estimates as
+    means and the influences' covariance: in closed form for two models, from 200,000 draws for more.
 
     Args:
         models: Language models by name, or functions that load them, or names of checkpoints. What is loaded here is
@@ -116,8 +118,9 @@ def compare(
         rtol: As for `fisher_trace`; the first model decides, and the others are measured on as many sequences.
         seconds: As for `fisher_trace`; the first model decides, and the others are measured on as many sequences.
         causal: Whether position t predicts token t + 1. None: by each model's class.
-        pool: As for `fisher_trace`; it is read once, by the embeddings of the first model, which need not be the one
-            that is measured: they only tell the sequences apart. The first model decides how much of it is used.
+        auxiliary_sample: As for `fisher_trace`; it is read once, by the embeddings of the first model, which need not
+            be the one that is measured: they only tell the sequences apart. The first model decides how much of it is
+            used.
         one_estimator: Whether every estimate is the same linear function of the squared norms of the sequences'
             gradients: all models are given the first one's control variates, and no norm is taken position by position
             because of where its parameter stands. Two parameters whose squared norms have one ratio on every sequence
@@ -151,9 +154,9 @@ def compare(
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
         batches = list(batches)
     first: Outline | None = None
-    read: Pool | None = None
+    sample: AuxiliarySample | None = None
     controls: torch.Tensor | None = None
-    done: list[Influence] = []
+    done: list[Measured] = []
     for name, given in named.items():
         step = None if progress is None else _progress_of(name, progress)
         try:
@@ -163,84 +166,75 @@ def compare(
             first = first or outline
             first.check(outline)
             source = WithLoss(
-                model, num_probes=num_probes, seed=seed, causal=outline.causal, parameters=None, controls=controls
+                model, num_probes=1 if num_probes is None else num_probes, seed=seed, causal=outline.causal
             )
-            source.separate = not one_estimator
-            if pool is not None and read is None:
-                read = Pool.read(model, pool)
-            one = _measure(name, Measurement(model, source, pool=read), source, batches, stopping, step)
+            source.controls, source.separate = controls, not one_estimator
+            if auxiliary_sample is not None and sample is None:
+                sample = AuxiliarySample.read(model, auxiliary_sample)
+            measurement = Measurement(source, auxiliary_sample=sample)
+            one = _measure(name, measurement, source, batches, stopping, step)
         except InterruptedEstimate as stop:
-            raise InterruptedComparison(compared(done) if done else None, name, stop.partial) from stop
+            raise InterruptedComparison(comparison_of(done) if done else None, name, stop.partial) from stop
         except KeyboardInterrupt as stop:
             if not done:
                 raise
-            raise InterruptedComparison(compared(done), name, None) from stop
-        if not done and read is not None:
-            read = dataclasses.replace(read, number=sum(one.pool_controls))
+            raise InterruptedComparison(comparison_of(done), name, None) from stop
+        if not done and sample is not None:
+            sample = dataclasses.replace(sample, number=sum(measurement.result().auxiliary_controls))
         if not done and (rtol is not None or seconds is not None):
             stopping = Stopping(num_sequences=one.trace.details["sequences"])
         if one_estimator and not done:
             controls = torch.cat(source.own_controls)
         done.append(one)
-        del model, source  # so that two are never held
-    return compared(done)
+        del model, source, measurement  # so that two models are never held
+    return comparison_of(done)
 
 
-class WithLoss(Integrated):
-    """The integrated labels' cotangents, keeping the loss at the given labels of every sequence.
+class WithLoss(ExactLabels):
+    """The exact expectation over labels, keeping the loss at the given labels of every sequence.
 
     Attributes:
+        controls: (N, C) control variates to use instead of the model's own; None: its own.
         own_controls: The model's own control variates (B, C) of each batch, whether they were used or not.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        num_probes: int | None,
-        seed: int,
-        causal: bool | None,
-        parameters: Mapping[str, nn.Parameter] | None,
-        controls: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
+    controls: torch.Tensor | None = None
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
         self.own_controls: list[torch.Tensor] = []
-        self._controls = controls
         self._nats: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
 
-    def measure(self, batch: Batch, first: int) -> Norms:
+    def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, with the given control variates where there are any."""
-        norms = super().measure(batch, first)
-        self.own_controls.append(norms.controls)
-        if self._controls is None:
-            return norms
-        return norms._replace(controls=self._controls[first : first + len(norms.positions)])
+        terms = super().measure(batch)
+        self.own_controls.append(terms.controls)
+        if not batch.checked.predicts:
+            self._nats.append(terms.values.new_zeros(len(terms.positions)))
+        self._positions.append(terms.positions)
+        if self.controls is None:
+            return terms
+        return terms._replace(controls=self.controls[batch.first : batch.first + len(terms.positions)])
 
-    def _nothing(self, batch: Batch) -> Norms:
-        norms = super()._nothing(batch)
-        self._nats.append(norms.square_norms.new_zeros(len(norms.positions)))
-        self._positions.append(norms.positions)
-        return norms
-
-    def loss(self, batches: Iterable[Mapping[str, Any]], sequences: int) -> tuple[Estimate, torch.Tensor]:
-        """Return the loss of the first `sequences` sequences, and (N,) the influence of each cluster on it."""
+    def loss(self, batches: Iterable[Mapping[str, Any]], sequences: int) -> Estimate:
+        """Return the loss of the first `sequences` sequences."""
         nats, positions = torch.cat(self._nats)[:sequences], torch.cat(self._positions)[:sequences]
         ids = [batch["documents"] for batch in batches if "documents" in batch]
-        tally = Tally(num_parameters=1, num_controls=0)
-        tally.add(
+        estimator = ClusteredRatioEstimator(num_parameters=1, num_controls=0)
+        estimator.add(
             nats[:, None], positions, torch.zeros(len(nats), 0), torch.cat(ids)[: len(nats)].cpu() if ids else None
         )
-        shares = tally.shares()
-        estimate = Estimate(
-            value=shares.value,
-            stderr=shares.stderr,
-            samples=len(tally),
+        result = estimator.result()
+        return Estimate(
+            value=result.value,
+            stderr=result.stderr,
+            samples=len(estimator),
             unit=UNIT,
             num_inputs=int(positions.sum()),
             method="cross-entropy",
+            influence=result.influence.numpy(),
         )
-        return estimate, shares.influence
 
     def _probe(
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
@@ -249,7 +243,6 @@ class WithLoss(Integrated):
             nats = torch.zeros(len(positions), dtype=torch.float64)
             nats.index_add_(0, predictions.rows.cpu(), _surprise(predictions.logits, predictions.targets).cpu())
             self._nats.append(nats)
-            self._positions.append(positions.cpu())
         return super()._probe(predictions, positions, first, probe, keep=keep)
 
 
@@ -273,34 +266,26 @@ def _measure(
     batches: Iterable[Mapping[str, Any]],
     stopping: Stopping,
     progress: Callable[[int], None] | None,
-) -> Influence:
+) -> Measured:
     try:
-        trace = measurement.run(batches, stopping, progress=progress)
+        trace = measurement.measure(batches, stopping, progress=progress)
     except IsolossError as error:
         raise IsolossError(f"{name}: {error}") from error
     if trace.value <= 0:
         raise IsolossError(f"{name}: the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
-    loss, on_loss = source.loss(batches, trace.details["sequences"])
-    shares = measurement.shares()
+    result = measurement.result()
     rest = Estimate(
-        value=shares.part,
-        stderr=shares.part_stderr,
+        value=result.part,
+        stderr=result.part_stderr,
         samples=trace.samples,
         unit=trace.unit,
         num_inputs=trace.num_inputs,
         num_probes=trace.num_probes,
         method=f"{trace.method}, without embeddings",
+        influence=result.part_influence.numpy(),
     )
-    return Influence(
-        name=name,
-        trace=trace,
-        without_embeddings=rest,
-        loss=loss,
-        on_trace=shares.influence,
-        on_without_embeddings=shares.part_influence,
-        on_loss=on_loss,
-        pool_controls=shares.pool_controls,
-    )
+    loss = source.loss(batches, trace.details["sequences"])
+    return Measured(name=name, trace=trace, without_embeddings=rest, loss=loss)
 
 
 def _named(models: Mapping[str, Model] | Sequence[str]) -> dict[str, Model]:

@@ -1,26 +1,18 @@
-"""What a comparison of models found: paired differences with errors, and the chance of each to be the flattest.
-
-Shapes: N clusters, r means of a pool, L models.
-"""
+"""The result of a comparison of models: paired differences with errors, and the chance of each to be the flattest."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.run import UNIT
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.estimate import Estimate, columns, html_table, number
+from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
 
-_DRAWS = 200_000  # for the probability of being the flattest, which is then within 0.003
-_TIE = 1e-9  # of a trace: differences below it are rounding
+_ROWS = 5  # of a table that is printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +31,7 @@ class Measured:
     trace: Estimate
     without_embeddings: Estimate
     loss: Estimate
-    flattest: float
+    flattest: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +66,9 @@ class Pair:
         return math.exp(low), math.exp(high)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
-    """What `compare` found.
+    """The result of `isoloss.flatness.compare`: it prints as a table.
 
     Attributes:
         models: The models, in the order in which they were given.
@@ -103,10 +95,42 @@ class Comparison:
         names = ", ".join(model.name for model in self.models)
         raise IsolossError(f"there is no pair of {first} and {second}; the models are {names}")
 
+    def __repr__(self) -> str:
+        best = min(self.models, key=lambda model: model.trace.value)
+        return f"Comparison({len(self.models)} models; {best.name} is the flattest: {_percent(best.flattest)})"
+
+    def __str__(self) -> str:
+        tables = [columns([header, *rows]) for header, rows in self._tables()]
+        return "\n\n".join(tables)
+
+    def _repr_html_(self) -> str:
+        """Return the tables for a notebook."""
+        return "".join(html_table(rows, header) for header, rows in self._tables())
+
+    def _tables(self) -> list[tuple[list[str], list[list[str]]]]:
+        """Return header and rows of the models, flattest first, and of the pairs with the flattest."""
+        ranked = sorted(self.models, key=lambda model: model.trace.value)
+        unit = self.models[0].trace.unit
+        header = ["model", f"trace ({unit})", f"loss ({unit})", "flattest"]
+        rows = [
+            [model.name, number(model.trace), number(model.loss), _percent(model.flattest)] for model in ranked[:_ROWS]
+        ]
+        tables = [(header, rows)]
+        best, *others = ranked
+        if others:
+            pairs = [(other, self.pair(other.name, best.name)) for other in others[:_ROWS]]
+            rows = []
+            for other, pair in pairs:
+                sign = 1 if pair.first == other.name else -1
+                low, high = sorted(math.exp(sign * math.log(end)) for end in pair.ratio_ci95)
+                differences = [number(replace(each, value=sign * each.value)) for each in (pair.trace, pair.loss)]
+                rows.append([other.name, *differences, f"{low:.4g} to {high:.4g}"])
+            tables.append(([f"less {best.name}", "trace", "loss", "ratio of traces, 95 %"], rows))
+        return tables
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
-        document = dataclasses.asdict(self)
-        return {name: list(parts) for name, parts in document.items()}
+        return {name: [_document(part) for part in getattr(self, name)] for name in ("models", "pairs")}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Comparison:
@@ -124,91 +148,30 @@ class Comparison:
         )
 
 
-@dataclass(frozen=True)
-class Influence:
-    """A model's estimates, and what each of N clusters adds to their errors: (N,) on the loss.
-
-    On the trace, and on that without embeddings, it is (N + r,), with each of the r means of a pool, which are the
-    same for all models; `pool_controls` (r,) says which of these were used.
-    """
-
-    name: str
-    trace: Estimate
-    without_embeddings: Estimate
-    loss: Estimate
-    on_trace: torch.Tensor
-    on_without_embeddings: torch.Tensor
-    on_loss: torch.Tensor
-    pool_controls: tuple[bool, ...]
+def _document(part: Measured | Pair) -> dict[str, Any]:
+    fields = {name: getattr(part, name) for name in part.__dataclass_fields__}
+    return {name: value.to_dict() if isinstance(value, Estimate) else value for name, value in fields.items()}
 
 
-def compared(done: list[Influence]) -> Comparison:
-    """Return the comparison of models that were measured on the same inputs."""
-    chances = _flattest(
-        [one.trace.value for one in done], torch.stack([one.on_trace for one in done]), done[0].trace.samples
-    )
+def _percent(chance: float) -> str:
+    return f"{100 * chance:.3g} %"
+
+
+def comparison_of(models: Sequence[Measured]) -> Comparison:
+    """Return the comparison of models that were measured on the same inputs, their chances to be filled in."""
+    chances = probabilities_of_smallest([model.trace for model in models])
     return Comparison(
-        models=tuple(
-            Measured(
-                name=one.name,
-                trace=one.trace,
-                without_embeddings=one.without_embeddings,
-                loss=one.loss,
-                flattest=chance,
-            )
-            for one, chance in zip(done, chances, strict=True)
-        ),
-        pairs=tuple(_pair(a, b) for a, b in itertools.combinations(done, 2)),
+        models=tuple(replace(model, flattest=chance) for model, chance in zip(models, chances, strict=True)),
+        pairs=tuple(_pair(a, b) for a, b in itertools.combinations(models, 2)),
     )
 
 
-def _pair(a: Influence, b: Influence) -> Pair:
-    log_ratio = math.log(a.trace.value) - math.log(b.trace.value)
-    of_logs = a.on_trace / a.trace.value - b.on_trace / b.trace.value
-    rest, on_rest = (
-        a.without_embeddings.value - b.without_embeddings.value,
-        a.on_without_embeddings - b.on_without_embeddings,
-    )
+def _pair(a: Measured, b: Measured) -> Pair:
     return Pair(
         first=a.name,
         second=b.name,
-        without_embeddings=_paired(rest, on_rest, a.trace, UNIT),
-        trace=_paired(a.trace.value - b.trace.value, a.on_trace - b.on_trace, a.trace, UNIT),
-        loss=_paired(a.loss.value - b.loss.value, a.on_loss - b.on_loss, a.loss, UNIT),
-        log_ratio=_paired(log_ratio, of_logs, a.trace, "logarithm of a ratio"),
+        trace=paired_difference(a.trace, b.trace),
+        without_embeddings=paired_difference(a.without_embeddings, b.without_embeddings),
+        loss=paired_difference(a.loss, b.loss),
+        log_ratio=paired_log_ratio(a.trace, b.trace),
     )
-
-
-def _paired(value: float, influence: torch.Tensor, like: Estimate, unit: str) -> Estimate:
-    n = like.samples
-    return Estimate(
-        value=value,
-        stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1))),
-        samples=n,
-        unit=unit,
-        num_inputs=like.num_inputs,
-        num_probes=like.num_probes,
-        method="paired difference",
-    )
-
-
-def _flattest(values: list[float], influences: torch.Tensor, n: int) -> list[float]:
-    """Return for each of L models the probability that its trace is the smallest, given influences on n clusters."""
-    number = len(values)
-    if number == 1:
-        return [1.0]
-    if number == 2:
-        difference = values[1] - values[0]
-        deviation = math.sqrt(float((influences[0] - influences[1]).square().sum()) / (n * (n - 1)))
-        if deviation == 0:
-            first = 0.5 + 0.5 * ((difference > 0) - (difference < 0))
-        else:
-            first = 0.5 * math.erfc(-difference / deviation / math.sqrt(2))
-        return [first, 1 - first]
-    root = torch.linalg.qr(influences.T / math.sqrt(n * (n - 1)), mode="r").R  # R^T R is the covariance
-    normals = torch.randn(_DRAWS, len(root), generator=seeds.generator(0, "flattest"), dtype=torch.float64)
-    drawn = torch.tensor(values, dtype=torch.float64) + normals @ root
-    least = drawn.min(dim=1, keepdim=True).values
-    smallest = (drawn <= least + _TIE * least.abs()).double()  # models that are the same share the place
-    chances: list[float] = (smallest / smallest.sum(dim=1, keepdim=True)).mean(dim=0).tolist()
-    return chances

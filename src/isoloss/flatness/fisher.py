@@ -6,7 +6,6 @@ Shapes: B sequences of a batch, T positions, m predicted positions, V vocabulary
 from __future__ import annotations
 
 import abc
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,14 +14,14 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.flatness import sampled_labels
 from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.auxiliary_sample import Pool
-from isoloss.flatness.engine.parameters import counted_parameters, requiring_gradients
+from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
+from isoloss.flatness.engine.batches import CheckedBatch
+from isoloss.flatness.engine.measurement import Measurement, Source, Terms, at_least_one
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
-from isoloss.flatness.engine.predictions import Batch, Predictions
-from isoloss.flatness.engine.run import Measurement, Norms, Stopping
-from isoloss.model_checks import is_causal, refuse_dropout
+from isoloss.flatness.engine.predictions import Predictions
+from isoloss.flatness.engine.run import Stopping
+from isoloss.flatness.sampled_labels import sampled_label_norms
 from isoloss.statistics.estimate import Estimate
 
 _PAPER_LABELS = 50  # appendix B.1
@@ -43,7 +42,7 @@ def fisher_trace(
     seconds: float | None = None,
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
-    pool: Pool | Iterable[Mapping[str, Any]] | None = None,
+    auxiliary_sample: AuxiliarySample | Iterable[Mapping[str, Any]] | None = None,
     resume: Path | None = None,
     distributed: bool = False,
     progress: Callable[[int], None] | None = None,
@@ -64,7 +63,8 @@ def fisher_trace(
     sequence have independent v, so that their cross terms vanish on average. Control variates with known means take
     much of the probes' noise away, that of the cross terms included
     (`isoloss.flatness.engine.control_variates.Controls`), with cross-fitted coefficients
-    (`isoloss.statistics.ratio_estimator.Tally`). Only first derivatives are taken, so every attention kernel does.
+    (`isoloss.statistics.ratio_estimator.ClusteredRatioEstimator`). Only first derivatives are taken, so every attention
+    kernel does.
 
     The error is that of a ratio over independent clusters, so it covers the data and the probes together. A cluster is
     a sequence, or, where a batch has `documents`, the consecutive sequences of one document.
@@ -88,13 +88,13 @@ def fisher_trace(
         seconds: Stop at the first batch that ends later than this after the start, once there are 64 clusters.
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters to sum over, by name; None: all trainable ones.
-        pool: Many more sequences, drawn as those of the batches are, which these may be among: batches of `input_ids`
-            and, as the measured ones have them, `labels`, `attention_mask` and `documents`. Only their tokens are read:
-            what a sequence's words say of its value then adds no more to the error than it does over the whole pool
-            (`isoloss.flatness.engine.auxiliary_sample.Pool`). It takes at least twice as many sequences as are
-            measured, and 16 measured clusters for each control; the details' `pool_bigrams` and `pool_directions` say
-            what was used, none where the error is smaller without. None: the error is that of the measured sequences
-            alone.
+        auxiliary_sample: Many more sequences, drawn as those of the batches are, which these may be among: batches of
+            `input_ids` and, as the measured ones have them, `labels`, `attention_mask` and `documents`. Only their
+            tokens are read: what a sequence's words say of its value then adds no more to the error than it does over
+            the whole pool (`isoloss.flatness.engine.auxiliary_sample.AuxiliarySample`). It takes at least twice as many
+            sequences as are measured, and 16 measured clusters for each control; the details' `auxiliary_bigrams` and
+            `auxiliary_directions` say what was used, none where the error is smaller without. None: the error is that
+            of the measured sequences alone.
         resume: A file to go on from, and to write what has been summed to every half minute. It is removed at the end.
         distributed: Whether each process of the torch.distributed group measures batches of its own; every one gets the
             estimate over all of them. A process's signs are other ones than another's.
@@ -124,18 +124,21 @@ def fisher_trace(
         >>> trace = fisher_trace(model, [{"input_ids": input_ids, "labels": labels}])
         >>> trace.num_inputs, trace.samples, trace.value > 0, trace.stderr < 0.1 * trace.value
         (64, 64, True, True)
-        >>> pool = [{"input_ids": torch.randint(0, 8, (640, 4))}]
-        >>> fisher_trace(model, [{"input_ids": input_ids, "labels": labels}], pool=pool).details["pool_sequences"]
+        >>> more = [{"input_ids": torch.randint(0, 8, (640, 4))}]
+        >>> trace = fisher_trace(model, [{"input_ids": input_ids, "labels": labels}], auxiliary_sample=more)
+        >>> trace.details["auxiliary_sequences"]
         640
     """
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if method not in _METHODS:
         raise IsolossError(f"method is {method!r}; it is one of {', '.join(_METHODS)}")
-    source = _METHODS[method](model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
-    if pool is not None and not isinstance(pool, Pool):
-        pool = Pool.read(model, pool)
-    measurement = Measurement(model, source, distributed=distributed, pool=pool)
-    return measurement.run(batches, stopping, resume=resume, progress=progress)
+    kind, default = _METHODS[method]
+    probes = at_least_one(default if num_probes is None else num_probes)
+    source = kind(model, num_probes=probes, seed=seed, causal=causal, parameters=parameters)
+    if auxiliary_sample is not None and not isinstance(auxiliary_sample, AuxiliarySample):
+        auxiliary_sample = AuxiliarySample.read(model, auxiliary_sample)
+    measurement = Measurement(source, distributed=distributed, auxiliary_sample=auxiliary_sample)
+    return measurement.measure(batches, stopping, resume=resume, progress=progress)
 
 
 def empirical_fisher_trace(
@@ -164,29 +167,15 @@ def empirical_fisher_trace(
     Arguments, result and errors are those of `fisher_trace`; the labels' values count.
     """
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
-    source = Observed(model, seed=seed, causal=causal, parameters=parameters)
-    return Measurement(model, source, distributed=distributed).run(batches, stopping, resume=resume, progress=progress)
+    source = GivenLabels(model, num_probes=1, seed=seed, causal=causal, parameters=parameters)
+    return Measurement(source, distributed=distributed).measure(batches, stopping, resume=resume, progress=progress)
 
 
-class _Ghost(abc.ABC):
+class _PerSequence(Source):
     """Squared norms from one backward pass to activations, for cotangents that a subclass puts on the logits."""
 
-    method: str
-    num_controls = 0
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        num_probes: int | None = None,
-        seed: int,
-        causal: bool | None,
-        parameters: Mapping[str, nn.Parameter] | None,
-    ) -> None:
-        self.num_probes = _at_least_one(1 if num_probes is None else num_probes)
-        self.seed, self.causal = seed, is_causal(model) if causal is None else causal
-        self.settled: dict[str, int] = {}
-        self.parameters = counted_parameters(model, parameters)
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
         self._predictor = Predictor(model, causal=self.causal, parameters=self.parameters)
 
     def __enter__(self) -> Self:
@@ -194,37 +183,30 @@ class _Ghost(abc.ABC):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        """Leave the model as found."""
         self._predictor.__exit__(*error)
 
-    def measure(self, batch: Batch, first: int) -> Norms:
+    def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch; the mean over probes."""
-        if not batch.predicts:
-            return self._nothing(batch)
-        predictions = self._predictor.forward(batch)
-        positions = torch.bincount(predictions.rows, minlength=predictions.num_sequences)
-        square_norms = torch.zeros(len(positions), len(self.parameters), dtype=torch.float64)
-        controls = torch.zeros(len(positions), self.num_controls, dtype=torch.float64)
+        number = len(batch.clusters)
+        square_norms = torch.zeros(number, len(self.parameters), dtype=torch.float64)
+        controls = torch.zeros(number, self.num_controls, dtype=torch.float64)
+        if not batch.checked.predicts:
+            return Terms(square_norms, torch.zeros(number, dtype=torch.int64), controls)
+        predictions = self._predictor.forward(batch.checked)
+        positions = torch.bincount(predictions.rows, minlength=number)
         for probe in range(self.num_probes):
             last = probe == self.num_probes - 1
-            norms, centred = self._probe(predictions, positions, first, probe, keep=not last)
+            norms, centred = self._probe(predictions, positions, batch.first, probe, keep=not last)
             square_norms += norms / self.num_probes
             if centred is not None:
                 controls += centred.cpu() / self.num_probes
-        return Norms(square_norms, positions.cpu(), controls)
-
-    def _nothing(self, batch: Batch) -> Norms:
-        """Return the norms of a batch that predicts nothing."""
-        number = len(batch.predicted)
-        return Norms(
-            torch.zeros(number, len(self.parameters), dtype=torch.float64),
-            torch.zeros(number, dtype=torch.int64),
-            torch.zeros(number, self.num_controls, dtype=torch.float64),
-        )
+        return Terms(square_norms, positions.cpu(), controls)
 
     def details(self) -> dict[str, Any]:
-        """Return where positions were gathered, and which parameters took another path."""
+        """Return where positions were selected, and which parameters took another path."""
         return {
-            "positions_gathered": str(self._predictor.gathering),
+            "positions_selected": str(self._predictor.selection),
             "parameters_without_gradient": list(self._predictor.unreached),
             "parameters_by_autograd": list(self._predictor.slow_parameters),
         }
@@ -239,20 +221,20 @@ class _Ghost(abc.ABC):
         """
 
 
-class Integrated(_Ghost):
-    """Labels integrated out: cotangents S v, with control variates.
+class ExactLabels(_PerSequence):
+    """The exact expectation over labels: cotangents S v, with control variates.
 
     Attributes:
         separate: Whether positions are squared one by one where that has less noise (`Predictor.squared_norms`).
     """
 
-    method = "fisher, labels integrated out"
+    method = "fisher, exact expectation over labels"
     num_controls = control_variates.Controls.NUMBER
     separate = True
 
     def details(self) -> dict[str, Any]:
         """Return what every source does, and the further probes of the last layer."""
-        return {**super().details(), "tail_probes": self.settled.get("tail_probes", 0)}
+        return {**super().details(), "tail_probes": self.choices.get("tail_probes", 0)}
 
     def _probe(
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
@@ -263,14 +245,16 @@ class Integrated(_Ghost):
                 cotangent, predictions.hidden, predictions.decoder, predictions.rows, len(positions)
             )
         others = [] if controls is None else self._tail(predictions, controls, positions, first, probe)
-        places = range(first, first + len(positions))
-        control_variates.integrated_(cotangent, positions, places, seed=self.seed, probe=probe)
+        indices = range(first, first + len(positions))
+        control_variates.exact_labels_(cotangent, positions, indices, seed=self.seed, probe=probe)
         norms = self._predictor.squared_norms(
             predictions, cotangent.to(predictions.logits.dtype), separate=self.separate, keep=keep
         )
         if controls is None or norms.hidden_cotangent is None:
             return norms.by_parameter, None
-        return norms.by_parameter, controls.centred(cotangent, norms.hidden_cotangent, norms.station_cotangents, others)
+        return norms.by_parameter, controls.centred(
+            cotangent, norms.hidden_cotangent, norms.intermediate_cotangents, others
+        )
 
     def _tail(
         self,
@@ -280,22 +264,22 @@ class Integrated(_Ghost):
         first: int,
         probe: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the first station's cotangent (m, d) and `squares` (B, 2) for as many further probes as are cheap."""
-        number = self.settled.setdefault("tail_probes", _tail_probes(self._predictor.tail_share))
-        stations = self._predictor.stations(predictions)
-        if not number or not stations:
+        """Return the first intermediate's cotangent (m, d) and `squares` (B, 2), for each affordable further probe."""
+        number = self.choices.setdefault("tail_probes", _tail_probes(self._predictor.tail_fraction))
+        intermediates = self._predictor.intermediates(predictions)
+        if not number or not intermediates:
             return []
-        logits, places = predictions.logits, range(first, first + len(positions))
-        streams = control_variates.streams_of(positions, logits.shape[1], places, "tail", probe)
-        found = []
-        for octets in control_variates.packed_signs(streams, logits.device, self.seed, copies=number):
-            cotangent = control_variates.with_signs_(control_variates.root_probabilities(logits), positions, octets)
-            hidden, station = self._predictor.tail_cotangents(predictions, stations[0], cotangent)
-            found.append((station, controls.squares(cotangent, hidden)))
-        return found
+        logits, indices = predictions.logits, range(first, first + len(positions))
+        streams = control_variates.streams_of(positions, logits.shape[1], indices, "tail", probe)
+        results = []
+        for octets in control_variates.packed_probes(streams, logits.device, self.seed, copies=number):
+            cotangent = control_variates.with_probe_(control_variates.root_probabilities(logits), positions, octets)
+            hidden, intermediate = self._predictor.tail_cotangents(predictions, intermediates[0], cotangent)
+            results.append((intermediate, controls.squares(cotangent, hidden)))
+        return results
 
 
-class Observed(_Ghost):
+class GivenLabels(_PerSequence):
     """The given labels: cotangents p - onehot(y), each with a random sign."""
 
     method = "empirical fisher, given labels"
@@ -304,68 +288,34 @@ class Observed(_Ghost):
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cotangent = control_variates.root_probabilities(predictions.logits)
-        places = range(first, first + len(positions))
-        control_variates.observed_(cotangent, predictions.targets, positions, places, seed=self.seed)
+        indices = range(first, first + len(positions))
+        control_variates.given_labels_(cotangent, predictions.targets, positions, indices, seed=self.seed)
         return self._predictor.squared_norms(
             predictions, cotangent.to(predictions.logits.dtype), separate=True, keep=keep
         ).by_parameter, None
 
 
-class SampledLabels:
-    """The paper's estimator, to the letter."""
+class SampledLabels(Source):
+    """The paper's estimator as appendix B.1 states it: the reference implementation."""
 
     method = "fisher, sampled labels"
-    num_controls = 0
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        num_probes: int | None,
-        seed: int,
-        causal: bool | None,
-        parameters: Mapping[str, nn.Parameter] | None,
-    ) -> None:
-        refuse_dropout(model)
-        self.num_probes = _at_least_one(_PAPER_LABELS if num_probes is None else num_probes)
-        self.seed, self.causal = seed, is_causal(model) if causal is None else causal
-        self.settled: dict[str, int] = {}
-        self._model = model
-        self.parameters = counted_parameters(model, parameters)
-        self._reached: set[str] = set()
-        self._requiring = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        self._requiring.enter_context(requiring_gradients(self.parameters))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Leave the model as found."""
-        self._requiring.close()
-
-    def measure(self, batch: Batch, first: int) -> Norms:
+    def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, a sequence at a time."""
-        norms, reached = sampled_labels.sampled_label_norms(
-            self._model, batch, self.parameters, first=first, num_labels=self.num_probes, seed=self.seed
+        norms, reached = sampled_label_norms(
+            self.model, batch.checked, self.parameters, first=batch.first, num_labels=self.num_probes, seed=self.seed
         )
-        self._reached |= reached
-        return Norms(norms, batch.predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
-
-    def details(self) -> dict[str, Any]:
-        """Return which parameters had no gradient."""
-        return {"parameters_without_gradient": [name for name in self.parameters if name not in self._reached]}
+        self.reached |= reached
+        return Terms(norms, batch.checked.predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
 
 
-_METHODS: dict[str, type[Integrated | SampledLabels]] = {"ghost": Integrated, "paper": SampledLabels}
+_METHODS: dict[str, tuple[type[ExactLabels | SampledLabels], int]] = {  # and the default number of probes
+    "ghost": (ExactLabels, 1),
+    "paper": (SampledLabels, _PAPER_LABELS),
+}
 
 
-def _tail_probes(share: float) -> int:
-    """Return how many backward passes of a tail, this share of a whole one, are worth their time."""
-    affordable = int(_TAIL_COST / share) if share else 0
+def _tail_probes(fraction: float) -> int:
+    """Return how many backward passes of a tail, this fraction of a whole one, are worth their time."""
+    affordable = int(_TAIL_COST / fraction) if fraction else 0
     return min(affordable, _MOST_TAIL_PROBES) if affordable >= _FEWEST_TAIL_PROBES else 0
-
-
-def _at_least_one(num_probes: int) -> int:
-    if num_probes < 1:
-        raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
-    return num_probes

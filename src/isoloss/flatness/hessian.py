@@ -5,9 +5,8 @@ Shapes: B sequences of a batch, K trainable parameter tensors, n clusters.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,21 +15,19 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.batches import Reading, read_batches
+from isoloss.flatness.engine.batches import CheckedBatch
 from isoloss.flatness.engine.curvature_products import (
     MeanLoss,
     hessian_vector_product,
     predicted_logits,
     second_derivatives,
 )
-from isoloss.flatness.engine.parameters import counted_parameters, refuse_unreached, requiring_gradients
-from isoloss.flatness.engine.run import UNIT, described
-from isoloss.flatness.fisher import Integrated
-from isoloss.model_checks import device_of, is_causal, plainly, refuse_dropout
+from isoloss.flatness.engine.measurement import Measurement, Source, Terms
+from isoloss.flatness.engine.parameters import requiring_gradients
+from isoloss.flatness.engine.run import Stopping
+from isoloss.flatness.fisher import ExactLabels
+from isoloss.model_checks import device_of, plainly
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio_estimator import Tally
-
-_METHODS = ("residual", "authors")
 
 
 def hessian_trace(
@@ -42,8 +39,11 @@ def hessian_trace(
     seed: int = 0,
     group_size: int = 8,
     num_sequences: int | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
+    resume: Path | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Estimate:
     """Estimate the trace of the Hessian of the mean loss per predicted token, at the given labels.
@@ -70,8 +70,11 @@ def hessian_trace(
         seed: Decides them.
         group_size: Sequences that share z; where batches have `documents`, the sequences of a document do.
         num_sequences: Stop after as many; None: at the end of the batches.
+        rtol: As for `fisher_trace`; a cluster is a group, or a batch for the authors' method.
+        seconds: As for `fisher_trace`.
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters to sum over, by name; None: all trainable ones, tied ones once.
+        resume: As for `fisher_trace`.
         progress: Called with the number of sequences done after each batch.
 
     Returns:
@@ -99,172 +102,90 @@ def hessian_trace(
         raise IsolossError(f"num_probes is {num_probes}; it must be at least 1, and 1 with method='authors'")
     if group_size < 1:
         raise IsolossError(f"group_size is {group_size}; it must be at least 1")
-    refuse_dropout(model)
-    counted = counted_parameters(model, parameters)
-    causal = is_causal(model) if causal is None else causal
-    readings = read_batches(
-        batches,
-        model=model,
-        causal=causal,
-        num_sequences=num_sequences,
-        cluster_size=group_size if method == "residual" else 1,
-    )
-    readings = _reporting(readings, progress)
-    if method == "authors":
-        return _authors(model, readings, seed=seed, causal=causal, parameters=counted)
-    return _with_residual(model, readings, num_probes=num_probes, seed=seed, causal=causal, parameters=counted)
+    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    kind = _METHODS[method]
+    source = kind(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
+    if method == "residual":
+        source.cluster_size = group_size
+    return Measurement(source).measure(batches, stopping, resume=resume, progress=progress)
 
 
-def _reporting(readings: Iterator[Reading], progress: Callable[[int], None] | None) -> Iterator[Reading]:
-    for reading in readings:
-        yield reading
-        if progress is not None:
-            progress(reading.first + len(reading.clusters))
+class _WithResidual(ExactLabels):
+    """The Fisher's part, and z^T H z of the residual for each group of sequences."""
+
+    method = "hessian, fisher and residual"
+    parts = ("fisher", "residual")
+
+    def measure(self, batch: CheckedBatch) -> Terms:
+        """Measure a batch."""
+        terms = super().measure(batch)
+        with requiring_gradients(self.parameters):
+            return terms._replace(residual=self._residual(batch))
+
+    def details(self) -> dict[str, Any]:
+        """Return what `fisher_trace` does, and what the error is over."""
+        return {**super().details(), "error_covers": "inputs, labels and probes"}
+
+    def _residual(self, batch: CheckedBatch) -> torch.Tensor:
+        """Return (B, K) float64: z^T H z of each group by parameter, in the row of the group's first sequence."""
+        leaves = list(self.parameters.values())
+        values = torch.zeros(len(batch.clusters), len(leaves), dtype=torch.float64)
+        for group in sorted(set(batch.clusters.tolist())):
+            members = (batch.clusters == group).nonzero()[:, 0]
+            part = batch.checked.rows(members)
+            if not part.predicts:
+                continue
+            with second_derivatives(), plainly(self.model):
+                logits = predicted_logits(self.model, part)
+                error = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
+                error[torch.arange(len(error), device=error.device), part.targets] -= 1
+                gradients = torch.autograd.grad((error * logits).sum(), leaves, create_graph=True, allow_unused=True)
+                for probe in range(self.num_probes):
+                    names = (self.seed, "residual", group, probe)
+                    z = [
+                        control_variates.rademacher(leaf.shape, leaf.device, *names, number).to(leaf.dtype)
+                        for number, leaf in enumerate(leaves)
+                    ]
+                    products = hessian_vector_product(gradients, leaves, z)
+                    along = [float((v.double() * h.double()).sum()) for v, h in zip(z, products, strict=True)]
+                    values[members[0]] += torch.tensor(along, dtype=torch.float64) / self.num_probes
+        return values
 
 
-# --- the Fisher's part and the residual ------------------------------------------------------------------------------
+class _Authors(Source):
+    """What the paper's published code does: a batch a probe."""
 
+    method = "hessian, the authors' code"
+    by_batch = True
 
-@torch.inference_mode(False)
-def _with_residual(
-    model: nn.Module,
-    readings: Iterator[Reading],
-    *,
-    num_probes: int,
-    seed: int,
-    causal: bool,
-    parameters: dict[str, nn.Parameter],
-) -> Estimate:
-    begun, sequences, positions, skipped = time.perf_counter(), 0, 0, 0
-    fisher, rest = Tally(len(parameters), Integrated.num_controls), Tally(len(parameters), 0)
-    source = Integrated(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
-    with source:
-        for reading in readings:
-            with plainly(model):
-                norms = source.measure(reading.checked, reading.first)
-            with requiring_gradients(parameters):
-                residual = _residual(model, reading, parameters, num_probes=num_probes, seed=seed)
-            for tally, values, controls in (
-                (fisher, norms.square_norms, norms.controls),
-                (rest, residual, torch.zeros(len(residual), 0)),
-            ):
-                if not bool(values.isfinite().all()):
-                    raise IsolossError("a derivative of the loss is not finite; use a wider dtype")
-                tally.add(values, norms.positions, controls, reading.clusters)
-            sequences, positions = sequences + len(norms.positions), positions + int(norms.positions.sum())
-            skipped += not reading.checked.predicts
-    parts = fisher.shares(), rest.shares()
-    refuse_unreached(model, parameters, source.details()["parameters_without_gradient"])
-    influence = parts[0].influence + parts[1].influence
-    n = len(influence)
-    shares = parts[0].by_parameter + parts[1].by_parameter
-    return Estimate(
-        value=parts[0].value + parts[1].value,
-        stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1))),
-        samples=n,
-        unit=UNIT,
-        num_inputs=positions,
-        num_probes=num_probes,
-        method="hessian, fisher and residual",
-        seconds=time.perf_counter() - begun,
-        by_parameter=dict(zip(parameters, shares.tolist(), strict=True)),
-        details={
-            **described(model, list(parameters.values()), causal=causal),
-            "sequences": sequences,
-            "skipped_batches": skipped,
-            "seed": seed,
-            "fisher": parts[0].value,
-            "fisher_stderr": parts[0].stderr,
-            "residual": parts[1].value,
-            "residual_stderr": parts[1].stderr,
-            "error_covers": "inputs, labels and probes",
-            **source.details(),
-        },
-    )
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        every = self.parameters
+        self.parameters = {
+            name: value for name, value in every.items() if "pooler" not in name and name != "cls.predictions.bias"
+        }
+        self._left_out = [name for name in every if name not in self.parameters]
 
-
-def _residual(
-    model: nn.Module,
-    reading: Reading,
-    parameters: dict[str, nn.Parameter],
-    *,
-    num_probes: int,
-    seed: int,
-) -> torch.Tensor:
-    """Return (B, K) float64: z^T H z of each group by parameter, in the row of the group's first sequence."""
-    leaves = list(parameters.values())
-    values = torch.zeros(len(reading.clusters), len(leaves), dtype=torch.float64)
-    for group in sorted(set(reading.clusters.tolist())):
-        members = (reading.clusters == group).nonzero()[:, 0]
-        batch = reading.checked.rows(members)
-        if not batch.predicts:
-            continue
-        with second_derivatives(), plainly(model):
-            logits = predicted_logits(model, batch)
-            error = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
-            error[torch.arange(len(error), device=error.device), batch.targets] -= 1
-            gradients = torch.autograd.grad((error * logits).sum(), leaves, create_graph=True, allow_unused=True)
-            for probe in range(num_probes):
-                z = [
-                    control_variates.random_signs(leaf.shape, leaf.device, seed, "residual", group, probe, number).to(
-                        leaf.dtype
-                    )
-                    for number, leaf in enumerate(leaves)
-                ]
-                products = hessian_vector_product(gradients, leaves, z)
-                along = [float((v.double() * h.double()).sum()) for v, h in zip(z, products, strict=True)]
-                values[members[0]] += torch.tensor(along, dtype=torch.float64) / num_probes
-    return values
-
-
-# --- the authors' code -----------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode(False)
-def _authors(
-    model: nn.Module,
-    readings: Iterator[Reading],
-    *,
-    seed: int,
-    causal: bool,
-    parameters: dict[str, nn.Parameter],
-) -> Estimate:
-    begun, rows, sequences, positions, skipped = time.perf_counter(), [], 0, 0, 0
-    kept = {name: p for name, p in parameters.items() if "pooler" not in name and name != "cls.predictions.bias"}
-    for number, reading in enumerate(readings):
-        if not reading.checked.predicts:
-            sequences, skipped = sequences + len(reading.clusters), skipped + 1
-            continue
-        loss = MeanLoss(model, [reading.given], causal=causal, parameters=kept)
-        z = torch.randn(loss.num_parameters, generator=seeds.generator(seed, "authors", number), dtype=loss.dtype)
-        z = z.to(device_of(model))
+    def measure(self, batch: CheckedBatch) -> Terms:
+        """Measure a batch: one row, none where it predicts nothing."""
+        if not batch.checked.predicts:
+            return Terms(torch.zeros(0, len(self.parameters)), torch.zeros(0), torch.zeros(0, 0))
+        loss = MeanLoss(self.model, [batch], causal=self.causal, parameters=self.parameters)
+        generator = seeds.generator(self.seed, "authors", batch.number)
+        z = torch.randn(loss.num_parameters, generator=generator, dtype=loss.dtype).to(device_of(self.model))
         along = z.double() * loss.hessian_product(z).double()
-        parts = torch.split(along, [parameter.numel() for parameter in kept.values()])
-        rows.append(torch.stack([part.sum() for part in parts]).cpu())
-        sequences, positions = sequences + loss.num_sequences, positions + loss.num_positions
-    tally = Tally(len(kept), 0)
-    if rows:  # the mean over batches whatever their size, as the authors take it
-        tally.add(torch.stack(rows), torch.ones(len(rows)), torch.zeros(len(rows), 0))
-    if len(tally) < 2:
-        raise IsolossError(f"the authors' estimator takes a batch a probe, at least 2 batches, not {len(rows)}")
-    shares = tally.shares()
-    return Estimate(
-        value=shares.value,
-        stderr=shares.stderr,
-        samples=len(rows),
-        unit=UNIT,
-        num_inputs=positions,
-        num_probes=1,
-        method="hessian, the authors' code",
-        seconds=time.perf_counter() - begun,
-        by_parameter=dict(zip(kept, shares.by_parameter.tolist(), strict=True)),
-        by_parameter_stderr=dict(zip(kept, shares.by_parameter_stderr.tolist(), strict=True)),
-        details={
-            **described(model, list(kept.values()), causal=causal),
-            "sequences": sequences,
-            "skipped_batches": skipped,
-            "seed": seed,
-            "parameters_left_out": [name for name in parameters if name not in kept],
+        parts = torch.split(along, [parameter.numel() for parameter in self.parameters.values()])
+        values = torch.stack([part.sum() for part in parts]).cpu()
+        # the mean over batches whatever their size, as the authors take it
+        return Terms(values[None], torch.ones(1), torch.zeros(1, 0))
+
+    def details(self) -> dict[str, Any]:
+        """Return which parameters the authors leave out, and what the error is over."""
+        return {
+            "parameters_without_gradient": [],
+            "parameters_left_out": self._left_out,
             "error_covers": "batches, labels and probes",
-        },
-    )
+        }
+
+
+_METHODS: dict[str, type[_WithResidual | _Authors]] = {"residual": _WithResidual, "authors": _Authors}

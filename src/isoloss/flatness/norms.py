@@ -5,25 +5,21 @@ Shapes: B sequences of a batch, m predicted positions, V vocabulary, K trainable
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
-from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.batches import read_batches
-from isoloss.flatness.engine.curvature_products import derivative_along, predicted_logits, second_derivatives
-from isoloss.flatness.engine.parameters import counted_parameters, requiring_gradients
+from isoloss.flatness.engine.batches import CheckedBatch
+from isoloss.flatness.engine.curvature_products import predicted_logits, prediction_variances
+from isoloss.flatness.engine.measurement import Measurement, Source, Terms, at_least_one
+from isoloss.flatness.engine.parameters import counted_parameters
 from isoloss.flatness.engine.predictions import Batch
-from isoloss.flatness.engine.run import UNIT, Measurement, Norms, Stopping, described
-from isoloss.model_checks import is_causal, plainly, refuse_dropout
+from isoloss.flatness.engine.run import Stopping
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio_estimator import Tally
 
 
 def squared_parameter_norm(model: nn.Module, *, parameters: Mapping[str, nn.Parameter] | None = None) -> Estimate:
@@ -47,7 +43,7 @@ def squared_parameter_norm(model: nn.Module, *, parameters: Mapping[str, nn.Para
     return Estimate(
         value=sum(squares.values()),
         stderr=0.0,
-        samples=1,
+        samples=0,
         unit="squared weights",
         num_inputs=0,
         method="squared parameter norm",
@@ -62,8 +58,12 @@ def fisher_rao_norm(
     batches: Iterable[Mapping[str, Any]],
     *,
     num_sequences: int | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
+    resume: Path | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Estimate:
     """Estimate the squared Fisher-Rao norm theta^T F theta (Liang et al. 2019, definition 2).
 
@@ -75,9 +75,13 @@ def fisher_rao_norm(
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
         batches: As for `fisher_trace`; the labels' values are not used.
-        num_sequences: Stop after as many; None: at the end of the batches.
-        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
+        num_sequences: As for `fisher_trace`, and so are `rtol`, `seconds`, `causal`, `resume` and `progress`.
+        rtol: See there.
+        seconds: See there.
+        causal: See there.
         parameters: The parameters theta, by name; None: all trainable ones, tied ones once.
+        resume: See there.
+        progress: See there.
 
     Raises:
         IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
@@ -94,49 +98,29 @@ def fisher_rao_norm(
         >>> norm.value > 0, norm.num_probes
         (True, 0)
     """
-    refuse_dropout(model)
-    counted = counted_parameters(model, parameters)
-    causal = is_causal(model) if causal is None else causal
-    begun, tally, sequences, positions, skipped = time.perf_counter(), Tally(1, 0), 0, 0, 0
-    for reading in read_batches(batches, model=model, causal=causal, num_sequences=num_sequences):
-        batch = reading.checked
-        variances = _variances(model, batch, counted)
-        if not bool(variances.isfinite().all()):
-            raise IsolossError("a derivative of the logits is not finite; use a wider dtype")
-        sums = torch.zeros(len(batch.predicted), dtype=torch.float64)
-        sums.index_add_(0, batch.predicted.nonzero()[:, 0].cpu(), variances)
-        tally.add(sums[:, None], batch.predicted.sum(dim=1).cpu(), torch.zeros(len(sums), 0), reading.clusters)
-        sequences, positions = sequences + len(sums), positions + len(variances)
-        skipped += not batch.predicts
-    shares = tally.shares()
-    return Estimate(
-        value=shares.value,
-        stderr=shares.stderr,
-        samples=len(tally),
-        unit=UNIT,
-        num_inputs=positions,
-        method="squared fisher-rao norm",
-        seconds=time.perf_counter() - begun,
-        details={
-            **described(model, list(counted.values()), causal=causal),
-            "sequences": sequences,
-            "skipped_batches": skipped,
-            "error_covers": "inputs",
-        },
-    )
+    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    source = _FisherRao(model, causal=causal, parameters=parameters)
+    return Measurement(source).measure(batches, stopping, resume=resume, progress=progress)
 
 
-def _variances(model: nn.Module, batch: Batch, counted: dict[str, nn.Parameter]) -> torch.Tensor:
-    """Return (m,) float64: the variances under the predictions of the logits' derivative along the parameters."""
-    if not batch.predicts:
-        return torch.zeros(0, dtype=torch.float64)
-    leaves = list(counted.values())
-    with second_derivatives(), plainly(model), requiring_gradients(counted):
-        logits = predicted_logits(model, batch)
-        moved = derivative_along(logits, leaves, [leaf.detach() for leaf in leaves]).double()
-    p = logits.detach().double().softmax(dim=-1)
-    centred = moved - (p * moved).sum(dim=-1, keepdim=True)
-    return (p * centred.square()).sum(dim=-1).cpu()
+class _FisherRao(Source):
+    """The variance under the prediction of the logits' derivative along the parameters, summed over positions."""
+
+    method = "squared fisher-rao norm"
+    by_parameter = False
+
+    def measure(self, batch: CheckedBatch) -> Terms:
+        """Measure a batch."""
+        checked, along = batch.checked, [value.detach() for value in self.parameters.values()]
+        sums = torch.zeros(len(checked.predicted), dtype=torch.float64)
+        if checked.predicts:
+            variances = prediction_variances(self.model, checked, self.parameters, along)
+            sums.index_add_(0, checked.predicted.nonzero()[:, 0].cpu(), variances)
+        return Terms(sums[:, None], checked.predicted.sum(dim=1).cpu(), torch.zeros(len(sums), 0))
+
+    def details(self) -> dict[str, Any]:
+        """Return what the error is over."""
+        return {"error_covers": "inputs"}
 
 
 def weighted_fisher_trace(
@@ -160,9 +144,9 @@ def weighted_fisher_trace(
     relative noise of variance s^2 on each weight, s^2 / 2 times this sum is the expected rise of the loss to leading
     order, at saturation.
 
-    Labels are integrated out as in `fisher_trace`: with the cotangent u = S v on a sequence's logits, g = J^T u, the
-    value is the mean of sum_i theta_i^2 g_i^2. Each sequence takes a forward and a backward pass of its own, one
-    backward pass a probe.
+    The expectation over labels is exact, as in `fisher_trace`: with the cotangent u = S v on a sequence's logits, g =
+    J^T u, the value is the mean of sum_i theta_i^2 g_i^2. Each sequence takes a forward and a backward pass of its own,
+    one backward pass a probe.
 
     Arguments, result and errors are those of `fisher_trace`. The error covers inputs and probes.
 
@@ -179,73 +163,43 @@ def weighted_fisher_trace(
         (True, 16)
     """
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
-    source = _Weighted(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
-    return Measurement(model, source).run(batches, stopping, resume=resume, progress=progress)
+    probes = at_least_one(num_probes)
+    source = _Weighted(model, num_probes=probes, seed=seed, causal=causal, parameters=parameters)
+    return Measurement(source).measure(batches, stopping, resume=resume, progress=progress)
 
 
-class _Weighted:
+class _Weighted(Source):
     """Squared gradients times squared parameters, a sequence at a time."""
 
-    method = "fisher weighted by squared parameters, labels integrated out"
-    num_controls = 0
+    method = "fisher weighted by squared parameters, exact expectation over labels"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        num_probes: int,
-        seed: int,
-        causal: bool | None,
-        parameters: Mapping[str, nn.Parameter] | None,
-    ) -> None:
-        refuse_dropout(model)
-        if num_probes < 1:
-            raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
-        self.num_probes, self.seed = num_probes, seed
-        self.causal = is_causal(model) if causal is None else causal
-        self.settled: dict[str, int] = {}
-        self._model = model
-        self.parameters = counted_parameters(model, parameters)
-        self._reached: set[str] = set()
-        self._requiring = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        self._requiring.enter_context(requiring_gradients(self.parameters))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Leave the model as found."""
-        self._requiring.close()
-
-    def measure(self, batch: Batch, first: int) -> Norms:
+    def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, a sequence at a time; the mean over probes."""
-        positions = batch.predicted.sum(dim=1).cpu()
+        positions = batch.checked.predicted.sum(dim=1).cpu()
         values = torch.zeros(len(positions), len(self.parameters), dtype=torch.float64)
         for row in positions.nonzero()[:, 0].tolist():
-            values[row] = self._sequence(batch.rows(torch.tensor([row])), positions[row : row + 1], first + row)
-        return Norms(values, positions, torch.zeros(len(values), 0))
+            one = batch.checked.rows(torch.tensor([row]))
+            values[row] = self._sequence(one, positions[row : row + 1], batch.first + row)
+        return Terms(values, positions, torch.zeros(len(values), 0))
 
     def details(self) -> dict[str, Any]:
         """Return what the error is over, and which parameters had no gradient."""
-        return {
-            "error_covers": "inputs and probes",
-            "parameters_without_gradient": [name for name in self.parameters if name not in self._reached],
-        }
+        return {"error_covers": "inputs and probes", **super().details()}
 
-    def _sequence(self, batch: Batch, count: torch.Tensor, place: int) -> torch.Tensor:
+    def _sequence(self, batch: Batch, count: torch.Tensor, index: int) -> torch.Tensor:
         """Return (K,): the mean over probes for one sequence."""
         leaves = list(self.parameters.values())
         total = torch.zeros(len(leaves), dtype=torch.float64)
-        logits = predicted_logits(self._model, batch)
+        logits = predicted_logits(self.model, batch)
         for probe in range(self.num_probes):
             cotangent = control_variates.root_probabilities(logits)
-            control_variates.integrated_(cotangent, count, range(place, place + 1), seed=self.seed, probe=probe)
+            control_variates.exact_labels_(cotangent, count, range(index, index + 1), seed=self.seed, probe=probe)
             gradients = torch.autograd.grad(
                 logits, leaves, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
             )
             for column, (name, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
                 if gradient is not None:
-                    self._reached.add(name)
+                    self.reached.add(name)
                     dense = gradient.to_dense() if gradient.is_sparse else gradient
                     total[column] += float((leaves[column].detach() * dense).double().square().sum()) / self.num_probes
         return total

@@ -6,9 +6,9 @@ Shapes: n clusters of sequences, R pairs of noise, P parameters counted one by o
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +17,16 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.batches import Reading, read_batches
+from isoloss.flatness.engine.batches import CheckedBatch, read_batches
 from isoloss.flatness.engine.curvature_products import MeanLoss, predicted_logits
+from isoloss.flatness.engine.measurement import Measurement, Source, Terms
 from isoloss.flatness.engine.parameters import counted_parameters
-from isoloss.flatness.engine.run import UNIT, described
+from isoloss.flatness.engine.run import UNIT, Probes, Stopping, model_details, resume_file
 from isoloss.model_checks import NOTHING_PREDICTED, device_of, is_causal, refuse_dropout
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.ratio import crossed_ratio
+
+_PROBES = 16
 
 
 def sam_sharpness(
@@ -31,8 +35,13 @@ def sam_sharpness(
     *,
     rho: float = 0.05,
     num_steps: int = 1,
+    num_sequences: int | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
+    resume: Path | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Estimate:
     """Measure how far a batch's mean loss L rises within a ball of radius rho around the weights w.
 
@@ -41,15 +50,23 @@ def sam_sharpness(
     to the ball where they leave it; the greatest loss that was met counts, a lower bound of the maximum.
 
     The value depends on the size of the batches, as each batch is given its own worst direction (m-sharpness): compare
-    models at the same size. It is the mean over batches, and the error covers them.
+    models at the same size. It is the mean over batches. The rise is no linear function of a batch's sequences, so the
+    samples are the batches: the error is s / sqrt(n) for n of them, which are taken as independent, and the influence
+    is that of each batch.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are moved, and set back bit for bit.
         batches: As for `fisher_trace`, at least 2; the labels' values count.
         rho: Radius, in the Euclidean norm over all parameters.
         num_steps: Steps of ascent.
-        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
+        num_sequences: As for `fisher_trace`, and so are `rtol`, `seconds`, `causal`, `resume` and `progress`, with
+            batches in the place of clusters.
+        rtol: See there.
+        seconds: See there.
+        causal: See there.
         parameters: The parameters that move, by name; None: all trainable ones, tied ones once.
+        resume: See there.
+        progress: See there.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, the gradient is zero, or a loss or
@@ -70,38 +87,43 @@ def sam_sharpness(
     _check_size("rho", rho)
     if num_steps < 1:
         raise IsolossError(f"num_steps is {num_steps}; it must be at least 1")
-    refuse_dropout(model)
-    counted = counted_parameters(model, parameters)
-    causal = is_causal(model) if causal is None else causal
-    begun, rises, sizes, positions, skipped = time.perf_counter(), [], [], 0, 0
-    for reading in read_batches(batches, model=model, causal=causal):
-        if not reading.checked.predicts:
-            skipped += 1
-            continue
-        loss = MeanLoss(model, [reading.given], causal=causal, parameters=counted)
-        rises.append(_rise(loss, rho, num_steps))
-        sizes.append(loss.num_sequences)
-        positions += loss.num_positions
-    if len(rises) < 2:
-        raise IsolossError(f"an error bar needs at least 2 batches, not {len(rises)}")
-    values = torch.tensor(rises, dtype=torch.float64)
-    return Estimate(
-        value=float(values.mean()),
-        stderr=float(values.std()) / math.sqrt(len(values)),
-        samples=len(values),
-        unit=UNIT,
-        num_inputs=positions,
-        method=f"sam sharpness, {num_steps} ascent step{'s' * (num_steps > 1)}",
-        seconds=time.perf_counter() - begun,
-        details={
-            **described(model, list(counted.values()), causal=causal),
-            "rho": rho,
-            "sequences": sum(sizes),
-            "skipped_batches": skipped,
-            "sequences_per_batch": [min(sizes), max(sizes)],
+    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    source = _Sam(model, rho, num_steps, causal=causal, parameters=parameters)
+    return Measurement(source).measure(batches, stopping, resume=resume, progress=progress)
+
+
+class _Sam(Source):
+    """The rise of each batch's loss."""
+
+    by_parameter = False
+    by_batch = True
+
+    def __init__(self, model: nn.Module, rho: float, num_steps: int, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.method = f"sam sharpness, {num_steps} ascent step{'s' * (num_steps > 1)}"
+        self._rho, self._num_steps = rho, num_steps
+
+    def measure(self, batch: CheckedBatch) -> Terms:
+        """Measure a batch: one row, none where it predicts nothing."""
+        if not batch.checked.predicts:
+            return Terms(torch.zeros(0, 1), torch.zeros(0), torch.zeros(0, 0))
+        loss = MeanLoss(self.model, [batch], causal=self.causal, parameters=self.parameters)
+        for name, choose in (("smallest batch", min), ("largest batch", max)):
+            self.choices[name] = choose(self.choices.get(name, loss.num_sequences), loss.num_sequences)
+        rise = _rise(loss, self._rho, self._num_steps)
+        return Terms(torch.tensor([[rise]], dtype=torch.float64), torch.ones(1), torch.zeros(1, 0))
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the rise depends on."""
+        return {"rho": self._rho}
+
+    def details(self) -> dict[str, Any]:
+        """Return the radius, how large the batches were, and what the error is over."""
+        return {
+            "rho": self._rho,
+            "sequences_per_batch": [self.choices["smallest batch"], self.choices["largest batch"]],
             "error_covers": "batches",
-        },
-    )
+        }
 
 
 def _rise(loss: MeanLoss, rho: float, num_steps: int) -> float:
@@ -126,11 +148,15 @@ def noise_sharpness(
     batches: Iterable[Mapping[str, Any]],
     *,
     relative_std: float = 0.01,
-    num_probes: int = 16,
+    num_probes: int | None = None,
     seed: int = 0,
     num_sequences: int | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
+    resume: Path | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Estimate:
     """Estimate the expected rise of the mean loss per predicted token when Gaussian noise is added to the weights.
 
@@ -146,14 +172,20 @@ def noise_sharpness(
         model: As for `fisher_trace`, with any attention. Its weights are moved, and set back bit for bit.
         batches: As for `fisher_trace`; all are kept; the labels' values count.
         relative_std: The noise's size, relative to the weights'.
-        num_probes: R, pairs of noise, at least 2.
+        num_probes: R, pairs of noise, at least 2. None: 16; or at most 1024 with `rtol` or `seconds`.
         seed: Decides the noise.
-        num_sequences: Stop after as many; None: at the end of the batches.
+        num_sequences: Take only as many sequences; None: all.
+        rtol: Stop as soon as the standard error is at most this fraction of the value. Looked at after 64, 128, ...
+            pairs. More pairs do not make the inputs' part of the error smaller.
+        seconds: Stop at the first pair that ends later than this after the start, once there are 2.
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters that move, by name; None: all trainable ones, tied ones once.
+        resume: A file to go on from, and to write what the pairs gave to every half minute. It is removed at the end.
+        progress: Called with the number of pairs done after each.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, or a logit is not finite.
+        InterruptedEstimate: Ctrl-C after at least two pairs; it carries the estimate so far.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -168,68 +200,60 @@ def noise_sharpness(
         (4, True)
     """
     _check_size("relative_std", relative_std)
-    if num_probes < 2:
-        raise IsolossError(f"num_probes is {num_probes}; an error bar needs at least 2")
+    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    most = stopping.number_of_probes(num_probes, _PROBES)
     refuse_dropout(model)
     counted = counted_parameters(model, parameters)
     causal = is_causal(model) if causal is None else causal
-    begun = time.perf_counter()
-    readings = list(read_batches(batches, model=model, causal=causal, num_sequences=num_sequences))
-    if not readings or int(readings[-1].clusters[-1]) < 1:
+    given = list(read_batches(batches, model=model, causal=causal, num_sequences=num_sequences))
+    if not given or given[-1].after.clusters < 2:
         raise IsolossError("an error bar needs at least 2 independent sequences or documents")
-    skipped = sum(not reading.checked.predicts for reading in readings)
-    if skipped == len(readings):
+    stream = given[-1].after
+    if not stream.positions:
         raise IsolossError(NOTHING_PREDICTED)
-    before = _losses(model, readings)
-    rises = []
+    positions = torch.zeros(stream.clusters, dtype=torch.float64)
+    for batch in given:
+        positions.index_add_(0, batch.clusters, batch.checked.predicted.sum(dim=1).cpu().double())
+    details = {
+        **model_details(model, list(counted.values()), causal=causal),
+        "relative_std": relative_std,
+        "sequences": stream.sequences,
+        "skipped_batches": stream.skipped,
+        "seed": seed,
+        "error_covers": "inputs, labels and probes",
+    }
+
+    def estimate(rises: torch.Tensor, ended: str = "interrupted") -> Estimate:
+        value, stderr, influence = crossed_ratio(rises.T.contiguous(), positions)
+        return Estimate(
+            value=value,
+            stderr=stderr,
+            samples=min(rises.shape),
+            unit=UNIT,
+            num_inputs=stream.positions,
+            num_probes=len(rises),
+            method="expected rise under relative gaussian noise, antithetic pairs",
+            seconds=probes.seconds,
+            details={**details, "ended": ended},
+            influence=influence.numpy(),
+        )
+
+    before = _losses(model, given)
     with weights_restored(counted) as originals:
-        for probe in range(num_probes):
+
+        def rise(probe: int) -> torch.Tensor:
             noise = _noise(counted, originals, relative_std, seed, probe)
             both = []
             for sign in (1, -1):
                 _move(counted, originals, [sign * part for part in noise])
-                both.append(_losses(model, readings))
-            rises.append((both[0] + both[1]) / 2 - before)
-    positions = torch.zeros(len(before), dtype=torch.float64)
-    for reading in readings:
-        positions.index_add_(0, reading.clusters, reading.checked.predicted.sum(dim=1).cpu().double())
-    value, stderr = crossed_ratio(torch.stack(rises, dim=1), positions)
-    return Estimate(
-        value=value,
-        stderr=stderr,
-        samples=min(num_probes, len(before)),
-        unit=UNIT,
-        num_inputs=int(positions.sum()),
-        num_probes=num_probes,
-        method="expected rise under relative gaussian noise, antithetic pairs",
-        seconds=time.perf_counter() - begun,
-        details={
-            **described(model, list(counted.values()), causal=causal),
-            "relative_std": relative_std,
-            "sequences": sum(len(reading.clusters) for reading in readings),
-            "skipped_batches": skipped,
-            "seed": seed,
-            "error_covers": "inputs, labels and probes",
-        },
-    )
+                both.append(_losses(model, given))
+            return (both[0] + both[1]) / 2 - before
 
-
-def crossed_ratio(values: torch.Tensor, sizes: torch.Tensor) -> tuple[float, float]:
-    """Return sum_ij values_ij / (R sum_i sizes_i) for (n, R) values, and its error over rows and columns as samples.
-
-    The residuals r_ij = values_ij - ratio * sizes_i are taken as a row's effect plus a column's plus noise (Searle,
-    Casella and McCulloch, Variance Components, section 4.3), with the variance of their mean
-    s_rows / n + s_columns / R + s_noise / (n R).
-    """
-    n, columns = values.shape
-    ratio = float(values.sum()) / (columns * float(sizes.sum()))
-    residuals = values - ratio * sizes[:, None]
-    by_row, by_column = residuals.mean(dim=1), residuals.mean(dim=0)
-    neither = residuals - by_row[:, None] - by_column + residuals.mean()
-    of_noise = float(neither.square().sum()) / ((n - 1) * (columns - 1)) / (n * columns)
-    of_rows, of_columns = float(by_row.var()) / n, float(by_column.var()) / columns
-    variance = max(of_rows + of_columns - of_noise, of_noise)  # s_rows and s_columns are at least 0
-    return ratio, math.sqrt(variance) * n / float(sizes.sum())
+        probes = Probes(rise, estimate)
+        identity = {"measure": "noise sharpness", "relative std": relative_std, "seed": seed, "causal": causal}
+        file = resume_file(resume, model, counted, identity, [batch.given for batch in given])
+        ended = probes.take(most, stopping, file=file, progress=progress)
+    return estimate(probes.values, ended)
 
 
 @contextmanager
@@ -275,18 +299,18 @@ def _noise(
     return noise
 
 
-def _losses(model: nn.Module, readings: list[Reading]) -> torch.Tensor:
+def _losses(model: nn.Module, given: list[CheckedBatch]) -> torch.Tensor:
     """Return (n,) float64: the losses summed over the predicted positions of each cluster."""
-    sums = torch.zeros(int(readings[-1].clusters[-1]) + 1, dtype=torch.float64)
-    for reading in readings:
-        batch = reading.checked
+    sums = torch.zeros(given[-1].after.clusters, dtype=torch.float64)
+    for one in given:
+        batch = one.checked
         if not batch.predicts:
             continue
         with torch.no_grad():
             logits = predicted_logits(model, batch)
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             losses = F.cross_entropy(wide, batch.targets, reduction="none").double().cpu()
-        sums.index_add_(0, reading.clusters[batch.predicted.nonzero()[:, 0].cpu()], losses)
+        sums.index_add_(0, one.clusters[batch.predicted.nonzero()[:, 0].cpu()], losses)
     return sums
 
 

@@ -6,9 +6,9 @@ Shapes: R random probes, s steps of Lanczos' method for each, G points of a grid
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,9 +19,13 @@ from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
 from isoloss.flatness.engine.curvature_products import MeanLoss
 from isoloss.flatness.engine.lanczos import Lanczos, Product
-from isoloss.flatness.engine.run import UNIT, described
+from isoloss.flatness.engine.resume import State
+from isoloss.flatness.engine.run import UNIT, Accumulation, Probes, Stopping, model_details, resume_file
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.ratio import influence
+
+_PROBES = 8
 
 Matrix = Literal["gauss-newton", "hessian"]
 
@@ -32,36 +36,51 @@ def largest_eigenvalues(
     *,
     matrix: Matrix = "gauss-newton",
     k: int = 5,
-    tolerance: float = 1e-3,
     max_iterations: int = 100,
     seed: int = 0,
+    num_sequences: int | None = None,
+    rtol: float = 1e-3,
+    seconds: float | None = None,
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
+    resume: Path | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> list[Estimate]:
-    """Find the largest eigenvalues of a curvature matrix of the mean loss over the given inputs.
+    """Estimate the largest eigenvalues of a curvature matrix of the mean loss.
 
-    Lanczos' method with full reorthogonalisation. The matrix is that of these inputs, labels included for the
-    Hessian; nothing is said of others. An estimate's error is the norm of A x - theta x of its unit vector x:
-    an eigenvalue of A lies within it, for certain up to rounding. Equal eigenvalues are found one after another only.
+    Lanczos' method with full reorthogonalization gives those of the mean matrix A over the given inputs, labels
+    included for the Hessian. `details["residual_norm"]` is the norm of A x - theta x of the unit vector x: an
+    eigenvalue of A lies within it, for certain up to rounding. Equal eigenvalues appear one after another only.
+
+    The error covers the inputs. A is a ratio of sums over independent clusters of sequences, A = sum_b A_b / sum_b m_b
+    with m_b the predicted positions of cluster b, and to first order a simple eigenvalue moves with A by x^T dA x, its
+    vector held fixed. So theta = sum_b x^T A_b x / sum_b m_b has the error of that ratio (the delta method; to the same
+    order the jackknife over clusters), with the influence n (x^T A_b x - theta m_b) / sum_b m_b; the squared residual
+    norm is added to its square. It holds where the error is small beside the distance to the next eigenvalue. The
+    largest eigenvalue of a mean over few inputs is too large on average, by a term of second order.
 
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
         batches: As for `fisher_trace`; all are kept, and each product runs over all.
         matrix: `"gauss-newton"` (the Fisher matrix), or `"hessian"` at the given labels.
         k: How many, by value: for the Hessian, negative ones come last.
-        tolerance: Stop as soon as all errors are at most this share of the largest eigenvalue.
         max_iterations: Stop after as many products; `details["converged"]` is then False. As many vectors of P
             numbers are kept.
         seed: Decides the start vector.
+        num_sequences: Take only as many sequences; None: all.
+        rtol: Stop as soon as all residual norms are at most this fraction of the largest eigenvalue.
+        seconds: Stop at the first product that ends later than this after the start, once there are k.
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters, by name; None: all trainable ones, tied ones once.
+        resume: A file to go on from, and to write the vectors to every half minute. It is removed at the end.
+        progress: Called with the number of products done after each.
 
     Returns:
         k estimates, the largest eigenvalue first.
 
     Raises:
-        IsolossError: An argument is out of its range, a batch does not fit, something is not finite, or a part of the
-            model has no second derivative.
+        IsolossError: An argument is out of its range, a batch does not fit, something is not finite, there are fewer
+            than two independent sequences, or a part of the model has no second derivative.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -72,13 +91,12 @@ def largest_eigenvalues(
         >>> input_ids = torch.randint(0, 8, (16, 4))
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(16, 4)
         >>> first, second = largest_eigenvalues(model, [{"input_ids": input_ids, "labels": labels}], k=2)
-        >>> first.value > second.value > 0, first.stderr <= 1e-3 * first.value
+        >>> first.value > second.value > 0, first.details["residual_norm"] <= 1e-3 * first.value
         (True, True)
     """
-    if not 0 < tolerance < 1:
-        raise IsolossError(f"tolerance is {tolerance}; it is a share of the largest eigenvalue, between 0 and 1")
-    begun = time.perf_counter()
-    loss = MeanLoss(model, batches, causal=causal, parameters=parameters)
+    stopping = Stopping(num_sequences=num_sequences, seconds=seconds)
+    Stopping(rtol=rtol)  # refuses one out of range
+    loss = MeanLoss(model, batches, causal=causal, parameters=parameters, num_sequences=num_sequences)
     if not 1 <= k <= min(max_iterations, loss.num_parameters):
         raise IsolossError(
             f"k is {k}; it is at least 1 and at most max_iterations ({max_iterations}) and the number of parameters "
@@ -87,45 +105,83 @@ def largest_eigenvalues(
     product = _product(loss, matrix)
     generator = seeds.generator(seed, "lanczos")
     start = torch.randn(loss.num_parameters, generator=generator, dtype=loss.dtype).to(device_of(model))
-    space = Lanczos(product, start, generator)
-    while True:
-        space.step()
-        values, vectors, residuals = space.ritz()
-        small = space.steps >= k and bool((residuals[-k:] <= tolerance * values.abs().max()).all())
-        if small or space.complete or space.steps == max_iterations:
-            break
-    details = {
-        **described(model, list(loss.parameters.values()), causal=loss.causal),
-        "sequences": loss.num_sequences,
-        "skipped_batches": loss.skipped_batches,
-        "seed": seed,
-        "matrix": matrix,
-        "iterations": space.steps,
-        "converged": small or space.complete,
-        "error_covers": "the residual norm of Lanczos' method; the inputs are given",
-    }
-    found = []
-    for place in range(1, k + 1):
-        x = space.vector(vectors[:, -place])
+    search = _Search(Lanczos(product, start, generator), k, rtol)
+    identity = {"measure": "eigenvalues", "matrix": matrix, "seed": seed, "causal": loss.causal}
+    file = resume_file(resume, model, loss.parameters, identity, [batch.given for batch in loss.batches])
+    if file is not None and (state := file.read()) is not None:
+        search.load_state(*state)
+    search.run(search.steps(max_iterations), stopping, file=file, progress=progress)
+    estimates = []
+    values, vectors, _ = search.space.ritz()
+    for number in range(1, k + 1):
+        x = search.space.vector(vectors[:, -number])
         x /= x.norm()
-        value = float(values[-place])
-        found.append(
+        value = float(values[-number])
+        residual_norm = float((product(x) - value * x).norm())
+        _, psi = influence(*loss.quadratic_forms(x, hessian=matrix == "hessian"))
+        n = len(psi)
+        estimates.append(
             Estimate(
                 value=value,
-                stderr=float((product(x) - value * x).norm()),
-                samples=max(2, space.steps),
+                stderr=math.sqrt(float(psi.square().sum()) / (n * (n - 1)) + residual_norm**2),
+                samples=n,
                 unit=UNIT,
                 num_inputs=loss.num_positions,
                 num_probes=1,
-                method=f"eigenvalue {place} of the {matrix} matrix, lanczos",
-                seconds=time.perf_counter() - begun,
-                details=details,
+                method=f"eigenvalue {number} of the {matrix} matrix, lanczos",
+                seconds=search.seconds,
+                details={
+                    **_details(loss, seed, matrix),
+                    "iterations": search.space.steps,
+                    "converged": search.converged or search.space.complete,
+                    "residual_norm": residual_norm,
+                    "error_covers": "inputs, and the residual of Lanczos' method",
+                },
+                influence=psi.numpy(),
             )
         )
-    return found
+    if file is not None:
+        file.remove()
+    return estimates
 
 
-@dataclass(frozen=True, kw_only=True)
+class _Search(Accumulation):
+    """Steps of Lanczos' method until the k largest eigenvalues are there."""
+
+    def __init__(self, space: Lanczos, k: int, rtol: float) -> None:
+        self.space, self._k, self._rtol = space, k, rtol
+        self.fewest, self.converged = k, False
+
+    def __len__(self) -> int:
+        return self.space.steps
+
+    def steps(self, most: int) -> Iterator[None]:
+        """Yield for each step that is to be taken."""
+        while not (self.converged or self.space.complete or self.space.steps >= most):
+            yield
+
+    def add(self, item: None) -> None:
+        """Take a step."""
+        self.space.step()
+        self._update()
+
+    def state(self) -> State:
+        """Return the vectors."""
+        return {"seconds": self.seconds}, self.space.state()
+
+    def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Go on from the vectors."""
+        self.seconds = document["seconds"]
+        self.space.load_state(tensors)
+        self._update()
+
+    def _update(self) -> None:
+        values, _, residuals = self.space.ritz()
+        near = bool((residuals[-self._k :] <= self._rtol * values.abs().max()).all())
+        self.done, self.converged = self.space.steps, self.space.steps >= self._k and near
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SpectralDensity:
     """The eigenvalues' distribution as R random probes see it, each a quadrature with s nodes.
 
@@ -138,6 +194,7 @@ class SpectralDensity:
         num_parameters: P.
         num_inputs: Predicted positions.
         details: What was measured and how.
+        seconds: The time that it took.
     """
 
     nodes: torch.Tensor
@@ -145,6 +202,11 @@ class SpectralDensity:
     num_parameters: int
     num_inputs: int
     details: Mapping[str, Any]
+    seconds: float
+
+    def __repr__(self) -> str:
+        probes, steps = self.nodes.shape
+        return f"SpectralDensity({probes} probes of {steps} steps; trace {self.moment(1)})"
 
     def density(self, grid: torch.Tensor, *, width: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the density of eigenvalues at points (G,), and its standard error over probes, both (G,) float64.
@@ -163,7 +225,7 @@ class SpectralDensity:
     def moment(self, power: int) -> Estimate:
         """Return the sum of the eigenvalues' powers: 1 gives the trace, 2 the squared Frobenius norm.
 
-        The error is that over probes; the inputs are given.
+        The error, and the influence, are over probes; the inputs are given.
 
         Raises:
             IsolossError: `power` is below 1, or so high that s nodes do not hold it.
@@ -181,7 +243,9 @@ class SpectralDensity:
             num_inputs=self.num_inputs,
             num_probes=len(sums),
             method=f"moment {power} of the spectrum, stochastic lanczos quadrature",
+            seconds=self.seconds,
             details=self.details,
+            influence=(sums - value).numpy(),
         )
 
 
@@ -190,29 +254,41 @@ def spectral_density(
     batches: Iterable[Mapping[str, Any]],
     *,
     matrix: Matrix = "gauss-newton",
-    num_probes: int = 8,
+    num_probes: int | None = None,
     num_steps: int = 30,
     seed: int = 0,
+    num_sequences: int | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
+    resume: Path | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> SpectralDensity:
     """Estimate the distribution of the eigenvalues of a curvature matrix of the mean loss over the given inputs.
 
     Stochastic Lanczos quadrature (Ubaru, Chen and Saad 2017): `num_steps` of Lanczos' method from each of `num_probes`
-    vectors of random signs. Its errors are over probes; the inputs are given.
+    Rademacher probes, vectors of independent random signs. Its errors are over probes; the inputs are given.
 
     Args:
         model: As for `largest_eigenvalues`.
         batches: As for `largest_eigenvalues`.
         matrix: As for `largest_eigenvalues`.
-        num_probes: R, at least 2.
+        num_probes: R, at least 2. None: 8; or at most 1024 with `rtol` or `seconds`.
         num_steps: s, at most P of them are taken; as many vectors of P numbers are kept.
         seed: Decides the probes.
+        num_sequences: Take only as many sequences; None: all.
+        rtol: Stop as soon as the standard error of the trace, `moment(1)`, is at most this fraction of it. Looked at
+            after 64, 128, ... probes.
+        seconds: Stop at the first probe that ends later than this after the start, once there are 2.
         causal: As for `largest_eigenvalues`.
         parameters: As for `largest_eigenvalues`.
+        resume: A file to go on from, and to write what the probes gave to every half minute. It is removed at the end.
+        progress: Called with the number of probes done after each.
 
     Raises:
         IsolossError: As for `largest_eigenvalues`.
+        InterruptedEstimate: Ctrl-C after at least two probes; it carries the estimate of the trace so far.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -227,39 +303,47 @@ def spectral_density(
         >>> spectrum.nodes.shape == (8, 5), density.shape == stderr.shape == (7,), spectrum.moment(1).value > 0
         (True, True, True)
     """
-    if num_probes < 2:
-        raise IsolossError(f"num_probes is {num_probes}; an error bar needs at least 2")
+    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    most = stopping.number_of_probes(num_probes, _PROBES)
     if num_steps < 1:
         raise IsolossError(f"num_steps is {num_steps}; it must be at least 1")
-    begun = time.perf_counter()
-    loss = MeanLoss(model, batches, causal=causal, parameters=parameters)
+    loss = MeanLoss(model, batches, causal=causal, parameters=parameters, num_sequences=num_sequences)
     product = _product(loss, matrix)
-    steps = min(num_steps, loss.num_parameters)
-    nodes = torch.zeros(num_probes, steps, dtype=torch.float64)
-    weights = torch.zeros_like(nodes)
-    for probe in range(num_probes):
-        signs = control_variates.random_signs((loss.num_parameters,), device_of(model), seed, "spectrum", probe)
+
+    def quadrature(probe: int) -> torch.Tensor:
+        """Return (2, s): nodes and weights."""
+        signs = control_variates.rademacher((loss.num_parameters,), device_of(model), seed, "spectrum", probe)
         space = Lanczos(product, signs.to(loss.dtype), seeds.generator(seed, "lanczos", probe))
-        for _ in range(steps):
+        for _ in range(min(num_steps, loss.num_parameters)):
             space.step()
-        nodes[probe], vectors, _ = space.ritz()
-        weights[probe] = vectors[0].square()
-    details = {
-        **described(model, list(loss.parameters.values()), causal=loss.causal),
+        nodes, vectors, _ = space.ritz()
+        return torch.stack([nodes, vectors[0].square()])
+
+    def density(values: torch.Tensor, ended: str) -> SpectralDensity:
+        return SpectralDensity(
+            nodes=values[:, 0],
+            weights=values[:, 1],
+            num_parameters=loss.num_parameters,
+            num_inputs=loss.num_positions,
+            details={**_details(loss, seed, matrix), "ended": ended, "error_covers": "probes; the inputs are given"},
+            seconds=probes.seconds,
+        )
+
+    probes = Probes(quadrature, lambda values: density(values, "interrupted").moment(1))
+    identity = {"measure": "spectrum", "matrix": matrix, "steps": num_steps, "seed": seed, "causal": loss.causal}
+    file = resume_file(resume, model, loss.parameters, identity, [batch.given for batch in loss.batches])
+    ended = probes.take(most, stopping, file=file, progress=progress)
+    return density(probes.values, ended)
+
+
+def _details(loss: MeanLoss, seed: int, matrix: Matrix) -> dict[str, Any]:
+    return {
+        **model_details(loss.model, list(loss.parameters.values()), causal=loss.causal),
         "sequences": loss.num_sequences,
         "skipped_batches": loss.skipped_batches,
         "seed": seed,
         "matrix": matrix,
-        "seconds": time.perf_counter() - begun,
-        "error_covers": "probes; the inputs are given",
     }
-    return SpectralDensity(
-        nodes=nodes,
-        weights=weights,
-        num_parameters=loss.num_parameters,
-        num_inputs=loss.num_positions,
-        details=details,
-    )
 
 
 def _product(loss: MeanLoss, matrix: str) -> Product:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from isoloss.errors import IsolossError
 
 Z95 = 1.959963984540054  # the 97.5 % point of the standard normal
-_MANY = 200  # degrees of freedom from which the expansion of Student's t around the normal is exact to 1e-8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Estimate:
     """A value, its standard error and what it was measured on.
 
@@ -23,25 +26,34 @@ class Estimate:
         value: The estimate, in `unit`.
         stderr: Its standard error, in `unit`: the estimated standard deviation of `value` over fresh inputs and probes;
             0 for an exact value.
-        samples: Number of independent samples that `stderr` rests on.
-        unit: E.g. `"nats per predicted token"`, or `"accuracy"`: a share from 0 to 1, printed in percent.
+        samples: Number of independent samples that `stderr` rests on; 0 for an exact value.
+        unit: E.g. `"nats per predicted token"`, or `"accuracy"`: a fraction from 0 to 1, printed in percent.
         num_inputs: Number of inputs (predicted positions, examples) that were averaged.
         num_probes: Random probes (or sampled labels) per input; 0 where the measure draws none.
         method: Which estimator ran.
         seconds: Wall-clock time, or None where it was not taken.
-        by_parameter: Share of `value` by parameter name, in `unit`, where the measure splits.
-        by_parameter_stderr: The standard error of each share, in `unit`.
-        by_layer: Share of `value` by layer, in `unit`: sums of `by_parameter`.
+        by_parameter: Part of `value` by parameter name, in `unit`, where the measure splits.
+        by_parameter_stderr: The standard error of each part, in `unit`.
+        by_layer: Part of `value` by layer, in `unit`: sums of `by_parameter`.
         by_layer_stderr: Their standard errors, in `unit`.
         details: What else was decided: device, dtype, attention kernel, parameters counted, positions, seed.
+        influence: (n,) float64, n at least `samples`: what each sample adds to the error, and behind the samples what
+            else does, such as the means of an auxiliary sample. `stderr` squared is the sum of the squares over
+            `samples * (samples - 1)`, and two estimates on the same samples have a paired difference
+            (`isoloss.statistics.paired.paired_difference`). None where it is not known. It is not part of `to_dict`
+            and does not count for `==`.
 
     Example:
         >>> e = Estimate(value=34.08, stderr=0.52, samples=256, unit="nats per predicted token", num_inputs=2048,
-        ...              num_probes=1, method="fisher, labels integrated out")
+        ...              num_probes=1, method="fisher, exact expectation over labels")
         >>> print(e)
         34.08 ± 0.52 nats per predicted token
+        >>> e
+        Estimate(34.08 ± 0.52 nats per predicted token; fisher, exact expectation over labels; 256 samples)
         >>> Estimate.from_dict(e.to_dict()) == e
         True
+        >>> print(Estimate(value=8.5, stderr=0.0, samples=0, unit="bits", num_inputs=0, method="enumeration"))
+        8.5 (exact) bits
     """
 
     value: float
@@ -57,10 +69,16 @@ class Estimate:
     by_layer: Mapping[str, float] | None = None
     by_layer_stderr: Mapping[str, float] | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    influence: NDArray[np.float64] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.value) and math.isfinite(self.stderr) and self.stderr >= 0):
             raise IsolossError(f"{self.method}: the estimate is not finite (value {self.value}, stderr {self.stderr})")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the value was computed, not estimated from samples."""
+        return self.stderr == 0 and self.samples == 0
 
     @property
     def ci95(self) -> tuple[float, float]:
@@ -69,18 +87,67 @@ class Estimate:
         return self.value - half, self.value + half
 
     def __str__(self) -> str:
-        if self.unit == "accuracy":  # a share, which people read in percent
-            return f"{rounded(100 * self.value, 100 * self.stderr)} %"
-        return f"{rounded(self.value, self.stderr)} {self.unit}"
+        return f"{number(self)} {'%' if self.unit == 'accuracy' else self.unit}"
+
+    def __repr__(self) -> str:
+        samples = "" if self.is_exact else f"; {self.samples} samples"
+        return f"Estimate({self}; {self.method}{samples})"
+
+    def _repr_html_(self) -> str:
+        """Return a small table for a notebook."""
+        rows = {"value": str(self)}
+        if self.samples > 1:
+            low, high = self.ci95
+            rows |= {"95 % interval": f"{low:.6g} to {high:.6g}", "samples": f"{self.samples:,}"}
+        return html_table([[name, text] for name, text in {**rows, "method": self.method}.items()])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
-        return dataclasses.asdict(self)
+        """Return the fields as JSON types, without `influence`."""
+        document = dataclasses.asdict(dataclasses.replace(self, influence=None))
+        del document["influence"]
+        return document
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Estimate:
         """Return the estimate that `to_dict` wrote."""
         return cls(**document)
+
+
+def number(estimate: Estimate) -> str:
+    """Return an estimate's value and error without the unit; an accuracy's in percent.
+
+    Example:
+        >>> number(Estimate(value=0.5, stderr=0.01, samples=9, unit="accuracy", num_inputs=9, method="probe"))
+        '50.0 ± 1.0'
+    """
+    scale = 100 if estimate.unit == "accuracy" else 1
+    return rounded(scale * estimate.value, scale * estimate.stderr) + " (exact)" * estimate.is_exact
+
+
+def columns(rows: list[list[str]]) -> str:
+    """Return rows of text as lines with aligned columns.
+
+    Example:
+        >>> print(columns([["model", "loss"], ["a", "1.25"]]))
+        model  loss
+        a      1.25
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(rows: list[list[str]], header: list[str] | None = None) -> str:
+    """Return an HTML table of text.
+
+    Example:
+        >>> html_table([["value", "< 3"]])
+        '<table><tr><td>value</td><td>&lt; 3</td></tr></table>'
+    """
+    cells = [("th", header)] if header else []
+    cells += [("td", row) for row in rows]
+    lines = ["".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in row) for tag, row in cells]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 @functools.cache
@@ -91,35 +158,17 @@ def student95(freedom: int) -> float:
         freedom: Degrees of freedom, at least 1.
 
     Raises:
-        IsolossError: Fewer than 1: one sample says nothing about its own spread.
+        IsolossError: Fewer than 1: one sample does not show how much samples vary.
 
     Example:
         >>> round(student95(3), 4), round(student95(10**6), 4)
         (3.1824, 1.96)
     """
+    from scipy.special import stdtrit  # what scipy.stats.t calls; scipy.stats takes a second to import
+
     if freedom < 1:
         raise IsolossError(f"an interval needs at least 2 independent samples, not {freedom + 1}")
-    if freedom > _MANY:  # Abramowitz and Stegun 26.7.5
-        z = Z95
-        terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-        return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
-    low, high = Z95, 13.0  # t is 12.7 at one degree of freedom
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if _student_within(middle, freedom) < 0.95 else (low, middle)
-    return (low + high) / 2
-
-
-def _student_within(t: float, freedom: int) -> float:
-    """Return Pr(|T| < t) for Student's T: a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for k in range(odd + 1, freedom, 2):  # the terms' ratios are k cos^2 / (k + 1)
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return float(stdtrit(freedom, 0.975))
 
 
 def rounded(value: float, stderr: float) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from isoloss.errors import IsolossError
+from isoloss.statistics.estimate import Estimate
 
 Values = torch.Tensor | Sequence[float]
 
@@ -57,10 +58,58 @@ def influence(numerators: Values, denominators: Values) -> tuple[float, torch.Te
     return value, (a - value * b) * (n / total)
 
 
-def mean(values: Values) -> tuple[float, float]:
-    """Return the mean of independent values (n,) and its standard error s / sqrt(n); errors as for `ratio`."""
-    samples = torch.as_tensor(values, dtype=torch.float64)
-    return ratio(samples, torch.ones_like(samples))
+def ratio_estimate(numerators: Values, denominators: Values | None = None, *, unit: str, method: str) -> Estimate:
+    """Return `ratio` as an `Estimate` with its influence; without denominators it is the mean.
+
+    Raises:
+        IsolossError: As for `ratio`.
+
+    Example:
+        >>> ratio_estimate([1.0, 2.0, 6.0], unit="nats", method="loss")
+        Estimate(3.0 ± 1.5 nats; loss; 3 samples)
+    """
+    a = torch.as_tensor(numerators, dtype=torch.float64)
+    b = torch.ones_like(a) if denominators is None else torch.as_tensor(denominators, dtype=torch.float64)
+    value, psi = influence(a, b)
+    return Estimate(
+        value=value,
+        stderr=math.sqrt(float(psi.square().sum()) / (len(psi) * (len(psi) - 1))),
+        samples=len(a),
+        unit=unit,
+        num_inputs=int(b.sum()),
+        method=method,
+        influence=psi.cpu().numpy(),
+    )
+
+
+def crossed_ratio(values: torch.Tensor, sizes: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+    """Return a ratio over rows and columns that are both samples, its error and its influence.
+
+    The ratio is sum_ij values_ij / (R sum_i sizes_i). The residuals r_ij = values_ij - ratio * sizes_i are taken as a
+    row's effect plus a column's plus noise (Searle, Casella and McCulloch, Variance Components, section 4.3), with the
+    variance of their mean s_rows / n + s_columns / R + s_noise / (n R).
+
+    Args:
+        values: (n, R) float64, n and R at least 2.
+        sizes: (n,) float64, how much each row counts.
+
+    Returns:
+        The ratio, its standard error, and (n + R,) what each row and each column adds to the error, as
+        `Estimate.influence` for min(n, R) samples. As the noise counts with the rows and with the columns, the error
+        that follows from the influence is the larger one.
+    """
+    n, columns = values.shape
+    scale = n / float(sizes.sum())
+    ratio = float(values.sum()) / (columns * float(sizes.sum()))
+    residuals = values - ratio * sizes[:, None]
+    by_row, by_column = residuals.mean(dim=1), residuals.mean(dim=0)
+    neither = residuals - by_row[:, None] - by_column + residuals.mean()
+    of_noise = float(neither.square().sum()) / ((n - 1) * (columns - 1)) / (n * columns)
+    of_rows, of_columns = float(by_row.var()) / n, float(by_column.var()) / columns
+    variance = max(of_rows + of_columns - of_noise, of_noise)  # s_rows and s_columns are at least 0
+    parts = [effect * (scale / math.sqrt(len(effect) * (len(effect) - 1))) for effect in (by_row, by_column)]
+    samples = min(n, columns)
+    return ratio, math.sqrt(variance) * n / float(sizes.sum()), torch.cat(parts) * math.sqrt(samples * (samples - 1))
 
 
 def subset_deviation(numerators: Values, denominators: Values, *, subsets: int = 5) -> tuple[float, int]:

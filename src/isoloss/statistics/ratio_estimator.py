@@ -1,11 +1,12 @@
 """What a trace is computed from: sums over independent clusters, with control variates whose mean is known.
 
-Shapes: n sequences of a batch, K parameter tensors, C control variates, r of them with means from a pool, F folds,
-N clusters.
+Shapes: n sequences of a batch, K parameter tensors, C control variates, r of them with means from an auxiliary sample,
+F folds, N clusters.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,46 +21,47 @@ FOLDS = 8
 _FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
 _CLUSTERS_A_CONTROL = 16  # or more, as each coefficient that is fitted adds its own noise
 _SINGULAR = 1e-10  # of the largest eigenvalue of the controls' correlations
-_FEWEST_OF_POOL = 2  # times the measured sequences: a mean over fewer is hardly better known
+_FEWEST_AUXILIARY = 2  # times the measured sequences: a mean over fewer is hardly better known
 _CONTROLS = 5  # the first column of the controls in a cluster's row
-_UNLIKE = 1e-9  # the chance that sequences drawn as the pool was are as far from its mean
+_UNLIKE = 1e-9  # the chance that sequences drawn as the auxiliary sample was are as far from its mean
 
 
 @dataclass(frozen=True)
-class Shares:
+class ClusteredRatio:
     """A ratio, its standard error, and both for each parameter; the parameters' values add up to `value`.
 
     Attributes:
         value: Sum over clusters of the squared norms, less the fitted controls, over the predicted positions.
         stderr: Its standard error over clusters.
         by_parameter: (K,) float64.
-        by_parameter_stderr: (K,) float64.
+        by_parameter_stderr: (K,) float64; None for a sum of two.
         by_group: (G,) float64, the sums of `by_parameter` over the groups of parameters.
-        by_group_stderr: (G,) float64.
-        influence: (N + r,) float64: what each cluster, and each of the pool's means, adds to the error. `value`'s
-            standard error is the root of the sum of their squares over N (N - 1), and that of the difference of two
-            values on the same clusters and means is the same of the differences of their influences.
+        by_group_stderr: (G,) float64; None for a sum of two.
+        influence: (N + r,) float64: what each cluster, and each of the auxiliary sample's means, adds to the error.
+            `value`'s standard error is the root of the sum of their squares over N (N - 1), and that of the difference
+            of two values on the same clusters and means is the same of the differences of their influences.
         part: The sum of `by_parameter` over the parameters of the part.
         part_stderr: Its standard error.
         part_influence: (N + r,) float64, as `influence`.
         clusters: N.
-        pool_controls: (r,) which of the pool's controls were used.
-        unlike_pool: Whether the clusters are too far from the pool's means to have been drawn alike, so that none was.
+        auxiliary_controls: (r,) which of the auxiliary sample's controls were used.
+        auxiliary_differs: Whether the clusters are too far from the auxiliary sample's means to have been drawn alike,
+            so that none was.
     """
 
     value: float
     stderr: float
     by_parameter: torch.Tensor
-    by_parameter_stderr: torch.Tensor
+    by_parameter_stderr: torch.Tensor | None
     influence: torch.Tensor
     part: float
     part_stderr: float
     part_influence: torch.Tensor
     by_group: torch.Tensor
-    by_group_stderr: torch.Tensor
+    by_group_stderr: torch.Tensor | None
     clusters: int
-    pool_controls: tuple[bool, ...]
-    unlike_pool: bool
+    auxiliary_controls: tuple[bool, ...]
+    auxiliary_differs: bool
 
     @property
     def leading(self) -> float:
@@ -70,8 +72,26 @@ class Shares:
         squares = self.influence.square()
         return float(squares[: self.clusters].max() / squares.sum()) if bool(squares.any()) else 0.0
 
+    def plus(self, other: ClusteredRatio) -> ClusteredRatio:
+        """Return the sum with another one over the same clusters, with the error of the sum of their influences."""
+        n = self.clusters
+        influence, part = self.influence + other.influence, self.part_influence + other.part_influence
+        return dataclasses.replace(
+            self,
+            value=self.value + other.value,
+            stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1))),
+            by_parameter=self.by_parameter + other.by_parameter,
+            by_parameter_stderr=None,
+            by_group=self.by_group + other.by_group,
+            by_group_stderr=None,
+            influence=influence,
+            part=self.part + other.part,
+            part_stderr=math.sqrt(float(part.square().sum()) / (n * (n - 1))),
+            part_influence=part,
+        )
 
-class PoolMeans(NamedTuple):
+
+class AuxiliaryMeans(NamedTuple):
     """How well the means of the last r controls are known.
 
     Attributes:
@@ -130,7 +150,7 @@ class Clusters:
         return sums
 
 
-class Tally:
+class ClusteredRatioEstimator:
     r"""A running record of squared gradient norms by cluster: consecutive sequences of one document, or one sequence.
 
     For a cluster b let a_b be its squared norms, m_b its predicted positions and d_b its controls: C numbers with
@@ -144,26 +164,27 @@ class Tally:
     A control that is other than 0 in fewer than 32 clusters has the coefficient 0, and of the rest, all but the first
     N / 16 have.
 
-    The last r controls may be measured from means that are estimates themselves, those of a pool
-    (`isoloss.flatness.engine.auxiliary_sample.Pool`). With n_b the sequences of cluster b, R moves by
+    The last r controls may be measured from means that are estimates themselves, those of an auxiliary sample
+    (`isoloss.flatness.engine.auxiliary_sample.AuxiliarySample`). With n_b the sequences of cluster b, R moves by
     g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^T C g with the covariance C
-    of the means joins the squared error. These controls are left out where the pool has fewer than twice as many
-    sequences as the clusters, and where Hotelling's T^2 says that the clusters were not drawn as the pool was (chance
-    below 1e-9). Else it is all of them, the first one or none, whichever has the smallest error, unless a number is
-    given.
+    of the means joins the squared error. These controls are left out where the auxiliary sample has fewer than twice as
+    many sequences as the clusters, and where Hotelling's T^2 says that the clusters were not drawn as the auxiliary
+    sample was (chance below 1e-9). Else it is all of them, the first one or none, whichever has the smallest error,
+    unless a number is given.
 
     Args:
         num_parameters: K.
         num_controls: C - r, which may be 0.
         groups: The group of each parameter, from 0 to G - 1; None: there are no groups.
-        pool: How well the means of r further controls are known; None: there are none.
+        auxiliary: How well the means of r further controls are known; None: there are none.
         part: Parameters, by their columns, whose sum is wanted with an influence of its own.
 
     Example:
-        >>> tally = Tally(num_parameters=2, num_controls=0)
-        >>> tally.add(torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 0.0]]), torch.tensor([1, 1, 1]), torch.zeros(3, 0))
-        >>> shares = tally.shares()
-        >>> shares.value, shares.by_parameter.tolist(), round(shares.stderr, 4)
+        >>> estimator = ClusteredRatioEstimator(num_parameters=2, num_controls=0)
+        >>> norms = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 0.0]])
+        >>> estimator.add(norms, torch.tensor([1, 1, 1]), torch.zeros(3, 0))
+        >>> result = estimator.result()
+        >>> result.value, result.by_parameter.tolist(), round(result.stderr, 4)
         (2.0, [1.6666666666666667, 0.3333333333333333], 0.5774)
     """
 
@@ -172,12 +193,12 @@ class Tally:
         num_parameters: int,
         num_controls: int,
         groups: Sequence[int] | None = None,
-        pool: PoolMeans | None = None,
+        auxiliary: AuxiliaryMeans | None = None,
         part: Sequence[int] = (),
     ) -> None:
         self._part = torch.tensor(part, dtype=torch.int64)
-        self._pool = pool or PoolMeans(torch.zeros(0, 0, dtype=torch.float64), 0)
-        num_controls += len(self._pool.covariance)
+        self._auxiliary = auxiliary or AuxiliaryMeans(torch.zeros(0, 0, dtype=torch.float64), 0)
+        num_controls += len(self._auxiliary.covariance)
         # fold, a, a of the part, n, m, d of closed clusters
         self._rows = [torch.zeros(0, _CONTROLS + num_controls, dtype=torch.float64)]
         # by fold and parameter: the sums of a, a^2, a m, a d
@@ -233,28 +254,33 @@ class Tally:
             "group_moments": self._group_moments,
             "open": self._clusters.open,
             "document": torch.tensor([document is not None, document or 0]),
-            "pool_covariance": self._pool.covariance,
-            "pool_sequences": torch.tensor(self._pool.num_sequences),
-            "pool_number": torch.tensor([] if self._pool.number is None else [self._pool.number], dtype=torch.int64),
+            "auxiliary_covariance": self._auxiliary.covariance,
+            "auxiliary_sequences": torch.tensor(self._auxiliary.num_sequences),
+            "auxiliary_number": torch.tensor(
+                [] if self._auxiliary.number is None else [self._auxiliary.number], dtype=torch.int64
+            ),
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, torch.Tensor]) -> Tally:
-        """Return the tally that `state` described."""
-        number = state["pool_number"].tolist()
-        pool = PoolMeans(state["pool_covariance"], int(state["pool_sequences"]), number[0] if number else None)
-        num_controls = state["rows"].shape[1] - _CONTROLS - len(pool.covariance)
-        tally = cls(state["moments"].shape[2], num_controls, state["groups"].tolist(), pool, state["part"].tolist())
-        tally._rows, tally._moments = [state["rows"]], state["moments"].clone()
-        tally._group_moments = state["group_moments"].clone()
-        tally._clusters.open = state["open"].clone()
+    def from_state(cls, state: dict[str, torch.Tensor]) -> ClusteredRatioEstimator:
+        """Return the estimator that `state` describes."""
+        numbers: list[int] = state["auxiliary_number"].tolist()
+        number_of_sequences = int(state["auxiliary_sequences"])
+        auxiliary = AuxiliaryMeans(state["auxiliary_covariance"], number_of_sequences, next(iter(numbers), None))
+        num_controls = state["rows"].shape[1] - _CONTROLS - len(auxiliary.covariance)
+        estimator = cls(
+            state["moments"].shape[2], num_controls, state["groups"].tolist(), auxiliary, state["part"].tolist()
+        )
+        estimator._rows, estimator._moments = [state["rows"]], state["moments"].clone()
+        estimator._group_moments = state["group_moments"].clone()
+        estimator._clusters.open = state["open"].clone()
         is_open, document = state["document"].tolist()
-        tally._clusters.document = document if is_open else None
-        return tally
+        estimator._clusters.document = document if is_open else None
+        return estimator
 
     @classmethod
-    def merged(cls, parts: list[Tally]) -> Tally:
-        """Return the tally of several processes, none of which shares a cluster with another."""
+    def merged(cls, parts: list[ClusteredRatioEstimator]) -> ClusteredRatioEstimator:
+        """Return the estimator of several processes, none of which result a cluster with another."""
         for part in parts:
             part._record(part._clusters.close())
         states = [part.state() for part in parts]
@@ -264,14 +290,15 @@ class Tally:
         joined._group_moments = torch.stack([state["group_moments"] for state in states]).sum(dim=0)
         return joined
 
-    def shares(self) -> Shares:
+    def result(self) -> ClusteredRatio:
         """Return the ratio, its error, and its split over the parameters, the document that goes on included.
 
         Raises:
             IsolossError: Fewer than two clusters have a predicted position.
         """
         if self._clusters.document is not None:
-            return Tally.merged([Tally.from_state(self.state())]).shares()  # it ends in a copy, and may go on here
+            copy = ClusteredRatioEstimator.from_state(self.state())  # the document ends there, and may go on here
+            return ClusteredRatioEstimator.merged([copy]).result()
         rows = torch.cat(self._rows)
         predicting = int((rows[:, 4] > 0).sum())
         if len(rows) and not predicting:
@@ -281,21 +308,21 @@ class Tally:
                 f"an error bar needs at least 2 independent sequences or documents, not {predicting} (with a label)"
             )
         used, unlike = self._used(rows[:, 3], rows[:, _CONTROLS:])
-        known = len(used) - len(self._pool.covariance)
+        known = len(used) - len(self._auxiliary.covariance)
         available = int(used[known:].sum())
-        wanted = (0, 1, available) if self._pool.number is None else (self._pool.number,)
+        wanted = (0, 1, available) if self._auxiliary.number is None else (self._auxiliary.number,)
         numbers = sorted({min(number, available) for number in wanted})
         order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
         found = [self._fitted(rows, used & (order <= number), unlike=unlike) for number in numbers]
-        return min(found, key=lambda shares: shares.stderr)
+        return min(found, key=lambda result: result.stderr)
 
-    def _fitted(self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool) -> Shares:
-        """Return the shares of closed clusters with these controls (C,)."""
-        n, of_pool = len(rows), len(used) - len(self._pool.covariance)
+    def _fitted(self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool) -> ClusteredRatio:
+        """Return the result of closed clusters with these controls (C,)."""
+        n, of_auxiliary = len(rows), len(used) - len(self._auxiliary.covariance)
         folds, sequences, m, d = rows[:, 0].long(), rows[:, 3], rows[:, 4], rows[:, _CONTROLS:] * used
         total, correction = float(m.sum()), n / (n - 1)
         by_fold = torch.zeros(FOLDS, dtype=torch.float64).index_add_(0, folds, sequences)
-        variances, vectors = torch.linalg.eigh(self._pool.covariance)
+        variances, vectors = torch.linalg.eigh(self._auxiliary.covariance)
         root = vectors * variances.clamp(min=0).sqrt()  # root root^T is the covariance
 
         def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -303,7 +330,7 @@ class Tally:
             sums = _Sums.of(folds, m, d, moments)
             beta = _coefficients(sums)
             ratios = (sums.a - (beta * sums.d[:, :, None]).sum(dim=1)).sum(dim=0) / total
-            slopes = (by_fold[:, None, None] * beta[:, of_pool:]).sum(dim=0) / total
+            slopes = (by_fold[:, None, None] * beta[:, of_auxiliary:]).sum(dim=0) / total
             squares = correction * sums.square_residuals(beta, ratios) / total**2
             return beta, slopes, ratios, (squares + (root.T @ slopes).square().sum(dim=0)).sqrt()
 
@@ -320,7 +347,7 @@ class Tally:
 
         value, stderr, influence = summed(rows[:, 1], torch.arange(len(ratios)))
         part, part_stderr, part_influence = summed(rows[:, 2], self._part)
-        return Shares(
+        return ClusteredRatio(
             value=value,
             stderr=stderr,
             by_parameter=ratios,
@@ -332,26 +359,26 @@ class Tally:
             by_group=by_group,
             by_group_stderr=by_group_stderr,
             clusters=n,
-            pool_controls=tuple(used[of_pool:].tolist()),
-            unlike_pool=unlike,
+            auxiliary_controls=tuple(used[of_auxiliary:].tolist()),
+            auxiliary_differs=unlike,
         )
 
     def _used(self, sequences: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return which controls (C,) may have coefficients, and whether those of the pool have none for their means."""
-        known = d.shape[1] - len(self._pool.covariance)
+        """Return which controls (C,) may have coefficients, and whether the auxiliary sample differs."""
+        known = d.shape[1] - len(self._auxiliary.covariance)
         used = (d != 0).sum(dim=0) >= _FEWEST
-        used[known:] &= self._pool.num_sequences >= _FEWEST_OF_POOL * float(sequences.sum())
+        used[known:] &= self._auxiliary.num_sequences >= _FEWEST_AUXILIARY * float(sequences.sum())
         used &= used.cumsum(dim=0) <= len(d) // _CLUSTERS_A_CONTROL
         chosen = used[known:]
-        unlike = _chance(sequences, d[:, known:][:, chosen], self._pool.covariance[chosen][:, chosen]) < _UNLIKE
+        unlike = _chance(sequences, d[:, known:][:, chosen], self._auxiliary.covariance[chosen][:, chosen]) < _UNLIKE
         used[known:] &= not unlike
         return used, unlike
 
 
-def _chance(sequences: torch.Tensor, d: torch.Tensor, of_pool: torch.Tensor) -> float:
+def _chance(sequences: torch.Tensor, d: torch.Tensor, of_auxiliary: torch.Tensor) -> float:
     """Return the chance that the mean of d (N, r) over the sequences is as far from 0 as it is; of r = 0 it is 1.
 
-    `of_pool` (r, r) is the covariance of the error of what was taken from d. By Hotelling's T^2, which is close to
+    `of_auxiliary` (r, r) is the covariance of the error of what was taken from d. By Hotelling's T^2, which is close to
     chi-squared where N is much more than r: there are at least 16 r clusters.
     """
     n, total, directions = len(d), float(sequences.sum()), d.shape[1]
@@ -359,7 +386,7 @@ def _chance(sequences: torch.Tensor, d: torch.Tensor, of_pool: torch.Tensor) -> 
         return 1.0
     mean = d.sum(dim=0) / total
     residuals = d - sequences[:, None] * mean
-    covariance = residuals.T @ residuals * (n / (n - 1) / total**2) + of_pool
+    covariance = residuals.T @ residuals * (n / (n - 1) / total**2) + of_auxiliary
     square = float(mean @ torch.linalg.solve(covariance, mean))
     half = torch.tensor([directions / 2, square / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))

@@ -25,22 +25,24 @@ _NONE = 1e-12  # of the mean square: a direction with less variance is rounding
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
-    """What sequences of a pool say on average, so that measured ones can be told from the average by their tokens.
+class AuxiliarySample:
+    """What sequences of an auxiliary sample say on average, so that measured ones can be told from the average by their
+    tokens.
 
     A sequence's features are how probable its tokens are, each after the one before it
     (`isoloss.flatness.engine.bigrams.Bigrams`), and their mean input embedding along the at most 16 directions in
-    which it varies most from cluster to cluster of the pool; tokens that are hidden from the model count as what they
-    are. Less the pool's mean they are control variates: their expectation is 0, up to the error of that mean, which is
-    known too. This is the regression estimator of double sampling (Neyman 1938; Cochran, Sampling Techniques,
-    chapter 12): the part of a quantity's variance that a sequence's words explain is divided by the size of the pool
-    and no longer by the number of measured sequences. The measured sequences may be in the pool or not; they must be
-    drawn alike.
+    which it varies most from cluster to cluster of the auxiliary sample; tokens that are hidden from the model count as
+    what they are. Less the auxiliary sample's mean they are control variates: their expectation is 0, up to the error
+    of that mean, which is known too. This is the regression estimator of double sampling (Neyman 1938; Cochran,
+    Sampling Techniques, chapter 12): the part of a quantity's variance that a sequence's words explain is divided by
+    the size of the auxiliary sample and no longer by the number of measured sequences. The measured sequences may be in
+    the auxiliary sample or not; they must be drawn alike.
 
     Attributes:
         embedding: (V, d) the model's input embeddings.
-        bigrams: Counts of the pool's pairs of tokens.
-        mean: (1 + d,) float64, the mean over the pool's sequences: of the log-probability, and of the embedding.
+        bigrams: Counts of the auxiliary sample's pairs of tokens.
+        mean: (1 + d,) float64, the mean over the auxiliary sample's sequences: of the log-probability, and of the
+            embedding.
         directions: (1 + d, 1 + r) float64, orthonormal, the log-probability first.
         covariance: (1 + r, 1 + r) float64, of the error of the mean along each direction.
         num_sequences: How many were read.
@@ -54,8 +56,8 @@ class Pool:
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
         ...                     intermediate_size=16, max_position_embeddings=8)
         >>> batch = {"input_ids": torch.randint(0, 8, (64, 4))}
-        >>> pool = Pool.read(BertForMaskedLM(config), [batch])
-        >>> features = pool.features(batch)
+        >>> auxiliary = AuxiliarySample.read(BertForMaskedLM(config), [batch])
+        >>> features = auxiliary.features(batch)
         >>> features.shape, bool(features.mean(dim=0).abs().max() < 1e-7)
         (torch.Size([64, 8]), True)
     """
@@ -72,7 +74,7 @@ class Pool:
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Self:
-        """Read a pool, twice; what can be iterated over only once is held in memory.
+        """Read an auxiliary sample, twice; what can be iterated over only once is held in memory.
 
         Args:
             model: A Hugging Face model, for its input embeddings.
@@ -85,22 +87,24 @@ class Pool:
         """
         begun = time.perf_counter()
         if isinstance(batches, Mapping):
-            raise IsolossError("the pool is a single batch; pass an iterable of batches, e.g. [batch]")
+            raise IsolossError("the auxiliary sample is a single batch; pass an iterable of batches, e.g. [batch]")
         if isinstance(batches, Iterator):
             batches = list(batches)
         weight = input_embeddings(model)
         if weight is None:
-            raise IsolossError(f"{type(model).__name__} has no input embeddings, by which a pool is read")
+            raise IsolossError(f"{type(model).__name__} has no input embeddings, by which an auxiliary sample is read")
         bigrams, kinds = Bigrams(len(weight)), set()
         for batch in batches:
             tokens = _Tokens.of(batch, len(weight))
             bigrams.add(tokens.ids, tokens.present, tokens.documents)
             kinds.add(tokens.documents is not None)
         if len(kinds) == 2:
-            raise IsolossError("all batches of the pool have `documents`, or none has")
+            raise IsolossError("all batches of the auxiliary sample have `documents`, or none has")
         clusters, sums, moments = _sums((_Tokens.of(batch, len(weight)) for batch in batches), weight, bigrams)
         if clusters < 2:
-            raise IsolossError(f"the pool has {clusters} independent sequences or documents; it needs at least 2")
+            raise IsolossError(
+                f"the auxiliary sample has {clusters} independent sequences or documents; it needs at least 2"
+            )
         mean = sums[:-1] / sums[-1]
         centring = torch.cat([torch.eye(len(mean), dtype=torch.float64), -mean[None]])  # a cluster's sum less n means
         scatter = centring.T @ moments @ centring
@@ -117,7 +121,7 @@ class Pool:
         )
 
     def features(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return (B, 1 + r) float64 on the CPU: each sequence's features less the pool's mean.
+        """Return (B, 1 + r) float64 on the CPU: each sequence's features less the auxiliary sample's mean.
 
         Raises:
             IsolossError: The batch has no `input_ids`, or a token that has no embedding.
@@ -159,7 +163,9 @@ class _Tokens:
         """Return a batch's tokens, hidden ones as the labels show them."""
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-            raise IsolossError("a batch has no `input_ids` of shape (sequences, positions), by which a pool is read")
+            raise IsolossError(
+                "a batch has no `input_ids` of shape (sequences, positions), by which an auxiliary sample is read"
+            )
         labels, mask = batch.get("labels"), batch.get("attention_mask")
         if isinstance(labels, torch.Tensor) and labels.shape == ids.shape:
             ids = torch.where(labels == IGNORED, ids, labels)

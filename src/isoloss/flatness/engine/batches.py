@@ -1,10 +1,11 @@
-"""Batches one after another, checked, and the numbers of the independent clusters that their sequences belong to.
+"""Batches one after another, checked for a model, and the independent clusters that their sequences belong to.
 
 Shapes: B sequences of a batch.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,24 +15,50 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.predictions import Batch
-from isoloss.flatness.engine.run import first_rows
 
 
-@dataclass(frozen=True)
-class Reading:
+@dataclass(frozen=True, kw_only=True)
+class StreamPosition:
+    """How far a stream of batches has been read.
+
+    Attributes:
+        batches: Number of batches.
+        sequences: Their sequences.
+        positions: Their predicted positions.
+        skipped: Batches that predict nothing.
+        by_document: Whether they have `documents`; None before the first batch.
+        clusters: Number of clusters, the last one included, which may go on.
+        document: The id of the last document.
+    """
+
+    batches: int = 0
+    sequences: int = 0
+    positions: int = 0
+    skipped: int = 0
+    by_document: bool | None = None
+    clusters: int = 0
+    document: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedBatch:
     """A batch of a stream.
 
     Attributes:
-        given: The batch as it came, without its documents.
-        checked: The same on the model's device.
-        first: The place of its first sequence in the stream.
+        given: The batch as it came.
+        checked: The same on the model's device, without its documents.
+        number: The index of the batch in the stream.
+        first: The index of its first sequence in the stream.
         clusters: (B,) ascending numbers: sequences of one number are not independent of each other.
+        after: Where the stream stands behind it.
     """
 
-    given: dict[str, Any]
+    given: Mapping[str, Any]
     checked: Batch
+    number: int
     first: int
     clusters: torch.Tensor
+    after: StreamPosition
 
 
 def read_batches(
@@ -41,45 +68,63 @@ def read_batches(
     causal: bool,
     num_sequences: int | None = None,
     cluster_size: int = 1,
-) -> Iterator[Reading]:
+    start: StreamPosition | None = None,
+) -> Iterator[CheckedBatch]:
     """Yield the batches of a stream, checked for a model; some may predict nothing.
 
     A cluster is `cluster_size` consecutive sequences, or, where batches have `documents` (B,), the consecutive
     sequences of one document, whatever their number. Clusters do not depend on how the stream is cut into batches.
 
+    Args:
+        batches: Mappings, as for `isoloss.flatness.fisher_trace`.
+        model: What they are checked for.
+        causal: Whether position t predicts token t + 1.
+        num_sequences: Stop after as many, those before `start` included.
+        cluster_size: See above.
+        start: What was read before; None: nothing.
+
     Raises:
-        IsolossError: `batches` is a single batch, a batch does not fit, or some have documents.
+        IsolossError: `batches` is a single batch, a batch does not fit, or only some have documents.
     """
     if isinstance(batches, Mapping):
         raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
     if num_sequences is not None and num_sequences < 2:
         raise IsolossError(f"num_sequences is {num_sequences}; an error bar needs at least 2")
-    first, cluster, document, by_document = 0, -1, None, None
-    for number, batch in enumerate(batches):
-        if first == num_sequences:
-            return
+    stream, position = iter(batches), start or StreamPosition()
+    while position.sequences != num_sequences and (batch := next(stream, None)) is not None:
+        number = position.batches
         if not isinstance(batch, Mapping):
             raise IsolossError(f"batch {number} is a {type(batch).__name__}, not a mapping of input_ids, labels, ...")
         if num_sequences is not None:
-            batch = first_rows(batch, num_sequences - first)
-        given = {name: value for name, value in batch.items() if name != "documents"}
+            batch = _first_rows(batch, num_sequences - position.sequences)
         documents = batch.get("documents")
-        if by_document is not None and by_document != (documents is not None):
+        if position.by_document is not None and position.by_document != (documents is not None):
             raise IsolossError(f"batch {number}: all batches have `documents`, or none has")
-        by_document = documents is not None
         try:
-            checked = Batch.read(given, model, causal=causal)
+            inputs = {name: value for name, value in batch.items() if name != "documents"}
+            checked = Batch.read(inputs, model, causal=causal)
         except IsolossError as error:
             raise IsolossError(f"batch {number}: {error}") from error
-        size = len(checked.predicted)
+        first, size, before = position.sequences, len(checked.predicted), position.clusters
         if documents is None:
+            last = None
             clusters = torch.arange(first, first + size) // cluster_size
         else:
-            numbers = []
-            for name in documents.tolist():
-                cluster += name != document
-                document = name
-                numbers.append(cluster)
-            clusters = torch.tensor(numbers)
-        yield Reading(given, checked, first, clusters)
-        first += size
+            ids = [position.document, *documents.tolist()]
+            last = ids[-1]
+            clusters = before - 1 + torch.tensor([a != b for a, b in itertools.pairwise(ids)]).cumsum(dim=0)
+        position = StreamPosition(
+            batches=number + 1,
+            sequences=first + size,
+            positions=position.positions + len(checked.targets),
+            skipped=position.skipped + (not checked.predicts),
+            by_document=documents is not None,
+            clusters=int(clusters[-1]) + 1 if size else before,
+            document=last,
+        )
+        yield CheckedBatch(given=batch, checked=checked, number=number, first=first, clusters=clusters, after=position)
+
+
+def _first_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return at most the first `rows` sequences of a batch."""
+    return {name: value[:rows] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from isoloss.flatness.engine.factors import Places
+from isoloss.flatness.engine.factors import SelectedRows
 from isoloss.flatness.engine.vjp_rules import Contribution, Handle, Layout, Rule, rule_of
 
 _RESHAPES = (torch.Tensor.view, torch.Tensor.reshape)
@@ -47,7 +47,7 @@ class Use:
         number: Which of the node's cotangents it is.
         shape: The output's shape; the cotangent has as many elements in the same order.
         contributions: How the cotangent gives each parameter's factor of the gradient.
-        gathered: Whether the output has the predicted positions alone.
+        selected: Whether the output has the predicted positions alone.
         work: Multiplications of matrices that gave the output.
     """
 
@@ -55,7 +55,7 @@ class Use:
     number: int
     shape: torch.Size
     contributions: dict[str, Contribution]
-    gathered: bool
+    selected: bool
     work: int
 
 
@@ -72,22 +72,22 @@ class _Linear:
 
 
 class Capture(TorchFunctionMode):
-    """Notes the uses of parameters while it is entered, and gathers the predicted positions where it is told to.
+    """Notes the uses of parameters while it is entered, and selects the predicted positions where it is told to.
 
     The output of a parameter's use becomes a leaf of the graph where nothing above it needs a gradient. Once positions
-    are gathered, so is what meets them in a call: the residual stream that they are added to, or a scale for each
+    are selected, so is what meets them in a call: the residual stream that they are added to, or a scale for each
     position. A call that gives them the shape of all positions gives them their own.
 
     Args:
         parameters: The parameters to watch, by name.
         predicted: (B, T) the positions that are predicted.
-        gather_before: Gather them before the linear map with this weight.
-        unknown: (m,) which of the gathered positions are NaN from there on; None: none.
+        select_before: Select them before the linear map with this weight.
+        unknown: (m,) which of the selected positions are NaN from there on; None: none.
         expands: Whether a lookup for all sequences together is made one for each, so that a rule can tell them apart.
 
     Attributes:
         predicted: (B, T) the positions that are predicted.
-        unknown: (m,) which of the gathered positions are NaN.
+        unknown: (m,) which of the selected positions are NaN.
         layout: How the tokens lie in activations at this point.
         uses: What was noted, in order.
         without_rule: Names of parameters with a use that no rule knows.
@@ -100,7 +100,7 @@ class Capture(TorchFunctionMode):
         parameters: Mapping[str, nn.Parameter],
         predicted: torch.Tensor,
         *,
-        gather_before: torch.Tensor | None = None,
+        select_before: torch.Tensor | None = None,
         unknown: torch.Tensor | None = None,
         expands: bool = True,
     ) -> None:
@@ -113,15 +113,15 @@ class Capture(TorchFunctionMode):
         self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
         self._aliases: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
         self.predicted, self.unknown = predicted, unknown
-        self._gather_before = gather_before
+        self._select_before = select_before
         self._last_linear: _Linear | None = None
-        self._source: Callable[[], torch.Tensor | None] = lambda: None  # what was gathered, while it lives
+        self._source: Callable[[], torch.Tensor | None] = lambda: None  # what was selected, while it lives
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.gathered:
+        if self.has_selected:
             args, kwargs = self._together(func, args, kwargs)
         if self.shared and func is torch.Tensor.repeat and self._is_repeated(*args):
             return args[0].clone()
@@ -141,8 +141,8 @@ class Capture(TorchFunctionMode):
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if weight is self._gather_before and input.shape[:2] == self.predicted.shape:
-            input = self.gather(input)  # noqa: A001
+        if weight is self._select_before and input.shape[:2] == self.predicted.shape:
+            input = self.select(input)  # noqa: A001
         before = len(self.uses)
         output: torch.Tensor = self._watched(F.linear, (input, weight, bias), {})
         self._last_linear = _Linear(output, output._version, input, weight, bias, before)
@@ -156,11 +156,11 @@ class Capture(TorchFunctionMode):
         """Apply a function and note the use of the parameters among its arguments."""
         return self._watched(function, args, {})
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
+    def select(self, values: torch.Tensor) -> torch.Tensor:
         """Return (1, m, ...) of values (B, T, ...): the predicted positions, as one sequence from here on."""
         rows = self._rows(values)
         self._source = weakref.ref(values)
-        self.layout = Layout(self.layout.num_sequences, self.layout.length, Places.of(self.predicted))
+        self.layout = Layout(self.layout.num_sequences, self.layout.length, SelectedRows.of(self.predicted))
         return rows
 
     def _rows(self, values: torch.Tensor) -> torch.Tensor:
@@ -172,32 +172,32 @@ class Capture(TorchFunctionMode):
     def _together(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, those with all positions gathered where others are, or a shape of all positions."""
-        places, everywhere = self.layout.places, tuple(self.predicted.shape)
-        assert places is not None
-        here = (1, len(places.rows))
+        """Return the arguments, those with all positions selected where others are, or a shape of all positions."""
+        rows, everywhere = self.layout.selected, tuple(self.predicted.shape)
+        assert rows is not None
+        here = (1, len(rows.rows))
         # a constant of this shape is no activation, and needs no gradient
         is_here = any(value.requires_grad and value.shape[:2] == here for value in _tensors((args, kwargs)))
         source = self._source()
 
-        def gathered(value: Any) -> Any:
+        def at_selected(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 is_met = is_here and value.ndim > 2 and value.shape[:2] == everywhere
                 return self._rows(value) if is_met or value is source else value
             if isinstance(value, (tuple, list)) and any(True for _ in _tensors(value)):
-                return type(value)(gathered(part) for part in value)
+                return type(value)(at_selected(part) for part in value)
             return value
 
         if is_here and func in _RESHAPES:
             shape = tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
             if len(shape) > 2 and all(new in (-1, old) for new, old in zip(shape, everywhere, strict=False)):
                 return (args[0], here + shape[2:]), kwargs
-        return tuple(gathered(value) for value in args), {name: gathered(value) for name, value in kwargs.items()}
+        return tuple(at_selected(value) for value in args), {name: at_selected(value) for name, value in kwargs.items()}
 
     @property
-    def gathered(self) -> bool:
-        """Whether the predicted positions have been gathered."""
-        return self.layout.places is not None
+    def has_selected(self) -> bool:
+        """Whether the predicted positions have been selected."""
+        return self.layout.selected is not None
 
     def decoder(self, logits: torch.Tensor) -> tuple[torch.Tensor, Decoder] | None:
         """Return the hidden states and the linear map that gave the logits; None: they are no linear map's output."""
@@ -250,7 +250,7 @@ class Capture(TorchFunctionMode):
         whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
         edge = get_gradient_edge(base if base is not None and whole else output)
         work = by_row * math.prod(output.shape[:-1])
-        self.uses.append(Use(edge.node, edge.output_nr, output.shape, contributions, self.gathered, work))
+        self.uses.append(Use(edge.node, edge.output_nr, output.shape, contributions, self.has_selected, work))
         return output
 
 

@@ -13,7 +13,7 @@ import torch
 from isoloss import seeds
 from isoloss.flatness.engine.capture import Decoder
 
-NUM_STATIONS = 3  # whose cotangents are controls, at most
+NUM_INTERMEDIATES = 3  # whose cotangents are controls, at most
 # numbers worked on at a time, so that no second buffer of the logits' shape is needed; on a CPU they stay in its cache
 _CHUNK = {"cpu": 1 << 18}
 _CHUNK_ELSEWHERE = 1 << 22
@@ -27,7 +27,9 @@ def root_probabilities(logits: torch.Tensor) -> torch.Tensor:
     return wide
 
 
-def integrated_(root_p: torch.Tensor, counts: torch.Tensor, sequences: range, *, seed: int, probe: int) -> torch.Tensor:
+def exact_labels_(
+    root_p: torch.Tensor, counts: torch.Tensor, sequences: range, *, seed: int, probe: int
+) -> torch.Tensor:
     """Turn square roots of probabilities into u = S v, S = diag(sqrt p) - p sqrt(p)^T, in place, and return them.
 
     v are random signs, a function of the seed, the sequence and the probe. E[u u^T] = diag(p) - p p^T: the labels are
@@ -36,30 +38,30 @@ def integrated_(root_p: torch.Tensor, counts: torch.Tensor, sequences: range, *,
     Args:
         root_p: (m, V) square roots of probabilities.
         counts: (B,) predicted positions of each sequence.
-        sequences: Places of the B sequences in the stream.
+        sequences: Indices of the B sequences in the stream.
         seed: The measurement's.
         probe: Which of several.
     """
     streams = streams_of(counts, root_p.shape[1], sequences, "probes", probe)
-    return with_signs_(root_p, counts, packed_signs(streams, root_p.device, seed)[0])
+    return with_probe_(root_p, counts, packed_probes(streams, root_p.device, seed)[0])
 
 
-def with_signs_(root_p: torch.Tensor, counts: torch.Tensor, octets: torch.Tensor) -> torch.Tensor:
-    """Do as `integrated_` with the signs of one row of `packed_signs`, a stream for each sequence."""
+def with_probe_(root_p: torch.Tensor, counts: torch.Tensor, octets: torch.Tensor) -> torch.Tensor:
+    """Do as `exact_labels_` with the signs of one row of `packed_probes`, a stream for each sequence."""
     sizes, vocabulary, start, read = counts.tolist(), root_p.shape[1], 0, 0
     step = max(1, _limit(root_p) // max(1, vocabulary * max(sizes)))  # sequences whose signs are unpacked together
     for first in range(0, len(sizes), step):
         numbers = [count * vocabulary for count in sizes[first : first + step]]
         rows = root_p[start : start + sum(numbers) // vocabulary]
         length = sum(map(_octets, numbers))
-        rows.mul_(unpacked_signs(octets[read : read + length], numbers).view(rows.shape).to(rows.device))
+        rows.mul_(unpacked_probes(octets[read : read + length], numbers).view(rows.shape).to(rows.device))
         start, read = start + len(rows), read + length
     for w in _parts(root_p):
         w.sub_(w.square().mul_(w.sum(dim=-1, keepdim=True)))
     return root_p
 
 
-def observed_(
+def given_labels_(
     root_p: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, sequences: range, *, seed: int
 ) -> torch.Tensor:
     """Turn square roots of probabilities into e (p - onehot(y)), in place: y the labels, e one random sign a position.
@@ -68,17 +70,15 @@ def observed_(
     """
     root_p.square_()
     root_p[torch.arange(len(root_p), device=root_p.device), targets.to(root_p.device)] -= 1
-    octets = packed_signs(streams_of(counts, 1, sequences, "observed"), root_p.device, seed)[0]
-    return root_p.mul_(unpacked_signs(octets, counts.tolist())[:, None].to(root_p.device))
+    octets = packed_probes(streams_of(counts, 1, sequences, "observed"), root_p.device, seed)[0]
+    return root_p.mul_(unpacked_probes(octets, counts.tolist())[:, None].to(root_p.device))
 
 
-def random_signs(
-    shape: torch.Size | tuple[int, ...], device: torch.device, seed: int, *names: str | int
-) -> torch.Tensor:
+def rademacher(shape: torch.Size | tuple[int, ...], device: torch.device, seed: int, *names: str | int) -> torch.Tensor:
     """Return `shape` random signs of the stream `names`, int8; a CUDA device draws its own, other than a CPU's."""
     count = math.prod(shape)
-    octets = packed_signs([(count, names)], device, seed)[0]
-    return unpacked_signs(octets, [count]).view(tuple(shape)).to(device)
+    octets = packed_probes([(count, names)], device, seed)[0]
+    return unpacked_probes(octets, [count]).view(tuple(shape)).to(device)
 
 
 Streams = Sequence[tuple[int, tuple[str | int, ...]]]  # how many signs, and the stream's name
@@ -90,7 +90,7 @@ def streams_of(counts: torch.Tensor, width: int, sequences: range, purpose: str,
     return [(count * width, (purpose, sequence, *probe)) for sequence, count in pairs]
 
 
-def packed_signs(streams: Streams, device: torch.device, seed: int, *, copies: int = 1) -> torch.Tensor:
+def packed_probes(streams: Streams, device: torch.device, seed: int, *, copies: int = 1) -> torch.Tensor:
     """Return (copies, octets) uint8: independent random signs of streams, 8 to the octet, end to end."""
     place = device if device.type == "cuda" else torch.device("cpu")
     generator = torch.Generator(device=place)
@@ -102,8 +102,8 @@ def packed_signs(streams: Streams, device: torch.device, seed: int, *, copies: i
     return torch.cat(octets, dim=1)
 
 
-def unpacked_signs(octets: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Return the signs of a row of `packed_signs`, int8, end to end: `counts` of each stream."""
+def unpacked_probes(octets: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return the signs of a row of `packed_probes`, int8, end to end: `counts` of each stream."""
     shifts = torch.arange(8, dtype=torch.uint8, device=octets.device)
     signs = (octets[:, None] >> shifts).bitwise_and_(1).view(torch.int8).mul_(2).sub_(1).view(-1)
     if not any(count % 8 for count in counts):
@@ -129,9 +129,9 @@ class Controls:
       identity;
     - `sum_{r != s} <g_r, w> <g_s, w>`, with the mean 0: the same along the direction that the decoder's rows share,
       of which less reaches the layers or more than of all others;
-    - `sum_{r != s} <b_r, b_s>`, with the mean 0, for each of up to 3 stations: outputs in the model whose cotangent b_r
-      at a position depends on u_r alone;
-    - `sum_r |b_r|^2` of the first station, with the mean over further probes in the place of its own;
+    - `sum_{r != s} <b_r, b_s>`, with the mean 0, for each of up to 3 intermediates: outputs in the model whose
+      cotangent b_r at a position depends on u_r alone;
+    - `sum_r |b_r|^2` of the first intermediate, with the mean over further probes in the place of its own;
     - the first two, their mean over these probes, which takes from the noise of that mean.
 
     Args:
@@ -142,7 +142,7 @@ class Controls:
         num_sequences: B.
     """
 
-    NUMBER = 4 + NUM_STATIONS + 3
+    NUMBER = 4 + NUM_INTERMEDIATES + 3
 
     def __init__(
         self, root_p: torch.Tensor, hidden: torch.Tensor, decoder: Decoder, rows: torch.Tensor, num_sequences: int
@@ -164,7 +164,7 @@ class Controls:
         self,
         cotangent: torch.Tensor,
         hidden_cotangent: torch.Tensor,
-        stations: Sequence[torch.Tensor] = (),
+        intermediates: Sequence[torch.Tensor] = (),
         others: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> torch.Tensor:
         """Return (B, 10) float64: the control variates less their means; 0 for those that there is nothing for.
@@ -172,16 +172,16 @@ class Controls:
         Args:
             cotangent: (m, V) u.
             hidden_cotangent: (m, d) W^T u.
-            stations: The stations' cotangents, (m, any) each.
-            others: For each of the further probes, the first station's cotangent and the probe's `squares`.
+            intermediates: The intermediates' cotangents, (m, any) each.
+            others: For each of the further probes, the first intermediate's cotangent and the probe's `squares`.
         """
         along = (hidden_cotangent.to(cotangent.dtype) @ self._shared)[:, None]
-        crossed = [self._crossed(values) for values in (hidden_cotangent, along, *stations)]
-        crossed += [torch.zeros_like(crossed[0])] * (NUM_STATIONS - len(stations))
+        crossed = [self._crossed(values) for values in (hidden_cotangent, along, *intermediates)]
+        crossed += [torch.zeros_like(crossed[0])] * (NUM_INTERMEDIATES - len(intermediates))
         first, further = torch.zeros_like(crossed[0]), torch.zeros_like(self._means)
-        if stations and others:
+        if intermediates and others:
             mean = sum(_squared_norms(values).double() for values, _ in others) / len(others)
-            first = self._by_sequence(_squared_norms(stations[0]).double() - mean)
+            first = self._by_sequence(_squared_norms(intermediates[0]).double() - mean)
             further = torch.stack([squares for _, squares in others]).mean(dim=0)
         return torch.cat(
             [self.squares(cotangent, hidden_cotangent), torch.stack([*crossed, first], dim=1), further], dim=1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.batches import read_batches
+from isoloss.flatness.engine.batches import CheckedBatch, read_batches
 from isoloss.flatness.engine.capture import Capture
 from isoloss.flatness.engine.parameters import counted_parameters, refuse_unreached, requiring_gradients
-from isoloss.flatness.engine.position_selection import Gathering
+from isoloss.flatness.engine.position_selection import PositionSelection
 from isoloss.flatness.engine.predictions import Batch, predict
 from isoloss.model_checks import NOTHING_PREDICTED, device_of, is_causal, plainly, refuse_dropout
 
@@ -41,12 +41,14 @@ class MeanLoss:
     Args:
         model: A language model, as for `fisher_trace`. Its attention must have second derivatives: with
             attention="sdpa" the products use its plain kernel, which has; flash attention has none.
-        batches: As for `fisher_trace`; all are kept.
+        batches: As for `fisher_trace`, or batches that were checked before; all are kept.
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters by name; None: all trainable ones, tied ones once.
+        num_sequences: Keep as many; None: all.
 
     Attributes:
         model: As given.
+        batches: All of them, checked.
         parameters: By name.
         causal: As given or found.
         num_parameters: P.
@@ -73,23 +75,24 @@ class MeanLoss:
     def __init__(
         self,
         model: nn.Module,
-        batches: Iterable[Mapping[str, Any]],
+        batches: Iterable[Mapping[str, Any]] | Sequence[CheckedBatch],
         *,
         causal: bool | None = None,
         parameters: Mapping[str, nn.Parameter] | None = None,
+        num_sequences: int | None = None,
     ) -> None:
         refuse_dropout(model)
         self.model = model
         self.parameters = counted_parameters(model, parameters)
         self.causal = is_causal(model) if causal is None else causal
-        given = [reading.checked for reading in read_batches(batches, model=model, causal=self.causal)]
-        if not given:
+        self.batches = list(_checked(batches, model=model, causal=self.causal, num_sequences=num_sequences))
+        if not self.batches:
             raise IsolossError("there are no batches to measure on")
-        self._batches = [batch for batch in given if batch.predicts]
+        self._batches = [batch.checked for batch in self.batches if batch.checked.predicts]
         if not self._batches:
             raise IsolossError(NOTHING_PREDICTED)
-        self.num_sequences = sum(len(batch.predicted) for batch in given)
-        self.skipped_batches = len(given) - len(self._batches)
+        self.num_sequences = sum(len(batch.clusters) for batch in self.batches)
+        self.skipped_batches = len(self.batches) - len(self._batches)
         self.num_positions = sum(len(batch.targets) for batch in self._batches)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters.values())
         self.dtype = torch.float32
@@ -140,15 +143,47 @@ class MeanLoss:
 
         def of_batch(batch: Batch) -> Sequence[torch.Tensor]:
             logits = predicted_logits(self.model, batch)
-            moved = derivative_along(logits, self._leaves, directions)
-            p = logits.detach().to(moved.dtype).softmax(dim=-1)
-            cotangent = p * (moved - (p * moved).sum(dim=-1, keepdim=True))
+            derivative = derivative_along(logits, self._leaves, directions)
+            p = logits.detach().to(derivative.dtype).softmax(dim=-1)
+            cotangent = p * (derivative - (p * derivative).sum(dim=-1, keepdim=True))
             return torch.autograd.grad(
                 logits, self._leaves, cotangent.to(logits.dtype), allow_unused=True, materialize_grads=True
             )
 
         with second_derivatives():
             return self._mean(of_batch, "the Gauss-Newton matrix's product")
+
+    def quadratic_forms(self, vector: torch.Tensor, *, hessian: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what each of N clusters adds to v^T A v of a vector v (P,), times the number of positions.
+
+        Args:
+            vector: (P,) v.
+            hessian: Whether A is the Hessian, which takes two backward passes a sequence; else the Gauss-Newton matrix.
+
+        Returns:
+            (N,) float64 the sums over a cluster's predicted positions of their own v^T A v, and (N,) their number: the
+            ratio of the sums of both is v^T A v.
+        """
+        directions, number = self.split(vector), self.batches[-1].after.clusters
+        sums, positions = torch.zeros(2, number, dtype=torch.float64)
+        for batch in self.batches:
+            checked, rows = batch.checked, batch.checked.predicted.nonzero()[:, 0].cpu()
+            positions.index_add_(0, batch.clusters[rows], torch.ones(len(rows), dtype=torch.float64))
+            if hessian:
+                for row in sorted(set(rows.tolist())):
+                    sums[batch.clusters[row]] += self._hessian_form(checked.rows(torch.tensor([row])), directions)
+            elif len(rows):
+                variances = prediction_variances(self.model, checked, self.parameters, directions)
+                sums.index_add_(0, batch.clusters[rows], variances)
+        return sums, positions
+
+    def _hessian_form(self, batch: Batch, directions: Sequence[torch.Tensor]) -> float:
+        """Return v^T H v for the Hessian of a batch's summed loss."""
+        with second_derivatives(), plainly(self.model), requiring_gradients(self.parameters):
+            loss = _total_loss(self.model, batch)
+            gradients = torch.autograd.grad(loss, self._leaves, create_graph=True, allow_unused=True)
+            products = hessian_vector_product(gradients, self._leaves, directions)
+        return sum(float((v.double() * h.double()).sum()) for v, h in zip(directions, products, strict=True))
 
     def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Return a vector (P,) as tensors of the parameters' shapes and dtypes."""
@@ -171,14 +206,27 @@ class MeanLoss:
         return total / self.num_positions
 
 
+def _checked(
+    batches: Iterable[Mapping[str, Any]] | Sequence[CheckedBatch],
+    *,
+    model: nn.Module,
+    causal: bool,
+    num_sequences: int | None,
+) -> Iterable[CheckedBatch]:
+    if isinstance(batches, Sequence) and batches and isinstance(batches[0], CheckedBatch):
+        return cast("Sequence[CheckedBatch]", batches)
+    given = cast("Iterable[Mapping[str, Any]]", batches)
+    return read_batches(given, model=model, causal=causal, num_sequences=num_sequences)
+
+
 def predicted_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return (m, V): the logits at the predicted positions, with their graph.
 
     Raises:
         IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite.
     """
-    predictions = predict(model, batch, Capture({}, batch.predicted), Gathering())
-    assert predictions is not None  # only an early gathering can fail
+    predictions = predict(model, batch, Capture({}, batch.predicted), PositionSelection())
+    assert predictions is not None  # only an early selection can fail
     return predictions.logits
 
 
@@ -206,8 +254,26 @@ def derivative_along(
     reached, along = _that_need_gradients(pulled, directions)
     if not reached:
         raise IsolossError("no trainable parameter of the model reaches its logits")
-    (moved,) = torch.autograd.grad(reached, cotangent, along, retain_graph=True)
-    return moved.to(torch.promote_types(moved.dtype, torch.float32))
+    (derivative,) = torch.autograd.grad(reached, cotangent, along, retain_graph=True)
+    return derivative.to(torch.promote_types(derivative.dtype, torch.float32))
+
+
+def prediction_variances(
+    model: nn.Module,
+    batch: Batch,
+    parameters: Mapping[str, nn.Parameter],
+    directions: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return (m,) float64 on the CPU: the variance under each prediction of the logits' derivative along directions.
+
+    That is v^T J^T (diag p - p p^T) J v, the quadratic form of each position's Gauss-Newton matrix.
+    """
+    with second_derivatives(), plainly(model), requiring_gradients(parameters):
+        logits = predicted_logits(model, batch)
+        derivative = derivative_along(logits, list(parameters.values()), directions).double()
+    p = logits.detach().double().softmax(dim=-1)
+    centred = derivative - (p * derivative).sum(dim=-1, keepdim=True)
+    return (p * centred.square()).sum(dim=-1).cpu()
 
 
 @contextmanager

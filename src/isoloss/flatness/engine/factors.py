@@ -1,6 +1,6 @@
 """Squared norms of each sequence's gradient of one parameter, from factors of the gradient, without forming it.
 
-Shapes: B sequences, S tokens in each, m rows of gathered positions in all, (a, b) the parameter's shape.
+Shapes: B sequences, S tokens in each, m rows of selected positions in all, (a, b) the parameter's shape.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _LIMIT = 1 << 21
 
 
 @dataclass(frozen=True)
-class Places:
-    """Which sequence each gathered row belongs to.
+class SelectedRows:
+    """Which sequence each selected row belongs to.
 
     Attributes:
         rows: (m,) the sequence of each row, ascending.
@@ -29,10 +29,10 @@ class Places:
     firsts: list[int]
 
     @staticmethod
-    def of(predicted: torch.Tensor) -> Places:
-        """Return the places of the rows that a mask (B, T) gathers."""
+    def of(predicted: torch.Tensor) -> SelectedRows:
+        """Return the rows that a mask (B, T) selects."""
         counts = predicted.sum(dim=1)
-        return Places(predicted.nonzero()[:, 0], counts.tolist(), (counts.cumsum(0) - counts).tolist())
+        return SelectedRows(predicted.nonzero()[:, 0], counts.tolist(), (counts.cumsum(0) - counts).tolist())
 
     def padded(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return (stop - start, S, n): the rows (m, n) of some sequences, padded with zeros; a view if none are."""
@@ -54,14 +54,14 @@ class Outer:
     """A gradient (a, b) that is a sum of outer products over the tokens of a sequence.
 
     Attributes:
-        left: (B, S, a) or, with `places`, (m, a). An int64 (B, S) stands for one-hot vectors: rows of the parameter.
-        right: (B, S, b) or, with `places`, (m, b).
-        places: The sequences of gathered rows.
+        left: (B, S, a) or, with `selected`, (m, a). An int64 (B, S) stands for one-hot vectors: rows of the parameter.
+        right: (B, S, b) or, with `selected`, (m, b).
+        selected: The sequences of selected rows.
     """
 
     left: torch.Tensor
     right: torch.Tensor
-    places: Places | None = None
+    selected: SelectedRows | None = None
 
     @property
     def is_index(self) -> bool:
@@ -70,17 +70,17 @@ class Outer:
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the left (c, S, a) or (c, S), and the right (c, S, b), of sequences start to stop, wide enough."""
-        if self.places is None:
+        if self.selected is None:
             return _wide(self.left[start:stop]), _wide(self.right[start:stop])
         return (
-            _wide(self.places.padded(self.left, start, stop)),
-            _wide(self.places.padded(self.right, start, stop)),
+            _wide(self.selected.padded(self.left, start, stop)),
+            _wide(self.selected.padded(self.right, start, stop)),
         )
 
     def size(self) -> int:
         """Return the elements of a sequence's temporaries: its Gram matrix, or what is padded."""
-        tokens = self.left.shape[1] if self.places is None else max(self.places.counts)
-        if self.places is None or min(self.places.counts) == tokens:
+        tokens = self.left.shape[1] if self.selected is None else max(self.selected.counts)
+        if self.selected is None or min(self.selected.counts) == tokens:
             return tokens * tokens
         return max(tokens * tokens, tokens * (self.left.shape[-1] + self.right.shape[-1]))
 
@@ -90,12 +90,12 @@ class Dense:
     """A gradient of n numbers, formed for each sequence: of a bias or a scale.
 
     Attributes:
-        values: (B, n) or, with `places`, (m, n), to be summed over the rows of a sequence.
-        places: The sequences of gathered rows.
+        values: (B, n) or, with `selected`, (m, n), to be summed over the rows of a sequence.
+        selected: The sequences of selected rows.
     """
 
     values: torch.Tensor
-    places: Places | None = None
+    selected: SelectedRows | None = None
 
 
 Factor = Outer | Dense
@@ -106,7 +106,7 @@ def squared_norms(factors: Sequence[Factor], num_sequences: int, *, separate: bo
 
     Several factors are several uses of the parameter in one forward pass: their gradients add before they are squared.
 
-    With `separate`, the gathered positions' gradients of a parameter that is used once at each of them are squared one
+    With `separate`, the selected positions' gradients of a parameter that is used once at each of them are squared one
     by one. The rows' cotangents are those of one position each, so that for independent cotangents of mean 0 the
     products of two of them that this leaves out have mean 0: the same expectation with less noise, and less work. Where
     the parameter is also looked up by tokens, the result may be negative.
@@ -120,30 +120,30 @@ def squared_norms(factors: Sequence[Factor], num_sequences: int, *, separate: bo
     outer = [factor for factor in factors if isinstance(factor, Outer)]
     if dense and outer:
         raise TypeError("a parameter is used as a matrix and by element")
-    if separate and len(factors) == 1 and factors[0].places is not None:
-        return _by_sequence(_squares(factors[0]), factors[0].places, num_sequences)
-    if len(dense) == 1 and dense[0].places is not None:
-        return _ragged_norms(dense[0].values, dense[0].places, num_sequences)
+    if separate and len(factors) == 1 and factors[0].selected is not None:
+        return _by_sequence(_squares(factors[0]), factors[0].selected, num_sequences)
+    if len(dense) == 1 and dense[0].selected is not None:
+        return _ragged_norms(dense[0].values, dense[0].selected, num_sequences)
     if dense:
         total = torch.stack([_summed(factor, num_sequences) for factor in dense]).sum(dim=0)
         return total.square().sum(dim=1, dtype=torch.float64)
     matrices = [factor for factor in outer if not factor.is_index]
-    if separate and len(matrices) == 1 and matrices[0].places is not None:
-        own = _by_sequence(_squares(matrices[0]), matrices[0].places, num_sequences)
+    if separate and len(matrices) == 1 and matrices[0].selected is not None:
+        own = _by_sequence(_squares(matrices[0]), matrices[0].selected, num_sequences)
         return own + _outer_norms(outer, num_sequences, without_matrices=True)
     return _outer_norms(outer, num_sequences)
 
 
 def _squares(factor: Factor) -> torch.Tensor:
-    """Return (m,): the squared norms of the gathered rows' own gradients."""
+    """Return (m,): the squared norms of the selected rows' own gradients."""
     values = (factor.values,) if isinstance(factor, Dense) else (factor.left, factor.right)
     norms: list[torch.Tensor] = [torch.linalg.vector_norm(_wide(each), dim=1) for each in values]  # no buffer (m, n)
     parts = [norm.double().square() for norm in norms]
     return parts[0] if len(parts) == 1 else parts[0] * parts[1]
 
 
-def _by_sequence(values: torch.Tensor, places: Places, num_sequences: int) -> torch.Tensor:
-    return values.new_zeros(num_sequences).index_add_(0, places.rows, values)
+def _by_sequence(values: torch.Tensor, selected: SelectedRows, num_sequences: int) -> torch.Tensor:
+    return values.new_zeros(num_sequences).index_add_(0, selected.rows, values)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
@@ -153,16 +153,16 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
 
 def _summed(factor: Dense, num_sequences: int) -> torch.Tensor:
     values = _wide(factor.values)
-    if factor.places is None:
+    if factor.selected is None:
         return values
-    return values.new_zeros(num_sequences, values.shape[1]).index_add_(0, factor.places.rows, values)
+    return values.new_zeros(num_sequences, values.shape[1]).index_add_(0, factor.selected.rows, values)
 
 
-def _ragged_norms(values: torch.Tensor, places: Places, num_sequences: int) -> torch.Tensor:
+def _ragged_norms(values: torch.Tensor, selected: SelectedRows, num_sequences: int) -> torch.Tensor:
     norms = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
-    for start, stop in _chunks(num_sequences, max(places.counts) * values.shape[1]):
-        if max(places.counts[start:stop]):
-            total = _wide(places.padded(values, start, stop)).sum(dim=1)
+    for start, stop in _chunks(num_sequences, max(selected.counts) * values.shape[1]):
+        if max(selected.counts[start:stop]):
+            total = _wide(selected.padded(values, start, stop)).sum(dim=1)
             norms[start:stop] = total.square().sum(dim=1, dtype=torch.float64)
     return norms
 
@@ -177,13 +177,15 @@ def _outer_norms(factors: Sequence[Outer], num_sequences: int, *, without_matric
     """Return the squared norms of the sums, or these less those of the factors that are no lookups."""
     norms = torch.zeros(num_sequences, dtype=torch.float64, device=factors[0].right.device)
     dense = [factor for factor in factors if not factor.is_index]
-    tokens = sum(f.left.shape[1] if f.places is None else max(f.places.counts) for f in dense)
+    tokens = sum(f.left.shape[1] if f.selected is None else max(f.selected.counts) for f in dense)
     a, b = (dense[0].left.shape[-1], dense[0].right.shape[-1]) if dense else (0, 0)
     direct = bool(dense) and a * b < tokens * (a + b)
     size = max(sum(f.size() for f in factors), a * b if direct else tokens * tokens)
     for start, stop in _chunks(num_sequences, size):
         parts = [
-            (f.is_index, *f.part(start, stop)) for f in factors if f.places is None or max(f.places.counts[start:stop])
+            (f.is_index, *f.part(start, stop))
+            for f in factors
+            if f.selected is None or max(f.selected.counts[start:stop])
         ]
         matrices = _joined([(left, right) for is_index, left, right in parts if not is_index])
         lookups = _joined([(left, right) for is_index, left, right in parts if is_index])

@@ -1,4 +1,4 @@
-"""Lanczos' method with full reorthogonalisation: a symmetric matrix, known by its products, seen in a small subspace.
+"""Lanczos' method with full reorthogonalization: a symmetric matrix, known by its products, seen in a small subspace.
 
 Shapes: P order of the matrix, s steps taken.
 """
@@ -16,7 +16,7 @@ class Lanczos:
     """An orthonormal basis q_1, q_2, ... of the Krylov space of A and a start vector, in which A is tridiagonal.
 
     Where the space is invariant the basis goes on with a random vector orthogonal to it, so that eigenvalues that the
-    start vector does not show, repeated ones too, are found in the end. All basis vectors are kept and every one
+    start vector does not show, repeated ones too, appear in the end. All basis vectors are kept and every one
     is made orthogonal to all before it, twice (Golub and Van Loan, Matrix Computations, section 10.3).
 
     Args:
@@ -49,15 +49,30 @@ class Lanczos:
         if self.complete:
             self._beside.append(0.0)
             return
-        self._orthogonalise(w)
+        self._orthogonalize(w)
         norm = float(w.norm())
         size = max(abs(value) for value in self._diagonal + self._beside + [norm])
         if norm <= 100 * torch.finfo(w.dtype).eps * size:
             norm = 0.0
             w = torch.randn(len(w), generator=self._generator, dtype=w.dtype).to(w.device)
-            self._orthogonalise(w)
+            self._orthogonalize(w)
         self._beside.append(norm)
         self._basis.append(w / w.norm())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return everything as tensors on the CPU, from which `load_state` goes on."""
+        return {
+            "basis": torch.stack(self._basis).cpu(),
+            "diagonal": torch.tensor(self._diagonal, dtype=torch.float64),
+            "beside": torch.tensor(self._beside, dtype=torch.float64),
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from a state."""
+        self._basis = list(state["basis"].to(self._basis[0].device))
+        self._diagonal, self._beside = state["diagonal"].tolist(), state["beside"].tolist()
+        self._generator.set_state(state["generator"])
 
     def ritz(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return eigenvalues (s,) of A in the subspace, ascending, its eigenvectors (s, s), and residual norms (s,).
@@ -78,7 +93,7 @@ class Lanczos:
             total.add_(q, alpha=weight)
         return total
 
-    def _orthogonalise(self, w: torch.Tensor) -> None:
+    def _orthogonalize(self, w: torch.Tensor) -> None:
         for _ in range(2):
             for q in self._basis:
                 w.sub_(q, alpha=_dot(q, w))

@@ -26,8 +26,8 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import factors
 from isoloss.flatness.engine.capture import Capture, Use
-from isoloss.flatness.engine.control_variates import NUM_STATIONS
-from isoloss.flatness.engine.position_selection import Call, Gathering, calls
+from isoloss.flatness.engine.control_variates import NUM_INTERMEDIATES
+from isoloss.flatness.engine.position_selection import Call, PositionSelection, calls
 from isoloss.flatness.engine.predictions import Batch, Predictions, plain_logits, predict
 from isoloss.model_checks import (
     device_of,
@@ -39,7 +39,7 @@ from isoloss.model_checks import (
 )
 
 # the last place that was right for a model, which is tried before all are
-_FOUND: weakref.WeakKeyDictionary[nn.Module, Gathering] = weakref.WeakKeyDictionary()
+_LAST_SELECTION: weakref.WeakKeyDictionary[nn.Module, PositionSelection] = weakref.WeakKeyDictionary()
 _CHECKED = 2  # sequences: the fewest that can be mixed up
 _FEWEST_POSITIONS = 3  # of which one keeps its logits while the first and the last are NaN
 _EVERY = 32  # sequences: of so many one is also run by itself, with all its positions
@@ -52,17 +52,17 @@ class SquaredNorms:
     Attributes:
         by_parameter: (B, P) float64 on the CPU: squared gradient norms of each sequence.
         hidden_cotangent: (m, d) the cotangent times the decoder's weight; None where there is no decoder.
-        station_cotangents: (m, d) of each of the stations (`Predictor.stations`).
+        intermediate_cotangents: (m, d) of each of the intermediates (`Predictor.intermediates`).
     """
 
     by_parameter: torch.Tensor
     hidden_cotangent: torch.Tensor | None
-    station_cotangents: list[torch.Tensor]
+    intermediate_cotangents: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Station:
-    """An output (m, d) behind the place where positions were gathered, by where the backward pass comes through it."""
+class IntermediateActivation:
+    """An output (m, d) behind the place where positions were selected, by where the backward pass comes through it."""
 
     node: Node
     number: int
@@ -88,8 +88,8 @@ class Predictor:
     Attributes:
         parameters: The P parameters by name.
         names: Their names.
-        gathering: Where the predicted positions are picked from all: what comes later sees only these.
-        tail_share: The gathered part of the multiplications of a forward pass, as the first sequences showed.
+        selection: Where the predicted positions are picked from all: what comes later sees only these.
+        tail_fraction: The selected part of the multiplications of a forward pass, as the first sequences showed.
 
     Raises:
         IsolossError: Dropout is on, or there is no parameter to measure.
@@ -105,7 +105,7 @@ class Predictor:
         ...     norms = predictor.squared_norms(predictions, torch.ones(2, 8))
         >>> norms.by_parameter.shape == (2, len(predictor.names)), predictor.slow_parameters
         (True, ())
-        >>> str(predictor.gathering)
+        >>> str(predictor.selection)
         'before bert.encoder.layer.0.attention.output.dense'
     """
 
@@ -113,8 +113,8 @@ class Predictor:
         refuse_dropout(model)
         self.parameters = measured_parameters(model) if parameters is None else dict(parameters)
         self.names = list(self.parameters)
-        self.gathering = Gathering()
-        self.tail_share = 1.0
+        self.selection = PositionSelection()
+        self.tail_fraction = 1.0
         self._model, self._causal = model, causal
         self._slow: set[str] = set()
         self._reached: set[str] = set()
@@ -152,7 +152,7 @@ class Predictor:
 
         Raises:
             IsolossError: The batch or what the model gives for it does not fit, or predicts nothing, or is not finite;
-                or no parameter reaches the logits; or positions cannot be gathered in this batch as in the first one.
+                or no parameter reaches the logits; or positions cannot be selected in this batch as in the first one.
         """
         read = batch if isinstance(batch, Batch) else Batch.read(batch, self._model, causal=self._causal)
         read.require_predictions()
@@ -172,7 +172,7 @@ class Predictor:
             logits = predictions.logits.detach()
             del predictions
             if not _mostly_agree(logits, plain_logits(self._model, read)):
-                self._give_up_gathering()
+                self._give_up_selection()
             predictions = self._run(read)
         if misplaced := self._misplaced(predictions) - self._slow:
             del predictions
@@ -197,41 +197,42 @@ class Predictor:
             keep: Whether it may be called again on the same predictions. If not, activations are freed on the way.
         """
         cotangent = cotangent.to(predictions.logits)
-        stations = self.stations(predictions)
+        intermediates = self.intermediates(predictions)
         keep = keep or bool(self._slow)
-        norms, found = self._ruled_norms(predictions, cotangent, stations, separate=separate, keep=keep)
+        norms, found = self._ruled_norms(predictions, cotangent, intermediates, separate=separate, keep=keep)
         self._fill_slow(norms, predictions, cotangent)
         hidden = found.hidden
         if predictions.decoder is not None and hidden is None:
             hidden = cotangent @ predictions.decoder.weight.to(cotangent)
-        return SquaredNorms(norms, hidden, [found.stations[place] for place in sorted(found.stations)])
+        return SquaredNorms(norms, hidden, [found.intermediates[place] for place in sorted(found.intermediates)])
 
     @staticmethod
-    def stations(predictions: Predictions) -> list[Station]:
-        """Return the first outputs with parameters behind the place where positions were gathered, at most 3.
+    def intermediates(predictions: Predictions) -> list[IntermediateActivation]:
+        """Return the first outputs with parameters behind the place where positions were selected, at most 3.
 
         They are (m, n) with n the width that most such outputs have, that of the model. The cotangent of each at a
         position depends on the logits' cotangent at this position alone.
         """
         m, capture = len(predictions.rows), predictions.capture
-        uses = [use for use in capture.before_last_linear if use.gathered and use.shape[:-1].numel() == m]
+        uses = [use for use in capture.before_last_linear if use.selected and use.shape[:-1].numel() == m]
         widths = Counter(use.shape[-1] for use in uses)
-        found = [Station(use.node, use.number) for use in uses if widths[use.shape[-1]] == max(widths.values())]
-        return found[:NUM_STATIONS]
+        widest = [use for use in uses if widths[use.shape[-1]] == max(widths.values())]
+        return [IntermediateActivation(use.node, use.number) for use in widest[:NUM_INTERMEDIATES]]
 
     @staticmethod
     def tail_cotangents(
-        predictions: Predictions, station: Station, cotangent: torch.Tensor
+        predictions: Predictions, intermediate: IntermediateActivation, cotangent: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cotangents (m, d) of the decoder's input and of a station, by a backward pass of the tail alone.
+        """Return the cotangents (m, d) of the decoder's input and of a intermediate, by a backward pass of the tail
+        alone.
 
         Args:
-            predictions: What `forward` returned, with stations.
-            station: One of them.
+            predictions: What `forward` returned, with intermediates.
+            intermediate: One of them.
             cotangent: (m, V) on the logits.
         """
         assert predictions.hidden_states is not None
-        ends = [get_gradient_edge(predictions.hidden_states), GradientEdge(station.node, station.number)]
+        ends = [get_gradient_edge(predictions.hidden_states), GradientEdge(intermediate.node, intermediate.number)]
         found = torch.autograd.grad(predictions.logits, ends, cotangent.to(predictions.logits), retain_graph=True)
         hidden, outer = (values.reshape(len(predictions.rows), -1) for values in found)
         return hidden, outer
@@ -241,17 +242,17 @@ class Predictor:
     def _run(self, batch: Batch) -> Predictions:
         """Run the model, again where it turns out that a parameter has no rule and must require a gradient.
 
-        Where a batch takes another way through the model than the first ones, positions may not be gathered early.
+        Where a batch takes another way through the model than the first ones, positions may not be selected early.
         """
         while True:
             try:
-                predictions = self._attempt(batch, self.gathering)
+                predictions = self._attempt(batch, self.selection)
             except Exception:
-                if not self.gathering.is_early:
+                if not self.selection.is_early:
                     raise
                 predictions = None
             if predictions is None:
-                self.gathering = Gathering()
+                self.selection = PositionSelection()
                 continue
             unknown = predictions.capture.without_rule - self._slow
             if not unknown:
@@ -267,19 +268,19 @@ class Predictor:
             raise IsolossError(f"no trainable parameter of {type(self._model).__name__} reaches its logits")
 
     def _attempt(
-        self, batch: Batch, gathering: Gathering, *, unknown: torch.Tensor | None = None
+        self, batch: Batch, selection: PositionSelection, *, unknown: torch.Tensor | None = None
     ) -> Predictions | None:
         watched = {name: value for name, value in self.parameters.items() if name not in self._slow}
         capture = Capture(
-            watched, batch.predicted, gather_before=gathering.weight, unknown=unknown, expands=self._expands
+            watched, batch.predicted, select_before=selection.weight, unknown=unknown, expands=self._expands
         )
         try:
-            return predict(self._model, batch, capture, gathering)
+            return predict(self._model, batch, capture, selection)
         except RuntimeError:
-            if gathering.is_early or not capture.shared:
+            if selection.is_early or not capture.shared:
                 raise
         self._expands = False  # the model does not take the rows of a lookup that was expanded
-        return self._attempt(batch, gathering, unknown=unknown)
+        return self._attempt(batch, selection, unknown=unknown)
 
     def _switch_on(self, names: Iterable[str]) -> None:
         """Let only these parameters require a gradient."""
@@ -289,54 +290,54 @@ class Predictor:
             self.parameters[name].requires_grad_()
 
     def _calibrate(self, batch: Batch) -> None:
-        """Find the earliest place to gather the positions, and check it and the rules."""
+        """Find the earliest place to select the positions, and check it and the rules."""
         two = batch.rows(torch.arange(_CHECKED) % len(batch.predicted))
-        self.gathering = self._earliest(two.every_other())
+        self.selection = self._earliest(two.every_other())
         self._check(batch)
 
-    # --- where to gather ---
+    # --- where to select ---
 
-    def _earliest(self, batch: Batch) -> Gathering:
-        """Return the earliest place to gather that leaves the logits as they are and behind which no positions mix."""
+    def _earliest(self, batch: Batch) -> PositionSelection:
+        """Return the earliest place to select that leaves the logits as they are and behind which no positions mix."""
         if len(batch.targets) < _FEWEST_POSITIONS:
-            return Gathering()
+            return PositionSelection()
         try:
             with self._same_draws(), calls(unwrapped(self._model), batch.predicted.shape) as made:
-                plain = self._attempt(batch, Gathering())
+                plain = self._attempt(batch, PositionSelection())
         except IsolossError:  # of positions that need not be finite
-            return Gathering()
+            return PositionSelection()
         assert plain is not None
-        last = _FOUND.get(self._model)
+        last = _LAST_SELECTION.get(self._model)
         places = [last] if last is not None and self._gives(plain, batch, last) else self._search(plain, batch, made)
         while places and not self._separates(plain, batch, places[-1]):
             places.pop()
-        _FOUND[self._model] = places[-1] if places else Gathering()
-        return _FOUND[self._model]
+        _LAST_SELECTION[self._model] = places[-1] if places else PositionSelection()
+        return _LAST_SELECTION[self._model]
 
-    def _search(self, plain: Predictions, batch: Batch, made: list[Call]) -> list[Gathering]:
+    def _search(self, plain: Predictions, batch: Batch, made: list[Call]) -> list[PositionSelection]:
         """Return the places, the latest first, that give what a plain pass did, for as long as they do."""
-        places: list[Gathering] = []
+        places: list[PositionSelection] = []
         if plain.decoder is not None:
-            decoder = Gathering(weight=plain.capture.last_weight)
+            decoder = PositionSelection(weight=plain.capture.last_weight)
             places += [decoder] if self._gives(plain, batch, decoder) else []
         for call in reversed(made):
-            if not self._gives(plain, batch, earlier := Gathering(call=call)):
+            if not self._gives(plain, batch, earlier := PositionSelection(call=call)):
                 break
             places.append(earlier)
         return places
 
-    def _gives(self, plain: Predictions, batch: Batch, gathering: Gathering) -> bool:
-        """Whether gathering there gives the logits and the rules of a plain pass, and mixes no positions' gradients."""
+    def _gives(self, plain: Predictions, batch: Batch, selection: PositionSelection) -> bool:
+        """Whether selection there gives the logits and the rules of a plain pass, and mixes no positions' gradients."""
         try:
             with self._same_draws():
-                early = self._attempt(batch, gathering)
+                early = self._attempt(batch, selection)
             if early is None or early.capture.without_rule - plain.capture.without_rule:
                 return False
             return _agree(early.logits, plain.logits) and _keeps_positions_apart(early)
         except Exception:  # what needs all positions may fail in any way
             return False
 
-    def _separates(self, plain: Predictions, batch: Batch, gathering: Gathering) -> bool:
+    def _separates(self, plain: Predictions, batch: Batch, selection: PositionSelection) -> bool:
         """Whether positions keep their logits where the first and the last one are NaN from the place on.
 
         NaN times zero is NaN: neither a weight that is zero nor a unit that is off hides that positions meet.
@@ -345,7 +346,7 @@ class Predictor:
         unknown[[0, -1]] = True
         try:
             with self._same_draws():
-                partly = self._attempt(batch, gathering, unknown=unknown)
+                partly = self._attempt(batch, selection, unknown=unknown)
         except Exception:  # NaN may be refused
             return False
         return partly is not None and _agree(partly.logits[~unknown], plain.logits[~unknown])
@@ -353,27 +354,27 @@ class Predictor:
     # --- checks ---
 
     def _check(self, batch: Batch) -> None:
-        """Compare with plain automatic differentiation, in which nothing is gathered and no parameter is watched.
+        """Compare with plain automatic differentiation, in which nothing is selected and no parameter is watched.
 
-        Parameters whose norms by rule differ go to the slow path. Positions are no longer gathered early if that is
+        Parameters whose norms by rule differ go to the slow path. Positions are no longer selected early if that is
         what makes a difference.
         """
         batch = batch.without_coincidence()
         with self._same_draws():
             logits, cotangent, exact = self._plainly(batch)
         agrees, far = self._compare(batch, logits, cotangent, exact)
-        if self.gathering.is_early and (far or not agrees):
-            early, self.gathering = self.gathering, Gathering()
+        if self.selection.is_early and (far or not agrees):
+            early, self.selection = self.selection, PositionSelection()
             _, without = self._compare(batch, logits, cotangent, exact)
             if agrees and without == far:  # the rules alone differ
-                self.gathering = early
+                self.selection = early
             elif self._calibrated:
                 raise IsolossError(
-                    f"gathering positions {early} changes the gradients of this batch, but not those of the first one: "
+                    f"selection positions {early} changes the gradients of this batch, but not those of the first one: "
                     "put a batch like this first, or use method='paper'"
                 )
             else:
-                _FOUND[self._model] = self.gathering
+                _LAST_SELECTION[self._model] = self.selection
             far = without
         self._slow |= far
         self._switch_on(self._slow)
@@ -381,12 +382,12 @@ class Predictor:
     def _is_like_alone(self, batch: Batch, predictions: Predictions) -> bool:
         """Whether the last sequence has the logits that it has by itself with all its positions.
 
-        On a later batch, positions or sequences may meet behind the place where they are gathered: a branch that the
+        On a later batch, positions or sequences may meet behind the place where they are selected: a branch that the
         data decides, a cap on how many positions pass. At most one sequence in 32 is run for it, the last of a batch,
         which a cap meets first. Where it differs, the whole batch decides: sequences may meet in the model itself.
         """
         self._since_check += predictions.num_sequences
-        if not self.gathering.is_early or self._draws:
+        if not self.selection.is_early or self._draws:
             return True
         if self._since_check < _EVERY:
             self._skipped_checks = True
@@ -396,7 +397,7 @@ class Predictor:
         alone = plain_logits(self._model, batch.rows(torch.tensor([last])))
         return _agree(predictions.logits.detach()[predictions.rows == last], alone)
 
-    def _give_up_gathering(self) -> None:
+    def _give_up_selection(self) -> None:
         """Measure ungathered from here on.
 
         Raises:
@@ -404,11 +405,11 @@ class Predictor:
         """
         if self._skipped_checks:
             raise IsolossError(
-                f"gathering positions {self.gathering} changes the logits of this batch, and earlier ones were too "
+                f"selection positions {self.selection} changes the logits of this batch, and earlier ones were too "
                 f"small to be checked: use batches of at least {_EVERY} sequences, or method='paper'"
             )
-        self.gathering = Gathering()
-        _FOUND[self._model] = self.gathering
+        self.selection = PositionSelection()
+        _LAST_SELECTION[self._model] = self.selection
 
     def _misplaced(self, predictions: Predictions) -> set[str]:
         """Return the parameters with a use whose rows are not one for each sequence, although there are as many.
@@ -418,7 +419,7 @@ class Predictor:
         """
         number = predictions.num_sequences
         doubtful = [use for use in predictions.capture.uses if len(use.shape) == 2 and use.shape[0] == number]
-        doubtful = [use for use in doubtful if not use.gathered] if number > 1 else []
+        doubtful = [use for use in doubtful if not use.selected] if number > 1 else []
         if not doubtful:
             return set()
         logits, edges = predictions.logits, [GradientEdge(use.node, use.number) for use in doubtful]
@@ -439,11 +440,11 @@ class Predictor:
         return found
 
     def _plainly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return logits (m, V), a random cotangent (m, V) and (B, P) squared norms, with no rule and no gathering."""
+        """Return logits (m, V), a random cotangent (m, V) and (B, P) squared norms, with no rule and no selection."""
         self._switch_on(self.names)
         before = self._random_states()
         try:
-            plain = predict(self._model, batch, Capture({}, batch.predicted), Gathering())
+            plain = predict(self._model, batch, Capture({}, batch.predicted), PositionSelection())
             assert plain is not None
             if any(not torch.equal(*states) for states in zip(before, self._random_states(), strict=True)):
                 self._draws = True
@@ -465,8 +466,8 @@ class Predictor:
         capture = predictions.capture
         agrees = _agree(predictions.logits, logits)
         found = self._all_norms(predictions, cotangent)
-        works = [(use.work, use.work * use.gathered) for use in capture.uses]
-        self.tail_share = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
+        works = [(use.work, use.work * use.selected) for use in capture.uses]
+        self.tail_fraction = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
         precision = torch.finfo(logits.dtype).eps
         total = exact.sum(dim=1, keepdim=True)
         near = (found - exact).abs() <= max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
@@ -510,7 +511,7 @@ class Predictor:
         self,
         predictions: Predictions,
         cotangent: torch.Tensor,
-        stations: Sequence[Station] = (),
+        intermediates: Sequence[IntermediateActivation] = (),
         *,
         separate: bool = False,
         keep: bool = True,
@@ -520,8 +521,8 @@ class Predictor:
         found = _Found(capture, self.names, predictions.num_sequences, cotangent.device, separate=separate)
         hooks = [use.node.register_prehook(found.receiver(use)) for use in capture.uses]
         hooks += [
-            station.node.register_prehook(partial(found.receive_station, place, station.number))
-            for place, station in enumerate(stations)
+            intermediate.node.register_prehook(partial(found.receive_intermediate, place, intermediate.number))
+            for place, intermediate in enumerate(intermediates)
         ]
         if not keep:
             capture.uses.clear()
@@ -583,7 +584,7 @@ class _Found:
         self._separate = separate
         self.norms = torch.zeros(num_sequences, len(names), dtype=torch.float64, device=device)
         self.hidden: torch.Tensor | None = None
-        self.stations: dict[int, torch.Tensor] = {}
+        self.intermediates: dict[int, torch.Tensor] = {}
         self.reached: set[str] = set()
         self._columns = {name: column for column, name in enumerate(names)}
         self._missing = Counter(name for use in capture.uses for name in use.contributions)
@@ -612,11 +613,11 @@ class _Found:
         if cotangent is not None:
             self.hidden = cotangent.reshape(-1, cotangent.shape[-1])
 
-    def receive_station(self, place: int, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
-        """Take the cotangent of a station."""
+    def receive_intermediate(self, place: int, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
+        """Take the cotangent of a intermediate."""
         cotangent = cotangents[number]
         if cotangent is not None:
-            self.stations[place] = cotangent.reshape(-1, cotangent.shape[-1])
+            self.intermediates[place] = cotangent.reshape(-1, cotangent.shape[-1])
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -636,8 +637,8 @@ def _used(capture: Capture) -> set[str]:
 
 
 def _keeps_positions_apart(predictions: Predictions) -> bool:
-    """Whether the last position's logits depend on no gathered output at another position."""
-    uses = [use for use in predictions.capture.uses if use.gathered]
+    """Whether the last position's logits depend on no selected output at another position."""
+    uses = [use for use in predictions.capture.uses if use.selected]
     logits = predictions.logits
     if not uses or not logits.requires_grad:
         return True

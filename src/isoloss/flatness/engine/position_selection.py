@@ -32,8 +32,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """Where to gather, at most one of both; neither: from the logits.
+class PositionSelection:
+    """Where to select, at most one of both; neither: from the logits.
 
     Attributes:
         call: At the input of this call.
@@ -74,20 +74,20 @@ def calls(model: nn.Module, shape: torch.Size) -> Iterator[list[Call]]:
 
 
 @contextlib.contextmanager
-def gathered_at(model: nn.Module, call: Call | None, capture: Capture) -> Iterator[None]:
-    """Let `capture` gather the input of a call, if it has all positions."""
+def selected_at(model: nn.Module, call: Call | None, capture: Capture) -> Iterator[None]:
+    """Let `capture` select the input of a call, if it has all positions."""
     if call is None:
         yield
         return
     before = [0]
 
-    def gather(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def select(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         before[0] += 1
         if before[0] != call.number + 1 or not _has_all(args, capture.predicted.shape):
             return None
-        return (capture.gather(args[0]), *args[1:])
+        return (capture.select(args[0]), *args[1:])
 
-    hook = model.get_submodule(call.module).register_forward_pre_hook(gather)
+    hook = model.get_submodule(call.module).register_forward_pre_hook(select)
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.capture import Capture, Decoder
-from isoloss.flatness.engine.position_selection import Gathering, gathered_at
+from isoloss.flatness.engine.position_selection import PositionSelection, selected_at
 from isoloss.model_checks import NOTHING_PREDICTED, architecture, device_of, plainly, virtual_tokens
 from isoloss.text.masking import IGNORED
 
@@ -96,7 +96,7 @@ class Batch:
     def without_coincidence(self) -> Batch:
         """Return the batch; where as many positions are predicted as a sequence has, without the last of them.
 
-        What depends on the number of positions is then not the same once the predicted ones are gathered.
+        What depends on the number of positions is then not the same once the predicted ones are selected.
         """
         number = len(self.targets)
         if number < 2 or number != self.predicted.shape[1]:
@@ -166,18 +166,18 @@ class Predictions:
         return leaves
 
 
-def predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gathering) -> Predictions | None:
-    """Run the model once under a capture, which knows the weight of `gathering`.
+def predict(model: nn.Module, batch: Batch, capture: Capture, selection: PositionSelection) -> Predictions | None:
+    """Run the model once under a capture, which knows the weight of `selection`.
 
     Returns:
-        The predictions; None if the pass did not come to where the positions were to be gathered.
+        The predictions; None if the pass did not come to where the positions were to be selected.
 
     Raises:
         IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite, or its attention kernel has no
             gradient on this device.
     """
     with plainly(model) as plain:
-        return _predict(plain, batch, capture, gathering)
+        return _predict(plain, batch, capture, selection)
 
 
 def plain_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -194,9 +194,9 @@ def _arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return inputs
 
 
-def _predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gathering) -> Predictions | None:
+def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: PositionSelection) -> Predictions | None:
     inputs = _arguments(model, batch)
-    with capture, gathered_at(model, gathering.call, capture):
+    with capture, selected_at(model, selection.call, capture):
         try:
             output = model(**inputs)
         except NotImplementedError as error:
@@ -207,13 +207,13 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gather
                 ) from error
             raise
     logits = getattr(output, "logits", None)
-    if gathering.is_early and not capture.gathered:
+    if selection.is_early and not capture.has_selected:
         return None
-    shape = (1, len(batch.targets)) if capture.gathered else tuple(batch.predicted.shape)
+    shape = (1, len(batch.targets)) if capture.has_selected else tuple(batch.predicted.shape)
     _check_logits(model, logits, shape, batch)
     assert logits is not None
     found = capture.decoder(logits)
-    if capture.gathered:
+    if capture.has_selected:
         selected = logits.view(logits.shape[1:]) if logits.is_contiguous() else logits[0]
     else:
         selected = logits[batch.predicted]
@@ -223,7 +223,7 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gather
     states = hidden = decoder = None
     if found is not None:
         states, decoder = found
-        hidden = states.reshape(-1, states.shape[-1]) if capture.gathered else states[batch.predicted]
+        hidden = states.reshape(-1, states.shape[-1]) if capture.has_selected else states[batch.predicted]
     return Predictions(
         logits=selected,
         rows=rows,
@@ -232,7 +232,7 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, gathering: Gather
         hidden=None if hidden is None else hidden.detach(),
         decoder=decoder,
         capture=capture,
-        hidden_states=states if capture.gathered else None,
+        hidden_states=states if capture.has_selected else None,
     )
 
 

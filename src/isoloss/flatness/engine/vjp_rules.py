@@ -1,6 +1,6 @@
 """One rule for each torch function that takes parameters: how their gradients follow from the cotangent of its output.
 
-Shapes: B sequences, T tokens in each, m gathered rows.
+Shapes: B sequences, T tokens in each, m selected rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.factors import Dense, Factor, Outer, Places
+from isoloss.flatness.engine.factors import Dense, Factor, Outer, SelectedRows
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class Layout:
     Attributes:
         num_sequences: B.
         length: T.
-        places: Once the predicted positions are gathered, the sequences of the rows.
+        selected: Once the predicted positions are selected, the sequences of the rows.
     """
 
     num_sequences: int
     length: int
-    places: Places | None = None
+    selected: SelectedRows | None = None
 
     def tokens(self, values: torch.Tensor, trailing: int) -> torch.Tensor | None:
-        """Return the values as (B, S, ...), or (m, ...) once gathered, keeping `trailing` dimensions; None: no fit."""
+        """Return the values as (B, S, ...), or (m, ...) once selected, keeping `trailing` dimensions; None: no fit."""
         lead, rest = tuple(values.shape[: values.ndim - trailing]), values.shape[values.ndim - trailing :]
-        if self.places is not None:
-            m = len(self.places.rows)
+        if self.selected is not None:
+            m = len(self.selected.rows)
             return values.reshape(m, *rest) if lead in ((1, m), (m,)) else None
         if lead and lead[0] == self.num_sequences:
             return values.reshape(self.num_sequences, math.prod(lead[1:]), *rest)
@@ -114,7 +114,7 @@ def _matrix_use(uses: Uses, x: torch.Tensor, handle: Handle, *, by_rows: bool) -
     def contribution(cotangent: torch.Tensor) -> Factor:
         outputs = layout.tokens(cotangent, 1)
         assert outputs is not None
-        return Outer(outputs, inputs, layout.places) if output_first else Outer(inputs, outputs, layout.places)
+        return Outer(outputs, inputs, layout.selected) if output_first else Outer(inputs, outputs, layout.selected)
 
     return contribution
 
@@ -184,10 +184,10 @@ def _embedding(
             )
     layout = uses.layout
     # positions or types that all sequences share: one row each, so that their cotangents stay apart
-    is_shared = input.ndim == 2 and input.shape[0] == 1 and layout.num_sequences > 1 and layout.places is None
+    is_shared = input.ndim == 2 and input.shape[0] == 1 and layout.num_sequences > 1 and layout.selected is None
     shared = is_shared and uses.expands
     index = layout.tokens(input.expand(layout.num_sequences, -1) if shared else input, 0)
-    if index is None or layout.places is not None or input.ndim < 2:
+    if index is None or layout.selected is not None or input.ndim < 2:
         return None
     skipped = None if padding_idx is None else padding_idx % weight.shape[0]
 
@@ -228,11 +228,11 @@ def _elementwise(uses: Uses, output: torch.Tensor, parameter: torch.Tensor, scal
         assert tokens is not None
         if tokens.dtype in (torch.float16, torch.bfloat16):
             tokens = tokens.float()
-        if layout.places is None:
+        if layout.selected is None:
             tokens = tokens.sum(dim=1)
         if broadcast:
             tokens = tokens.sum(dim=broadcast)
-        return Dense(tokens.flatten(1) if tokens.ndim > 1 else tokens[:, None], layout.places)
+        return Dense(tokens.flatten(1) if tokens.ndim > 1 else tokens[:, None], layout.selected)
 
     return contribution
 
@@ -344,7 +344,7 @@ def _lstm(
     batch_first: bool = False,
 ) -> Result | None:
     """Unroll the layer into linear maps, each of which has a rule. Packed sequences are not known."""
-    if isinstance(hx, torch.Tensor) or uses.layout.places is not None:
+    if isinstance(hx, torch.Tensor) or uses.layout.selected is not None:
         return None
     x = input if batch_first else input.transpose(0, 1)
     if x.shape[0] != uses.layout.num_sequences:

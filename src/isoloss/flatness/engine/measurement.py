@@ -1,0 +1,383 @@
+"""A ratio of sums over independent clusters, measured over a stream of batches; most measures of flatness are one.
+
+Shapes: B sequences of a batch, K columns (parameter tensors, or one), C control variates, N clusters.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
+from isoloss.flatness.engine.batches import CheckedBatch, StreamPosition, read_batches
+from isoloss.flatness.engine.parameters import counted_parameters, embeddings, refuse_unreached, requiring_gradients
+from isoloss.flatness.engine.resume import State
+from isoloss.flatness.engine.run import FIRST_LOOK, UNIT, Accumulation, Stopping, model_details, resume_file
+from isoloss.memory import keep_freed
+from isoloss.model_checks import is_causal, plainly, refuse_dropout
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.ratio_estimator import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator
+
+_OF_A_PROCESS = 1 << 40  # sequences; the indices of a process's sequences are no other process's
+
+
+class Terms(NamedTuple):
+    """What a source gives for a batch of B sequences; or for a batch that is one sample, with one row or none.
+
+    Attributes:
+        values: (B, K) what each sequence adds to the numerator, on the CPU.
+        positions: (B,) what it adds to the denominator: predicted positions.
+        controls: (B, C) control variates, each with expectation 0.
+        residual: (B, K) of a second sum, which has no controls and is added to the first; None: there is none.
+    """
+
+    values: torch.Tensor
+    positions: torch.Tensor
+    controls: torch.Tensor
+    residual: torch.Tensor | None = None
+
+
+class Source(abc.ABC):
+    """Where the terms come from; a context manager, inside which the model may be changed.
+
+    Args:
+        model: What is measured.
+        num_probes: Random vectors or labels a position.
+        seed: What they are drawn with.
+        causal: Whether position t predicts label t + 1; None: by the model's class.
+        parameters: The parameters, by name; None: all trainable ones.
+
+    Attributes:
+        method: What the result calls it.
+        parts: Names of the sums, where there are two.
+        num_controls: C.
+        by_parameter: Whether the columns are the parameters; else there is one.
+        cluster_size: Consecutive sequences that are not independent.
+        by_batch: Whether a batch is one sample.
+        parameters: The parameters, by name.
+        choices: What it chose at the first batch; with this set before, it does not choose.
+        reached: Names of the parameters that had a gradient.
+
+    Raises:
+        IsolossError: Dropout is on, there are no probes, or no parameter to measure.
+    """
+
+    method: str
+    parts: tuple[str, ...] = ()
+    num_controls = 0
+    by_parameter = True
+    cluster_size = 1
+    by_batch = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_probes: int = 0,
+        seed: int = 0,
+        causal: bool | None = None,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        refuse_dropout(model)
+        self.model, self.num_probes, self.seed = model, num_probes, seed
+        self.causal = is_causal(model) if causal is None else causal
+        self.parameters = counted_parameters(model, parameters)
+        self.choices: dict[str, int] = {}
+        self.reached: set[str] = set()
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(requiring_gradients(self.parameters))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave the model as found."""
+        self._open.close()
+
+    @abc.abstractmethod
+    def measure(self, batch: CheckedBatch) -> Terms:
+        """Measure a batch, which may predict nothing."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what else decides the result, for the resume file."""
+        return {}
+
+    def details(self) -> dict[str, Any]:
+        """Return what the result's details say of how it was done."""
+        return {"parameters_without_gradient": [name for name in self.parameters if name not in self.reached]}
+
+
+def at_least_one(num_probes: int) -> int:
+    """Return a number of probes.
+
+    Raises:
+        IsolossError: It is below 1.
+    """
+    if num_probes < 1:
+        raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
+    return num_probes
+
+
+class Measurement(Accumulation):
+    """A ratio of a model's terms over a stream of batches; it runs once.
+
+    Args:
+        source: Where its terms come from.
+        distributed: Whether every process of the torch.distributed group measures batches of its own, and all get the
+            result of all.
+        auxiliary_sample: Gives further controls; where it is distributed, the same one to every process.
+
+    Raises:
+        IsolossError: It is to be distributed, and torch.distributed has no process group.
+    """
+
+    fewest = FIRST_LOOK
+
+    @torch.inference_mode(False)
+    def __init__(
+        self, source: Source, *, distributed: bool = False, auxiliary_sample: AuxiliarySample | None = None
+    ) -> None:
+        if distributed and not (dist.is_available() and dist.is_initialized()):
+            raise IsolossError("distributed is set, but torch.distributed has no process group: start it with torchrun")
+        self._model, self._source, self._distributed = source.model, source, distributed
+        self._auxiliary = auxiliary_sample
+        self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
+        self._names = list(source.parameters) if source.by_parameter else ["value"]
+        self._layers = list(dict.fromkeys(layer_of(name) for name in self._names))
+        groups = [self._layers.index(layer_of(name)) for name in self._names]
+        self._embeddings = embeddings(self._model, source.parameters)
+        others = [column for column, name in enumerate(self._names) if name not in self._embeddings]
+        means = None
+        if auxiliary_sample is not None:
+            means = AuxiliaryMeans(auxiliary_sample.covariance, auxiliary_sample.num_sequences, auxiliary_sample.number)
+            self.seconds = auxiliary_sample.seconds
+        width = len(self._names)
+        self._estimators = [ClusteredRatioEstimator(width, source.num_controls, groups, means, part=others)]
+        if source.parts:
+            self._estimators.append(ClusteredRatioEstimator(width, 0, groups, part=others))
+        self._position = StreamPosition()
+
+    def __len__(self) -> int:
+        return len(self._estimators[0])
+
+    def result(self) -> ClusteredRatio:
+        """Return what the estimate is made of."""
+        first, *rest = (estimator.result() for estimator in self._estimators)
+        return first.plus(rest[0]) if rest else first
+
+    @torch.inference_mode(False)
+    def measure(
+        self,
+        batches: Iterable[Mapping[str, Any]],
+        stopping: Stopping,
+        *,
+        resume: Path | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Estimate:
+        """Measure until the batches end or `stopping` says so; arguments, result and errors as for `fisher_trace`."""
+        if isinstance(batches, Mapping):
+            raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
+        if self._distributed and (stopping.rtol is not None or stopping.seconds is not None):
+            raise IsolossError(
+                "rtol and seconds do not end all processes alike: leave them out where it is distributed"
+            )
+        keep_freed()
+        source = self._source
+        with source:
+            file = resume_file(resume, self._model, source.parameters, self._identity())
+            if file is not None:
+                if (state := file.read()) is not None:
+                    self.load_state(*state)
+                batches = file.after(batches, self._position.batches)
+            items = read_batches(
+                batches,
+                model=self._model,
+                causal=source.causal,
+                num_sequences=stopping.num_sequences,
+                cluster_size=source.cluster_size,
+                start=self._position,
+            )
+            reason = self.run(items, stopping, file=file, progress=progress)
+            if not self._position.batches:
+                raise IsolossError("there are no batches, so there is nothing to measure")
+            if reason is None:
+                is_full = self._position.sequences == stopping.num_sequences
+                reason = "num_sequences" if is_full else "end of the batches"
+            if self._distributed:
+                self._gather()
+            result = self._estimate(reason)
+            if file is not None:
+                file.remove()
+            return result
+
+    def add(self, item: CheckedBatch) -> None:
+        """Measure a batch."""
+        by_document, auxiliary = item.after.by_document, self._auxiliary
+        if auxiliary is not None and auxiliary.by_document != by_document:
+            raise IsolossError("both the batches and the auxiliary sample have `documents`, or neither has")
+        try:
+            with plainly(self._model):
+                terms = self._source.measure(replace(item, first=self._first + item.first))
+            controls = terms.controls
+            if auxiliary is not None:
+                controls = torch.cat([controls, auxiliary.features(item.given)], dim=1)
+        except IsolossError as error:
+            raise IsolossError(f"batch {item.number}: {error}") from error
+        clusters = item.clusters if by_document or self._source.cluster_size > 1 else None
+        if self._source.by_batch:
+            clusters = None
+        parts = [(terms.values, controls)]
+        if terms.residual is not None:
+            parts.append((terms.residual, controls[:, :0]))
+        for estimator, (values, of_part) in zip(self._estimators, parts, strict=True):
+            self._check_finite(values, item)
+            estimator.add(values, terms.positions, of_part, clusters)
+        self._position, self.done = item.after, item.after.sequences
+
+    def _check_finite(self, values: torch.Tensor, item: CheckedBatch) -> None:
+        if not bool(values.isfinite().all()):
+            row, column = (~values.isfinite()).nonzero()[0].tolist()
+            what = f"the gradient of {self._names[column]}" if self._source.by_parameter else "a derivative"
+            raise IsolossError(
+                f"batch {item.number}: {what} is not finite (sequence {row} of the batch); use a wider dtype"
+            )
+
+    @property
+    def has_value(self) -> bool:
+        """Whether a position has been predicted."""
+        return self._position.positions > 0
+
+    def error(self) -> tuple[float, float]:
+        """Return the value and its standard error."""
+        result = self.result()
+        return result.value, result.stderr
+
+    def partial(self) -> Estimate | None:
+        """Return the estimate so far."""
+        return self._estimate("interrupted") if len(self) >= 2 else None
+
+    def state(self) -> State:
+        """Return the position in the stream and the sums."""
+        document = {"position": asdict(self._position), "seconds": self.seconds, "choices": self._source.choices}
+        tensors = {
+            f"{number}.{name}": value
+            for number, estimator in enumerate(self._estimators)
+            for name, value in estimator.state().items()
+        }
+        return document, tensors
+
+    def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Go on from a state."""
+        self._position, self.seconds = StreamPosition(**document["position"]), document["seconds"]
+        self._source.choices.update(document["choices"])
+        for number in range(len(self._estimators)):
+            prefix = f"{number}."
+            own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            self._estimators[number] = ClusteredRatioEstimator.from_state(own)
+
+    def _identity(self) -> dict[str, Any]:
+        source = self._source
+        identity = {"method": source.method, "probes": source.num_probes, "seed": source.seed, "causal": source.causal}
+        identity |= {"controls": source.num_controls, "auxiliary sample": str(self._auxiliary or "none")}
+        identity |= {"embeddings": self._embeddings, "cluster size": source.cluster_size, **source.identity()}
+        return {**identity, "first sequence": self._first} if self._distributed else identity
+
+    def _gather(self) -> None:
+        """Put together what the processes summed."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (self._position, self.seconds, self._estimators))
+        positions = [position for position, _, _ in gathered]
+        for number in range(len(self._estimators)):
+            self._estimators[number] = ClusteredRatioEstimator.merged([parts[number] for _, _, parts in gathered])
+        self.seconds = max(seconds for _, seconds, _ in gathered)
+        summed = ("batches", "sequences", "positions", "skipped")
+        totals = {name: sum(getattr(position, name) for position in positions) for name in summed}
+        self._position = replace(self._position, **totals)
+
+    def _estimate(self, reason: str) -> Estimate:
+        source, position = self._source, self._position
+        if source.by_batch and len(self) < 2:
+            raise IsolossError(f"an error bar needs at least 2 batches, not {len(self)}")
+        result = self.result()
+        details = source.details()
+        if source.by_parameter and not bool(result.by_parameter.any()):
+            # after a resumption the source has not seen all batches
+            refuse_unreached(self._model, self._names, details["parameters_without_gradient"])
+        clusters = "documents" if position.by_document else "sequences"
+        return Estimate(
+            value=result.value,
+            stderr=result.stderr,
+            samples=len(self),
+            unit=UNIT,
+            num_inputs=position.positions,
+            num_probes=source.num_probes,
+            method=source.method,
+            seconds=self.seconds,
+            **self._split(result),
+            details={
+                **model_details(self._model, list(source.parameters.values()), causal=source.causal),
+                "sequences": position.sequences,
+                "skipped_batches": position.skipped,
+                "leading_cluster": result.leading,
+                "auxiliary_sequences": 0 if self._auxiliary is None else self._auxiliary.num_sequences,
+                "auxiliary_bigrams": any(result.auxiliary_controls[:1]),
+                "auxiliary_directions": sum(result.auxiliary_controls[1:]),
+                "auxiliary_differs": result.auxiliary_differs,
+                "clusters": "batches" if source.by_batch else clusters,
+                "processes": dist.get_world_size() if self._distributed else 1,
+                "seed": source.seed,
+                "ended": reason,
+                **self._without_embeddings(result),
+                **self._of_parts(),
+                **details,
+            },
+            influence=result.influence.numpy(),
+        )
+
+    def _split(self, result: ClusteredRatio) -> dict[str, Any]:
+        """Return the fields of an estimate that split it over parameters and layers."""
+        if not self._source.by_parameter:
+            return {}
+        split = {"by_parameter": (self._names, result.by_parameter), "by_layer": (self._layers, result.by_group)}
+        if result.by_parameter_stderr is not None and result.by_group_stderr is not None:
+            split["by_parameter_stderr"] = self._names, result.by_parameter_stderr
+            split["by_layer_stderr"] = self._layers, result.by_group_stderr
+        return {name: dict(zip(keys, values.tolist(), strict=True)) for name, (keys, values) in split.items()}
+
+    def _without_embeddings(self, result: ClusteredRatio) -> dict[str, Any]:
+        if not self._source.by_parameter:
+            return {}
+        return {
+            "embeddings": self._embeddings,
+            "without_embeddings": result.part,
+            "without_embeddings_stderr": result.part_stderr,
+        }
+
+    def _of_parts(self) -> dict[str, float]:
+        """Return the value and the error of each of two sums."""
+        details: dict[str, float] = {}
+        for name, estimator in zip(self._source.parts, self._estimators, strict=False):
+            result = estimator.result()
+            details |= {name: result.value, f"{name}_stderr": result.stderr}
+        return details
+
+
+def layer_of(name: str) -> str:
+    """Return the layer that a parameter belongs to: its name up to the first number, else up to two parts of it.
+
+    Example:
+        >>> [layer_of(name) for name in ("bert.encoder.layer.3.output.dense.bias", "bert.embeddings.LayerNorm.bias")]
+        ['bert.encoder.layer.3', 'bert.embeddings']
+    """
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1] if numbers else parts[: min(2, max(1, len(parts) - 1))])

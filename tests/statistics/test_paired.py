@@ -1,0 +1,123 @@
+"""Paired differences against repeated draws, and the probability of being the smallest against integration."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from isoloss.errors import IsolossError
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.paired import (
+    paired_difference,
+    paired_log_ratio,
+    probabilities_of_smallest,
+    probability_above_zero,
+)
+from isoloss.statistics.ratio import ratio, ratio_estimate
+
+
+def two(generator, n=40):
+    """Two ratios on common samples of different sizes."""
+    sizes = torch.randint(1, 5, (n,), generator=generator).double()
+    common = torch.rand(n, generator=generator, dtype=torch.float64)
+    own = torch.rand(2, n, generator=generator, dtype=torch.float64)
+    return [
+        ratio_estimate(sizes * (k + 1 + common + 0.2 * own[k]), sizes, unit="nats", method=f"ratio {k}") for k in (0, 1)
+    ]
+
+
+def test_the_difference_of_two_ratios_is_the_ratio_of_the_differences():
+    generator = torch.Generator().manual_seed(0)
+    sizes, a, b = 1 + torch.rand(3, 30, generator=generator, dtype=torch.float64)
+    first, second = (ratio_estimate(x, sizes, unit="nats", method="ratio") for x in (a, b))
+    difference = paired_difference(first, second)
+    assert (difference.value, difference.stderr) == pytest.approx(ratio(a - b, sizes), rel=1e-12)
+    assert difference.samples == 30
+    again = paired_difference(difference, paired_difference(second, first))
+    assert again.stderr == pytest.approx(2 * difference.stderr, rel=1e-12)
+
+
+def test_the_errors_are_the_standard_deviations_over_fresh_samples():
+    generator = torch.Generator().manual_seed(1)
+    pairs = [two(generator) for _ in range(1000)]
+    for statistic in (paired_difference, paired_log_ratio):
+        found = [statistic(*pair) for pair in pairs]
+        deviation = float(np.std([e.value for e in found], ddof=1))
+        stated = math.sqrt(sum(e.stderr**2 for e in found) / 1000)
+        assert 0.9 < deviation / stated < 1.1  # a standard deviation over 1000 draws is right to 2.2 %
+    assert stated < 0.5 * math.hypot(*(e.stderr / e.value for e in pairs[0]))
+
+
+def test_an_error_beyond_the_influence_stays():
+    first, second = two(torch.Generator().manual_seed(2))
+    wider = Estimate(
+        value=first.value,
+        stderr=math.hypot(first.stderr, 0.3),
+        samples=first.samples,
+        unit="nats",
+        num_inputs=9,
+        method="m",
+        influence=first.influence,
+    )
+    plain = paired_difference(first, second)
+    assert paired_difference(wider, second).stderr == pytest.approx(math.hypot(plain.stderr, 0.3), rel=1e-9)
+    expected = math.hypot(paired_log_ratio(first, second).stderr, 0.3 / first.value)
+    assert paired_log_ratio(wider, second).stderr == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_probability_is_the_normals():
+    difference = Estimate(value=0.0, stderr=0.0, samples=3, unit="nats", num_inputs=3, method="m")
+    assert probability_above_zero(difference) == 0.5
+    first, second = two(torch.Generator().manual_seed(3))
+    low = probability_above_zero(paired_difference(first, second))
+    d = paired_difference(first, second)
+    assert low == pytest.approx(0.5 * math.erfc(-d.value / d.stderr / math.sqrt(2)), abs=1e-12)
+    assert probabilities_of_smallest([first, second]) == [pytest.approx(1 - low), pytest.approx(low)]
+    assert probabilities_of_smallest([first]) == [1.0]
+    assert probabilities_of_smallest([first, first, first]) == pytest.approx([1 / 3] * 3, abs=1e-9)
+
+
+def chances_of(values, influences, n):
+    return probabilities_of_smallest(
+        [
+            Estimate(value=v, stderr=0.0, samples=n, unit="nats", num_inputs=n, method="m", influence=psi.numpy())
+            for v, psi in zip(values, influences, strict=True)
+        ]
+    )
+
+
+def test_the_chance_of_two_models_is_the_normal_one_and_draws_agree():
+    generator = torch.Generator().manual_seed(0)
+    influences = torch.randn(2, 50, generator=generator, dtype=torch.float64) + torch.randn(
+        1, 50, generator=generator, dtype=torch.float64
+    )
+    influences -= influences.mean(dim=1, keepdim=True)
+    deviation = float((influences[0] - influences[1]).square().sum() / (50 * 49)) ** 0.5
+    chances = chances_of([1.0, 1.0 + 1.3 * deviation], influences, 50)
+    normal = torch.distributions.Normal(0.0, 1.0)
+    assert chances[0] == pytest.approx(float(normal.cdf(torch.tensor(1.3))), abs=1e-6)
+    assert sum(chances) == pytest.approx(1)
+    far = torch.cat([influences, torch.zeros(1, 50, dtype=torch.float64)])
+    three = chances_of([1.0, 1.0 + 1.3 * deviation, 1e6], far, 50)  # the third is out of the running
+    # the binomial standard deviation over 200,000 draws is 0.0007
+    assert three == pytest.approx([*chances, 0.0], abs=0.003)
+
+
+def test_three_independent_models_of_one_trace_share_the_first_place():
+    influences = torch.eye(3, dtype=torch.float64).repeat(1, 20)
+    influences -= influences.mean(dim=1, keepdim=True)
+    assert chances_of([2.0, 2.0, 2.0], influences, 60) == pytest.approx([1 / 3] * 3, abs=0.005)
+
+
+def test_what_cannot_be_paired_is_refused():
+    generator = torch.Generator().manual_seed(4)
+    first, second = two(generator)
+    with pytest.raises(IsolossError, match="needs the same samples on both sides, not 40 and 39"):
+        paired_difference(first, two(generator, 39)[0])
+    blind = Estimate.from_dict(second.to_dict())
+    with pytest.raises(IsolossError, match="ratio 1: the influence of each sample is not known"):
+        paired_difference(first, blind)
+    negative = paired_difference(first, second)
+    with pytest.raises(IsolossError, match="has no ratio to another"):
+        paired_log_ratio(first, negative)
