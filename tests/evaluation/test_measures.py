@@ -34,6 +34,7 @@ SMALL = {
     "probe_epochs": 2,
     "finetune_seeds": 2,
     "finetune_epochs": 1,
+    "finetune_warmup_steps": 1,
     "spectrum_steps": 4,
     "sharpness_batch_size": 8,
 }

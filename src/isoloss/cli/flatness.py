@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,16 +101,13 @@ def main(arguments: list[str]) -> int:
     inputs = context.inputs(args.num_inputs, args.settings.seed)
     for model in models:
         common.note(f"{model.name}: {model.architecture}, {model.kind}; {inputs.description}")
-    steps = [(measure, model) for measure in args.measures for model in args.models]
-    with common.Progress("flatness", inputs.num_sequences * len(steps), "sequences") as progress:
+    with _Bars(settings, inputs.num_sequences) as progress:
         results = measure_flatness(
             {name: partial(_model, args, name) for name in args.models},
             args.measures,
             context,
             settings=settings,
-            progress=lambda measure, model, done: progress(
-                steps.index((measure, model)) * inputs.num_sequences + done, f"{measure} of {model}"
-            ),
+            progress=progress,
         )
     if args.figure is not None and "trace" in results.comparisons:
         from isoloss.report.flatness import trace_against_loss
@@ -121,6 +120,26 @@ def main(arguments: list[str]) -> int:
     else:
         _print(args, results)
     return 0 if results.interrupted is None else interrupts.status()
+
+
+class _Bars(contextlib.ExitStack):
+    """Progress of one measure of one model after another, each with a bar of its own."""
+
+    def __init__(self, settings: Mapping[str, Any], num_sequences: int) -> None:
+        super().__init__()
+        self._settings, self._num_sequences = settings, num_sequences
+        self._current: tuple[str, str] | None = None
+
+    def __call__(self, measure: str, model: str, done: int) -> None:
+        """Say how much of a measurement is done."""
+        if self._current != (measure, model):
+            self.close()
+            from isoloss.evaluation.flatness import flatness_measure
+
+            total, unit = flatness_measure(measure, self._settings).amount(self._num_sequences)
+            self._current = measure, model
+            self._bar = self.enter_context(common.Progress(measure, total, unit))
+        self._bar(done, model)
 
 
 def _check(args: Any) -> None:

@@ -6,6 +6,7 @@ special tokens come last).
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -76,7 +77,7 @@ def pretraining_loss(
 
     In nats per predicted token; all predicted tokens weigh the same, and errors are over sentences. `details` holds
     `subset_std`, the standard deviation over five subsets as the paper prints it, and their `subset_size`. `kl` and
-    `loss` have influences: the error of a difference between two models on one truth is that of
+    `loss` have influences, `entropy` says nothing of the model and has none: the error of a difference between two models on one truth is that of
     `isoloss.statistics.paired.paired_difference`, far smaller than these errors combined.
 
     Arguments and errors are those of `kl_values`.
@@ -86,17 +87,11 @@ def pretraining_loss(
     details = {**_details(model), **_predicted(truth.objective), "seed": truth.seed}
     sums = {"entropy": truth.entropy, "kl": kl, "loss": truth.entropy + kl}
     seconds = time.perf_counter() - started
-    return {
-        name: _estimate(
-            values,
-            truth.counts,
-            method=f"exact conditionals, {name}",
-            details=details,
-            seconds=seconds,
-            is_of_model=name != "entropy",
-        )
+    found = {
+        name: _estimate(values, truth.counts, method=f"exact conditionals, {name}", details=details, seconds=seconds)
         for name, values in sums.items()
     }
+    return {**found, "entropy": dataclasses.replace(found["entropy"], influence=None)}
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -244,27 +239,14 @@ def _log_predictions(
 
 
 def _estimate(
-    sums: torch.Tensor,
-    counts: torch.Tensor,
-    *,
-    method: str,
-    details: dict[str, Any],
-    seconds: float,
-    is_of_model: bool = True,
+    sums: torch.Tensor, counts: torch.Tensor, *, method: str, details: dict[str, Any], seconds: float
 ) -> Estimate:
-    """Return a ratio of sums over independent clusters; with its influence, where it says something of the model."""
-    value, stderr = ratio.ratio(sums, counts)
+    """Return a ratio of sums over independent clusters."""
     subset_std, subset_size = ratio.subset_deviation(sums, counts, subsets=SUBSETS)
-    return Estimate(
-        value=value,
-        stderr=stderr,
-        samples=len(sums),
-        unit=UNIT,
-        num_inputs=int(counts.sum()),
-        method=method,
+    return dataclasses.replace(
+        ratio.ratio_estimate(sums, counts, unit=UNIT, method=method),
         seconds=seconds,
         details={"subset_std": subset_std, "subset_size": subset_size, **details},
-        influence=ratio.influence(sums, counts)[1].numpy() if is_of_model else None,
     )
 
 

@@ -49,6 +49,10 @@ class FlatnessMeasure(Measure):
         """Return the estimates in what the function returned."""
         return {self.name: result}
 
+    def amount(self, num_sequences: int) -> tuple[int, str]:
+        """Return what `progress` counts to at most, given the number of sequences, and what it counts."""
+        return num_sequences, "sequences"
+
     def applies_to(self, context: MeasureContext) -> str | None:
         """Return which of `rtol`, `seconds` and `resume` are set although the function has no use for them."""
         given = [name for name in ("rtol", "seconds", "resume") if getattr(context, name) is not None]
@@ -100,10 +104,6 @@ class SampledFlatness(FlatnessMeasure, SeededMeasure):
         taken = inspect.signature(function).parameters
         given = {**{name: value for name, value in arguments.items() if name in taken}, **self.options()}
         return function(model, inputs.batches, **{name: value for name, value in given.items() if value is not None})
-
-    def amount(self, num_sequences: int) -> tuple[int, str]:
-        """Return what `progress` counts to at most, given the number of sequences, and what it counts."""
-        return num_sequences, "sequences"
 
     def continued(self, context: MeasureContext, first: Estimate) -> tuple[Self, MeasureContext]:
         """Return how other models are measured after a first one whose measurement `rtol` or `seconds` ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,11 +95,16 @@ class Finetune(_TaskMeasure):
     """Models, each with its own head, order and dropout."""
     finetune_epochs: int = setting(10, minimum=1)
     """Passes over the training sentences."""
+    finetune_warmup_steps: int = setting(200, minimum=0)
+    """Steps of the warm-up of the learning rate."""
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
         from isoloss.transfer.finetune import FinetuneConfig, finetune
 
-        config = FinetuneConfig(epochs=self.finetune_epochs, seeds=self.finetune_seeds, seed=self.seed)
+        optimizer = dataclasses.replace(FinetuneConfig().optimizer, warmup_steps=self.finetune_warmup_steps)
+        config = FinetuneConfig(
+            epochs=self.finetune_epochs, seeds=self.finetune_seeds, optimizer=optimizer, seed=self.seed
+        )
         return finetune(model, self._read(context), config)
 
 
