@@ -68,7 +68,7 @@ def installed(module: str) -> bool:
 
 def grammar_tasks(chunk: int) -> Iterator[Task]:
     """Yield the tasks of a grammar of the paper's shape."""
-    language = PCFG.from_config(GRAMMAR).to(dtype=torch.float32)
+    language = GRAMMAR.build().to(dtype=torch.float32)
     tokens, lengths, _ = language.sample(40 * chunk, generator=generator(0, "benchmark"))
     natural, natural_lengths = tokens[:chunk], lengths[:chunk]
     yield Task(
@@ -212,8 +212,8 @@ def log_floor(n: int, length: int, vocab_size: int) -> Contender:
 
 def hmm_tasks(chunk: int) -> Iterator[Task]:
     """Yield the tasks of the paper's HMM, 100 states in 4 blocks, and of one that no block structure helps."""
-    for about, config in (("closed blocks", HMMConfig()), ("leak 0.1, dense", HMMConfig(leak=0.1))):
-        wide_hmm = HMM.from_config(config)
+    for about, config in (("closed blocks", HMMConfig()), ("mixing_weight 0.1, dense", HMMConfig(mixing_weight=0.1))):
+        wide_hmm = config.build()
         drawn, all_lengths, _ = wide_hmm.sample(chunk, generator=generator(0, "benchmark"))
         if about == "closed blocks":
             yield Task(

@@ -32,7 +32,6 @@ from processes import processes  # noqa: E402
 from timing import machine, versions  # noqa: E402
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from isoloss import languages  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
 from isoloss.languages.config import PRESETS  # noqa: E402
 from isoloss.models import bert, fused  # noqa: E402
@@ -113,7 +112,7 @@ class Workload:
     """One size and batch: its contenders, each a function from a number of steps to the seconds of each."""
 
     def __init__(self, size: str, batch_size: int) -> None:
-        self.language = languages.make(LANGUAGE)
+        self.language = LANGUAGE.build()
         self.config = TrainConfig(
             language=LANGUAGE,
             model=ModelConfig(size=size),

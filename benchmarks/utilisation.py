@@ -21,7 +21,6 @@ import torch
 from timing import machine, versions
 from torch.utils.flop_counter import FlopCounterMode
 
-from isoloss import languages
 from isoloss.files import write_text
 from isoloss.languages.config import PRESETS
 from isoloss.models.make import make_model
@@ -64,7 +63,7 @@ def whole_flops(model: Any, batch: Batch) -> int:
 
 def measure(size: str, batch_size: int, micro_batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the time of a step of one size, and its operations."""
-    device, language = torch.device(options.device), languages.make(LANGUAGE)
+    device, language = torch.device(options.device), LANGUAGE.build()
     config = TrainConfig(
         language=LANGUAGE, model=ModelConfig(size=size), optimizer=OptimizerConfig(), batch_size=batch_size
     )

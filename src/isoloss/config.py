@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import cattrs
 
@@ -156,13 +156,56 @@ class LanguageConfig:
 
     Attributes:
         kind: Its name in `isoloss.registry.LANGUAGES`.
+        decides_all: Whether nothing but these settings decides the language, so that a stored language keeps them.
+        reports_progress: Whether `build` takes long and calls `progress`.
+        tasks: Patterns of the downstream tasks that its languages have, each with one line about it.
     """
 
+    decides_all: ClassVar[bool] = False
+    reports_progress: ClassVar[bool] = False
+    tasks: ClassVar[Mapping[str, str]] = {}
     kind: str
 
-    def build(self) -> Any:
-        """Return the language (`isoloss.languages.api.Language`)."""
+    def build(self, progress: Callable[[int, int], None] | None = None) -> Any:
+        """Return the language (`isoloss.languages.api.Language`).
+
+        Args:
+            progress: Called with what is done and all there is, where making the language takes long.
+
+        Raises:
+            IsolossError: A setting is out of range, or a file is missing or of another content than it was.
+        """
         raise NotImplementedError
+
+    def resolved(self) -> LanguageConfig:
+        """Return the config with what is only known once files are opened, such as their content, filled in."""
+        return self
+
+    @classmethod
+    def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
+        """Return the config of the language in a file, folder or dataset, or None where it is not of this kind.
+
+        Args:
+            spec: Where it is, as the command line has it.
+            options: Those of `isoloss.languages.resolve` that were given, by name.
+
+        Raises:
+            IsolossError: It is of this kind and cannot be read, or an option is of no use for it.
+        """
+        return None
+
+    @classmethod
+    def from_tables(cls, stored: Any, path: Path) -> Any:
+        """Return the language that `isoloss.languages.save` stored under this kind.
+
+        Args:
+            stored: What the file holds (`isoloss.languages.api.Stored`).
+            path: The file, for messages.
+
+        Raises:
+            IsolossError: It holds no such language; the message says what is wrong, and where.
+        """
+        raise IsolossError(f"{path} holds a language of the kind {cls.__name__}, which is not read from tables")
 
 
 @dataclass(frozen=True, kw_only=True)

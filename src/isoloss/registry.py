@@ -164,6 +164,7 @@ def _package(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.value
 
 
+# a file is read by the last kind that takes it: other packages' come before the grammars, which take any file
 LANGUAGES = Registry(
     "language",
     "languages",
@@ -173,9 +174,9 @@ LANGUAGES = Registry(
         "brackets": Entry("isoloss.languages.config:BracketsConfig", "the paper's bracket language (section 5)"),
         "dyck": Entry("isoloss.languages.config:DyckConfig", "nested brackets of several kinds, as a grammar"),
         "hmm": Entry("isoloss.languages.config:HMMConfig", "a random block-diagonal hidden Markov model"),
-        "file": Entry("isoloss.languages.config:FileConfig", "a stored language"),
-        "teacher": Entry("isoloss.languages.config:TeacherConfig", "a causal language model that writes sentences"),
         "corpus": Entry("isoloss.languages.config:CorpusConfig", "real text"),
+        "teacher": Entry("isoloss.languages.config:TeacherConfig", "a causal language model that writes sentences"),
+        "file": Entry("isoloss.languages.config:FileConfig", "a stored language"),
     },
 )
 
@@ -253,3 +254,7 @@ MEASURES = Registry(
         ),
     },
 )
+
+# what a task's name is, beside those that a language has: `(language, **parts) -> isoloss.languages.api.Labeling`, with
+# what stands for each part of the name in capital letters, by its name in small ones
+TASKS = Registry("task", "tasks", {})

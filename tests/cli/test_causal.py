@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from isoloss.cli.main import main
 from isoloss.flatness import fisher_trace
-from isoloss.languages import make
 from isoloss.runs import Run
 from isoloss.text.masking import IGNORED
 
@@ -43,7 +42,7 @@ def drawn(tmp_path_factory):
 
 def held_out(run):
     """The held-out sequences and their labels: everything but [CLS] and [SEP]."""
-    tokens = make(Run(run).config.language).held_out().tokens
+    tokens = Run(run).config.language.build().held_out().tokens
     return tokens, tokens.masked_fill((tokens == 2) | (tokens == 3), IGNORED)
 
 
@@ -110,7 +109,7 @@ def test_a_causal_model_reads_a_task_from_the_start(drawn):
     from isoloss.transfer.features import extract
     from isoloss.transfer.tasks import make_task, read_from_start
 
-    language = make(Run(drawn).config.language)
+    language = Run(drawn).config.language.build()
     task = make_task(language, "root", num_train=20, num_test=5, seed=0)
     read = read_from_start(task, language)
     model = AutoModelForCausalLM.from_pretrained(Run(drawn).checkpoint(20)).eval()

@@ -10,7 +10,6 @@ from transformers import AutoModelForMaskedLM
 
 from isoloss.cli.main import main
 from isoloss.flatness import fisher_trace
-from isoloss.languages import make
 from isoloss.runs import Run
 
 MODELS = {"bert-pre-ln": "d16", "lstm": "h16"}
@@ -58,7 +57,7 @@ def test_a_run_on_text_is_measured(capsys, tmp_path, monkeypatch, vocab, words, 
     assert document["architecture"] == CLASSES[architecture]
     assert document["fisher_trace"]["details"]["parameters_by_autograd"] == []
     # what the command measures is the checkpoint that anyone loads
-    tokens = make(run.config.language).held_out().tokens[:4]
+    tokens = run.config.language.build().held_out().tokens[:4]
     labels = tokens.masked_fill(torch.arange(8) != 3, -100)
     model = AutoModelForMaskedLM.from_pretrained(run.checkpoint(20)).eval()
     assert fisher_trace(model, [{"input_ids": tokens, "labels": labels}]).value > 0

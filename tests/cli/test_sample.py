@@ -10,7 +10,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from isoloss import languages
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
-from isoloss.languages import make
 from isoloss.languages.config import PRESETS
 
 
@@ -49,23 +48,23 @@ def test_brackets(capsys):
         sentence,
         f"    log-probability -4.2485 nats; entropy of each token {zeros} nats",
         "",
-        "the first sentence with one token hidden: the likeliest tokens there, and the one that it was",
+        "the first sentence with one token masked: the likeliest tokens there, and the one that it was",
         f"    {hidden[0]}",
         f"        {words[2]} 1.000; it was {words[2]} 1.000",
         f"    {hidden[1]}",
         f"        {words[6]} 1.000; it was {words[6]} 1.000",
         "",
         "entropy of a sentence: 4.248495 nats (exact)",
-        "entropy of a hidden token given all others: 0 nats (exact)",
-        "    the loss of a perfect model where one token of each sentence is hidden",
+        "entropy of a masked token given all others: 0 nats (exact)",
+        "    the loss of a perfect model where one token of each sentence is masked",
     ]
 
 
 def test_the_entropy_of_varying_lengths_is_that_of_the_length_and_of_the_rest(capsys):
     out = output(capsys, "dyck-2", "--n", "1", "--conditionals", "0")
-    found = languages.entropy(make(PRESETS["dyck-2"][0]))
+    found = languages.entropy(PRESETS["dyck-2"][0].build())
     assert out.startswith("dyck-2: a grammar of 14 symbols over 4 tokens; sentences of 2 to 16 tokens\n")
-    assert "hidden:" not in out
+    assert "masked:" not in out
     assert f"entropy of a sentence: {found.sentence.value:.7g} nats (exact)\n" in out
     parts = f"{found.length.value:.7g} of its length + {found.given_length.value:.7g} given its length"
     assert f"    = {parts}\n" in out
@@ -74,14 +73,14 @@ def test_the_entropy_of_varying_lengths_is_that_of_the_length_and_of_the_rest(ca
 def test_an_estimate_has_its_error(capsys):
     out = output(capsys, "pcfg-varied", "--n", "1", "--entropy-sentences", "300")
     assert out.count("(mean over 300 drawn sentences)") == 2
-    assert out.count("±") == 3  # of a sentence, given its length, of a hidden token
+    assert out.count("±") == 3  # of a sentence, given its length, of a masked token
     assert "entropy of" not in output(capsys, "pcfg-varied", "--n", "1", "--entropy-sentences", "0").splitlines()[-1]
 
 
 def test_states(capsys):
     out = output(capsys, "hmm-laptop", "--states", "--n", "3")
     rows = document(capsys, "hmm-laptop", "--states", "--n", "3")["sentences"]
-    language = make(PRESETS["hmm-laptop"][0])
+    language = PRESETS["hmm-laptop"][0].build()
     for row in rows:
         states = [language.states.index(state) for state in row["states"]]
         for token, state in zip(row["tokens"], states, strict=True):
@@ -96,7 +95,7 @@ def test_states(capsys):
 @pytest.mark.parametrize("name", ["pcfg-varied", "hmm-laptop", "dyck-2"])
 def test_conditionals_are_those_of_every_substitution(capsys, name):
     found = document(capsys, name, "--n", "2", "--conditionals", "4")
-    language = make(PRESETS[name][0])
+    language = PRESETS[name][0].build()
     first = found["sentences"][0]["tokens"]
     number = min(4, len(first))
     assert number > 1
@@ -113,11 +112,11 @@ def test_conditionals_are_those_of_every_substitution(capsys, name):
                 joint[token] = 0.0
         expected = sorted((p / sum(joint.values()) for p in joint.values() if p), reverse=True)[:5]
         assert [entry["probability"] for entry in row["likeliest"]] == pytest.approx(expected, rel=1e-9)
-        for entry in (*row["likeliest"], row["hidden"]):
+        for entry in (*row["likeliest"], row["masked"]):
             share = joint[entry["token"]] / sum(joint.values())
             assert entry["probability"] == pytest.approx(share, rel=1e-9)
             assert entry["word"] == language.vocabulary[entry["token"]]
-        assert row["hidden"]["token"] == first[row["position"]]
+        assert row["masked"]["token"] == first[row["position"]]
 
 
 def test_more_conditionals_than_tokens_are_all_of_them(capsys):
@@ -127,7 +126,7 @@ def test_more_conditionals_than_tokens_are_all_of_them(capsys):
 
 def test_the_entropy_is_that_of_the_language(capsys):
     found = document(capsys, "hmm-laptop", "--n", "1", "--seed", "7", "--entropy-sentences", "200")
-    expected = languages.entropy(make(PRESETS["hmm-laptop"][0]), num_sentences=200, seed=7)
+    expected = languages.entropy(PRESETS["hmm-laptop"][0].build(), num_sentences=200, seed=7)
     assert found["entropy"] == json.loads(json.dumps(expected.to_dict()))
     assert document(capsys, "hmm-laptop", "--n", "1", "--entropy-sentences", "0")["entropy"] is None
 

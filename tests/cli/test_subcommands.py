@@ -16,7 +16,6 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, Llam
 
 from isoloss.cli.main import SUBCOMMANDS, main
 from isoloss.flatness import fisher_trace
-from isoloss.languages import make
 from isoloss.languages.config import PRESETS
 from isoloss.paper.same_loss.study import STUDY
 
@@ -136,7 +135,7 @@ def test_a_checkpoint_is_a_hugging_face_model(run):
     model, report = AutoModelForMaskedLM.from_pretrained(run / "checkpoints" / "step-30", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    language = make(PRESETS["pcfg-laptop"][0])
+    language = PRESETS["pcfg-laptop"][0].build()
     logits = model(torch.full((1, 8), language.mask_id)).logits
     assert logits.shape == (1, 8, language.model_vocab_size)
 

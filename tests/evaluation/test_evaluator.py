@@ -11,11 +11,11 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation import loss
 from isoloss.evaluation.evaluator import Evaluator, pending
+from isoloss.evaluation.inputs import language_inputs
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.evaluation.truth import truth as make_truth
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.compare import compare as compare_traces
-from isoloss.languages import make
 from isoloss.languages.config import PRESETS, CorpusConfig
 from isoloss.loading import load
 from isoloss.models.expansion import embed
@@ -24,7 +24,6 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.paired import paired_difference
 from isoloss.studies.comparison import difference, measured, ratio
-from isoloss.text.inputs import language_inputs
 from isoloss.text.masking import IGNORED
 from isoloss.training import train
 from isoloss.transfer.compare import compare as compare_transfer
@@ -56,7 +55,7 @@ MEASURES = ("loss", "trace", "probe-prefix-4", "lookup-prefix-4")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     run = Run(tmp_path_factory.mktemp("runs") / "run")
-    train(run, CONFIG, make(CONFIG.language))
+    train(run, CONFIG, CONFIG.language.build())
     evaluator = Evaluator(run, SETTINGS)
     for step, measure in pending(run, MEASURES, [30, 60], SETTINGS):
         evaluator.evaluate(measure, step)
@@ -70,7 +69,7 @@ def models(run):
 
 @pytest.fixture(scope="module")
 def language():
-    return make(CONFIG.language)
+    return CONFIG.language.build()
 
 
 def moved(run, measure, key):
@@ -91,7 +90,7 @@ def test_the_paired_error_of_the_loss_is_that_of_the_sentences(run, models, lang
 
 
 def test_the_paired_error_of_the_trace_is_that_of_a_comparison_of_the_models(run, models):
-    batches = language_inputs(CONFIG, num_inputs=96, seed=7).batches
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_inputs=96, seed=7).batches
     expected = compare_traces({"later": models[60], "earlier": models[30]}, batches, seed=7).pair("later", "earlier")
     found = moved(run, "trace", "trace")
     assert found.value == pytest.approx(expected.trace.value, rel=1e-9)
@@ -102,7 +101,7 @@ def test_the_paired_error_of_the_trace_is_that_of_a_comparison_of_the_models(run
 
 
 def test_the_trace_is_that_of_fisher_trace(run, models):
-    batches = language_inputs(CONFIG, num_inputs=96, seed=7).batches
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_inputs=96, seed=7).batches
     expected = fisher_trace(models[60], batches, seed=7)
     kept = run.evaluation("trace", 60).estimates["trace"]
     assert dataclasses.replace(expected, seconds=None) == kept
@@ -128,7 +127,7 @@ def test_the_paired_error_of_a_probe_is_that_of_its_predictions(run, models, lan
 @pytest.mark.parametrize("scale", ["paper", "balanced", "exact"])
 def test_the_trace_of_an_expanded_model_is_measured_in_the_large_one(run, models, scale):
     evaluation, _ = Evaluator(run, SETTINGS).measure(f"trace-in-d64-{scale}", 60)
-    batches = language_inputs(CONFIG, num_inputs=96, seed=7).batches
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_inputs=96, seed=7).batches
     expected = fisher_trace(embed(models[60], SIZES["d64"], scale=scale).model, batches, seed=7)
     trace = evaluation.estimates["trace"]
     assert trace.value == pytest.approx(expected.value)
@@ -194,7 +193,7 @@ def test_held_out_sequences_of_a_text_are_paired_too(tmp_path, monkeypatch, voca
     monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
     text = CorpusConfig(paths=(str(tmp_path / "text.jsonl"),), tokenizer=str(vocab), length=8, held_out=0.2)
     config = dataclasses.replace(CONFIG, language=text, objective=ObjectiveConfig(masking="fraction"))
-    run, language = Run(tmp_path / "run"), make(text)
+    run, language = Run(tmp_path / "run"), text.build()
     train(run, config, language)
     for step in (30, 60):
         Evaluator(run, SETTINGS).evaluate("loss", step)

@@ -12,8 +12,8 @@ from transformers import BertConfig, BertForMaskedLM
 from isoloss.errors import IsolossError
 from isoloss.evaluation import loss
 from isoloss.evaluation import truth as truths
-from isoloss.languages.api import ExactLanguage, Sentences
-from isoloss.languages.pcfg.language import PCFG
+from isoloss.languages.api import ExactLanguage, Language, Sentences
+from isoloss.languages.config import PCFGConfig
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.statistics.estimate import Estimate
@@ -24,12 +24,13 @@ ONE = ObjectiveConfig(masking="one")
 FRACTION = ObjectiveConfig(masking="fraction", fraction=0.4)
 
 
-class Chain:
+class Chain(ExactLanguage):
     """A first-order Markov chain of 2 or 3 tokens; token 2 never follows token 0. Everything by enumeration."""
 
     vocab_size, max_length, vocabulary = 3, 3, ("a", "b", "c")
-    pad_id, mask_id, special_ids, model_vocab_size = 3, 4, (), 5
-    start = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    pad_id, mask_id, model_vocab_size = 3, 4, 5
+    num_held_out = 500
+    first = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     step = torch.tensor([[0.3, 0.7, 0.0], [0.2, 0.2, 0.6], [0.45, 0.15, 0.4]], dtype=torch.float64)
     long = 0.6  # probability of 3 tokens
 
@@ -40,7 +41,7 @@ class Chain:
                 yield tokens, share * self.given_length(tokens)
 
     def given_length(self, tokens):
-        probability = float(self.start[tokens[0]])
+        probability = float(self.first[tokens[0]])
         for previous, token in itertools.pairwise(tokens):
             probability *= float(self.step[previous, token])
         return probability
@@ -53,7 +54,7 @@ class Chain:
     def sample(self, n, *, generator=None, latent=False):
         tokens = torch.full((n, 3), self.pad_id)
         lengths = torch.where(torch.rand(n, generator=generator, dtype=torch.float64) < self.long, 3, 2)
-        tokens[:, 0] = torch.multinomial(self.start, n, replacement=True, generator=generator)
+        tokens[:, 0] = torch.multinomial(self.first, n, replacement=True, generator=generator)
         for t in (1, 2):
             drawn = torch.multinomial(self.step[tokens[:, t - 1].clamp_max(2)], 1, generator=generator)[:, 0]
             tokens[:, t] = torch.where(lengths > t, drawn, self.pad_id)
@@ -84,12 +85,12 @@ class Chain:
         return -(log_p.exp() * log_p).sum(dim=-1)
 
 
-class Corpus:
+class Corpus(Language):
     """The chain's sentences without their probabilities."""
 
     def __init__(self):
         chain = Chain()
-        for name in ("vocab_size", "max_length", "vocabulary", "pad_id", "mask_id", "special_ids", "model_vocab_size"):
+        for name in ("vocab_size", "max_length", "vocabulary", "pad_id", "mask_id", "model_vocab_size"):
             setattr(self, name, getattr(chain, name))
         self.sample, self.batch, self.held_out = chain.sample, chain.batch, chain.held_out
 
@@ -300,7 +301,7 @@ def given_visible(probability, sentence, hidden, t):
     return mass / mass.sum()
 
 
-PARSED = PCFG.random(levels=2, symbols_per_level=2, rules_per_symbol=3, vocab_size=3, stop_probability=0.3)
+PARSED = PCFGConfig(levels=2, symbols_per_level=2, rules_per_symbol=3, vocab_size=3, stop_probability=0.3).build()
 
 
 def parsed_probability(sentence):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import isoloss.flatness
-from isoloss import languages
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.evaluation.config import ReadingConfig
@@ -46,7 +45,7 @@ FLATNESS = [name for name in MEASURES if issubclass(MEASURES.load(name), Flatnes
 def checkpoints(tmp_path_factory):
     """Two models of one small language, and token ids."""
     path = tmp_path_factory.mktemp("measures")
-    language = languages.make(LANGUAGE)
+    language = LANGUAGE.build()
     for seed, name in enumerate("ab"):
         make_model(ModelConfig(size="d16"), language, seed=seed).save_pretrained(path / name)
     np.save(path / "ids.npy", np.random.default_rng(0).integers(0, LANGUAGE.vocab_size, (48, 4)))

@@ -32,7 +32,7 @@ CONFIG = TrainConfig(
 
 def trained(path, config):
     run = Run(path)
-    pretrain(run, config, languages.make(config.language))
+    pretrain(run, config, config.language.build())
     return run
 
 
@@ -71,7 +71,7 @@ def test_what_is_measured_is_what_eval_says(tmp_path):
 
 def test_a_measured_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
     whole = trained(tmp_path / "whole", CONFIG)
-    language = languages.make(CONFIG.language)
+    language = CONFIG.language.build()
     stopped = Run(tmp_path / "stopped")
     draw = language.batch
     for at in (3, 5):
@@ -108,7 +108,7 @@ def test_a_causal_model_and_one_of_text_are_measured(tmp_path, monkeypatch, voca
 
 def test_the_adversary_gets_the_training_set_of_its_task(tmp_path):
     rule = AdversarialConfig(task="prefix-4", head_examples=16, loss_examples=16, task_examples=100)
-    language = languages.make(LAPTOP_PCFG)
+    language = LAPTOP_PCFG.build()
     examples = task_examples(language, rule, seed=3)
     assert len(examples.labels) == 100
     assert int(examples.labels.max()) < examples.num_classes
@@ -117,8 +117,10 @@ def test_the_adversary_gets_the_training_set_of_its_task(tmp_path):
     pretrain(run, run.config, language)  # complete: nothing is drawn or measured
     with pytest.raises(IsolossError, match="no task 'prefix-99'"):
         task_examples(language, dataclasses.replace(rule, task="prefix-99"), seed=0)
-    with pytest.raises(IsolossError, match="this run's language is neither"):
-        task_examples(languages.make(BracketsConfig(length=4)), rule, seed=0)
+    with pytest.raises(IsolossError, match="no task 'root': choose mismatch"):
+        task_examples(BracketsConfig(length=4).build(), rule, seed=0)
+    with pytest.raises(IsolossError, match="the sentences of task 'mismatch' are not the language's"):
+        task_examples(BracketsConfig(length=4).build(), dataclasses.replace(rule, task="mismatch"), seed=0)
 
 
 def test_a_measure_that_does_not_fit_is_refused(tmp_path):
@@ -130,7 +132,7 @@ def test_a_measure_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_a_monitor_leaves_the_model_alone():
-    language = languages.make(LAPTOP_PCFG)
+    language = LAPTOP_PCFG.build()
     from isoloss.models.make import make_model
 
     model = make_model(CONFIG.model, language, seed=0).eval()

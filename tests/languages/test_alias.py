@@ -10,7 +10,7 @@ import torch
 from numba import njit
 
 from isoloss.errors import IsolossError
-from isoloss.languages.pcfg import alias_sampling
+from isoloss.languages import alias_sampling
 
 
 @njit

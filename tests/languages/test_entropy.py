@@ -13,7 +13,7 @@ from slow_grammar import SlowGrammar, random_rules
 from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.languages.brackets import Brackets
-from isoloss.languages.config import DyckConfig
+from isoloss.languages.config import DyckConfig, HMMConfig, PCFGConfig
 from isoloss.languages.entropies import derivation_sums
 from isoloss.languages.hmm.language import HMM
 from isoloss.languages.pcfg.grammar import parse_grammar
@@ -63,7 +63,7 @@ def deep(row):
 @pytest.mark.parametrize("options", [{"kinds": 1, "tokens_per_bracket": 2}, {"kinds": 2, "tokens_per_bracket": 1}])
 def test_dyck_against_all_sentences(options):
     config = DyckConfig(max_depth=2, max_length=6, continue_probability=0.3, nest_probability=0.6, seed=1, **options)
-    language = languages.make(config)
+    language = config.build()
     spelled = {"()[]"[i]: (i // 2, i % 2 == 0) for i in range(4)}
     written = {bracket: [] for bracket in spelled.values()}
     for token, name in enumerate(language.vocabulary):
@@ -85,7 +85,7 @@ def test_dyck_against_all_sentences(options):
 
 def test_dyck_of_several_kinds_and_tokens_against_its_own_sentences():
     """The kinds' tokens have different entropies, and a hidden bracket has their mean."""
-    language = languages.make(DyckConfig(kinds=3, tokens_per_bracket=4, max_length=12, seed=2))
+    language = DyckConfig(kinds=3, tokens_per_bracket=4, max_length=12, seed=2).build()
     found = languages.entropy(language)
     tokens, lengths, _ = language.sample(20_000, generator=torch.Generator().manual_seed(0))
     surprise = -language.log_prob(tokens, lengths)
@@ -159,7 +159,7 @@ def test_an_ambiguous_grammar_against_all_sentences():
 
 
 def test_a_hidden_markov_model_against_all_sentences():
-    language = HMM.random(states=3, blocks=1, vocab_size=3, length=4, seed=1)
+    language = HMMConfig(states=3, blocks=1, vocab_size=3, length=4, seed=1).build()
     possible = list(itertools.product(range(3), repeat=4))
     probs = language.log_prob(torch.tensor(possible), torch.full((81,), 4)).exp().tolist()
     sentence, length, masked = enumerated(possible, dict(zip(possible, probs, strict=True)).get)
@@ -180,7 +180,7 @@ def test_the_standard_error_is_the_spread_over_seeds():
 
 
 def test_a_seed_decides_the_estimate_and_nothing_else_does():
-    language = PCFG.random(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6, stop_probability=0.3)
+    language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6, stop_probability=0.3).build()
     found = languages.entropy(language, num_sentences=50, seed=1)
     assert languages.entropy(language.to(dtype=torch.float32), num_sentences=50, seed=1) == found
     assert languages.entropy(language, num_sentences=50, seed=2) != found

@@ -17,7 +17,6 @@ from isoloss.languages.pcfg import inside_outside
 from isoloss.languages.pcfg.chart_plan import FoldedRules
 from isoloss.languages.pcfg.grammar import parse_grammar
 from isoloss.languages.pcfg.inside_outside import InsideOutside, choose_backend
-from isoloss.languages.pcfg.language import PCFG
 from isoloss.languages.pcfg.random_grammar import random_grammar
 
 CPU = torch.device("cpu")
@@ -119,7 +118,7 @@ def test_no_sentence_depends_on_its_neighbours(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_result_depends_on_the_threads(dtype):
-    language = PCFG.from_config(LEVELLED).to(dtype=dtype)
+    language = LEVELLED.build().to(dtype=dtype)
     tokens, lengths = language.sample(3000, generator=torch.Generator().manual_seed(0))[:2]
     tokens, lengths = tokens[lengths >= 2], lengths[lengths >= 2]
     mask = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(1)) < 0.2

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from isoloss.languages.parallel import spread
+from isoloss.languages.parallel import run_in_threads
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def test_every_piece_is_done_once_by_one_thread(threads):
         with lock:
             done.append((a, b, torch.get_num_threads(), threading.get_ident()))
 
-    spread(work, ((i, -i) for i in range(200)), CPU)
+    run_in_threads(work, ((i, -i) for i in range(200)), CPU)
     assert sorted(done) == sorted((i, -i, 1, name) for (i, _, _, name) in done)
     assert sorted(i for i, *_ in done) == list(range(200))
     assert len({name for *_, name in done}) <= threads
@@ -37,13 +37,13 @@ def test_pieces_are_worked_on_side_by_side():
     torch.set_num_threads(2)
     both = threading.Barrier(2)
     try:
-        spread(lambda: both.wait(timeout=60), [(), ()], CPU)
+        run_in_threads(lambda: both.wait(timeout=60), [(), ()], CPU)
     finally:
         torch.set_num_threads(before)
 
 
 def test_no_pieces(threads):
-    spread(lambda: pytest.fail("there is no work"), [], CPU)
+    run_in_threads(lambda: pytest.fail("there is no work"), [], CPU)
 
 
 def test_the_error_is_that_of_the_first_piece_that_fails(threads):
@@ -58,7 +58,7 @@ def test_the_error_is_that_of_the_first_piece_that_fails(threads):
             raise ValueError("piece 6")
 
     with pytest.raises(ValueError, match="piece 5"):
-        spread(work, [(i,) for i in range(50)], CPU)
+        run_in_threads(work, [(i,) for i in range(50)], CPU)
 
 
 def test_another_device_is_given_one_piece_after_the_other():
@@ -66,7 +66,9 @@ def test_another_device_is_given_one_piece_after_the_other():
     torch.set_num_threads(3)
     names = []
     try:
-        spread(lambda: names.append((threading.get_ident(), torch.get_num_threads())), [()] * 9, torch.device("meta"))
+        run_in_threads(
+            lambda: names.append((threading.get_ident(), torch.get_num_threads())), [()] * 9, torch.device("meta")
+        )
     finally:
         torch.set_num_threads(before)
     assert names == [(threading.get_ident(), 3)] * 9
@@ -75,5 +77,5 @@ def test_another_device_is_given_one_piece_after_the_other():
 def test_inference_mode_holds_in_every_thread(threads):
     with torch.inference_mode():
         out = torch.zeros(10)
-        spread(lambda place: out[place].add_(place), [(i,) for i in range(10)], CPU)
+        run_in_threads(lambda place: out[place].add_(place), [(i,) for i in range(10)], CPU)
     assert out.tolist() == list(range(10))

@@ -25,9 +25,9 @@ from isoloss.seeds import generator
 TINY = math.log(torch.finfo(torch.float64).tiny)
 
 LANGUAGES = {
-    "random": PCFG.random(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=5),
-    "stops": PCFG.random(levels=3, symbols_per_level=2, rules_per_symbol=3, vocab_size=4, stop_probability=0.3),
-    "laptop": PCFG.random(symbols_per_level=4, vocab_size=8),
+    "random": PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=5).build(),
+    "stops": PCFGConfig(levels=3, symbols_per_level=2, rules_per_symbol=3, vocab_size=4, stop_probability=0.3).build(),
+    "laptop": PCFGConfig(symbols_per_level=4, vocab_size=8).build(),
     "recursive": PCFG.from_text(random_rules(7), max_length=7),
     "unary": PCFG.from_text(random_rules(21, symbols=5), max_length=6),
     "nltk": PCFG.from_text(
@@ -114,14 +114,14 @@ def test_conditionals_of_any_grammar(seed, recursive, max_length):
 )
 @settings(max_examples=15, deadline=None)
 def test_conditionals_of_any_random_grammar(levels, size, vocab_size, stop, seed):
-    language = PCFG.random(
+    language = PCFGConfig(
         levels=levels,
         symbols_per_level=size,
         rules_per_symbol=min(3, size**2),
         vocab_size=vocab_size,
         stop_probability=stop,
         seed=seed,
-    )
+    ).build()
     assert language.max_length == 2**levels
     assert_exact(language, some(language, 5, seed))
 
@@ -240,9 +240,9 @@ def test_draws_follow_the_conditionals():
 
 
 def test_attributes():
-    language = PCFG.random(stop_probability=0.1, seed=3)
+    language = PCFGConfig(stop_probability=0.1, seed=3).build()
     assert (language.vocab_size, language.pad_id, language.mask_id, language.model_vocab_size) == (32, 32, 33, 34)
-    assert (language.special_ids, language.max_length, language.start) == ((), 8, "S")
+    assert (language.special_token_ids, language.max_length, language.start) == ((), 8, "S")
     assert language.symbols[:2] == ("S", "L0.0")
     assert language.vocabulary == tuple(f"w{i}" for i in range(32))
     assert math.isclose(language.length_probs.sum(), 1, rel_tol=1e-14)
@@ -256,7 +256,7 @@ def test_attributes():
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_config_rebuilds_the_language(name):
     language = LANGUAGES[name]
-    again = PCFG.from_config(configs.from_dict(LanguageConfig, configs.to_dict(language.config)))
+    again = configs.from_dict(LanguageConfig, configs.to_dict(language.config)).build()
     assert again.config == language.config
     assert isinstance(again.config, PCFGConfig if name in ("random", "stops", "laptop") else GrammarConfig)
     assert (again.symbols, again.vocabulary, again.max_length) == (
@@ -289,7 +289,7 @@ def test_files(tmp_path):
 
 def test_tokens_that_rule_lines_cannot_hold_are_kept_in_the_config():
     language = PCFG.from_text("S -> 'New York' [0.5] | 'S' [0.5]")
-    assert PCFG.from_config(language.config).vocabulary == ("New York", "S")
+    assert language.config.build().vocabulary == ("New York", "S")
 
 
 def test_max_length():
@@ -391,7 +391,7 @@ def test_speed_and_memory():
     import resource
     import time
 
-    language = PCFG.random(stop_probability=0.1)
+    language = PCFGConfig(stop_probability=0.1).build()
     begun = time.perf_counter()
     tokens, lengths, _ = language.sample(100_000, generator=generator(0, "x"))
     assert time.perf_counter() - begun < 2
@@ -445,10 +445,10 @@ def test_however_a_grammar_comes_in_it_is_the_same(tmp_path):
     (tmp_path / "g.pcfg").write_text(without.to_text("nltk") + "X -> 'x' [0.5] | Y X [0.5]\n")
     (tmp_path / "g.toml").write_text(f'kind = "grammar"\nmax_length = 4\nrules = """\n{text}"""\n')
     ways = {
-        "grammar file": lambda: languages.make(languages.resolve(str(tmp_path / "g.txt"), length=4)),
-        "NLTK's format": lambda: languages.make(languages.resolve(str(tmp_path / "g.pcfg"), length=4)),
-        "TOML": lambda: languages.make(languages.resolve(str(tmp_path / "g.toml"))),
-        "config": lambda: languages.make(GrammarConfig(rules=text, max_length=4)),
+        "grammar file": lambda: languages.resolve(str(tmp_path / "g.txt"), length=4).build(),
+        "NLTK's format": lambda: languages.resolve(str(tmp_path / "g.pcfg"), length=4).build(),
+        "TOML": lambda: languages.resolve(str(tmp_path / "g.toml")).build(),
+        "config": lambda: GrammarConfig(rules=text, max_length=4).build(),
         "rules": lambda: PCFG.from_text(text, max_length=4),
     }
     for name, way in ways.items():
@@ -459,4 +459,4 @@ def test_however_a_grammar_comes_in_it_is_the_same(tmp_path):
         for table in ("binary", "binary_probs", "unary", "unary_probs", "emission", "emission_probs"):
             ours, theirs = getattr(language.grammar, table), getattr(without.grammar, table)
             assert np.array_equal(ours, theirs), (name, table)
-        assert languages.make(language.config).vocabulary == without.vocabulary  # and no warning
+        assert language.config.build().vocabulary == without.vocabulary  # and no warning

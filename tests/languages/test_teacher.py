@@ -168,7 +168,7 @@ def test_the_attributes_of_a_language():
     teacher = Teacher(build("gpt2"), IDS, LENGTH)
     assert isinstance(teacher, languages.ExactLanguage)
     assert (teacher.vocabulary, teacher.vocab_size, teacher.max_length) == (("t5", "t2", "t8"), 3, 4)
-    assert (teacher.pad_id, teacher.mask_id, teacher.special_ids, teacher.model_vocab_size) == (3, 4, (), 5)
+    assert (teacher.pad_id, teacher.mask_id, teacher.special_token_ids, teacher.model_vocab_size) == (3, 4, (), 5)
     assert repr(teacher) == "Teacher(the teacher, 3 tokens, 4 tokens a sentence, torch.float64 on cpu)"
 
 
@@ -294,11 +294,11 @@ def folder(tmp_path):
 
 
 def test_a_config_names_the_tokens_and_the_weights(folder):
-    teacher = languages.make(TeacherConfig(checkpoint=str(folder), length=4, vocab_size=3, samples=2000))
+    teacher = TeacherConfig(checkpoint=str(folder), length=4, vocab_size=3, samples=2000).build()
     config = teacher.config
     assert (config.checkpoint, config.start_id, config.tokens) == (str(folder), 0, teacher.tokens)
     assert teacher.dtype == torch.float32
-    again = languages.make(configs.from_dict(TeacherConfig, configs.to_dict(config)))
+    again = configs.from_dict(TeacherConfig, configs.to_dict(config)).build()
     assert again.config == config
     assert torch.equal(again.batch(0, 50, seed=0).tokens, teacher.batch(0, 50, seed=0).tokens)
     with pytest.raises(IsolossError, match="only in memory"):
@@ -316,25 +316,25 @@ def test_a_teacher_is_named_by_its_folder_or_by_a_file(folder, tmp_path, monkeyp
     (tmp_path / "t.toml").write_text('kind = "teacher"\ncheckpoint = "model"\ntokens = [4, 3]\nlength = 5\n')
     read = languages.resolve("t.toml")
     assert (read.tokens, read.length, read.content, read.start_id) == ((4, 3), 5, config.content, 0)
-    assert languages.make(read).vocab_size == 2
+    assert read.build().vocab_size == 2
 
 
 def test_another_content_is_refused(folder, tmp_path):
-    config = languages.make(TeacherConfig(checkpoint=str(folder), tokens=IDS, length=4)).config
+    config = TeacherConfig(checkpoint=str(folder), tokens=IDS, length=4).build().config
     shutil.copytree(folder, tmp_path / "other")
     weights = load_file(folder / "model.safetensors")
     weights["transformer.wte.weight"][8, 0] += 1e-3
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(IsolossError, match=rf"has changed since the run began: its SHA-256 was {config.content[:16]}"):
-        languages.make(config)
+        config.build()
     other = tmp_path / "other" / "config.json"
     document = json.loads(other.read_text())
     other.write_text(json.dumps(document | {"transformers_version": "0.1"}))
     same = configs.from_dict(TeacherConfig, configs.to_dict(config) | {"checkpoint": str(other.parent)})
-    assert languages.make(same).config.content == config.content
+    assert same.build().config.content == config.content
     other.write_text(json.dumps(document | {"layer_norm_epsilon": 0.1}))
     with pytest.raises(IsolossError, match="has changed since the run began"):
-        languages.make(same)
+        same.build()
 
 
 def test_what_cannot_be_a_teacher(folder, tmp_path):
@@ -344,14 +344,14 @@ def test_what_cannot_be_a_teacher(folder, tmp_path):
     with pytest.raises(IsolossError, match="is a BertForMaskedLM: a teacher is a causal model"):
         languages.resolve(str(tmp_path / "bert"))
     with pytest.raises(IsolossError, match="is not a folder"):
-        languages.make(TeacherConfig(checkpoint="./nowhere"))
+        TeacherConfig(checkpoint="./nowhere").build()
     with pytest.raises(
         IsolossError, match=r"the tokens of a corpus cannot be counted: the folder .* holds no tokenizer"
     ):
-        languages.make(TeacherConfig(checkpoint=str(folder), corpus=("text.txt",)))
+        TeacherConfig(checkpoint=str(folder), corpus=("text.txt",)).build()
     for name in ("vocab_size", "samples"):
         with pytest.raises(IsolossError, match=f"{name} is 0; it must be at least 1"):
-            languages.make(TeacherConfig(checkpoint=str(folder), **{name: 0}, length=4))
+            TeacherConfig(checkpoint=str(folder), **{name: 0}, length=4).build()
 
 
 # --- a published checkpoint ------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_what_cannot_be_a_teacher(folder, tmp_path):
 
 def test_a_published_checkpoint(shared_data):
     config = TeacherConfig(checkpoint=str(shared_data / "stories260K" / "hf"), vocab_size=20, length=12, samples=256)
-    teacher = languages.make(config)
+    teacher = config.build()
     tokens, lengths = teacher.sample(2, generator=torch.Generator().manual_seed(0))[:2]
     model = load(config.checkpoint).model
     steps = next_logs(model, tokens, teacher.tokens, start_id=1).gather(2, tokens[..., None])[..., 0]

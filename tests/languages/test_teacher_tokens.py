@@ -9,7 +9,6 @@ from scipy import stats
 from teacher_models import VOCAB, build, next_logs
 from transformers import BertTokenizerFast, GPT2Config, GPT2LMHeadModel
 
-from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.languages.config import TeacherConfig
 from isoloss.languages.teacher import kept_tokens
@@ -25,12 +24,12 @@ def test_ties_go_to_the_smaller_id_and_what_does_not_occur_is_left_out():
 
 def test_special_ids_are_those_of_the_config_and_of_the_tokenizer(vocab):
     model = build("gpt2")
-    assert kept_tokens.special_ids(model) == {0, 1}
+    assert kept_tokens.special_token_ids(model) == {0, 1}
     model.config.eos_token_id = [1, 6]
-    assert kept_tokens.special_ids(model) == {0, 1, 6}
+    assert kept_tokens.special_token_ids(model) == {0, 1, 6}
     tokenizer = BertTokenizerFast(vocab=str(vocab))
     specials = set(tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]))
-    assert kept_tokens.special_ids(model, tokenizer) == {0, 1, 6} | specials
+    assert kept_tokens.special_token_ids(model, tokenizer) == {0, 1, 6} | specials
 
 
 def test_samples_are_counted_as_the_whole_model_draws_them():
@@ -66,15 +65,15 @@ def test_tokens_of_a_corpus(folder, tmp_path, words):
     text = " ".join([words[7]] * 5 + [words[3]] * 9 + [words[20], words[11]] * 4 + ["[MASK] unknownword"] * 30)
     (tmp_path / "text.txt").write_text(text)
     config = TeacherConfig(checkpoint=str(folder), length=4, vocab_size=4, corpus=(str(tmp_path / "text.txt"),))
-    teacher = languages.make(config)
+    teacher = config.build()
     counts = Counter(text.split())
     assert [counts[word] for word in teacher.vocabulary] == [9, 5, 4, 4]
     assert teacher.vocabulary == (words[3], words[7], words[11], words[20])  # of equals, the smaller id first
     (tmp_path / "text.txt").unlink()
-    again = languages.make(teacher.config)  # its tokens are in the config
+    again = teacher.config.build()  # its tokens are in the config
     assert (again.tokens, again.vocabulary) == (teacher.tokens, teacher.vocabulary)
     with pytest.raises(IsolossError, match="there is no text file"):
-        languages.make(config)
+        config.build()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(folder, tmp_path, words):

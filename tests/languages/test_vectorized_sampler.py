@@ -5,10 +5,8 @@ import pytest
 import torch
 from slow_grammar import random_rules
 
-from isoloss.languages import vectorized_sampler
-from isoloss.languages.config import PCFGConfig
-from isoloss.languages.hmm.language import HMM
-from isoloss.languages.pcfg import alias_sampling
+from isoloss.languages import alias_sampling, vectorized_sampler
+from isoloss.languages.config import HMMConfig, PCFGConfig
 from isoloss.languages.pcfg.grammar import parse_grammar
 from isoloss.languages.pcfg.language import PCFG
 from isoloss.languages.pcfg.random_grammar import random_grammar
@@ -30,7 +28,7 @@ def test_the_random_numbers_are_philox(seed, block):
 
 
 def test_both_ends_of_a_row():
-    tables = vectorized_sampler.moved_tables(alias_sampling.alias_tables(np.full((2, 999), 1 / 999)), CPU)
+    tables = vectorized_sampler.tables_on(alias_sampling.alias_tables(np.full((2, 999), 1 / 999)), CPU)
     ends = torch.tensor([0, -1])  # as unsigned numbers the smallest and the largest
     assert vectorized_sampler.draw(ends, tables, torch.tensor([1, 1])).tolist() == [0, 998]
 
@@ -44,7 +42,7 @@ def test_chains(length):
         alias_sampling.alias_tables(x / x.sum(axis=1, keepdims=True))
         for x in (sparse[1:2], sparse, rng.random((9, 30)))
     ]
-    moved = [vectorized_sampler.moved_tables(table, CPU) for table in tables]
+    moved = [vectorized_sampler.tables_on(table, CPU) for table in tables]
     for seed in (3, 2**63 - 2):
         expected = alias_sampling.draw_chains(*tables, n=20_000, length=length, seed=seed)
         assert all(map(torch.equal, vectorized_sampler.chains(*moved, n=20_000, length=length, seed=seed), expected))
@@ -54,8 +52,8 @@ def both(sampler, n, seed, *, length, trees, monkeypatch):
     """What the sampler draws by either way, the torch one made to run on the CPU."""
     slow = torch.device("meta")  # stands for a device that is not a CPU; the tables stay where they are
     with monkeypatch.context() as patch:
-        moved = vectorized_sampler.moved
-        patch.setattr(vectorized_sampler, "moved", lambda rewrites, _: moved(rewrites, CPU))
+        moved = vectorized_sampler.rewrites_on
+        patch.setattr(vectorized_sampler, "rewrites_on", lambda rewrites, _: moved(rewrites, CPU))
         return sampler(n, seed, length=length, trees=trees), sampler(n, seed, length=length, trees=trees, device=slow)
 
 
@@ -95,7 +93,11 @@ def test_sentences_that_do_not_fit_in_memory_together(monkeypatch):
 @pytest.mark.gpu
 def test_cuda_draws_the_same_sentences():
     rules = "S A 0.4\nS S A 0.6\nA x 0.5\nA S B 0.3\nA y 0.2\nB x 1"
-    for language in (PCFG.random(stop_probability=0.1), PCFG.from_text(rules, max_length=20), HMM.random()):
+    for language in (
+        PCFGConfig(stop_probability=0.1).build(),
+        PCFG.from_text(rules, max_length=20),
+        HMMConfig().build(),
+    ):
         moved = language.to("cuda")
         for options in ({}, {"length": 6}) if isinstance(language, PCFG) else ({},):
             one, other = (

@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 
-from isoloss.languages import make
 from isoloss.languages.config import PRESETS
 from isoloss.models.dropout import Dropout, with_fast_dropout
 from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig
 
-LANGUAGE = make(PRESETS["pcfg-varied"][0])
+LANGUAGE = PRESETS["pcfg-varied"][0].build()
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.93])

@@ -10,7 +10,6 @@ from transformers import AutoModelForMaskedLM
 from transformers.models.bert.modeling_bert import BertLayer
 
 from isoloss.errors import IsolossError
-from isoloss.languages import make
 from isoloss.languages.config import PRESETS
 from isoloss.models import bert, fused, fused_kernels
 from isoloss.models.dropout import LEVELS, num_levels, random_bits
@@ -19,7 +18,7 @@ from isoloss.models.make import make_model, predicted_states
 from isoloss.run_config import ModelConfig
 
 N, LENGTH, HEADS, WIDTH, INNER = 4, 5, 3, 12, 20
-LANGUAGE = make(PRESETS["pcfg-varied"][0])
+LANGUAGE = PRESETS["pcfg-varied"][0].build()
 
 
 @pytest.fixture(autouse=True)

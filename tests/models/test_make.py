@@ -8,7 +8,6 @@ import torch
 from transformers import BertForMaskedLM, OPTForCausalLM, RobertaPreLayerNormForMaskedLM
 
 from isoloss.errors import IsolossError
-from isoloss.languages import make
 from isoloss.languages.config import PRESETS
 from isoloss.lstm import LSTMForMaskedLM
 from isoloss.models.make import make_model, predicted_logits, predicted_states
@@ -16,7 +15,7 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.text.causal import objective_batch
 
-LANGUAGE = make(PRESETS["pcfg-varied"][0])  # up to 8 of 32 tokens
+LANGUAGE = PRESETS["pcfg-varied"][0].build()  # up to 8 of 32 tokens
 KINDS = {"bert": "masked", "bert-pre-ln": "masked", "lstm": "masked", "opt": "causal"}
 
 

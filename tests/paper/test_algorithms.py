@@ -6,7 +6,6 @@ import known_estimates as known
 import pytest
 
 from isoloss import config as configs
-from isoloss import languages
 from isoloss.paper.algorithms import claims, design, results
 from isoloss.paper.algorithms.study import STUDY
 from isoloss.report.claims import Verdict
@@ -187,7 +186,7 @@ def test_every_run_can_be_trained_and_every_task_be_made(name):
     scale = design.scale_of(name)
     for experiment in design.experiments(scale).values():
         validate(experiment.config)
-    language = languages.make(scale.language)
+    language = scale.language.build()
     for task in scale.tasks:
         assert make_task(language, task, num_train=50, num_test=50, seed=1).majority_rate < 1
 

@@ -9,7 +9,6 @@ import torch
 from isoloss import files
 from isoloss.evaluation.config import EvalConfig
 from isoloss.evaluation.evaluator import Evaluator, pending
-from isoloss.languages import make
 from isoloss.languages.config import PRESETS
 from isoloss.paper.same_loss.study import STUDY
 from isoloss.run_config import ModelConfig, TrainConfig
@@ -32,7 +31,7 @@ MEASURES = ("loss", "trace", "probe-prefix-4")
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     run = Run(tmp_path_factory.mktemp("runs") / "run")
-    train(run, CONFIG, make(CONFIG.language))
+    train(run, CONFIG, CONFIG.language.build())
     evaluator = Evaluator(run, dataclasses.asdict(SETTINGS))
     for step, measure in pending(run, MEASURES, [10, 20], dataclasses.asdict(SETTINGS)):
         evaluator.evaluate(measure, step)

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer, BertConfig, DataCollatorForLanguageModel
 
 from isoloss.errors import IsolossError
 from isoloss.languages.config import CorpusConfig
-from isoloss.text.corpus import Corpus
+from isoloss.languages.corpus import Corpus
 from isoloss.text.kept_tokens import KeptTokensTokenizer
-from isoloss.text.tokenizers import encode, keep, load_tokenizer, serialised
+from isoloss.text.tokenizers import encode, keep, load_tokenizer, serialized
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, and the dog isn't amused: it barks at the fox.",
@@ -113,14 +113,14 @@ def test_a_saved_one_is_the_same(teacher, tmp_path):
         assert again.model_max_length == 24
         assert again.get_vocab() == tokenizer.get_vocab()
         assert again.special_tokens_map == tokenizer.special_tokens_map
-        assert serialised(again) == serialised(tokenizer)
+        assert serialized(again) == serialized(tokenizer)
         texts = random_texts(7, 50)
         assert again(texts) == tokenizer(texts)
     again.save_pretrained(tmp_path / "twice")
     name = "source_tokenizer.json"
     assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / name).read_bytes()
     assert load_tokenizer(str(tmp_path / "twice")).kept_tokens == kept
-    assert serialised(keep(teacher, kept[::-1], length=24)) != serialised(tokenizer)
+    assert serialized(keep(teacher, kept[::-1], length=24)) != serialized(tokenizer)
 
 
 def test_pairs_are_cut_and_numbered_as_fast_tokenizers_do(teacher):
@@ -185,7 +185,7 @@ def test_a_corpus_is_packed_with_it(teacher, tmp_path, monkeypatch):
     config = CorpusConfig(paths=(str(tmp_path),), tokenizer=str(tmp_path / "tokenizer"), length=8)
     corpus = Corpus.from_config(config)
     assert corpus.model_vocab_size == len(tokenizer)
-    assert corpus.special_ids == (tokenizer.pad_token_id, tokenizer.mask_token_id)
+    assert corpus.special_token_ids == (tokenizer.pad_token_id, tokenizer.mask_token_id)
     streams = [looked_up(teacher, tokenizer.kept_tokens, " ".join([*TEXT, str(i)])) for i in range(4)]
     rows = {tuple(ids[k : k + 8]) for ids in streams for k in range(len(ids) - 7)}
     assert {tuple(row) for row in corpus.held_out().tokens.tolist()} <= rows

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.languages import Sentences, make
+from isoloss.languages import Sentences
 from isoloss.languages.config import PRESETS
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.text.masking import IGNORED, corrupt, mask
 
-LANGUAGE = make(PRESETS["pcfg-varied"][0])
+LANGUAGE = PRESETS["pcfg-varied"][0].build()
 N = 20_000
 
 
@@ -50,7 +50,7 @@ def test_inputs_and_labels_are_the_sentence():
 
 def test_special_tokens_are_never_hidden():
     class WithSpecial:
-        mask_id, special_ids = 9, (1,)
+        mask_id, special_token_ids = 9, (1,)
 
     sentences = Sentences(torch.tensor([[1, 2, 1]]).expand(100, 3), torch.full((100,), 3))
     batch = mask(sentences, WithSpecial(), ObjectiveConfig(), generator=generator(0, "m"))
@@ -73,7 +73,7 @@ TRUE, OTHERS = 7, 90_000  # the true token everywhere, and predicted positions e
 class Ordinary:
     """Ten ids, of which 0, 3 and 9 are special, and two more of the model: 9 is the mask, 11 the padding."""
 
-    vocab_size, model_vocab_size, special_ids, mask_id, pad_id = 10, 12, (0, 3), 9, 11
+    vocab_size, model_vocab_size, special_token_ids, mask_id, pad_id = 10, 12, (0, 3), 9, 11
 
 
 def corrupted(batch, corruption="bert", seed=0):

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from isoloss.languages import Sentences, make
+from isoloss.languages import Sentences
+from isoloss.languages.api import Start
 from isoloss.languages.config import PRESETS, CorpusConfig
+from isoloss.languages.corpus import Corpus
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
-from isoloss.text.causal import Start, objective_batch, predict_next, start_of, with_start
-from isoloss.text.corpus import Corpus
+from isoloss.text.causal import objective_batch, predict_next, with_start
 from isoloss.text.masking import IGNORED, mask
 
-LANGUAGE = make(PRESETS["pcfg-varied"][0])  # 32 tokens, so that the padding is 32 and the mask 33
+LANGUAGE = PRESETS["pcfg-varied"][0].build()  # 32 tokens, so that the padding is 32 and the mask 33
 SENTENCES = Sentences(torch.tensor([[5, 6, 7], [8, 32, 32]]), torch.tensor([3, 1]))
 
 
@@ -26,7 +27,7 @@ def corpus(tmp_path, vocab, words):
 
 
 def test_a_drawn_sentence_follows_the_id_of_the_mask():
-    assert start_of(LANGUAGE) == Start(33, None, is_in_sentences=False)
+    assert LANGUAGE.start == Start(33, None, is_in_sentences=False)
     batch = predict_next(SENTENCES, LANGUAGE)
     assert batch["input_ids"].tolist() == [[33, 5, 6, 7], [33, 8, 32, 32]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
@@ -36,7 +37,7 @@ def test_a_drawn_sentence_follows_the_id_of_the_mask():
 
 def test_a_packed_sequence_has_its_start_and_its_special_tokens_are_not_predicted(corpus):
     first, last = corpus.tokenizer.cls_token_id, corpus.tokenizer.sep_token_id
-    assert start_of(corpus) == Start(first, last, is_in_sentences=True)
+    assert corpus.start == Start(first, last, is_in_sentences=True)
     sentences = corpus.held_out()
     unknown = sentences.tokens == corpus.tokenizer.unk_token_id
     assert unknown.any()  # every fifth word is one that the vocabulary lacks
@@ -51,9 +52,9 @@ def test_a_packed_sequence_has_its_start_and_its_special_tokens_are_not_predicte
 
 def test_a_tokenizer_without_ends_lends_its_bos(corpus):
     corpus.tokenizer.cls_token = None
-    assert start_of(corpus) == Start(corpus.mask_id, None, is_in_sentences=False)
+    assert corpus.start == Start(corpus.mask_id, None, is_in_sentences=False)
     corpus.tokenizer.bos_token = "au"
-    assert start_of(corpus) == Start(1, None, is_in_sentences=False)
+    assert corpus.start == Start(1, None, is_in_sentences=False)
 
 
 def test_the_objective_decides():

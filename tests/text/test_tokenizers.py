@@ -12,7 +12,7 @@ from transformers import BertConfig, PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from isoloss.errors import IsolossError
-from isoloss.text.tokenizers import encode, load_tokenizer, serialised, vocabulary
+from isoloss.text.tokenizers import encode, load_tokenizer, serialized, vocabulary
 
 
 def ids(tokenizer, *texts, **options):
@@ -86,11 +86,11 @@ def test_folder_round_trip_is_the_same_tokenizer(vocab, tmp_path):
     tokenizer = load_tokenizer(str(vocab))
     tokenizer.save_pretrained(tmp_path / "saved")
     again = load_tokenizer(str(tmp_path / "saved"))
-    before = serialised(tokenizer)
+    before = serialized(tokenizer)
     tokenizer(["av aw", "av"], padding=True, truncation=True, max_length=3)  # leaves its settings in the backend
-    assert serialised(again) == serialised(tokenizer) == before
+    assert serialized(again) == serialized(tokenizer) == before
     vocab.write_text(vocab.read_text().replace("ax", "xa"))
-    assert serialised(load_tokenizer(str(vocab))) != before
+    assert serialized(load_tokenizer(str(vocab))) != before
 
 
 def test_vocabulary_lists_tokens_by_id(vocab, tmp_path):

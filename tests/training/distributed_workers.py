@@ -13,7 +13,6 @@ from pathlib import Path
 from running import files_of_at_most
 from toy_language import PairLanguage
 
-from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.run_config import OptimizerConfig
 from isoloss.runs import Run
@@ -97,7 +96,7 @@ def examples():
 
 def language_of(config):
     """The toy language, or that of the config where exact labels are wanted."""
-    return languages.make(config.language) if config.objective.labels == "exact" else PairLanguage(is_ragged=True)
+    return config.language.build() if config.objective.labels == "exact" else PairLanguage(is_ragged=True)
 
 
 def train_all(folder, configs, language=None):

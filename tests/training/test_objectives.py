@@ -7,7 +7,6 @@ import torch
 from stepping import gradients_of
 from toy_language import PairLanguage
 
-from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PCFGConfig
 from isoloss.models.bert import build
@@ -127,7 +126,7 @@ def enumerated_targets(language, batch):
 
 @pytest.mark.parametrize("masking", ["one", "fraction"])
 def test_exact_targets_are_the_conditionals_given_the_visible_tokens(masking):
-    language = languages.make(EXACT).to(dtype=torch.float64)
+    language = EXACT.build().to(dtype=torch.float64)
     objective = ObjectiveConfig(masking=masking, fraction=0.5, labels="exact")
     batch = training_batch(language, config(objective=objective), 1, CPU).inputs
     assert (batch["labels"] != IGNORED).sum() == len(batch["targets"])
@@ -138,7 +137,7 @@ def test_exact_targets_are_the_conditionals_given_the_visible_tokens(masking):
 
 
 def test_exact_training_takes_the_mean_step_over_the_labels():
-    language = languages.make(EXACT).to(dtype=torch.float64)
+    language = EXACT.build().to(dtype=torch.float64)
     objective = ObjectiveConfig(labels="exact")
     model = make_model(ModelConfig(size="d16", dropout=0.0), language, seed=0).double()
     batch = training_batch(language, config(objective=objective), 1, CPU).inputs
@@ -155,7 +154,7 @@ def test_exact_training_takes_the_mean_step_over_the_labels():
 
 
 def test_exact_labels_need_an_exact_language():
-    check_language(ObjectiveConfig(labels="exact"), languages.make(EXACT))
+    check_language(ObjectiveConfig(labels="exact"), EXACT.build())
     check_language(ObjectiveConfig(), PairLanguage())
     with pytest.raises(IsolossError, match="PairLanguage has no exact conditionals: train on sampled labels"):
         check_language(ObjectiveConfig(labels="exact"), PairLanguage())

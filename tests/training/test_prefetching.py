@@ -9,7 +9,6 @@ import torch
 from running import Signalling, content, small
 from toy_language import PairLanguage
 
-from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.runs import Run
@@ -113,7 +112,7 @@ def test_a_run_is_the_same_bytes(tmp_path, objective):
 
 def test_exact_labels_are_the_same_bytes(tmp_path):
     changes = {"objective": ObjectiveConfig(labels="exact"), "steps": 5}
-    language = languages.make(small().language)
+    language = small().language.build()
     ahead = trained(tmp_path / "ahead", small(prefetch=True, **changes), language)
     assert content(ahead) == content(trained(tmp_path / "plain", small(**changes), language))
 

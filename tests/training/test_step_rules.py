@@ -6,7 +6,6 @@ from running import Signalling, content, small
 from toy_language import PairLanguage
 
 from isoloss import config as configs
-from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PCFGConfig
 from isoloss.models.make import make_model
@@ -65,9 +64,9 @@ def test_every_rule_goes_on_bit_for_bit(tmp_path, changes):
 @pytest.mark.parametrize("objective", [{"masking": "one"}, {"masking": "fraction", "fraction": 0.4}])
 def test_exact_labels_train_through_the_loop(tmp_path, objective):
     config = small(objective=ObjectiveConfig(labels="exact", **objective), micro_batch=3)
-    train(Run(tmp_path / "exact"), config, languages.make(config.language))
+    train(Run(tmp_path / "exact"), config, config.language.build())
     sampled = small(objective=ObjectiveConfig(**objective), micro_batch=3)
-    train(Run(tmp_path / "sampled"), sampled, languages.make(config.language))
+    train(Run(tmp_path / "sampled"), sampled, config.language.build())
     losses = [Run(tmp_path / name).metrics()[-1]["loss_nats"] for name in ("exact", "sampled")]
     assert losses[0] != losses[1]
     with pytest.raises(IsolossError, match="PairLanguage has no exact conditionals"):

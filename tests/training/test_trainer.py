@@ -11,7 +11,7 @@ import torch
 from running import Signalling, content, files_of_at_most, small
 from toy_language import PairLanguage
 
-from isoloss import files, languages
+from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.loading import load
 from isoloss.models.bert import build
@@ -240,7 +240,7 @@ def test_every_setting_goes_on_bit_for_bit(tmp_path, changes):
 
 def test_exact_labels_go_on_bit_for_bit(tmp_path, monkeypatch):
     config = small(objective=ObjectiveConfig(labels="exact", masking="fraction", fraction=0.4))
-    language = languages.make(config.language)
+    language = config.language.build()
     whole = trained(tmp_path / "whole", config, language)
     draw, at = type(language).batch, {3, 9}
 

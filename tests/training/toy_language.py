@@ -4,18 +4,18 @@ import math
 
 import torch
 
-from isoloss.languages.api import Sentences
+from isoloss.languages.api import Language, Sentences
 from isoloss.seeds import generator as stream
 
 
-class PairLanguage:
+class PairLanguage(Language):
     """Sentences of two pairs: (a, b, c, d), b = a and d = c with probability 1 - noise, otherwise uniform.
 
     With `is_ragged`, half the sentences are one pair long.
     """
 
     vocab_size, max_length = 8, 4
-    pad_id, mask_id, special_ids = 8, 9, ()
+    pad_id, mask_id = 8, 9
     model_vocab_size = 10
     vocabulary = tuple("abcdefgh")
 

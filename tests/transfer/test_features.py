@@ -13,6 +13,7 @@ from transformers import RobertaPreLayerNormForMaskedLM as PreNorm
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Sentences
+from isoloss.languages.config import PCFGConfig
 from isoloss.languages.pcfg.language import PCFG
 from isoloss.transfer.features import extract, extract_to, lookup_features
 from isoloss.transfer.stored_features import StoredFeatures, store
@@ -129,7 +130,7 @@ def test_bad_input_is_named() -> None:
 
 def test_the_look_up_table_holds_the_true_conditionals() -> None:
     """Each entry is Pr(sentence with the token put in) over the sum of it, from whole sentences' probabilities."""
-    language = PCFG.random(levels=2, symbols_per_level=3, rules_per_symbol=4, vocab_size=7, stop_probability=0.3)
+    language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=4, vocab_size=7, stop_probability=0.3).build()
     sentences = language.sample(40, generator=seeds.generator(0, "lookup"))
     assert len(set(sentences.lengths.tolist())) > 2
     table = lookup_features(language, sentences)

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from isoloss.languages import make
 from isoloss.languages.config import PRESETS
 from isoloss.languages.hmm.language import HMM
 from isoloss.languages.pcfg.language import PCFG
@@ -17,8 +16,8 @@ from isoloss.transfer.tasks import make_task
 
 Floats = npt.NDArray[np.float64]
 
-GRAMMAR = make(PRESETS["pcfg-paper"][0])
-MARKOV = make(PRESETS["hmm-paper"][0])
+GRAMMAR = PRESETS["pcfg-paper"][0].build()
+MARKOV = PRESETS["hmm-paper"][0].build()
 assert isinstance(GRAMMAR, PCFG)
 assert isinstance(MARKOV, HMM)
 

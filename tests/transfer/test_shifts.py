@@ -11,19 +11,21 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.brackets import Brackets
+from isoloss.languages.config import HMMConfig, PCFGConfig
 from isoloss.languages.hmm.language import HMM
 from isoloss.languages.pcfg.language import PCFG
-from isoloss.transfer.shifts import redraw
 from isoloss.transfer.tasks import make_task
 
-GRAMMAR = PCFG.random(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6, stop_probability=0.3, seed=1)
-MARKOV = HMM.random(states=6, blocks=2, vocab_size=8, length=5, seed=5)
+GRAMMAR = PCFGConfig(
+    levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6, stop_probability=0.3, seed=1
+).build()
+MARKOV = HMMConfig(states=6, blocks=2, vocab_size=8, length=5, seed=5).build()
 RULES = ("binary", "unary", "emission")
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_a_redrawn_grammar_has_the_rules_and_other_probabilities_of_some_symbols(share: float) -> None:
-    other = redraw(GRAMMAR, share=share, seed=0)
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
+def test_a_redrawn_grammar_has_the_rules_and_other_probabilities_of_some_symbols(fraction: float) -> None:
+    other = GRAMMAR.redrawn(fraction=fraction, seed=0)
     before, after = GRAMMAR.grammar, other.grammar
     assert (after.symbols, after.vocabulary, other.max_length) == (
         before.symbols,
@@ -37,17 +39,17 @@ def test_a_redrawn_grammar_has_the_rules_and_other_probabilities_of_some_symbols
         old, new = getattr(before, f"{kind}_probs"), getattr(after, f"{kind}_probs")
         assert (new > 0).all()
         changed |= set(ids[old != new, 0].tolist())
-        # each kind of rule of a symbol keeps its share, so that symbols stop as often as before
+        # each kind of rule of a symbol keeps its probability, so that symbols stop as often as before
         totals = [np.bincount(ids[:, 0], weights=probs, minlength=len(before.symbols)) for probs in (old, new)]
         assert np.allclose(*totals, rtol=1e-12)
-    assert len(changed) == math.ceil(share * 10)  # S and nine others have a choice
+    assert len(changed) == math.ceil(fraction * 10)  # S and nine others have a choice
     assert torch.allclose(other.length_probs, GRAMMAR.length_probs)
-    assert np.array_equal(redraw(GRAMMAR, share=share, seed=0).grammar.binary_probs, after.binary_probs)
-    assert not np.array_equal(redraw(GRAMMAR, share=1.0, seed=1).grammar.binary_probs, after.binary_probs)
+    assert np.array_equal(GRAMMAR.redrawn(fraction=fraction, seed=0).grammar.binary_probs, after.binary_probs)
+    assert not np.array_equal(GRAMMAR.redrawn(fraction=1.0, seed=1).grammar.binary_probs, after.binary_probs)
 
 
 def test_a_redrawn_hidden_markov_model_has_the_same_possibilities() -> None:
-    other = redraw(MARKOV, share=0.5, seed=0)
+    other = MARKOV.redrawn(fraction=0.5, seed=0)
     changed = set()
     for name in ("transition", "emission"):
         old, new = getattr(MARKOV, name), getattr(other, name)
@@ -61,14 +63,14 @@ def test_a_redrawn_hidden_markov_model_has_the_same_possibilities() -> None:
 
 def test_redrawn_probabilities_are_flat_dirichlet() -> None:
     language = PCFG.from_text("S A A 1\nA a 0.98\nA b 0.01\nA c 0.01")
-    drawn = np.array([redraw(language, share=1.0, seed=seed).grammar.emission_probs for seed in range(400)])
+    drawn = np.array([language.redrawn(fraction=1.0, seed=seed).grammar.emission_probs for seed in range(400)])
     # a coordinate of the flat distribution over three has mean 1/3 and variance 1/18
     assert np.allclose(drawn.mean(axis=0), 1 / 3, atol=4 * math.sqrt(1 / 18 / 400))
     assert np.allclose(drawn.var(axis=0), 1 / 18, rtol=0.3)
 
 
 def test_the_test_sentences_and_labels_are_those_of_the_test_language() -> None:
-    other = redraw(GRAMMAR, share=1.0, seed=3)
+    other = GRAMMAR.redrawn(fraction=1.0, seed=3)
     task = make_task(GRAMMAR, "root", num_train=200, num_test=100, seed=0, test_language=other)
     plain, moved = (make_task(language, "root", num_train=200, num_test=100, seed=0) for language in (GRAMMAR, other))
     assert torch.equal(task.train.tokens, plain.train.tokens)
@@ -145,21 +147,21 @@ def test_shifts_that_cannot_be_are_named(language: PCFG | HMM, options: dict[str
 
 
 def test_lengths_that_no_sentence_has_are_named() -> None:
-    language = PCFG.random(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6)
+    language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6).build()
     with pytest.raises(IsolossError, match="0 of 12288 sentences have a label and 2 to 3 tokens"):
         make_task(language, "root", num_train=9, num_test=9, seed=0, test_lengths=(2, 3))
     with pytest.raises(IsolossError, match="every string of brackets has 4 tokens"):
         make_task(Brackets(4), "mismatch", num_train=9, num_test=9, seed=0, test_lengths=(2, 3))
 
 
-@pytest.mark.parametrize("share", [0.0, -1.0, 1.5, math.nan])
-def test_shares_out_of_range_are_named(share: float) -> None:
-    with pytest.raises(IsolossError, match="the share is"):
-        redraw(MARKOV, share=share, seed=0)
+@pytest.mark.parametrize("fraction", [0.0, -1.0, 1.5, math.nan])
+def test_fractions_out_of_range_are_named(fraction: float) -> None:
+    with pytest.raises(IsolossError, match="the fraction is"):
+        MARKOV.redrawn(fraction=fraction, seed=0)
 
 
 def test_a_language_without_a_choice_is_named() -> None:
     with pytest.raises(IsolossError, match=r"Brackets\(4, .*\) is neither"):
-        redraw(Brackets(4), share=1.0, seed=0)  # type: ignore[type-var]
+        Brackets(4).redrawn(fraction=1.0, seed=0)
     with pytest.raises(IsolossError, match="nothing to draw anew"):
-        redraw(PCFG.from_text("S A A 1\nA a 1"), share=1.0, seed=0)
+        PCFG.from_text("S A A 1\nA a 1").redrawn(fraction=1.0, seed=0)

@@ -12,7 +12,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Sentences
-from isoloss.languages.hmm.language import HMM
+from isoloss.languages.config import HMMConfig, PCFGConfig
 from isoloss.languages.pcfg.language import PCFG
 from isoloss.transfer.tasks import TaskData, majority_rate, make_task
 
@@ -119,9 +119,9 @@ def test_prefix_labels_are_the_most_likely_symbols_over_the_first_tokens(width: 
 
 @pytest.mark.parametrize("stop_probability", [0.0, 0.3])
 def test_labels_of_a_random_grammar(stop_probability: float) -> None:
-    language = PCFG.random(
+    language = PCFGConfig(
         levels=2, symbols_per_level=3, rules_per_symbol=4, vocab_size=7, stop_probability=stop_probability, seed=2
-    )
+    ).build()
     table = rules(language.to_text())
     for name in ("root", "prefix-2", "prefix-4"):
         task = make_task(language, name, num_train=60, num_test=30, seed=1)
@@ -236,7 +236,7 @@ def test_tasks_that_cannot_be_made_are_named(text: str, name: str, message: str)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_state_labels_are_the_most_likely_states(k: int) -> None:
     """Against the sum over all state sequences, in plain Python, for a language that computes in float32."""
-    language = HMM.random(states=4, blocks=2, vocab_size=6, length=4, leak=0.1, seed=2)
+    language = HMMConfig(states=4, blocks=2, vocab_size=6, length=4, mixing_weight=0.1, seed=2).build()
     task = make_task(language.to(dtype=torch.float32), f"state-{k}", num_train=150, num_test=50, seed=0)
     assert task.classes == ("s0", "s1", "s2", "s3")
     initial, transition, emission = (
@@ -255,7 +255,7 @@ def test_state_labels_are_the_most_likely_states(k: int) -> None:
 
 @pytest.mark.parametrize("name", ["state-0", "state-5", "state-", "root", "prefix-2"])
 def test_tasks_that_an_hmm_has_not(name: str) -> None:
-    language = HMM.random(states=4, blocks=2, vocab_size=6, length=4)
+    language = HMMConfig(states=4, blocks=2, vocab_size=6, length=4).build()
     with pytest.raises(IsolossError, match=f"no task '{name}': choose state-k with k from 1 to 4"):
         make_task(language, name, num_train=9, num_test=9, seed=0)
 

@@ -19,21 +19,21 @@ EXAMPLES = [
     ("isoloss sample pcfg-laptop", "five sentences of a random grammar, with the entropy of every token"),
     ("isoloss sample dyck-2 --tree", "with the derivation of each sentence, for a grammar"),
     ("isoloss sample hmm-laptop --states", "with the hidden states, for a hidden Markov model"),
-    ("isoloss sample dyck-2 --save dyck.safetensors", "writes the language to a file, which every verb reads"),
+    ("isoloss sample dyck-2 --save dyck.safetensors", "writes the language to a file, which every subcommand reads"),
     ("isoloss sample grammar.pcfg --n 1000 --json", "a thousand of your own grammar's, as JSON"),
     ("isoloss sample text/ --tokenizer tokenizer --length 32", "packed sequences of real text"),
 ]
-CONDITIONALS = 3  # hidden tokens that are shown unasked
+CONDITIONALS = 3  # masked tokens that are shown unasked
 LIKELIEST = 5  # tokens shown of a conditional
 ENTROPY_SENTENCES = 2000
 IMPOSSIBLE = 1e-30  # probability; a language gives a token that cannot be the smallest normal number
-HIDDEN = "___"
+MASKED = "___"
 
 
 @dataclass(frozen=True)
 class Args:
     """Draw sentences. Where the truth is known: their log-probability, the entropy of each token given all the others,
-    what a few hidden tokens can be, and the entropy of the language.
+    what a few masked tokens can be, and the entropy of the language.
     """
 
     language: tyro.conf.Positional[str]
@@ -57,11 +57,11 @@ class Args:
     states: bool = False
     """For a hidden Markov model: also give the states that each sentence was drawn through."""
     conditionals: int | None = None
-    """Tokens of the first sentence to hide one at a time and say what they can be; default: 3; for a causal model 1."""
+    """Tokens of the first sentence to mask one at a time and say what they can be; default: 3; for a causal model 1."""
     entropy_sentences: int | None = None
     """Sentences to estimate the entropy on (0: leave it out); default: 2000; for a causal model, which is slow, 0."""
     save: Path | None = None
-    """Write the language to this file, NAME.safetensors; every verb takes it as a language."""
+    """Write the language to this file, NAME.safetensors; every subcommand takes it as a language."""
     overwrite: bool = False
     """Let --save replace a file of another content."""
     json: bool = False
@@ -69,7 +69,7 @@ class Args:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the subcommand."""
     args = common.parse(Args, "sample", arguments, examples=EXAMPLES)
     _check_numbers(args)
     from isoloss import languages, seeds
@@ -82,21 +82,23 @@ def main(arguments: list[str]) -> int:
         split=args.split,
         max_documents=args.max_documents,
     )
-    language = languages.make(config)
+    language: Language = config.build()
     _check_effects(args, language)
     sentences = language.sample(args.n, generator=seeds.generator(args.seed, "sample"), latent=args.tree or args.states)
     rows = _rows(language, sentences)
-    _add_latent(args, language, sentences, rows)
+    if args.tree or args.states:
+        for row, latent in zip(rows, language.describe_latent(sentences), strict=True):
+            row[str(language.latent_name)] = latent
     conditionals, entropy = list[dict[str, Any]](), None
-    if isinstance(language, languages.ExactLanguage):
-        conditionals, entropy = _truth(args, language, sentences, rows)
+    if language.is_exact:
+        conditionals, entropy = _truth(args, language.exact(), sentences, rows)
     if args.save is not None:
         languages.save(language, args.save, overwrite=args.overwrite)
     if args.json:
         common.emit_json(
             {
                 "language": configs.to_dict(config),
-                "description": _in_words(language),
+                "description": language.describe(),
                 "seed": args.seed,
                 "sentences": rows,
                 "conditionals": conditionals,
@@ -105,7 +107,7 @@ def main(arguments: list[str]) -> int:
             }
         )
         return 0
-    common.say(f"{args.language}: {_in_words(language)}\n")
+    common.say(f"{args.language}: {language.describe()}\n")
     _say_sentences(rows)
     _say_conditionals(conditionals, rows[0]["words"])
     if entropy is not None:
@@ -130,17 +132,13 @@ def _check_numbers(args: Args) -> None:
 
 def _check_effects(args: Args, language: Language) -> None:
     """Refuse options that this language has no use for."""
-    from isoloss.languages import ExactLanguage
-    from isoloss.languages.hmm.language import HMM
-    from isoloss.languages.pcfg.language import PCFG
-
-    if args.tree and not isinstance(language, PCFG):
+    if args.tree and language.latent_name != "tree":
         raise IsolossError(f"--tree is for a grammar: the sentences of {args.language} have no derivation")
-    if args.states and not isinstance(language, HMM):
+    if args.states and language.latent_name != "states":
         raise IsolossError(
             f"--states is for a hidden Markov model: the sentences of {args.language} have no hidden states"
         )
-    if not isinstance(language, ExactLanguage):
+    if not language.is_exact:
         given = {"--conditionals": args.conditionals, "--entropy-sentences": args.entropy_sentences}
         if chosen := [name for name, value in given.items() if value is not None]:
             raise IsolossError(
@@ -159,51 +157,22 @@ def _rows(language: Language, sentences: Sentences) -> list[dict[str, Any]]:
     return rows
 
 
-def _add_latent(args: Args, language: Any, sentences: Sentences, rows: list[dict[str, Any]]) -> None:
-    if args.tree:
-        for row, nodes in zip(rows, sentences.latent.tolist(), strict=True):
-            row["tree"] = _tree([node for node in nodes if node[0] >= 0], language.symbols, row["words"])
-    if args.states:
-        for row, states in zip(rows, sentences.latent.tolist(), strict=True):
-            row["states"] = [language.states[state] for state in states]
-
-
-def _tree(nodes: list[list[int]], symbols: tuple[str, ...], words: list[str]) -> str:
-    """Return the rows (start, stop, symbol) of a tree's nodes, in preorder, as nested brackets."""
-    text, open_until = "", list[int]()
-    for index, (start, stop, symbol) in enumerate(nodes):
-        while open_until and open_until[-1] <= start:
-            text += ")"
-            open_until.pop()
-        text += f" ({_name(symbols[symbol])}"
-        open_until.append(stop)
-        if index + 1 == len(nodes) or nodes[index + 1][0] >= stop:
-            text += f" {_name(words[start])}"
-    return text.strip() + ")" * len(open_until)
-
-
-def _name(name: str) -> str:
-    """Return a symbol or a token, in quotes where it could be taken for a part of the tree."""
-    return repr(name) if any(c in "()'\"" or c.isspace() for c in name) else name
-
-
 def _truth(
     args: Args, language: ExactLanguage, sentences: Sentences, rows: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], Entropy | None]:
     """Add to the rows what is exactly known of them; return conditionals of the first, and the language's entropy."""
     from isoloss import languages
-    from isoloss.languages.teacher.language import Teacher
 
-    is_teacher = isinstance(language, Teacher)  # a conditional takes it a forward pass for each token there is
+    is_slow = language.costs_forward_passes
     for row, log_prob in zip(rows, language.log_prob(sentences.tokens, sentences.lengths).tolist(), strict=True):
         row["log_prob_nats"] = log_prob
-    if not is_teacher:
+    if not is_slow:
         entropies = language.conditional_entropy(sentences.tokens, sentences.lengths).tolist()
         for row, own in zip(rows, entropies, strict=True):
             row["conditional_entropy_nats"] = own[: len(row["tokens"])]
-    number = args.conditionals if args.conditionals is not None else 1 if is_teacher else CONDITIONALS
+    number = args.conditionals if args.conditionals is not None else 1 if is_slow else CONDITIONALS
     conditionals = _conditionals(language, sentences, number)
-    draws = args.entropy_sentences if args.entropy_sentences is not None else 0 if is_teacher else ENTROPY_SENTENCES
+    draws = args.entropy_sentences if args.entropy_sentences is not None else 0 if is_slow else ENTROPY_SENTENCES
     if draws == 0:
         return conditionals, None
     entropy = languages.entropy(language, num_sentences=draws, seed=args.seed)
@@ -227,50 +196,21 @@ def _conditionals(language: ExactLanguage, sentences: Sentences, number: int) ->
     def row(token: int, probs: list[float]) -> dict[str, Any]:
         return {"token": token, "word": language.vocabulary[token], "probability": probs[token]}
 
-    found = []
+    conditionals = []
     for position, probs in zip(positions, logs[0].exp().tolist(), strict=True):
         order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
-        found.append(
+        conditionals.append(
             {
                 "sentence": 0,
                 "position": position,
-                "hidden": row(int(sentences.tokens[0, position]), probs),
+                "masked": row(int(sentences.tokens[0, position]), probs),
                 "likeliest": [row(token, probs) for token in order[:LIKELIEST] if probs[token] > IMPOSSIBLE],
             }
         )
-    return found
+    return conditionals
 
 
 # --- what is printed -------------------------------------------------------------------------------------------------
-
-
-def _in_words(language: Any) -> str:
-    """Return the kind of a language, its numbers of tokens, and its lengths."""
-    from isoloss.languages.brackets import Brackets
-    from isoloss.languages.hmm.language import HMM
-    from isoloss.languages.pcfg.language import PCFG
-    from isoloss.languages.teacher.language import Teacher
-    from isoloss.text.corpus import Corpus
-
-    lengths = f"sentences of {language.max_length} tokens"
-    if isinstance(language, Corpus):
-        return (
-            f"text in {language.vocab_size:,} token ids; sequences of {language.max_length} tokens, "
-            f"{language.num_training:,} to train on and {language.num_held_out:,} held out"
-        )
-    if isinstance(language, PCFG):
-        possible = language.length_probs.nonzero().flatten().tolist()
-        if len(possible) > 1:
-            lengths = f"sentences of {possible[0]} to {possible[-1]} tokens"
-        return f"a grammar of {len(language.symbols)} symbols over {language.vocab_size:,} tokens; {lengths}"
-    if isinstance(language, HMM):
-        states = f"{len(language.states)} states"
-        return f"a hidden Markov model of {states} over {language.vocab_size:,} tokens; {lengths}"
-    if isinstance(language, Brackets):
-        return f"as many < as >, in any order; {lengths}"
-    if isinstance(language, Teacher):
-        return f"what a causal language model writes over {language.vocab_size:,} tokens; {lengths}"
-    return f"{language.vocab_size:,} tokens; {lengths}"
 
 
 def _say_sentences(rows: list[dict[str, Any]]) -> None:
@@ -288,11 +228,11 @@ def _say_sentences(rows: list[dict[str, Any]]) -> None:
 
 def _say_conditionals(conditionals: list[dict[str, Any]], words: list[str]) -> None:
     if conditionals:
-        common.say("\nthe first sentence with one token hidden: the likeliest tokens there, and the one that it was")
-    for found in conditionals:
-        shown = [HIDDEN if position == found["position"] else word for position, word in enumerate(words)]
-        likeliest = ", ".join(map(_with_probability, found["likeliest"]))
-        common.say(f"    {' '.join(shown)}\n        {likeliest}; it was {_with_probability(found['hidden'])}")
+        common.say("\nthe first sentence with one token masked: the likeliest tokens there, and the one that it was")
+    for one in conditionals:
+        shown = [MASKED if position == one["position"] else word for position, word in enumerate(words)]
+        likeliest = ", ".join(map(_with_probability, one["likeliest"]))
+        common.say(f"    {' '.join(shown)}\n        {likeliest}; it was {_with_probability(one['masked'])}")
 
 
 def _with_probability(row: dict[str, Any]) -> str:
@@ -315,5 +255,5 @@ def _say_entropy(entropy: Entropy) -> None:
         parts = f"{number(entropy.length)} of its length + {number(entropy.given_length)} given its length"
         common.say(f"    = {parts}")
     masked = entropy.masked_token
-    common.say(f"entropy of a hidden token given all others: {number(masked)} nats ({source(masked)})")
-    common.say("    the loss of a perfect model where one token of each sentence is hidden")
+    common.say(f"entropy of a masked token given all others: {number(masked)} nats ({source(masked)})")
+    common.say("    the loss of a perfect model where one token of each sentence is masked")

@@ -27,7 +27,7 @@ class Args:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the subcommand."""
     args = common.parse(Args, "text", arguments, examples=EXAMPLES)
     from isoloss.text.python_docs import write_python_docs
 

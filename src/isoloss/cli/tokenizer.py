@@ -46,7 +46,7 @@ class Args:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the subcommand."""
     args = common.parse(Args, "tokenizer", arguments, examples=EXAMPLES)
     if args.cased and args.kind == "bpe":
         raise IsolossError("--cased is for wordpiece: byte-level BPE keeps all characters as they are")
@@ -70,8 +70,8 @@ def main(arguments: list[str]) -> int:
 
 def _is_there(folder: Path, tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether the folder holds this tokenizer, made by the same command before."""
-    from isoloss.text.tokenizers import load_tokenizer, serialised
+    from isoloss.text.tokenizers import load_tokenizer, serialized
 
     if not (folder / "tokenizer.json").is_file():
         return False
-    return serialised(load_tokenizer(str(folder))) == serialised(tokenizer)
+    return serialized(load_tokenizer(str(folder))) == serialized(tokenizer)

@@ -16,7 +16,6 @@ from isoloss import interrupts
 from isoloss.cli import common
 from isoloss.config import AlgorithmConfig, LanguageConfig
 from isoloss.errors import IsolossError
-from isoloss.languages.config import CorpusConfig
 from isoloss.models.sizes import default_size, find_architecture
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run
@@ -257,12 +256,10 @@ def _decided(args: Args, field: dataclasses.Field[Any]) -> bool:
 
 
 def _language(config: LanguageConfig) -> Language:
-    from isoloss import languages
-
-    if not isinstance(config, CorpusConfig):
-        return languages.make(config)
-    with common.Progress("tokenising", 100, "%") as percent:
-        return languages.make(config, progress=lambda done, total: percent(100 * done // total))
+    if not config.reports_progress:
+        return config.build()  # type: ignore[no-any-return]
+    with common.Progress("tokenizing", 100, "%") as percent:
+        return config.build(lambda done, total: percent(100 * done // total))  # type: ignore[no-any-return]
 
 
 def _from_options(args: Args) -> TrainConfig:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from isoloss import files
 from isoloss.cli import common
 from isoloss.errors import IsolossError, warn
-from isoloss.languages.config import CorpusConfig, TeacherConfig
 from isoloss.runs import Run, checkpoint_of
 from isoloss.transfer.task_names import GLUE, REGRESSION
 
@@ -117,13 +116,12 @@ class Tasks:
         return read_from_start(self._synthetic, self.language) if loaded.kind == "causal" else self._synthetic
 
     def _make_synthetic(self) -> TaskData:
-        from isoloss.transfer.shifts import redraw
         from isoloss.transfer.tasks import make_task
 
         args = self.args
         other = None
         if args.test_redraw is not None:
-            other = redraw(self.language, share=args.test_redraw, seed=args.seed)
+            other = self.language.redrawn(fraction=args.test_redraw, seed=args.seed)
         return make_task(
             self.language,
             args.task,
@@ -165,17 +163,16 @@ class Tasks:
         return task
 
     def _tokenizer(self, subject: Subject) -> PreTrainedTokenizerFast:
-        from isoloss import languages
         from isoloss.text.tokenizers import load_tokenizer
 
         if self.args.tokenizer is not None:
             return load_tokenizer(self.args.tokenizer, needs=["pad"])
-        language = None if subject.run is None else subject.run.config.language
-        spec = language.tokenizer if isinstance(language, CorpusConfig) else str(subject.checkpoint)
+        config = None if subject.run is None else subject.run.config.language
+        named: str | None = getattr(config, "tokenizer", None)  # in the config of text
         try:
-            return load_tokenizer(spec, needs=["pad"])
+            return load_tokenizer(named or str(subject.checkpoint), needs=["pad"])
         except IsolossError as error:
-            found = languages.make(language).tokenizer if isinstance(language, TeacherConfig) else None  # type: ignore[attr-defined]
+            found: PreTrainedTokenizerFast | None = None if config is None or named else config.build().tokenizer
             if found is None:
                 raise IsolossError(f"{subject.name} has no tokenizer that suits ({error}): give --tokenizer") from error
             return found  # of a checkpoint that was written without it
@@ -189,7 +186,7 @@ def _language(args: Args, subjects: list[Subject]) -> Any:
     from isoloss import languages
 
     if args.language is not None:
-        return languages.make(languages.resolve(args.language))
+        return languages.resolve(args.language).build()
     known: tuple[str, Any] | None = None
     for subject in subjects:
         if subject.run is None:
@@ -202,7 +199,7 @@ def _language(args: Args, subjects: list[Subject]) -> Any:
             raise IsolossError(f"{known[0]} and {subject.name} are models of different languages: add --language")
         known = known or (subject.name, config)
     assert known is not None
-    return languages.make(known[1])
+    return known[1].build()
 
 
 def _source(args: Args) -> Any:

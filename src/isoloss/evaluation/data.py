@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.evaluation.config import ReadingConfig
 from isoloss.evaluation.context import MeasureContext
+from isoloss.evaluation.inputs import language_inputs
 from isoloss.flatness.compare import Outline
 from isoloss.flatness.engine.auxiliary_sample import input_embeddings
+from isoloss.languages.api import Language
 from isoloss.loading import Kind, Loaded, split_revision
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.runs import checkpoint_of
-from isoloss.text import inputs as reading
-from isoloss.text.inputs import Inputs
+from isoloss.text.inputs import Inputs, check_model, read_inputs
 from isoloss.text.tokenizers import load_tokenizer
 
 
@@ -69,7 +71,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig,
     objective = config.objective(first.name, is_causal=first.outline.causal)
 
     def read(num_inputs: int, seed: int) -> Inputs:
-        inputs = reading.read_inputs(
+        inputs = read_inputs(
             data,
             checkpoint=split_revision(first.name)[0],
             tokenizer=config.tokenizer,
@@ -82,14 +84,19 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig,
             seed=seed,
         )
         for other in models[1:]:
-            reading.check_model(inputs, other.config, other.name)
+            check_model(inputs, other.config, other.name)
         return _fitting(inputs, models, config, seed if shuffled else None)
 
     return MeasureContext(read=read, objective=objective, has_embeddings=first.has_embeddings)
 
 
 def language_context(
-    language: Any, objective: ObjectiveConfig, models: Sequence[ModelInfo], config: ReadingConfig, *, shuffled: bool
+    language: LanguageConfig,
+    objective: ObjectiveConfig,
+    models: Sequence[ModelInfo],
+    config: ReadingConfig,
+    *,
+    shuffled: bool,
 ) -> MeasureContext:
     """Return the context of measuring models on sentences of a language.
 
@@ -105,28 +112,24 @@ def language_context(
     """
     _check_together(models)
     config.check_language(models[0].name)
-    run_config = TrainConfig(language=language, objective=objective)
+    made: Language = language.build()
+    for model in models:
+        _check_fits(model, made, language_inputs(made, objective, num_inputs=1, seed=0))
 
     def read(num_inputs: int, seed: int) -> Inputs:
-        inputs = reading.language_inputs(run_config, num_inputs=num_inputs, seed=seed)
+        inputs = language_inputs(made, objective, num_inputs=num_inputs, seed=seed)
         return _fitting(inputs, models, config, seed if shuffled else None)
 
-    from isoloss import languages
-
-    made = languages.make(language)
-    for model in models:
-        _check_fits(model, made, reading.language_inputs(run_config, num_inputs=1, seed=0))
     return MeasureContext(read=read, objective=objective, language=made)
 
 
 def run_context(config: TrainConfig) -> MeasureContext:
     """Return the context of measuring the checkpoints of a run on its own language."""
-    from isoloss import languages
-
+    language: Language = config.language.build()
     return MeasureContext(
-        read=lambda num_inputs, seed: reading.language_inputs(config, num_inputs=num_inputs, seed=seed),
+        read=lambda num_inputs, seed: language_inputs(language, config.objective, num_inputs=num_inputs, seed=seed),
         objective=config.objective,
-        language=languages.make(config.language),
+        language=language,
     )
 
 
@@ -160,14 +163,14 @@ def _fitting(inputs: Inputs, models: Sequence[ModelInfo], config: ReadingConfig,
     return (inputs if order is None else inputs.shuffled(order)).cut(size)
 
 
-def _check_fits(model: ModelInfo, language: Any, inputs: Inputs) -> None:
+def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
     """Refuse a model that does not know the ids of a language, or not as many positions as its sentences have."""
     text = model.config.get_text_config()
     if text.vocab_size < language.model_vocab_size:
         raise IsolossError(
             f"{model.name} knows {text.vocab_size} ids, and a model of the language {language.model_vocab_size}"
         )
-    reading.check_model(inputs, model.config, model.name)
+    check_model(inputs, model.config, model.name)
 
 
 def _check_together(models: Sequence[ModelInfo]) -> None:

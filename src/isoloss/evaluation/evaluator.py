@@ -75,12 +75,11 @@ def evaluate(
     Example:
         >>> import tempfile
         >>> from isoloss.models.make import make_model
-        >>> from isoloss import languages
         >>> from isoloss.languages.config import BracketsConfig
         >>> from isoloss.run_config import ModelConfig
         >>> config = BracketsConfig(length=4)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     make_model(ModelConfig(size="d16"), languages.make(config), seed=0).save_pretrained(folder)
+        ...     make_model(ModelConfig(size="d16"), config.build(), seed=0).save_pretrained(folder)
         ...     found = evaluate(folder, ["squared-norm", "trace"], language=config, settings={"trace_sentences": 32})
         >>> [(evaluation.measure, evaluation.estimates[evaluation.measure].value > 0) for evaluation in found]
         [('squared-norm', True), ('trace', True)]

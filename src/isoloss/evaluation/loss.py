@@ -77,8 +77,8 @@ def pretraining_loss(
 
     In nats per predicted token; all predicted tokens weigh the same, and errors are over sentences. `details` holds
     `subset_std`, the standard deviation over five subsets as the paper prints it, and their `subset_size`. `kl` and
-    `loss` have influences, `entropy` says nothing of the model and has none: the error of a difference between two models on one truth is that of
-    `isoloss.statistics.paired.paired_difference`, far smaller than these errors combined.
+    `loss` have influences (`entropy` says nothing of the model), for the paired difference of two models on one truth
+    (`isoloss.statistics.paired.paired_difference`), whose error is far smaller than these errors combined.
 
     Arguments and errors are those of `kl_values`.
     """

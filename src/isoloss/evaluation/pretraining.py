@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from isoloss.errors import IsolossError
-from isoloss.languages.api import ExactLanguage, Language
-from isoloss.languages.hmm.language import HMM
-from isoloss.languages.pcfg.language import PCFG
+from isoloss.languages.api import Language
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
-from isoloss.text.corpus import Corpus
 from isoloss.training import Examples, Progress, train
 from isoloss.training.algorithms.config import AdversarialConfig
 from isoloss.training.distributed import together
@@ -47,7 +44,7 @@ def pretrain(
         ...                      log_every=1, measure_every=2, measure_sentences=64, device="cpu")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     run = Run(Path(folder) / "run")
-        ...     pretrain(run, config, languages.make(config.language))
+        ...     pretrain(run, config, config.language.build())
         ...     list(run.metrics()[1])[4:]
         ['kl_nats', 'kl_stderr', 'trace', 'trace_stderr']
     """
@@ -70,13 +67,10 @@ def task_examples(language: Language, rule: Any, *, seed: int) -> Examples | Non
     """
     if not isinstance(rule, AdversarialConfig):
         return None
-    from isoloss.transfer.tasks import make_task
+    from isoloss.transfer.tasks import labeling, make_task
 
-    if not isinstance(language, PCFG | HMM):
-        raise IsolossError(
-            f"task {rule.task!r} is about the symbols of a grammar or the states of a hidden Markov model, and this "
-            "run's language is neither"
-        )
+    if labeling(language, rule.task).draw is not None:
+        raise IsolossError(f"the sentences of task {rule.task!r} are not the language's, so it cannot be spoiled")
     task = make_task(language, rule.task, num_train=rule.task_examples, num_test=1, seed=seed)
     return Examples(task.train, task.train_labels, len(task.classes))
 
@@ -93,13 +87,13 @@ class Monitor:
     """
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
+        from isoloss.evaluation.inputs import language_inputs
         from isoloss.evaluation.truth import truth
-        from isoloss.text.inputs import language_inputs
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences
-        self._batches = language_inputs(config, num_inputs=self._n, seed=_SEED).batches
+        self._batches = language_inputs(language, config.objective, num_inputs=self._n, seed=_SEED).batches
         self._truth = None
-        if isinstance(language, ExactLanguage) and config.objective.kind == "masked":
+        if language.is_exact and config.objective.kind == "masked":
             self._truth = truth(language, num_sentences=self._n, objective=config.objective, seed=_SEED)
 
     def __call__(self, model: Any) -> dict[str, float]:
@@ -110,7 +104,7 @@ class Monitor:
         found = {}
         if self._truth is not None:
             found["kl"] = loss.pretraining_loss(model, self._truth)["kl"]
-        elif isinstance(self._language, Corpus):
+        elif self._language.num_held_out:
             found["held_out"] = loss.held_out_loss(
                 model, self._language, num_sequences=self._n, objective=self._objective, seed=_SEED
             )["loss"]

@@ -13,8 +13,8 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.api import ExactLanguage, Language, Sentences
-from isoloss.languages.parallel import spread
+from isoloss.languages.api import Language, Sentences
+from isoloss.languages.parallel import run_in_threads
 from isoloss.run_config import ObjectiveConfig
 from isoloss.text.masking import IGNORED, Batch, mask
 
@@ -45,7 +45,7 @@ class Truth:
         kept: All that `log_conditionals` returns, where it has at most 512 MiB; else None.
     """
 
-    language: ExactLanguage
+    language: Language
     batch: Batch
     entropy: torch.Tensor
     counts: torch.Tensor
@@ -85,14 +85,14 @@ def why_no_truth(language: Language, *, num_sentences: int, objective: Objective
         objective: As for `truth`.
         seed: As for `truth`.
     """
-    if not isinstance(language, ExactLanguage):
+    if not language.is_exact:
         return f"{type(language).__name__} has no exact conditionals: measure its held-out loss instead"
     if objective.kind == "causal":
         return (
             f"{type(language).__name__} gives exact conditionals of masked tokens, not of next ones: the exact loss is "
             "that of the masked objective, and a causal model's trace can be measured"
         )
-    most = getattr(language, "most_unknown", language.max_length)
+    most = language.max_masked
     if objective.masking == "fraction" and most < language.max_length:
         # such a language's sentences are all of one length, without special tokens: masks do not depend on their tokens
         shape = (num_sentences, language.max_length)
@@ -129,7 +129,6 @@ def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig,
         raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * SUBSETS}")
     if reason := why_no_truth(language, num_sentences=num_sentences, objective=objective, seed=seed):
         raise IsolossError(reason)
-    assert isinstance(language, ExactLanguage)
     tokens, lengths = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))[:2]
     sentences = Sentences(tokens.cpu(), lengths.cpu())
     batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
@@ -147,7 +146,7 @@ def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig,
             rows = log_p[first : first + ROWS]
             entropy[first : first + ROWS] = (probabilities(rows) * -rows).sum(dim=1)
 
-        spread(compute, ((first,) for first in range(0, total, ROWS)), kept.device)
+        run_in_threads(compute, ((first,) for first in range(0, total, ROWS)), kept.device)
     else:
         _fill(entropy, language.conditional_entropy, batch, objective)
     return Truth(

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from isoloss.languages.api import ExactLanguage, Language, Sentences
     from isoloss.languages.entropies import Entropy, entropy
     from isoloss.languages.serialization import load, save
-    from isoloss.languages.specs import make, resolve
+    from isoloss.languages.specs import load_language, resolve
 
-__all__ = ["Entropy", "ExactLanguage", "Language", "Sentences", "entropy", "load", "make", "resolve", "save"]
+__all__ = ["Entropy", "ExactLanguage", "Language", "Sentences", "entropy", "load", "load_language", "resolve", "save"]
 
 __getattr__, __dir__ = lazy.exports(
     __name__,
     {
         **dict.fromkeys(("ExactLanguage", "Language", "Sentences"), "isoloss.languages.api"),
         **dict.fromkeys(("Entropy", "entropy"), "isoloss.languages.entropies"),
-        **dict.fromkeys(("make", "resolve"), "isoloss.languages.specs"),
+        **dict.fromkeys(("load_language", "resolve"), "isoloss.languages.specs"),
         **dict.fromkeys(("load", "save"), "isoloss.languages.serialization"),
     },
 )

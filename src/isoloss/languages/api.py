@@ -1,42 +1,101 @@
-"""What a language is: where sentences come from and, where it is known, the exact probability of every token."""
+"""What a language is: where sentences come from and, where it is known, the exact probability of every token.
+
+Shapes: n sentences padded to T tokens, V tokens of the language, C classes of a task.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import abc
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from isoloss import seeds
+from isoloss.config import LanguageConfig
+from isoloss.errors import IsolossError
+from isoloss.text.sentences import Sentences, Start
 
-class Sentences(NamedTuple):
-    """A batch of sentences, padded on the right.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["UNDEFINED", "ExactLanguage", "Labeling", "Language", "Sentences", "Start", "Stored"]
+
+UNDEFINED = -1  # the label of a sentence that a task does not cover
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labeling:
+    """A task's classes and labels.
 
     Attributes:
-        tokens: (n, T) int64, token ids; positions at and beyond a sentence's length hold the language's `pad_id`.
-        lengths: (n,) int64, in tokens.
-        latent: What produced the sentences, in the language's own form, or None where it was not asked for.
+        classes: What a label can stand for.
+        label: Sentences to (n,) int64 indices into `classes`, `UNDEFINED` where a sentence has no label.
+        scores: Sentences to (n, C) numbers proportional to the probability of each class given the sentence, their sum
+            that of the sentence having a label; None where the label is a function of the sentence.
+        needs_latent: Whether `label` reads what produced the sentences.
+        name: The task's one name, where it has several; empty: the name that was asked for.
+        draw: Returns n sentences of a CPU generator, for a task about other sentences than the language's own; None:
+            the language draws them.
     """
 
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-    latent: Any = None
+    classes: tuple[str, ...]
+    label: Callable[[Sentences], torch.Tensor]
+    scores: Callable[[Sentences], torch.Tensor] | None = None
+    needs_latent: bool = False
+    name: str = ""
+    draw: Callable[[int, torch.Generator], Sentences] | None = None
 
-    def present(self) -> torch.Tensor:
-        """Return (n, T) bool: true where there is a token, false where there is padding."""
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """All that decides a language, as a file keeps it (see `isoloss.languages.save`).
+
+    Attributes:
+        kind: The name of the config in `isoloss.registry.LANGUAGES` whose `from_tables` reads it back.
+        max_length: The longest sentence, in tokens.
+        vocabulary: The token strings, by id.
+        symbols: Names of what is hidden behind a sentence, by id, where the tables refer to them.
+        tables: The arrays by name.
+    """
+
+    kind: str
+    max_length: int
+    vocabulary: tuple[str, ...]
+    symbols: tuple[str, ...] = ()
+    tables: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def equals(self, other: Stored) -> bool:
+        """Return whether the other has the same names and, to the last bit, the same tables."""
+        names = ("kind", "max_length", "vocabulary", "symbols")
+        return all(getattr(self, name) == getattr(other, name) for name in names) and all(
+            np.array_equal(table, other.tables[name]) for name, table in self.tables.items()
+        )
 
 
-@runtime_checkable
-class Language(Protocol):
-    """A source of sentences.
+class Language(abc.ABC):
+    """A source of sentences: the base class of every language.
+
+    A subclass sets the attributes without a default and has `sample`; whatever else it does not define raises an
+    `IsolossError` that says so. Where probabilities are known, derive from `ExactLanguage`.
 
     Attributes:
         vocab_size: Number of token ids that a sentence can hold: 0 to vocab_size - 1.
         max_length: The longest sentence, in tokens.
         vocabulary: The token strings, by id.
         pad_id: The id that fills the space after a sentence.
-        mask_id: The id that hides a token from a masked language model.
-        special_ids: Ids inside a sentence that are never hidden nor predicted, e.g. [CLS] and [SEP].
+        mask_id: The id that stands for a masked token.
         model_vocab_size: Number of ids that a model of the language must know, the special ones included.
+        special_token_ids: Ids inside a sentence that are never masked nor predicted, e.g. [CLS] and [SEP].
+        tokenizer: What makes ids of text, to be kept with checkpoints; None where the language has none.
+        is_exact: Whether `log_prob`, `log_conditionals` and `conditional_entropy` are known.
+        num_held_out: Sentences that are kept out of training; 0 where fresh ones can be drawn.
+        latent_name: What the latent of a sentence is called, e.g. `tree`; None where there is none.
     """
 
     vocab_size: int
@@ -44,37 +103,85 @@ class Language(Protocol):
     vocabulary: tuple[str, ...]
     pad_id: int
     mask_id: int
-    special_ids: tuple[int, ...]
     model_vocab_size: int
+    special_token_ids: tuple[int, ...] = ()
+    tokenizer: PreTrainedTokenizerFast | None = None
+    is_exact: ClassVar[bool] = False
+    num_held_out: int = 0
+    latent_name: ClassVar[str | None] = None
+    _config: LanguageConfig | None = None
 
+    @property
+    def config(self) -> Any:
+        """The config whose `build()` makes exactly this language.
+
+        Raises:
+            IsolossError: The language was made in memory, and no config describes it.
+        """
+        if self._config is None:
+            raise IsolossError(
+                f"{self!r} is only in memory, and no config describes it: write it with isoloss.languages.save (of a "
+                "teacher, the model with save_pretrained) and load it from there"
+            )
+        return self._config
+
+    @property
+    def start(self) -> Start:
+        """What sentences start from when they are read left to right.
+
+        A start is put before them: the id of the mask, which a causal model has no other use for, so that masked and
+        causal models of a language know the same ids.
+        """
+        return Start(self.mask_id, None, is_in_sentences=False)
+
+    # --- sentences ---------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
-        """Return `n` independent sentences."""
-        ...
+        """Return `n` independent sentences, with what produced them where `latent` is set."""
 
     def batch(self, step: int, n: int, *, seed: int) -> Sentences:
         """Return the `n` sentences of training step `step`: a pure function of the arguments."""
-        ...
+        return self.sample(n, generator=seeds.generator(seed, "sentences", step))
 
+    def held_out(self, n: int | None = None) -> Sentences:
+        """Return `n` sentences that training never sees; all, where there are no more or n is None."""
+        raise IsolossError(f"{self!r} holds no sentences out: sample draws any number of fresh ones")
 
-@runtime_checkable
-class ExactLanguage(Language, Protocol):
-    """A language whose probabilities are known. Everything is in nats, and given the sentence's length.
+    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
+        """Return the sentences of `low` to `high` tokens, the others left out or cut; for transfer to other lengths."""
+        raise IsolossError(f"{self!r} has no sentences of other lengths: choose no lengths")
 
-    What the methods share:
+    def redrawn(self, *, fraction: float, seed: int) -> Language:
+        """Return a language with the same possibilities and, in part, other probabilities; for transfer to it.
 
-    - `tokens` (n, T) ids and `lengths` (n,): a padded batch; what stands behind a sentence's end is not looked at.
-    - `mask` (n, T) bool, true where the token is unknown, whatever id stands there; None: nowhere. A probability is
-      then a sum over all tokens at the unknown positions, and a conditional is given the visible tokens alone.
-    - `positions` (n,) or (n, k) integers, positions of each sentence: only these are answered, in this order, and the
-      axis of T positions becomes that of `positions`; None: all T.
-    - A bad argument raises `IsolossError` that names the row: a shape or dtype, a visible token or a length out of
-      range, a position beyond its sentence, a sentence of probability 0, or a mask where the language has no exact
-      answer under one.
-    """
+        Args:
+            fraction: Fraction of the symbols or states whose probabilities are drawn anew, above 0 and at most 1,
+                rounded up to whole ones.
+            seed: Decides which, and the probabilities; the stream is `"redraw"`.
 
-    def log_prob(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n,): the log-probability of each sentence."""
-        ...
+        Raises:
+            IsolossError: The fraction is out of range, there is nothing to draw anew, or it takes another language.
+        """
+        raise IsolossError(
+            f"a grammar or a hidden Markov model has probabilities to draw anew, and {self!r} is neither"
+        )
+
+    # --- exact probabilities -----------------------------------------------------------------------------------------
+
+    def exact(self) -> ExactLanguage:
+        """Return the language itself where `is_exact`, with all that is known then.
+
+        Raises:
+            IsolossError: Its probabilities are not known.
+        """
+        raise self._unknown()
+
+    def log_prob(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return (n,): the log-probability of each sentence; see `ExactLanguage`."""
+        raise self._unknown()
 
     def log_conditionals(
         self,
@@ -84,12 +191,8 @@ class ExactLanguage(Language, Protocol):
         mask: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (n, T, vocab_size): log Pr(x_t = c | all other visible tokens, the length).
-
-        An impossible token has the log of the dtype's smallest normal number, so that nothing is -inf and p log p is 0;
-        padded positions hold 0 throughout, which is no distribution: mask them by the lengths.
-        """
-        ...
+        """Return (n, T, V): log Pr(x_t = c | all other visible tokens, the length); see `ExactLanguage`."""
+        raise self._unknown()
 
     def conditional_entropy(
         self,
@@ -99,8 +202,206 @@ class ExactLanguage(Language, Protocol):
         mask: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (n, T): the entropy of each conditional of `log_conditionals`; 0 at padded positions.
+        """Return (n, T): the entropy of each conditional; see `ExactLanguage`."""
+        raise self._unknown()
 
-        The conditionals of all sentences are never held at once.
+    def _unknown(self) -> IsolossError:
+        return IsolossError(f"the probabilities of {self!r} are not known")
+
+    @property
+    def max_masked(self) -> int:
+        """The most masked tokens of a sentence for which conditionals are exact."""
+        return self.max_length
+
+    # --- tasks -------------------------------------------------------------------------------------------------------
+
+    def tasks(self) -> Mapping[str, str]:
+        """Return the patterns of the downstream tasks' names, e.g. `prefix-L`, each with one line about it."""
+        return {}
+
+    def labeling(self, name: str) -> Labeling:
+        """Return what the task `name` asks of the sentences.
+
+        Raises:
+            IsolossError: There is no such task; those that there are are named.
         """
-        ...
+        choices = f"choose {', '.join(self.tasks())}" if self.tasks() else f"{self!r} has no tasks"
+        raise IsolossError(f"no task {name!r}: {choices}")
+
+    # --- storing and describing --------------------------------------------------------------------------------------
+
+    def tables(self) -> Stored:
+        """Return all that decides the language, for `isoloss.languages.save`.
+
+        Raises:
+            IsolossError: It is not stored as one file.
+        """
+        raise IsolossError(f"{self!r} is not stored as one file: keep the files that its config names")
+
+    def describe(self) -> str:
+        """Return one line: what the language is, its number of tokens, and its lengths."""
+        return f"{self.vocab_size:,} tokens; {self._describe_lengths()}"
+
+    def _describe_lengths(self) -> str:
+        return f"sentences of {self.max_length} tokens"
+
+    def describe_latent(self, sentences: Sentences) -> Sequence[Any]:
+        """Return what produced each of the sentences, drawn with their latent: a string or a list of names."""
+        raise IsolossError(f"nothing is known of what produced the sentences of {self!r}")
+
+
+class ExactLanguage(Language):
+    """A language that is drawn from a model and whose probabilities are known, in nats, given the sentence's length.
+
+    Ids: the tokens, then the padding, then the mask; a subclass sets them with `_set_vocabulary`. What the exact
+    methods share:
+
+    - `tokens` (n, T) ids and `lengths` (n,): a padded batch; what stands behind a sentence's end is not read.
+    - `mask` (n, T) bool, true where the token is unknown, whatever id stands there; None: nowhere. A probability is
+      then a sum over all tokens at the unknown positions, and a conditional is given the visible tokens alone.
+    - `positions` (n,) or (n, k) integers, positions of each sentence: only these are answered, in this order, and the
+      axis of T positions becomes that of `positions`; None: all T.
+    - A bad argument raises `IsolossError` that names the row: a shape or dtype, a visible token or a length out of
+      range, a position beyond its sentence, a sentence of probability 0, or a mask where the language has no exact
+      answer under one.
+    - In `log_conditionals`, an impossible token has the log of the dtype's smallest normal number, so that nothing is
+      -inf and p log p is 0; padded positions hold 0 throughout, which is no distribution: mask them by the lengths.
+    - The conditionals of all sentences are never held at once for `conditional_entropy`, which is 0 at padded
+      positions.
+
+    Attributes:
+        device: Where exact computations run and sentences are put.
+        dtype: What exact computations run in.
+        costs_forward_passes: Whether a conditional takes a forward pass of a neural network for each token there is.
+    """
+
+    is_exact: ClassVar[bool] = True
+    costs_forward_passes: ClassVar[bool] = False
+    device: torch.device
+    dtype: torch.dtype
+
+    def _set_vocabulary(self, vocabulary: tuple[str, ...]) -> None:
+        self.vocabulary, self.vocab_size = vocabulary, len(vocabulary)
+        self.pad_id, self.mask_id = self.vocab_size, self.vocab_size + 1
+        self.model_vocab_size = self.vocab_size + 2
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Return the language with its exact computations on `device` and in `dtype`; None leaves one as it is.
+
+        Raises:
+            IsolossError: `dtype` is neither float64 nor float32, or there is no such device.
+        """
+        dtype = dtype or self.dtype
+        if dtype not in (torch.float64, torch.float32):
+            raise IsolossError(f"exact computations run in torch.float64 or torch.float32, not in {dtype}")
+        try:
+            target = torch.device(device) if device is not None else self.device
+            torch.zeros(1, dtype=dtype, device=target)
+        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+            raise IsolossError(f"cannot compute in {dtype} on device {device!r}: {error}") from error
+        other = copy.copy(self)
+        other._move(target, dtype)
+        return other
+
+    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Put what the exact computations use on `device`, in `dtype`."""
+        self.device, self.dtype = device, dtype
+
+    def _seed(self, n: int, generator: torch.Generator | None) -> int:
+        """Return the seed of `n` sentences, one number of the generator.
+
+        Raises:
+            IsolossError: `n` is negative, or the generator is not on the CPU.
+        """
+        return int(torch.randint(2**63 - 1, (1,), generator=cpu_generator(n, generator)))
+
+    def exact(self) -> Self:
+        """Return the language itself."""
+        return self
+
+    @abc.abstractmethod
+    def log_prob(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return (n,): the log-probability of each sentence."""
+
+    @abc.abstractmethod
+    def log_conditionals(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (n, T, V): log Pr(x_t = c | all other visible tokens, the length)."""
+
+    @abc.abstractmethod
+    def conditional_entropy(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (n, T): the entropy of each conditional of `log_conditionals`."""
+
+    @property
+    def length_probs(self) -> torch.Tensor:
+        """(max_length + 1,) the probability of each length."""
+        probs = torch.zeros(self.max_length + 1, dtype=torch.float64)
+        probs[-1] = 1
+        return probs
+
+    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n,) bool: whether each string of tokens is a sentence of the language."""
+
+        def possible(row: slice) -> bool:
+            try:
+                self.log_prob(tokens[row], lengths[row])
+            except IsolossError:
+                return False
+            return True
+
+        return torch.tensor([possible(slice(row, row + 1)) for row in range(len(tokens))], dtype=torch.bool)
+
+    def closed_form_entropies(self) -> tuple[float, float] | None:
+        """Return H(sentence | length) and the mean entropy of one masked token, or None where they are estimated."""
+        return None
+
+    def _describe_lengths(self) -> str:
+        possible = self.length_probs.nonzero().flatten().tolist()
+        if len(possible) == 1:
+            return super()._describe_lengths()
+        return f"sentences of {possible[0]} to {possible[-1]} tokens"
+
+
+def cpu_generator(n: int, generator: torch.Generator | None) -> torch.Generator:
+    """Return the CPU generator that `n` sentences are drawn with; a fresh one, seeded by the system, for None.
+
+    Raises:
+        IsolossError: `n` is negative, or the generator is not on the CPU.
+    """
+    if n < 0:
+        raise IsolossError(f"cannot draw {n} sentences: it must be at least 0")
+    if generator is None:
+        generator = torch.Generator()
+        generator.seed()
+    if generator.device.type != "cpu":
+        raise IsolossError(f"sentences are drawn on the CPU, but the generator is on {generator.device}")
+    return generator
+
+
+_NUMBERED = re.compile(r"([a-z]+)-(0|[1-9]\d*)")
+
+
+def task_number(name: str, kind: str, low: int, high: int) -> int | None:
+    """Return the number in e.g. `state-6`, or None where the name is of another kind or the number out of range.
+
+    Example:
+        >>> task_number("state-6", "state", 1, 8), task_number("state-9", "state", 1, 8)
+        (6, None)
+    """
+    match = _NUMBERED.fullmatch(name)
+    return int(match[2]) if match and match[1] == kind and low <= int(match[2]) <= high else None

@@ -2,100 +2,268 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isoloss.config import LanguageConfig
+from isoloss.config import LanguageConfig, check, setting
+from isoloss.errors import IsolossError
+from isoloss.languages.task_names import BRACKET_TASKS, GRAMMAR_TASKS, STATE_TASKS
+
+if TYPE_CHECKING:
+    from isoloss.languages.api import Language, Stored
+    from isoloss.languages.brackets import Brackets
+    from isoloss.languages.corpus import Corpus
+    from isoloss.languages.hmm.language import HMM
+    from isoloss.languages.pcfg.dyck import Dyck
+    from isoloss.languages.pcfg.language import PCFG
+    from isoloss.languages.teacher.language import Teacher
+
+Progress = Callable[[int, int], None]  # called with what is done and all there is
+
+MAX_LENGTH = 1024  # tokens of a grammar's sentence: the exact algorithms take time cubic in the length
+_MAX_LEVELS = 10  # sentences of MAX_LENGTH tokens
+_MAX_BRACKETS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class PCFGConfig(LanguageConfig):
-    """A random levelled grammar (see `isoloss.languages.pcfg.language.PCFG.random`)."""
+    """A random layered grammar, of the paper's kind (appendix A.1); a sentence has at most 2^levels tokens.
 
+    The start symbol S is rewritten to a symbol of level 0 (`L0.0`, `L0.1`, ...). A symbol of level l < `levels` is
+    rewritten to one of `rules_per_symbol` pairs of symbols of level l + 1; with probability `stop_probability` it emits
+    one of `rules_per_symbol` tokens instead. A symbol of the lowest level emits one of
+    max(rules_per_symbol, ceil(2 vocab_size / symbols_per_level)) tokens. Rules are drawn without replacement, their
+    probabilities from the flat Dirichlet distribution. Every symbol and every token can occur.
+    """
+
+    decides_all: ClassVar[bool] = True
+    tasks: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
     kind: Literal["pcfg"] = "pcfg"
-    levels: int = 3
+    levels: int = setting(3, minimum=1, maximum=_MAX_LEVELS)
     """Number of binary levels: a sentence has at most 2^levels tokens."""
-    symbols_per_level: int = 6
+    symbols_per_level: int = setting(6, minimum=1)
     """Symbols of each level, the root level included."""
-    rules_per_symbol: int = 8
+    rules_per_symbol: int = setting(8, minimum=1)
     """Binary rules of each symbol above the lowest level."""
-    vocab_size: int = 32
+    vocab_size: int = setting(32, minimum=1)
     """Tokens of the language."""
-    stop_probability: float = 0.0
+    stop_probability: float = setting(0.0, minimum=0, below=1)
     """Probability that a symbol above the lowest level emits a token instead of splitting; makes lengths vary."""
     seed: int = 0
     """Decides the rules and their weights."""
+
+    def check_fields(self) -> None:
+        """Raise an `IsolossError` where there are fewer pairs of symbols than rules."""
+        if self.rules_per_symbol > self.symbols_per_level**2:
+            raise IsolossError(
+                f"rules_per_symbol is {self.rules_per_symbol}, but {self.symbols_per_level} symbols a level make only "
+                f"{self.symbols_per_level**2} different pairs; take fewer rules or more symbols"
+            )
+
+    def build(self, progress: Progress | None = None) -> PCFG:
+        """Return the language."""
+        check(self)
+        from isoloss.languages.pcfg.language import PCFG
+        from isoloss.languages.pcfg.random_grammar import random_grammar
+
+        return PCFG(random_grammar(self), max_length=2**self.levels, config=self)
+
+    @classmethod
+    def from_tables(cls, stored: Stored, path: Path) -> PCFG:
+        """Return the grammar in a file."""
+        from isoloss.languages.pcfg.language import PCFG
+
+        return PCFG.from_tables(stored, path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrammarConfig(LanguageConfig):
     """A grammar given by its rules, as `PCFG.to_file` writes them: the run keeps the rules, not a path to them."""
 
+    tasks: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
     kind: Literal["grammar"] = "grammar"
     rules: str
     """One rule a line: LHS RHS [RHS] weight."""
-    max_length: int = 64
+    max_length: int = setting(64, minimum=1, maximum=MAX_LENGTH)
     """Longer sentences are left out of the language, and its probabilities are given that."""
+
+    def build(self, progress: Progress | None = None) -> PCFG:
+        """Return the language."""
+        check(self)
+        from isoloss.languages.pcfg.language import PCFG
+
+        return PCFG.from_text(self.rules, source="the config's rules", max_length=self.max_length)
+
+    @classmethod
+    def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
+        """Return the config of the grammar in a file of rules, which every file is that nothing else reads."""
+        path = Path(spec)
+        if not path.is_file():
+            return None
+        if given := [f"--{name.replace('_', '-')}" for name in options if name != "length"]:
+            raise IsolossError(
+                f"{spec} is read as a grammar: leave out {', '.join(given)}, or add --tokenizer if it is text"
+            )
+        from isoloss.languages.pcfg.language import PCFG
+
+        try:
+            config: LanguageConfig = PCFG.from_file(path, max_length=options.get("length", cls.max_length)).config
+        except IsolossError as error:
+            if path.suffix == ".txt":
+                raise IsolossError(f"{error} ({path} was read as a grammar: if it is text, add --tokenizer)") from error
+            raise
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)
 class BracketsConfig(LanguageConfig):
     """The paper's bracket language (see `isoloss.languages.brackets.Brackets`)."""
 
+    decides_all: ClassVar[bool] = True
+    tasks: ClassVar[Mapping[str, str]] = BRACKET_TASKS
     kind: Literal["brackets"] = "brackets"
-    length: int = 8
+    length: int = setting(8, minimum=2, maximum=_MAX_BRACKETS, note="even")
     """Brackets in a sentence; even."""
+
+    def check_fields(self) -> None:
+        """Raise an `IsolossError` for an odd length."""
+        if self.length % 2:
+            raise IsolossError(f"length is {self.length}; it must be even")
+
+    def build(self, progress: Progress | None = None) -> Brackets:
+        """Return the language."""
+        from isoloss.languages.brackets import Brackets
+
+        return Brackets(self.length)
+
+    @classmethod
+    def from_tables(cls, stored: Stored, path: Path) -> Brackets:
+        """Return the language of brackets in a file."""
+        from isoloss.languages.brackets import Brackets
+
+        return Brackets.from_tables(stored, path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DyckConfig(LanguageConfig):
-    """Nested brackets of several kinds, as a grammar (see `isoloss.languages.brackets.dyck_grammar`)."""
+    """Nested brackets of several kinds, as a grammar (see `isoloss.languages.pcfg.dyck.dyck_grammar`)."""
 
+    decides_all: ClassVar[bool] = True
+    tasks: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
     kind: Literal["dyck"] = "dyck"
-    kinds: int = 2
+    kinds: int = setting(2, minimum=1)
     """Kinds of bracket; all are equally likely."""
-    max_depth: int = 3
+    max_depth: int = setting(3, minimum=1)
     """Brackets that may be open at once."""
-    max_length: int = 16
+    max_length: int = setting(16, minimum=2, maximum=MAX_LENGTH, note="even")
     """Longer sentences are left out of the language; even."""
-    continue_probability: float = 0.5
+    continue_probability: float = setting(0.5, minimum=0, below=1)
     """Probability that after a group of brackets another one follows, at the same depth."""
-    nest_probability: float = 0.5
+    nest_probability: float = setting(0.5, above=0, maximum=1)
     """Probability that a pair of brackets holds others, where the depth allows it."""
-    tokens_per_bracket: int = 1
+    tokens_per_bracket: int = setting(1, minimum=1)
     """Tokens that each bracket may be written as, by random probabilities."""
     seed: int = 0
     """Decides those probabilities."""
 
+    def check_fields(self) -> None:
+        """Raise an `IsolossError` for an odd length, or a depth that it does not allow."""
+        if self.max_length % 2:
+            raise IsolossError(f"max_length is {self.max_length}; it must be even, for brackets are pairs")
+        if self.max_depth > self.max_length // 2:
+            raise IsolossError(
+                f"max_depth is {self.max_depth}, but {self.max_length} brackets nest at most "
+                f"{self.max_length // 2} deep; take a smaller max_depth or a larger max_length"
+            )
+
+    def build(self, progress: Progress | None = None) -> Dyck:
+        """Return the language."""
+        from isoloss.languages.pcfg.dyck import Dyck
+
+        return Dyck(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class HMMConfig(LanguageConfig):
-    """A random block-diagonal hidden Markov model (see `isoloss.languages.hmm.language.HMM.random`)."""
+    """A random block-diagonal hidden Markov model, of the paper's kind (appendix A.1).
 
+    States and tokens are divided into `blocks` runs of nearly equal size. A state is followed by states of its own
+    block and emits tokens of its own block; each row's probabilities are from the flat Dirichlet distribution over
+    these. With `mixing_weight` above 0, a row is (1 - mixing_weight) of that plus mixing_weight of a flat Dirichlet
+    draw over all states or tokens. The first state is uniform over all states: with `mixing_weight` 0 it decides the
+    block for good.
+    """
+
+    decides_all: ClassVar[bool] = True
+    tasks: ClassVar[Mapping[str, str]] = STATE_TASKS
     kind: Literal["hmm"] = "hmm"
-    states: int = 100
+    states: int = setting(100, minimum=1)
     """Hidden states."""
-    blocks: int = 4
+    blocks: int = setting(4, minimum=1)
     """Runs of states that only follow one another, each with tokens of its own."""
-    vocab_size: int = 200
+    vocab_size: int = setting(200, minimum=1)
     """Tokens of the language."""
-    length: int = 16
+    length: int = setting(16, minimum=1, maximum=MAX_LENGTH)
     """Tokens in a sentence."""
-    leak: float = 0.0
-    """Share of every row's probability that is spread over all states and tokens instead of the block's."""
+    mixing_weight: float = setting(0.0, minimum=0, maximum=1)
+    """Fraction of every row's probability that goes to all states and tokens instead of the block's."""
     seed: int = 0
     """Decides the matrices."""
+
+    def check_fields(self) -> None:
+        """Raise an `IsolossError` where there are more blocks than states or tokens."""
+        if self.blocks > min(self.states, self.vocab_size):
+            raise IsolossError(
+                f"blocks is {self.blocks}, more than the {self.states} states or the {self.vocab_size} tokens: a "
+                "block needs one of each"
+            )
+
+    def build(self, progress: Progress | None = None) -> HMM:
+        """Return the language."""
+        check(self)
+        from isoloss.languages.hmm.language import HMM
+        from isoloss.languages.hmm.tables import random_tables
+
+        return HMM(*random_tables(self), self.length, config=self)
+
+    @classmethod
+    def from_tables(cls, stored: Stored, path: Path) -> HMM:
+        """Return the hidden Markov model in a file."""
+        from isoloss.languages.hmm.language import HMM
+
+        return HMM.from_tables(stored, path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileConfig(LanguageConfig):
-    """A language in a file, as `isoloss.languages.save` or `HMM.to_file` writes it."""
+    """A language in a file, as `isoloss.languages.save` writes it."""
 
     kind: Literal["file"] = "file"
     path: str
     """A safetensors file with the language's tables."""
     content: str = ""
     """SHA-256 of the file; filled in when a run is made and checked whenever it is opened."""
+
+    def build(self, progress: Progress | None = None) -> Language:
+        """Return the language; a file of another content than `content` says is an error."""
+        from isoloss.languages.serialization import load
+
+        return load(self.path, content=self.content)
+
+    def resolved(self) -> LanguageConfig:
+        """Return the config that the language itself has, with the content filled in."""
+        config: LanguageConfig = self.build().config
+        return config
+
+    @classmethod
+    def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
+        """Return the config of the language in a `.safetensors` file."""
+        if not spec.endswith(".safetensors") or not Path(spec).exists():
+            return None
+        refuse_options(spec, options)
+        return cls(path=spec).resolved()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +273,15 @@ class TeacherConfig(LanguageConfig):
     kind: Literal["teacher"] = "teacher"
     checkpoint: str
     """A Hugging Face folder or name."""
-    length: int = 24
+    length: int = setting(24, minimum=1)
     """Tokens in a sentence."""
     tokens: tuple[int, ...] = ()
     """The checkpoint's ids of the language's tokens; none: the most frequent, filled in when a run is made."""
-    vocab_size: int = 2000
+    vocab_size: int = setting(2000, minimum=1)
     """The most tokens that are chosen; of no effect where `tokens` are given."""
     corpus: tuple[str, ...] = ()
     """Text files or folders in which tokens are counted; none: the checkpoint's own samples."""
-    samples: int = 4096
+    samples: int = setting(4096, minimum=1)
     """Sequences of `length` tokens that are drawn to count tokens in."""
     seed: int = 0
     """Decides those sequences."""
@@ -122,28 +290,79 @@ class TeacherConfig(LanguageConfig):
     content: str = ""
     """SHA-256 of weights and config.json; filled in when a run is made and checked whenever it is opened."""
 
+    def build(self, progress: Progress | None = None) -> Teacher:
+        """Return the language."""
+        from isoloss.languages.teacher.language import Teacher
+
+        return Teacher.from_config(self)
+
+    def resolved(self) -> LanguageConfig:
+        """Return the config with the tokens, the start and the content filled in."""
+        config: LanguageConfig = self.build().config
+        return config
+
+    @classmethod
+    def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
+        """Return the config of the causal model in a folder, where no tokenizer makes it a folder of text."""
+        if "tokenizer" in options or not Path(spec, "config.json").is_file():
+            return None
+        if set(options) - {"length"}:
+            raise IsolossError(f"{spec} is a checkpoint, a teacher: leave out --column, --split and --max-documents")
+        return cls(checkpoint=spec, **options).resolved()
+
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig(LanguageConfig):
     """Real text: files or datasets, a tokenizer and the length that the tokens are packed to."""
 
+    reports_progress: ClassVar[bool] = True
     kind: Literal["corpus"] = "corpus"
     paths: tuple[str, ...]
     """Text files (.txt), JSON lines (.jsonl), folders of them, or datasets: hf:NAME[:CONFIG][@REVISION]."""
     tokenizer: str
     """A Hugging Face folder or name, or a `vocab.txt` of WordPiece."""
-    length: int = 128
+    length: int = setting(128, minimum=3)
     """Tokens in a packed sequence, the tokenizer's special tokens included."""
-    held_out: float = 0.05
-    """Share of the documents kept out of training, for the validation loss."""
+    held_out: float = setting(0.05, above=0, below=1)
+    """Fraction of the documents kept out of training, for the validation loss."""
     column: str = "text"
     """Field of JSON lines and column of datasets that holds the text."""
     split: str | None = None
     """Which split of a dataset is taken. None is `train`."""
-    max_documents: int | None = None
+    max_documents: int | None = setting(None, minimum=2, note="one is held out")
     """How many documents are taken, from the first on; None: all."""
     content: str = ""
     """SHA-256 over the text and the tokenizer; filled in when a run is made and checked whenever it is opened."""
+
+    def build(self, progress: Progress | None = None) -> Corpus:
+        """Return the language; `progress` is called with the documents tokenized and all there are."""
+        from isoloss.languages.corpus import Corpus
+
+        return Corpus.from_config(self, progress=progress)
+
+    def resolved(self) -> LanguageConfig:
+        """Return the config with absolute paths and the content filled in."""
+        from isoloss.languages.corpus import resolve
+
+        return resolve(self)
+
+    @classmethod
+    def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
+        """Return the config of text: a dataset, a folder, JSON lines, or anything together with a tokenizer."""
+        path = Path(spec)
+        is_text = path.exists() and ("tokenizer" in options or path.is_dir() or path.suffix == ".jsonl")
+        if not is_text and not spec.startswith("hf:"):
+            return None
+        if "tokenizer" not in options:
+            raise IsolossError(f"{spec} is text and needs --tokenizer: a Hugging Face folder or name, or a vocab.txt")
+        return cls(paths=(spec,), **options).resolved()
+
+
+def refuse_options(spec: str, options: Mapping[str, Any]) -> None:
+    """Raise an `IsolossError` where options come with a language that leaves nothing open."""
+    if options:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        raise IsolossError(f"the language {spec} is complete as it is: leave out {given}")
 
 
 # of the first few seeds, this one's symbols are the most evenly used: no downstream label is nearly always the same

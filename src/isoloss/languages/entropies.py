@@ -17,7 +17,6 @@ import torch
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import ExactLanguage, Language
-from isoloss.languages.config import DyckConfig
 from isoloss.languages.pcfg.grammar import Grammar
 from isoloss.statistics.estimate import Estimate
 
@@ -38,7 +37,7 @@ class Entropy:
         length: `H(|x|)`, the entropy of the number of tokens; 0 where all sentences have the same. Always exact.
         given_length: `H(x | |x|)`, the entropy of the tokens once their number is known.
         masked_token: The entropy of a token given all others and the length, averaged over the positions of a sentence
-            and then over sentences: what a perfect model loses where one token of each sentence is hidden.
+            and then over sentences: what a perfect model loses where one token of each sentence is masked.
     """
 
     sentence: Estimate
@@ -54,11 +53,10 @@ class Entropy:
 def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> Entropy:
     r"""Return the entropies of a language whose probabilities are known.
 
-    `Brackets` has log C(T, T/2) a sentence and 0 a hidden token. A Dyck language has one derivation a sentence, so that
-    the entropy of its sentences is that of its derivations (`derivation_sums`), and a hidden bracket has the entropy of
-    the tokens that it may be written as, whose mean over the kinds is exact because all kinds are equally likely. In
+    Where a language has a closed form (`closed_form_entropies`), as brackets and Dyck languages do, it is exact. In
     general a grammar is ambiguous, the entropy of its derivations is more than that of its sentences, and both
-    entropies are Monte-Carlo estimates; so are those of a hidden Markov model and of a teacher.
+    entropies are Monte-Carlo estimates; so are those of a hidden Markov model and of a teacher. They are computed in
+    float64, a teacher's in its own dtype.
 
     Args:
         language: An exact language.
@@ -74,24 +72,18 @@ def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> 
         >>> print(found.sentence, found.sentence.method, found.masked_token.value)
         1.791759469 nats per sentence exact 0.0
     """
-    if not isinstance(language, ExactLanguage):
-        raise IsolossError(f"the probabilities of {language!r} are not known, and so neither is its entropy")
+    exact = language.exact()
     if num_sentences < 2:
         raise IsolossError(f"num_sentences is {num_sentences}; an estimate with an error needs at least 2")
-    from isoloss.languages.pcfg.language import PCFG
-
-    if isinstance(language, PCFG):
-        language = language.to(dtype=torch.float64)
-        probs = language.length_probs
-    else:  # all sentences have the same length
-        probs = torch.zeros(language.max_length + 1, dtype=torch.float64)
-        probs[-1] = 1
+    if not exact.costs_forward_passes:
+        exact = exact.to(dtype=torch.float64)
+    probs = exact.length_probs
     length = _exact(-float(torch.special.xlogy(probs, probs).sum()), _SENTENCE)
-    closed = _closed_forms(language)
+    closed = exact.closed_form_entropies()
     if closed is not None:
         given_length, masked_token = _exact(closed[0], _SENTENCE), _exact(closed[1], _TOKEN)
     else:
-        given_length, masked_token = _monte_carlo(language, probs.log().to("cpu"), num_sentences, seed)
+        given_length, masked_token = _monte_carlo(exact, probs.log().to("cpu"), num_sentences, seed)
     sentence = dataclasses.replace(given_length, value=length.value + given_length.value)
     return Entropy(sentence=sentence, length=length, given_length=given_length, masked_token=masked_token)
 
@@ -117,53 +109,34 @@ def derivation_sums(grammar: Grammar, max_length: int) -> tuple[Floats, Floats]:
     unary = np.zeros((size, size))
     unary[tuple(grammar.unary.T)] = grammar.unary_probs
     closure = np.linalg.inv(np.eye(size) - unary)
-    unary_surprise = _surprise(unary)
+    unary_terms = entropy_terms(unary)
     owner, token_probs = grammar.emission[:, 0], grammar.emission_probs
     a, b, c = grammar.binary.T
-    r, surprise = grammar.binary_probs, _surprise(grammar.binary_probs)
+    r, own_terms = grammar.binary_probs, entropy_terms(grammar.binary_probs)
     p, s = np.zeros((size, max_length + 1)), np.zeros((size, max_length + 1))
     for width in range(1, max_length + 1):
         left, right = slice(1, width), slice(width - 1, 0, -1)
         pairs = np.einsum("ru,ru->r", p[b, left], p[c, right])
         inner = np.einsum("ru,ru->r", s[b, left], p[c, right]) + np.einsum("ru,ru->r", p[b, left], s[c, right])
         own = np.bincount(a, weights=r * pairs, minlength=size)
-        own_sums = np.bincount(a, weights=r * inner + surprise * pairs, minlength=size)
+        own_sums = np.bincount(a, weights=r * inner + own_terms * pairs, minlength=size)
         if width == 1:
             own += np.bincount(owner, weights=token_probs, minlength=size)
-            own_sums += np.bincount(owner, weights=_surprise(token_probs), minlength=size)
+            own_sums += np.bincount(owner, weights=entropy_terms(token_probs), minlength=size)
         p[:, width] = closure @ own
-        s[:, width] = closure @ (own_sums + unary_surprise @ p[:, width])
+        s[:, width] = closure @ (own_sums + unary_terms @ p[:, width])
     return p[0], s[0]
 
 
-def _surprise(probs: Floats) -> Floats:
+def entropy_terms(probs: Floats) -> Floats:
     """Return -p log p, 0 at 0."""
     return -probs * np.log(np.where(probs > 0, probs, 1))
-
-
-def _closed_forms(language: ExactLanguage) -> tuple[float, float] | None:
-    """Return H(x | length) and that of a hidden token where both have a closed form."""
-    from isoloss.languages.brackets import Brackets
-    from isoloss.languages.pcfg.language import PCFG
-
-    if isinstance(language, Brackets):
-        return math.log(math.comb(language.length, language.length // 2)), 0.0
-    if not isinstance(language, PCFG) or not isinstance(language.config, DyckConfig):
-        return None
-    grammar = language.grammar
-    p, s = derivation_sums(grammar, language.max_length)
-    possible = p > 0
-    shares = p[possible] / p.sum()
-    given_length = math.fsum(shares * (s[possible] / p[possible] + np.log(p[possible])))
-    # the symbols that emit tokens are those of the brackets: one to open and one to close each kind
-    brackets = len(np.unique(grammar.emission[:, 0]))
-    return given_length, math.fsum(_surprise(grammar.emission_probs)) / brackets
 
 
 def _monte_carlo(
     language: ExactLanguage, log_length_probs: torch.Tensor, num_sentences: int, seed: int
 ) -> tuple[Estimate, Estimate]:
-    """Return estimates of H(x | length) and of the entropy of a hidden token."""
+    """Return estimates of H(x | length) and of the entropy of a masked token."""
     generator = seeds.generator(seed, "entropy")
     given_length, masked = [], []
     for first in range(0, num_sentences, _CHUNK):

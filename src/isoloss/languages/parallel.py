@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def spread(work: Callable[..., None], pieces: Iterable[tuple[Any, ...]], device: torch.device) -> None:
+def run_in_threads(work: Callable[..., None], pieces: Iterable[tuple[Any, ...]], device: torch.device) -> None:
     """Call `work(*piece)` for every piece: on a CPU with `torch.get_num_threads()` threads, elsewhere one by one.
 
     Until all are done, torch takes one thread for each operation, in the whole process. The pieces must not depend on
@@ -22,7 +22,7 @@ def spread(work: Callable[..., None], pieces: Iterable[tuple[Any, ...]], device:
 
     Example:
         >>> squares = torch.zeros(3)
-        >>> spread(lambda place: squares[place].fill_(place**2), [(0,), (1,), (2,)], squares.device)
+        >>> run_in_threads(lambda index: squares[index].fill_(index**2), [(0,), (1,), (2,)], squares.device)
         >>> squares
         tensor([0., 1., 4.])
     """

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isoloss.languages.pcfg.alias_sampling import AliasTables, Rewrites
+from isoloss.languages.alias_sampling import AliasTables, Rewrites
 
 _M0, _M1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _W0, _W1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
@@ -21,15 +21,15 @@ _UNIT = 2.0**-53
 _CELLS = 1 << 25  # numbers of the sentences that step together, at most
 
 
-def moved(rewrites: Rewrites, device: torch.device) -> Rewrites:
+def rewrites_on(rewrites: Rewrites, device: torch.device) -> Rewrites:
     """Return the same tables as tensors on `device`."""
-    rest = (_moved(part, device) for part in rewrites[1:])
-    return Rewrites(moved_tables(rewrites.tables, device), *rest)  # type: ignore[arg-type]
+    rest = (_on_device(part, device) for part in rewrites[1:])
+    return Rewrites(tables_on(rewrites.tables, device), *rest)  # type: ignore[arg-type]
 
 
-def moved_tables(tables: AliasTables, device: torch.device) -> AliasTables:
+def tables_on(tables: AliasTables, device: torch.device) -> AliasTables:
     """Return the same tables as tensors on `device`."""
-    return AliasTables(*(_moved(part, device) for part in tables))  # type: ignore[arg-type]
+    return AliasTables(*(_on_device(part, device) for part in tables))  # type: ignore[arg-type]
 
 
 def philox(seed: int, sentences: torch.Tensor, block: int) -> tuple[torch.Tensor, ...]:
@@ -187,7 +187,7 @@ def _signed(number: int) -> int:
     return ((number + 2**63) & (2**64 - 1)) - 2**63
 
 
-def _moved(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+def _on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return torch.as_tensor(array.astype(np.int64) if array.dtype == np.int32 else array).to(device)
 
 

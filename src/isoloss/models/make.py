@@ -18,7 +18,6 @@ from isoloss.models.dropout import with_fast_dropout
 from isoloss.models.fused_blocks import with_fused_blocks
 from isoloss.models.sizes import configured_shape
 from isoloss.run_config import ModelConfig
-from isoloss.text.causal import start_of
 from isoloss.text.masking import IGNORED, Batch
 
 _KNOWN = (BertForMaskedLM, RobertaPreLayerNormForMaskedLM, LSTMForMaskedLM, OPTForCausalLM)
@@ -52,7 +51,7 @@ def _make(config: ModelConfig, language: Language, seed: int) -> PreTrainedModel
         return bert_pre_ln.build(config, max_length=language.max_length, **common)
     if config.architecture == "lstm":
         return lstm.build(config, **common)
-    start = start_of(language)
+    start = language.start
     max_length = language.max_length + (not start.is_in_sentences)
     return opt.build(config, max_length=max_length, start_id=start.id, end_id=start.end_id, **common)
 

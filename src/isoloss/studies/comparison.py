@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
-from isoloss.languages.config import PCFGConfig
 from isoloss.models.sizes import configured_shape, num_parameters
 from isoloss.report.claims import Answer, Claim, ClaimResult, Verdict, judge, judged, not_tested, read_claims
 from isoloss.runs import Run
@@ -107,10 +108,7 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
 def row(run: str, group: str, experiment: Experiment, step: int, found: Found, tasks: Sequence[str]) -> dict[str, Any]:
     """Return a checkpoint's row of the table that `isoloss.report.data` takes."""
     config = experiment.config
-    assert isinstance(config.language, PCFGConfig)
-    parameters = num_parameters(
-        configured_shape(config.model), config.language.vocab_size + 2, 2**config.language.levels
-    )
+    parameters = num_parameters(configured_shape(config.model), *_model_sizes(config.language))
     cells: dict[str, Any] = {
         "run": run,
         "group": group,
@@ -122,6 +120,13 @@ def row(run: str, group: str, experiment: Experiment, step: int, found: Found, t
     for column, key in {"kl_nats": "kl", "trace": "trace", **{f"acc_{task}": task for task in tasks}}.items():
         cells |= {column: found[key].estimate.value, f"{column}_stderr": found[key].estimate.stderr}
     return cells
+
+
+@functools.cache
+def _model_sizes(language: LanguageConfig) -> tuple[int, int]:
+    """Return how many ids a model of the language knows, and its longest sentence."""
+    made = language.build()
+    return made.model_vocab_size, made.max_length
 
 
 # --- differences -----------------------------------------------------------------------------------------------------

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from isoloss import files, languages
+from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.languages.api import Sentences
 from isoloss.loading import max_length
-from isoloss.run_config import ObjectiveConfig, TrainConfig
+from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.text import documents, tokenizers
-from isoloss.text.causal import objective_batch
-from isoloss.text.corpus import Corpus, brackets, pack
 from isoloss.text.masking import IGNORED, Batch, SpecialIds, mask
+from isoloss.text.packing import boundary_token_ids, pack
+from isoloss.text.sentences import Sentences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -147,30 +146,30 @@ def read_inputs(
 
     - `.npy`: integers (n, T), a sequence a row, or (tokens,), cut into rows of `length`. Negative ids are padding; they
       stand at a row's end.
-    - Text (see `isoloss.text.documents.read_documents`): tokenised, put end to end and cut into rows of `length`.
+    - Text (see `isoloss.text.documents.read_documents`): tokenized, put end to end and cut into rows of `length`.
       For a masked model each row is [CLS], length - 2 tokens, [SEP], where the tokenizer has these two; for a causal
       model each document has the special tokens that the tokenizer itself adds, such as a first bos.
 
     What is left at the end, less than one row, is dropped, and so is a row for a masked model that holds nothing but
-    special and unknown tokens, in which nothing could be hidden. Rows of text know the document they begin in; where
+    special and unknown tokens, in which nothing could be masked. Rows of text know the document they begin in; where
     these are at least 20, the batches have them, see `Inputs`. If there are more rows than asked for, the rows taken
     are drawn uniformly without replacement.
 
-    For a masked model, tokens are hidden and predicted as `isoloss.text.masking.mask` does, but never the special
+    For a masked model, tokens are masked and predicted as `isoloss.text.masking.mask` does, but never the special
     ones of the tokenizer, if there is one. For a causal model the labels are the ids themselves, unshifted.
 
     Args:
         data: A `.npy` file, a `.txt` or `.jsonl` file, or a folder of text.
         checkpoint: The model's folder or hub name, where its own tokenizer is looked for.
         config: The model's transformers config, for its vocabulary, its longest sequence and its padding.
-        kind: Whether the model predicts hidden tokens or the next one.
+        kind: Whether the model predicts masked tokens or the next one.
         tokenizer: A tokenizer or what names one (see `isoloss.text.tokenizers.load_tokenizer`); None: the
             checkpoint's own, which token ids can do without.
         length: Tokens in a row, for text and for ids in one dimension; None: 128, or as many as the model takes.
         num_inputs: Sequences wanted, if there are so many; None: all.
-        masking: How hidden tokens are chosen; None: one a sequence.
-        mask_id: The id that hides a token; None: the tokenizer's.
-        seed: Decides which sequences are taken and which tokens are hidden.
+        masking: How masked tokens are chosen; None: one a sequence.
+        mask_id: The id that stands for a masked token; None: the tokenizer's.
+        seed: Decides which sequences are taken and which tokens are masked.
         batch_size: Sequences in a batch; the last one may have fewer.
 
     Raises:
@@ -218,7 +217,7 @@ def read_inputs(
         else:
             pool = replace(pool, origins=None)
             description += ", too few for an error that counts documents: it counts sequences"
-    return replace(_inputs(_cut(whole, batch_size), kind, description), pool=pool)
+    return replace(make_inputs(_cut(whole, batch_size), kind, description), pool=pool)
 
 
 def check_model(inputs: Inputs, config: Any, checkpoint: str) -> None:
@@ -236,45 +235,13 @@ def check_model(inputs: Inputs, config: Any, checkpoint: str) -> None:
         _check_rows(batch["input_ids"].numpy(), "the data", config.get_text_config(), checkpoint)
 
 
-def language_inputs(config: TrainConfig, *, num_inputs: int, seed: int, batch_size: int = 256) -> Inputs:
-    """Return inputs from a run's own language under its objective: held-out ones if it is a corpus, else fresh.
-
-    Args:
-        config: The run's config.
-        num_inputs: Sentences; of a corpus, at most as many as are held out.
-        seed: Decides the sentences of a synthetic language, and the masks.
-        batch_size: Sentences in a batch.
-
-    Raises:
-        IsolossError: `num_inputs` is below 1, or the language cannot be made.
-    """
-    if num_inputs < 1:
-        raise IsolossError(f"the number of inputs is {num_inputs}; it must be at least 1")
-    language = languages.make(config.language)
-    if isinstance(language, Corpus):
-        sentences = language.held_out(num_inputs)
-        available, of = language.num_held_out, "held-out sequences of the run's corpus"
-        source = f"{num_inputs:,} of the {available:,} {of}"
-        if available < num_inputs:
-            source = f"all {available:,} {of} (up to {num_inputs:,} would be taken)"
-    else:
-        sentences = language.sample(num_inputs, generator=generator(seed, "trace sentences"))
-        source = f"{num_inputs:,} sentences sampled from the run's language"
-    masks = generator(seed, "trace masks")
-    batches = []
-    for start in range(0, len(sentences.tokens), batch_size):
-        rows = slice(start, start + batch_size)
-        part = Sentences(sentences.tokens[rows], sentences.lengths[rows])
-        batches.append(objective_batch(part, language, config.objective, generator=masks))
-    return _inputs(batches, config.objective.kind, source)
-
-
 def _cut(whole: Batch, batch_size: int) -> list[Batch]:
     starts = range(0, len(whole["labels"]), batch_size)
     return [{name: tensor[start : start + batch_size] for name, tensor in whole.items()} for start in starts]
 
 
-def _inputs(batches: list[Batch], kind: Kind, description: str) -> Inputs:
+def make_inputs(batches: list[Batch], kind: Kind, description: str) -> Inputs:
+    """Return inputs with their sequences and predicted positions counted."""
     first = 1 if kind == "causal" else 0
     return Inputs(
         batches=batches,
@@ -308,7 +275,7 @@ def _special_ids(
     if mask_id is None and tokenizer is not None:
         mask_id = tokenizer.mask_token_id
     if mask_id is None:
-        raise IsolossError(f"{checkpoint} is a masked model, and no id is known that hides a token: give --mask-id")
+        raise IsolossError(f"{checkpoint} is a masked model, and no id is known for masked tokens: give --mask-id")
     if not 0 <= mask_id < vocab_size:
         raise IsolossError(f"the mask's id is {mask_id}; {checkpoint} knows the ids 0 to {vocab_size - 1}")
     return SpecialIds(mask_id, () if tokenizer is None else tuple(tokenizer.all_special_ids))
@@ -347,7 +314,7 @@ def _from_array(data: Path, length: int) -> Ids:
 def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int) -> tuple[Ids, Ids, str]:
     """Return the rows, the document in which each begins, and a note of tokens that the tokenizer does not know."""
     texts: Iterable[str] = (text for _, text in documents.read_documents([data]))
-    around = brackets(tokenizer) if kind == "masked" else {}
+    around = boundary_token_ids(tokenizer) if kind == "masked" else {}
     body = length - len([i for i in around.values() if i is not None])
     if body < 1:
         raise IsolossError(f"the length is {length}; with [CLS] and [SEP] it must be at least 3")
@@ -373,7 +340,7 @@ def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, lengt
     if kind == "masked":
         some = ~np.isin(rows, tokenizer.all_special_ids).all(axis=1)
         if not some.any():
-            raise IsolossError(f"{data} holds no token that the tokenizer knows and that could be hidden")
+            raise IsolossError(f"{data} holds no token that the tokenizer knows and that could be masked")
         rows, origins = rows[some], origins[some]
         note += f", {(~some).sum():,} sequences of unknown tokens alone left out" if not some.all() else ""
     return rows, origins, note

@@ -1,4 +1,4 @@
-"""Hiding tokens: from sentences to the mapping that a masked language model takes and is scored on.
+"""Masking tokens: from sentences to the mapping that a masked language model takes and is scored on.
 
 Shapes: n sentences padded to T tokens.
 """
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.languages.api import Language, Sentences
 from isoloss.run_config import ObjectiveConfig
+from isoloss.text.sentences import Sentences, SpecialTokens, TokenIds
 
 IGNORED = -100  # the label of a position that is not predicted, as everywhere in transformers
 
@@ -19,21 +19,16 @@ Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, labels (n, T), as 
 
 
 class SpecialIds(NamedTuple):
-    """What `mask` must know of a language, where there is a tokenizer but no language.
-
-    Attributes:
-        mask_id: The id that hides a token.
-        special_ids: Ids that are never hidden nor predicted.
-    """
+    """`SpecialTokens` where there is a tokenizer but no language."""
 
     mask_id: int
-    special_ids: tuple[int, ...] = ()
+    special_token_ids: tuple[int, ...] = ()
 
 
 def mask(
-    sentences: Sentences, language: Language | SpecialIds, objective: ObjectiveConfig, *, generator: torch.Generator
+    sentences: Sentences, language: SpecialTokens, objective: ObjectiveConfig, *, generator: torch.Generator
 ) -> Batch:
-    """Hide tokens of each sentence and return them as labels.
+    """Mask tokens of each sentence and return them as labels.
 
     With `masking="one"`, one position of each sentence is drawn uniformly (the paper, section 2.1). With
     `masking="fraction"`, each position is drawn with probability `fraction`, and a sentence in which none was gets one
@@ -50,14 +45,14 @@ def mask(
         `input_ids`, `attention_mask` (1 at tokens) and `labels` (-100 where nothing is predicted), each (n, T) int64.
 
     Raises:
-        IsolossError: A sentence has no token that could be hidden, or the fraction is not in (0, 1].
+        IsolossError: A sentence has no token that could be masked, or the fraction is not in (0, 1].
     """
     if not 0 < objective.fraction <= 1:
         raise IsolossError(f"the masked fraction is {objective.fraction}; it must be above 0 and at most 1")
     tokens = sentences.tokens
     present = sentences.present()
     candidates = present.clone()
-    for special in language.special_ids:
+    for special in language.special_token_ids:
         candidates &= tokens != special
     if not bool(candidates.any(dim=1).all()):
         raise IsolossError("a sentence has no token that could be masked: it is empty or all special tokens")
@@ -74,8 +69,8 @@ def mask(
     }
 
 
-def corrupt(batch: Batch, language: Language, objective: ObjectiveConfig, *, generator: torch.Generator) -> Batch:
-    """Return a masked batch as training sees it: with `corruption="bert"`, not all of the hidden tokens as masks.
+def corrupt(batch: Batch, language: TokenIds, objective: ObjectiveConfig, *, generator: torch.Generator) -> Batch:
+    """Return a masked batch as training sees it: with `corruption="bert"`, not all of the masked tokens as masks.
 
     As in BERT (Devlin et al. 2019, appendix A.1), each predicted position independently shows the mask with
     probability 0.8, a token drawn uniformly from all that are not special with 0.1, and the true token with 0.1. With
@@ -99,7 +94,7 @@ def corrupt(batch: Batch, language: Language, objective: ObjectiveConfig, *, gen
         raise IsolossError(f"the corruption is {objective.corruption!r}; it must be mask or bert")
     inputs, labels = batch["input_ids"], batch["labels"]
     is_ordinary = torch.ones(language.model_vocab_size, dtype=torch.bool)
-    is_ordinary[[*language.special_ids, language.mask_id, language.pad_id]] = False
+    is_ordinary[[*language.special_token_ids, language.mask_id, language.pad_id]] = False
     ordinary = is_ordinary[: language.vocab_size].nonzero()[:, 0]
     draws = torch.rand(labels.shape, generator=generator, dtype=torch.float64).to(inputs.device)
     others = ordinary[torch.randint(len(ordinary), labels.shape, generator=generator)].to(inputs.device)

@@ -166,7 +166,7 @@ def _encode(backend: Tokenizer, texts: Iterable[str], add_special_tokens: bool) 
             yield np.array(encoding.ids, dtype=np.int64)
 
 
-def serialised(tokenizer: PreTrainedTokenizerFast) -> bytes:
+def serialized(tokenizer: PreTrainedTokenizerFast) -> bytes:
     """Return what decides a tokenizer's ids, in a form that is equal for equal tokenizers."""
     from isoloss.text.kept_tokens import KeptTokensTokenizer
 

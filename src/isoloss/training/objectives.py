@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from isoloss.errors import IsolossError
-from isoloss.languages.api import ExactLanguage, Language, Sentences
+from isoloss.languages.api import Language, Sentences
 from isoloss.models.make import predicted_states
 from isoloss.models.sizes import find_architecture
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
@@ -58,11 +58,11 @@ def validate(objective: ObjectiveConfig, model: ModelConfig) -> None:
 
 def check_language(objective: ObjectiveConfig, language: Language) -> None:
     """Raise an `IsolossError` if `objective` asks for exact labels and `language` has none."""
-    if objective.labels == "exact" and not isinstance(language, ExactLanguage):
+    if objective.labels == "exact" and not language.is_exact:
         raise IsolossError(f"{type(language).__name__} has no exact conditionals: train on sampled labels")
 
 
-def exact_targets(language: ExactLanguage, sentences: Sentences, labels: torch.Tensor) -> torch.Tensor:
+def exact_targets(language: Language, sentences: Sentences, labels: torch.Tensor) -> torch.Tensor:
     """Return (k, V) float64: the true conditionals of the hidden tokens given all visible ones, sentence by sentence.
 
     Args:
@@ -100,7 +100,7 @@ def training_batch(
     batch = {name: tensor[rows] for name, tensor in batch.items()}
     if config.objective.labels == "exact":
         wanted = Sentences(sentences.tokens[rows], sentences.lengths[rows])
-        batch["targets"] = exact_targets(language, wanted, batch["labels"])  # type: ignore[arg-type]
+        batch["targets"] = exact_targets(language, wanted, batch["labels"])
     return TrainingBatch({name: tensor.to(device) for name, tensor in batch.items()}, num_tokens)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.api import ExactLanguage, Sentences
+from isoloss.languages.api import Language, Sentences
 from isoloss.transfer.stored_features import StoredFeatures, store
 
 Pooling = Literal["concatenate", "mean", "first", "last"]
@@ -189,7 +189,7 @@ class _Reader:
         return states[self.layer]
 
 
-def lookup_features(language: ExactLanguage, sentences: Sentences) -> torch.Tensor:
+def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
     """Return the look-up table's representation: all true conditionals of a sentence, side by side (appendix A.5).
 
     The look-up table is the model whose token states are the true conditional probabilities `Pr(x_t = c | x_-t)`. Its

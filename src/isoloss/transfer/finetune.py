@@ -88,7 +88,7 @@ def finetune(
         >>> from isoloss import config, languages
         >>> from isoloss.models.make import make_model
         >>> from isoloss.transfer.tasks import make_task
-        >>> language = languages.make(config.LAPTOP_PCFG)
+        >>> language = config.LAPTOP_PCFG.build()
         >>> model = make_model(config.ModelConfig(size="d16"), language, seed=0)
         >>> task = make_task(language, "prefix-4", num_train=64, num_test=32, seed=0)
         >>> optimizer = config.OptimizerConfig(learning_rate=1e-2, warmup_steps=4)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from isoloss.errors import IsolossError
-from isoloss.languages.api import ExactLanguage
-from isoloss.languages.brackets import Brackets
+from isoloss.languages.api import Language
 from isoloss.transfer.features import lookup_features
 from isoloss.transfer.linear_probe import probe_features
 from isoloss.transfer.results import TransferResult
-from isoloss.transfer.tasks import TaskData
+from isoloss.transfer.tasks import TaskData, labeling
 
 
-def lookup_task(language: ExactLanguage, task: TaskData, **settings: Any) -> TransferResult:
+def lookup_task(language: Language, task: TaskData, **settings: Any) -> TransferResult:
     r"""Return the accuracy of a linear probe on the true conditionals: `lookup_features`, then `linear_probe`.
 
     A model of the best pre-training loss has these probabilities as its outputs, whatever its token states are.
@@ -34,7 +33,7 @@ def lookup_task(language: ExactLanguage, task: TaskData, **settings: Any) -> Tra
         >>> print(lookup_task(language, task, solver="convex").accuracy)
         100 %
     """
-    if isinstance(language, Brackets):
+    if labeling(language, task.name).draw is not None:
         raise IsolossError(
             f"the strings of task {task.name} need not be sentences, so that their true conditionals are not known"
         )

@@ -9,18 +9,16 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.api import Sentences
-from isoloss.languages.brackets import Brackets
-from isoloss.languages.hmm.language import HMM
+from isoloss.languages.api import UNDEFINED, Labeling, Language, Sentences
+from isoloss.languages.task_names import LATENT
+from isoloss.registry import TASKS
 from isoloss.statistics.estimate import Estimate
 from isoloss.text.causal import with_start
 from isoloss.text.text_classification import Coverage
 from isoloss.transfer.bayes import bayes_accuracy
-from isoloss.transfer.labelling import UNDEFINED, Labelled, Labelling, labelling
 from isoloss.transfer.results import majority_rate as majority_rate
-from isoloss.transfer.task_names import LATENT, canonical
 
-_LEAST_SHARE = 1e-3  # a task whose labels fewer of the sentences bear is refused,
+_LEAST_FRACTION = 1e-3  # a task whose labels fewer of the sentences bear is refused,
 _LEAST_DRAWS = 10_000  # once so many have been drawn
 _BATCH = 4096  # sentences drawn at once
 
@@ -39,8 +37,8 @@ class TaskData:
         test_labels: (n_test,) int64.
         classes: The symbols, states or names that a label can stand for, whether or not one of these sentences bears
             it.
-        majority_rate: Share of the commonest test label: the accuracy without looking.
-        overlap: Share of the test sentences that are training sentences too; they are kept, since the test sentences
+        majority_rate: Fraction of the most common test label: the accuracy without looking.
+        overlap: Fraction of the test sentences that are training sentences too; they are kept, since the test sentences
             would otherwise not follow their distribution.
         bayes: The most that any classifier of the test sentences can reach; None where the truth is unknown.
         vocabulary: The token strings, by id; none where the sentences are text.
@@ -91,7 +89,7 @@ class TaskData:
 
 
 def make_task(
-    language: Labelled,
+    language: Language,
     name: str,
     *,
     num_train: int,
@@ -99,7 +97,7 @@ def make_task(
     seed: int,
     train_lengths: Lengths | None = None,
     test_lengths: Lengths | None = None,
-    test_language: Labelled | None = None,
+    test_language: Language | None = None,
 ) -> TaskData:
     """Return the downstream task `name` of a language, on fresh sentences (paper, section 2.2 and appendix A.1).
 
@@ -131,13 +129,13 @@ def make_task(
 
     Other sentences than the language's are for transfer out of distribution. `train_lengths` and `test_lengths`, each
     the least and the most tokens, leave out a grammar's other sentences; of a hidden Markov model they cut each
-    sentence at a length drawn uniformly from these. `test_language`, e.g. of `isoloss.transfer.shifts.redraw`, is where
-    the test sentences and their labels come from.
+    sentence at a length drawn uniformly from these. `test_language`, e.g. `language.redrawn(fraction=0.5, seed=0)`, is
+    where the test sentences and their labels come from.
 
     Args:
-        language: A grammar, a hidden Markov model or the paper's bracket language.
+        language: A language that has the task (`language.tasks()`).
         name: `root`, `level-D`, `prefix-L`, `state-k` or `mismatch`, the first four also with `-latent`; `A`, `B`, `C`
-            and `task-k` are other names.
+            and `task-k` are other names. What the language does not know is a task of `isoloss.registry.TASKS`.
         num_train: Training sentences.
         num_test: Test sentences, from a stream of their own.
         seed: The seed of the sentences; the streams are `("task", name, "train")` and `("task", name, "test")`, with
@@ -151,8 +149,8 @@ def make_task(
             sentences is below 1; lengths that the language does not have; a `test_language` of other tokens or classes.
 
     Example:
-        >>> from isoloss.languages.pcfg.language import PCFG
-        >>> language = PCFG.random(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=9)
+        >>> from isoloss.languages.config import PCFGConfig
+        >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=9).build()
         >>> task = make_task(language, "prefix-2", num_train=100, num_test=50, seed=0)
         >>> task.classes, tuple(task.train.tokens.shape), task.train_labels[:5].tolist()
         (('L1.0', 'L1.1', 'L1.2'), (100, 4), [1, 0, 0, 0, 1])
@@ -163,13 +161,13 @@ def make_task(
         if number < 1:
             raise IsolossError(f"num_{split} is {number}; a task needs at least 1 {split} sentence")
     other = language if test_language is None else test_language
-    asked, asked_of_test = labelling(language, name), labelling(other, name)
-    name, classes = canonical(name), asked.classes
+    asked, asked_of_test = labeling(language, name), labeling(other, name)
+    name, classes = asked.name or name, asked.classes
     if (other.vocabulary, asked_of_test.classes) != (language.vocabulary, classes):
         raise IsolossError("the test language must have the tokens and the symbols or states of the first")
     if len(classes) < 2:
-        found = f"only {classes[0]}" if classes else "no symbol"
-        raise IsolossError(f"task {name}: {found} can be the label, and a task needs two classes; choose another task")
+        which = f"only {classes[0]}" if classes else "no symbol"
+        raise IsolossError(f"task {name}: {which} can be the label, and a task needs two classes; choose another task")
     width = max(language.max_length, other.max_length)
     stream = name.removesuffix(LATENT)
     train, train_labels = _Draw(language, name, asked, train_lengths, width)(
@@ -192,10 +190,30 @@ def make_task(
     )
 
 
-def read_from_start(task: TaskData, language: Labelled) -> TaskData:
+def labeling(language: Language, name: str) -> Labeling:
+    """Return what the task `name` asks of the sentences of `language`: the language's own, else one of `TASKS`.
+
+    Raises:
+        IsolossError: Neither has such a task.
+    """
+    try:
+        return language.labeling(name)
+    except IsolossError:
+        try:
+            pattern, parts = TASKS.match(name)
+        except IsolossError:
+            pattern = ""
+        if not pattern:
+            raise
+    asked: Labeling = TASKS.load(pattern)(language, **{part.lower(): value for part, value in parts.items()})
+    return asked
+
+
+def read_from_start(task: TaskData, language: Language) -> TaskData:
     """Return the task as a causal model of `language` reads it: with the start before each sentence.
 
     Example:
+        >>> from isoloss.languages.brackets import Brackets
         >>> task = make_task(Brackets(4), "mismatch", num_train=50, num_test=9, seed=0)
         >>> task.test.tokens[0].tolist(), read_from_start(task, Brackets(4)).test.tokens[0].tolist()
         ([0, 1, 1, 1], [3, 0, 1, 1, 1])
@@ -205,7 +223,7 @@ def read_from_start(task: TaskData, language: Labelled) -> TaskData:
 
 
 def overlap(train: torch.Tensor, test: torch.Tensor) -> float:
-    """Return the share of the rows of `test` (n, T) that are rows of `train` (m, T).
+    """Return the fraction of the rows of `test` (n, T) that are rows of `train` (m, T).
 
     Example:
         >>> overlap(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[3, 4], [4, 3]]))
@@ -219,9 +237,9 @@ def overlap(train: torch.Tensor, test: torch.Tensor) -> float:
 class _Draw:
     """Draws labelled sentences of one language, padded to `width` tokens."""
 
-    language: Labelled
+    language: Language
     name: str
-    labelling: Labelling
+    labeling: Labeling
     lengths: Lengths | None
     width: int
 
@@ -234,44 +252,36 @@ class _Draw:
                 f"the lengths are {low} to {high}; they must be from 1 to {self.language.max_length} tokens, the least "
                 "first"
             )
-        if isinstance(self.language, Brackets):
-            raise IsolossError(f"every string of brackets has {self.language.max_length} tokens: choose no lengths")
 
     def __call__(self, n: int, generator: torch.Generator) -> tuple[Sentences, torch.Tensor]:
         """Return the stream's first `n` sentences with a label, and their labels."""
         tokens, lengths, labels = [], [], []
-        drawn = found = 0
-        while found < n:
-            if drawn >= _LEAST_DRAWS and found < drawn * _LEAST_SHARE:
+        drawn = num_labeled = 0
+        while num_labeled < n:
+            if drawn >= _LEAST_DRAWS and num_labeled < drawn * _LEAST_FRACTION:
                 fitting = "a label" if self.lengths is None else "a label and {} to {} tokens".format(*self.lengths)
                 raise IsolossError(
-                    f"task {self.name}: {found} of {drawn} sentences have {fitting}; choose another task or language"
+                    f"task {self.name}: {num_labeled} of {drawn} sentences have {fitting}; choose another task or "
+                    "language"
                 )
             # an equal number each time: the sentences are those of the stream, whatever n is
             sentences = self._sentences(generator)
-            own = self.labelling.label(sentences)
+            own = self.labeling.label(sentences)
             kept = own != UNDEFINED
             missing = self.width - sentences.tokens.shape[1]
             padded = torch.nn.functional.pad(sentences.tokens, (0, missing), value=self.language.pad_id)
             tokens.append(padded[kept])
             lengths.append(sentences.lengths[kept])
             labels.append(own[kept])
-            drawn, found = drawn + _BATCH, found + int(kept.sum())
+            drawn, num_labeled = drawn + _BATCH, num_labeled + int(kept.sum())
         return Sentences(torch.cat(tokens)[:n], torch.cat(lengths)[:n]), torch.cat(labels)[:n]
 
     def _sentences(self, generator: torch.Generator) -> Sentences:
         """Return the next sentences of the stream, those of other lengths left out or cut."""
-        if isinstance(self.language, Brackets):
-            tokens, _ = self.language.downstream(_BATCH, generator=generator)
-            return Sentences(tokens, torch.full((_BATCH,), self.language.length, device=tokens.device))
-        sentences = self.language.sample(_BATCH, generator=generator, latent=self.labelling.needs_latent)
+        if self.labeling.draw is not None:
+            sentences = self.labeling.draw(_BATCH, generator)
+        else:
+            sentences = self.language.sample(_BATCH, generator=generator, latent=self.labeling.needs_latent)
         if self.lengths is None:
             return sentences
-        low, high = self.lengths
-        tokens, lengths, latent = sentences
-        if isinstance(self.language, HMM):
-            lengths = torch.randint(low, high + 1, (_BATCH,), generator=generator).to(tokens.device)
-            cut = Sentences(tokens, lengths, latent)
-            return cut._replace(tokens=tokens.masked_fill(~cut.present(), self.language.pad_id))
-        kept = (lengths >= low) & (lengths <= high)
-        return Sentences(tokens[kept], lengths[kept], None if latent is None else latent[kept])
+        return self.language.restrict_lengths(sentences, *self.lengths, generator=generator)

@@ -24,7 +24,7 @@ class Loss(SeededMeasure):
         """Return why the loss cannot be known: an exact language gives no conditionals under this objective."""
         from isoloss.evaluation.truth import why_no_truth
 
-        if context.language is None or getattr(context.language, "num_held_out", 0):
+        if context.language is None or context.language.num_held_out:
             return None
         return why_no_truth(
             context.language, num_sentences=self.loss_sentences, objective=context.objective, seed=self.seed
@@ -35,7 +35,7 @@ class Loss(SeededMeasure):
         from isoloss.evaluation import loss
 
         objective, num, seed = context.objective, self.loss_sentences, self.seed
-        if context.language is not None and not getattr(context.language, "num_held_out", 0):
+        if context.language is not None and not context.language.num_held_out:
             truth = context.truth(num, seed)
             found = loss.pretraining_loss(model, truth, progress=context.progress)
             return MeasureResult(estimates=found, arrays=influences(found), inputs=digest(*truth.batch.values()))

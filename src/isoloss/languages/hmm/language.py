@@ -5,33 +5,32 @@ Shapes: n sentences, T positions, S states, V tokens.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from isoloss import files
+from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
-from isoloss.languages import batches, serialization
-from isoloss.languages.api import Sentences
-from isoloss.languages.config import FileConfig, HMMConfig
+from isoloss.languages import batches
+from isoloss.languages.api import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored, task_number
+from isoloss.languages.config import MAX_LENGTH
 from isoloss.languages.hmm.forward_backward import Components, ForwardBackward, Index
-from isoloss.languages.hmm.tables import TABLES, Matrix, checked_tables, random_tables
-from isoloss.languages.synthetic import Synthetic
+from isoloss.languages.hmm.tables import TABLES, Matrix, checked_tables
+from isoloss.languages.redrawing import Redrawing
+from isoloss.languages.task_names import LATENT, STATE_TASKS, canonical
+from isoloss.languages.tensors import check_names, file_config
 
 if TYPE_CHECKING:
-    from isoloss.languages.pcfg.alias_sampling import AliasTables
+    from isoloss.languages.alias_sampling import AliasTables
 
-MAX_LENGTH = 1024  # tokens
-_ABOUT = "hmm"  # the one key of a file's metadata: the order of several is not fixed
 _CHUNK_BYTES = 1 << 22  # of a chunk's (n, T, S + V) probabilities
 
 
-class HMM(Synthetic):
+class HMM(ExactLanguage):
     """A hidden Markov model as a language: immutable, with exact probabilities in nats.
 
     Every sentence that is drawn has `max_length` tokens. Exact computations also take shorter ones, which stand for the
@@ -47,10 +46,6 @@ class HMM(Synthetic):
         vocabulary: The token strings, by id.
         vocab_size: V.
         max_length: Tokens of a sentence.
-        pad_id: V.
-        mask_id: V + 1.
-        special_ids: None: ().
-        model_vocab_size: V + 2.
         device: Where exact computations run.
         dtype: What they run in: float64 or float32.
 
@@ -65,6 +60,8 @@ class HMM(Synthetic):
         tensor([1., 0.], dtype=torch.float64)
     """
 
+    latent_name = "states"
+
     def __init__(
         self,
         initial: Matrix,
@@ -73,7 +70,7 @@ class HMM(Synthetic):
         length: int,
         *,
         vocabulary: tuple[str, ...] | None = None,
-        config: HMMConfig | FileConfig | None = None,
+        config: LanguageConfig | None = None,
         source: str = "the HMM",
     ) -> None:
         """Make the language of explicit matrices.
@@ -94,102 +91,38 @@ class HMM(Synthetic):
         if not 1 <= length <= MAX_LENGTH:
             raise IsolossError(f"{source}: the length is {length}; it must be from 1 to {MAX_LENGTH} tokens")
         self.initial, self.transition, self.emission = checked_tables(initial, transition, emission, source)
-        size, self.vocab_size = self.emission.shape
+        size, vocab_size = self.emission.shape
         self.states = tuple(f"s{index}" for index in range(size))
-        self.vocabulary: tuple[str, ...] = vocabulary or tuple(f"w{index}" for index in range(self.vocab_size))
-        if len(set(self.vocabulary)) != self.vocab_size or len(self.vocabulary) != self.vocab_size:
-            raise IsolossError(f"{source}: the vocabulary must be {self.vocab_size} different strings, one a token")
+        self._set_vocabulary(vocabulary or tuple(f"w{index}" for index in range(vocab_size)))
+        if len(set(self.vocabulary)) != vocab_size or len(self.vocabulary) != vocab_size:
+            raise IsolossError(f"{source}: the vocabulary must be {vocab_size} different strings, one a token")
         self.max_length = length
-        self.pad_id, self.mask_id = self.vocab_size, self.vocab_size + 1
-        self.special_ids: tuple[int, ...] = ()
-        self.model_vocab_size = self.vocab_size + 2
         self._config = config
         self._alias: list[AliasTables] = []
-        self._place(torch.device("cpu"), torch.float64)
+        self._move(torch.device("cpu"), torch.float64)
 
-    @classmethod
-    def random(
-        cls,
-        *,
-        states: int = HMMConfig.states,
-        blocks: int = HMMConfig.blocks,
-        vocab_size: int = HMMConfig.vocab_size,
-        length: int = HMMConfig.length,
-        leak: float = HMMConfig.leak,
-        seed: int = HMMConfig.seed,
-    ) -> HMM:
-        """Return a random block-diagonal HMM, of the paper's kind (appendix A.1).
-
-        States and tokens are divided into `blocks` runs of nearly equal size. A state is followed by states of its own
-        block and emits tokens of its own block; each row's probabilities are from the flat Dirichlet distribution over
-        these. With `leak` above 0, a row is (1 - leak) of that plus leak of a flat Dirichlet draw over all states or
-        tokens. The first state is uniform over all states: with `leak` 0 it decides the block for good.
-
-        Raises:
-            IsolossError: A number allows no such model.
-
-        Example:
-            >>> language = HMM.random(states=4, blocks=2, vocab_size=6, length=3)
-            >>> (language.transition > 0).astype(int).tolist()
-            [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
-        """
-        return cls.from_config(
-            HMMConfig(states=states, blocks=blocks, vocab_size=vocab_size, length=length, leak=leak, seed=seed)
+    @staticmethod
+    def from_tables(stored: Stored, path: Path) -> HMM:
+        """Return the language in a file; see `LanguageConfig.from_tables`."""
+        check_names(stored.tables, TABLES, path)
+        initial, transition, emission = (stored.tables[name] for name in TABLES)
+        return HMM(
+            initial,
+            transition,
+            emission,
+            stored.max_length,
+            vocabulary=stored.vocabulary,
+            config=file_config(path),
+            source=str(path),
         )
 
-    @classmethod
-    def from_config(cls, config: HMMConfig) -> HMM:
-        """Return the language that `config` describes; errors as for `random`."""
-        initial, transition, emission = random_tables(config)
-        return cls(initial, transition, emission, config.length, config=config)
+    def tables(self) -> Stored:
+        """Return the matrices."""
+        tables = {name: getattr(self, name) for name in TABLES}
+        return Stored(kind="hmm", max_length=self.max_length, vocabulary=self.vocabulary, tables=tables)
 
-    @classmethod
-    def from_file(cls, path: Path | str) -> HMM:
-        """Return the language in a file that `to_file` wrote.
-
-        The file is in the safetensors format: float64 (or float32) tensors `initial`, `transition` and `emission`; its
-        metadata has `hmm`, a JSON object with `length`, a number, and `vocabulary`, a list of strings.
-
-        Raises:
-            IsolossError: There is no such file, or it holds no HMM; the message says what is wrong, and in which row.
-        """
-        path = Path(path).expanduser()
-        metadata, tables = serialization.read_tensors(path)
-        serialization.check_names(tables, TABLES, path)
-        try:
-            about = json.loads(metadata[_ABOUT])
-            length, vocabulary = int(about["length"]), tuple(map(str, about["vocabulary"]))
-        except (KeyError, ValueError, TypeError) as error:
-            raise IsolossError(
-                f"{path}: the metadata must have {_ABOUT!r}, a JSON object with length and vocabulary"
-            ) from error
-        config = serialization.file_config(path)
-        initial, transition, emission = (tables[name] for name in TABLES)
-        return cls(initial, transition, emission, length, vocabulary=vocabulary, config=config, source=str(path))
-
-    def to_file(self, path: Path | str) -> None:
-        """Write the model to `path` as `from_file` reads it, bit for bit."""
-        from safetensors.numpy import save
-
-        about = json.dumps({"length": self.max_length, "vocabulary": self.vocabulary})
-        tables = {name: np.ascontiguousarray(getattr(self, name)) for name in TABLES}
-        files.write_bytes(Path(path), save(tables, metadata={_ABOUT: about}))
-
-    @property
-    def config(self) -> HMMConfig | FileConfig:
-        """The config that rebuilds exactly this language.
-
-        Raises:
-            IsolossError: The model was made of matrices in memory: they are too large for a config.
-        """
-        if self._config is None:
-            raise IsolossError(
-                "this HMM is only in memory: write it with to_file and take the one that from_file gives"
-            )
-        return self._config
-
-    def _place(self, device: torch.device, dtype: torch.dtype) -> None:
-        super()._place(device, dtype)
+    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+        super()._move(device, dtype)
         self._engine = Components(self.initial, self.transition, self.emission, device, dtype)
 
     def __repr__(self) -> str:
@@ -197,6 +130,11 @@ class HMM(Synthetic):
             f"HMM({len(self.states)} states, {self.vocab_size} tokens, {self.max_length} tokens a sentence, "
             f"{self.dtype} on {self.device})"
         )
+
+    def describe(self) -> str:
+        """Return the numbers of states and tokens, and the length."""
+        sizes = f"{len(self.states)} states over {self.vocab_size:,} tokens"
+        return f"a hidden Markov model of {sizes}; {self._describe_lengths()}"
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -215,14 +153,13 @@ class HMM(Synthetic):
         Raises:
             IsolossError: `n` is negative, or the generator is not on the CPU.
         """
-        from isoloss.languages import vectorized_sampler
-        from isoloss.languages.pcfg import alias_sampling
+        from isoloss.languages import alias_sampling, vectorized_sampler
 
         seed = self._seed(n, generator)
         if not self._alias:
             self._alias += map(alias_sampling.alias_tables, (self.initial[None], self.transition, self.emission))
         if self.device.type == "cuda":
-            tables = [vectorized_sampler.moved_tables(table, self.device) for table in self._alias]
+            tables = [vectorized_sampler.tables_on(table, self.device) for table in self._alias]
             tokens, states = vectorized_sampler.chains(*tables, n=n, length=self.max_length, seed=seed)
         else:
             tokens, states = alias_sampling.draw_chains(*self._alias, n=n, length=self.max_length, seed=seed)
@@ -231,6 +168,74 @@ class HMM(Synthetic):
             torch.full((n,), self.max_length, device=self.device),
             states.to(self.device) if latent else None,
         )
+
+    def describe_latent(self, sentences: Sentences) -> list[list[str]]:
+        """Return the names of the states that each sentence was drawn through."""
+        return [[self.states[state] for state in states] for states in sentences.latent.tolist()]
+
+    # --- tasks and transfer ------------------------------------------------------------------------------------------
+
+    def tasks(self) -> Mapping[str, str]:
+        """Return the tasks about states."""
+        return STATE_TASKS
+
+    def labeling(self, name: str) -> Labeling:
+        """Return what the task `name` asks (see `isoloss.transfer.tasks.make_task`).
+
+        Scores are in float64 whatever the language computes in, so that the labels are the same.
+        """
+        asked = canonical(name)
+        k = task_number(asked.removesuffix(LATENT), "state", 1, self.max_length)
+        if k is None:
+            last = self.max_length
+            raise IsolossError(f"no task {name!r}: choose state-k with k from 1 to {last}, or state-k-latent")
+        exact = self.to(dtype=torch.float64)
+
+        def scores(sentences: Sentences) -> torch.Tensor:
+            return exact.posterior(sentences.tokens, sentences.lengths)[:, k - 1]
+
+        def likely(sentences: Sentences) -> torch.Tensor:
+            return scores(sentences).argmax(dim=1).masked_fill(sentences.lengths < k, UNDEFINED)
+
+        def drawn(sentences: Sentences) -> torch.Tensor:
+            states: torch.Tensor = sentences.latent[:, k - 1]
+            return states.masked_fill(sentences.lengths < k, UNDEFINED)
+
+        if asked.endswith(LATENT):
+            return Labeling(name=asked, classes=self.states, label=drawn, scores=scores, needs_latent=True)
+        return Labeling(name=asked, classes=self.states, label=likely)
+
+    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
+        """Return the sentences cut, each at a length drawn uniformly from `low` to `high`."""
+        tokens, _, latent = sentences
+        lengths = torch.randint(low, high + 1, (len(tokens),), generator=generator).to(tokens.device)
+        cut = Sentences(tokens, lengths, latent)
+        return cut._replace(tokens=tokens.masked_fill(~cut.present(), self.pad_id))
+
+    def redrawn(self, *, fraction: float, seed: int) -> HMM:
+        """Return the model whose rows of `transition` and `emission` are other ones for some of the states.
+
+        Of a fraction of the states that have a choice, drawn without replacement, both rows are drawn anew from the
+        flat Dirichlet distribution, each over what has a probability above 0.
+        """
+        redrawing = Redrawing(fraction, seed)
+        transition, emission = self.transition.copy(), self.emission.copy()
+        has_choice = np.any([(table > 0).sum(axis=1) > 1 for table in (transition, emission)], axis=0)
+        for state in redrawing.choose(has_choice):
+            for table in (transition, emission):
+                own = table[state] > 0
+                table[state, own] = redrawing.draw(table[state, own])
+        return HMM(self.initial, transition, emission, self.max_length, vocabulary=self.vocabulary)
+
+    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n,) bool: whether the model can produce each string of `max_length` tokens."""
+        initial, transition, emission = (
+            torch.from_numpy(table > 0).double() for table in (self.initial, self.transition, self.emission)
+        )
+        reached = initial * emission.T[tokens[:, 0]]
+        for position in range(1, tokens.shape[1]):
+            reached = ((reached @ transition) > 0) * emission.T[tokens[:, position]]
+        return reached.any(dim=1)
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from isoloss import seeds
+from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.languages.config import HMMConfig
 
@@ -50,25 +51,17 @@ def checked_tables(initial: Matrix, transition: Matrix, emission: Matrix, source
 
 
 def random_tables(config: HMMConfig) -> tuple[Float, Float, Float]:
-    """Return initial, transition and emission of the model that `config` describes (see `HMM.random`)."""
-    for field in ("states", "blocks", "vocab_size", "length"):
-        if getattr(config, field) < 1:
-            raise IsolossError(f"{field} is {getattr(config, field)}; it must be at least 1")
-    if config.blocks > min(config.states, config.vocab_size):
-        raise IsolossError(
-            f"blocks is {config.blocks}, more than the {config.states} states or the {config.vocab_size} tokens: a "
-            "block needs one of each"
-        )
-    if not 0 <= config.leak <= 1:
-        raise IsolossError(f"leak is {config.leak}; it must be from 0 to 1")
+    """Return initial, transition and emission of the model that `config` describes."""
+    check(config)
     rng = np.random.default_rng(seeds.derive(config.seed, "hmm"))
     blocks = np.array_split(np.arange(config.states), config.blocks)
     tables = []
     for width in (config.states, config.vocab_size):
         table = np.zeros((config.states, width))
         for own, columns in zip(blocks, np.array_split(np.arange(width), config.blocks), strict=True):
-            table[np.ix_(own, columns)] = (1 - config.leak) * rng.dirichlet(np.ones(len(columns)), size=len(own))
-        if config.leak:
-            table += config.leak * rng.dirichlet(np.ones(width), size=config.states)
+            drawn = rng.dirichlet(np.ones(len(columns)), size=len(own))
+            table[np.ix_(own, columns)] = (1 - config.mixing_weight) * drawn
+        if config.mixing_weight:
+            table += config.mixing_weight * rng.dirichlet(np.ones(width), size=config.states)
         tables.append(table)
     return np.full(config.states, 1 / config.states), tables[0], tables[1]

@@ -1,7 +1,4 @@
-"""Probabilistic context-free grammars as data: rules and probabilities, read from text, checked, and written as text.
-
-Two text formats: NLTK's (`S -> NP VP [0.8] | 'tok' [0.2]`) and plain rule lines (`LHS RHS [RHS] weight`).
-"""
+"""Probabilistic context-free grammars as data: rules and probabilities, checked, and written as text."""
 
 from __future__ import annotations
 
@@ -10,41 +7,18 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from isoloss.errors import IsolossError, warn
+from isoloss.languages.pcfg.rules import SYMBOL, Rule, location, read_rules
 
 Format = Literal["rules", "nltk"]
 
-LARGEST_WEIGHT = 1e100  # sums of weights stay finite below it
 _NAMED = 5  # symbols or tokens that a warning lists by name
-_SUM_TOLERANCE = (
-    1e-12  # probabilities that add up to 1 within this are kept to the last digit, so that text round-trips
-)
-_NLTK_TOLERANCE = 0.01  # nltk.PCFG.EPSILON: what NLTK itself refuses
-
-_SYMBOL = re.compile(r"[\w/][\w/^<>-]*")  # an NLTK nonterminal
-_TOKEN = re.compile(r"\"([^\"]*)\"|'([^']*)'")
-_PROBABILITY = re.compile(r"\[([^\]]*)\]")
-
-
-class Rule(NamedTuple):
-    """One rule before the grammar is put together.
-
-    Attributes:
-        line: Line of the text that it stands on; 0 for a rule that comes from no text.
-        lhs: The symbol that is rewritten.
-        rhs: One or two (name, whether it is a token).
-        weight: Not negative; a symbol's weights are normalised.
-    """
-
-    line: int
-    lhs: str
-    rhs: tuple[tuple[str, bool], ...]
-    weight: float
+_SUM_TOLERANCE = 1e-12  # probabilities that add up to 1 within this are kept to the last digit: text round-trips
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,7 +97,7 @@ def parse_grammar(text: str, *, source: str = "<text>") -> Grammar:
     backslash continues a line, and a symbol's probabilities add up to 1 within 0.01. Any other text is plain rule lines
     `LHS RHS [RHS] weight`: a right side that never stands on a left side is a token. In both, the start symbol is the
     first left side, a line that starts with # is a comment, the weights of a repeated rule add up, a symbol's weights
-    are normalised, and rules of weight 0 are left out. Rules between two symbols (`A -> B`) are allowed. A token beside
+    are normalized, and rules of weight 0 are left out. Rules between two symbols (`A -> B`) are allowed. A token beside
     another right side (`A -> 'a' B`) gets a symbol of its own, named after it (`T/a`), that emits only it.
 
     A symbol that cannot be reached from the start symbol has no part in any sentence. It is left out with its rules,
@@ -143,14 +117,7 @@ def parse_grammar(text: str, *, source: str = "<text>") -> Grammar:
         >>> grammar.symbols, grammar.vocabulary, grammar.binary_probs, grammar.unary_probs
         (('S', 'A'), ('a', 'b'), array([0.75]), array([0.25]))
     """
-    lines = _rule_lines(text)
-    if not lines:
-        raise IsolossError(f"{source} holds no rules: it is empty, or all of it is comments")
-    if any("->" in line for _, line in lines):
-        rules, start = _read_nltk(lines, source)
-        _check_sums(rules, source)
-    else:
-        rules, start = _read_plain(lines, source), lines[0][1].split()[0]
+    rules, start = read_rules(text, source)
     return build_grammar(rules, start=start, source=source)
 
 
@@ -167,13 +134,13 @@ def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
         raise IsolossError(f"{source}: the start symbol {start} has no rule")
     reached = _reachable(by_symbol, start)
     left_out = _left_out(by_symbol, reached, start) if len(reached) < len(by_symbol) else None
-    by_symbol = {lhs: _normalised(own, source) for lhs, own in by_symbol.items() if lhs in reached}
+    by_symbol = {lhs: _normalized(own, source) for lhs, own in by_symbol.items() if lhs in reached}
     _add_preterminals(by_symbol)
     everything = [rule for own in by_symbol.values() for rule in own]
     for rule in everything:
         for name, is_token in rule.rhs:
             if not is_token and name not in by_symbol:
-                raise IsolossError(f"{_place(source, rule)}: the symbol {name} has no rule")
+                raise IsolossError(f"{location(source, rule)}: the symbol {name} has no rule")
     _check_cycles(everything, source)
     _check_productive(by_symbol, start, source)
     if left_out is not None:
@@ -181,127 +148,7 @@ def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
     return _assemble(everything, tuple(by_symbol))
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-def _rule_lines(text: str) -> list[tuple[int, str]]:
-    """Return (number, line) without comments and empty lines."""
-    lines = ((number, line.strip()) for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1))
-    return [(number, line) for number, line in lines if line and not line.startswith("#")]
-
-
-def _weight(text: str, line: int, source: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError:
-        raise IsolossError(f"{source}, line {line}: the weight {text!r} is not a number") from None
-    if not 0 <= weight <= LARGEST_WEIGHT:
-        raise IsolossError(
-            f"{source}, line {line}: the weight is {text}; it must be at least 0 and at most {LARGEST_WEIGHT:g}"
-        )
-    return weight
-
-
-def _read_plain(lines: Sequence[tuple[int, str]], source: str) -> list[Rule]:
-    fields = [(number, line.split()) for number, line in lines]
-    for number, parts in fields:
-        if len(parts) not in (3, 4):
-            raise IsolossError(
-                f"{source}, line {number}: a rule is LHS RHS [RHS] weight, 3 or 4 fields; this line has {len(parts)}"
-            )
-    symbols = {parts[0] for _, parts in fields}
-    return [
-        Rule(
-            number,
-            parts[0],
-            tuple((name, name not in symbols) for name in parts[1:-1]),
-            _weight(parts[-1], number, source),
-        )
-        for number, parts in fields
-    ]
-
-
-def _read_nltk(lines: Sequence[tuple[int, str]], source: str) -> tuple[list[Rule], str]:
-    rules: list[Rule] = []
-    start = ""
-    begun, pending = 0, ""
-    for number, line in lines:
-        begun, text = (begun, pending + line) if pending else (number, line)
-        pending = text[:-1].rstrip() + " " if text.endswith("\\") else ""
-        if pending:
-            continue
-        if text.startswith("%"):
-            directive = re.fullmatch(rf"%start\s+({_SYMBOL.pattern})", text)
-            if not directive:
-                raise IsolossError(f"{source}, line {begun}: expected `%start SYMBOL`, found {text!r}")
-            start = directive[1]
-        else:
-            rules += _read_production(text, begun, source)
-    if pending:
-        raise IsolossError(f"{source}, line {begun}: the line is continued by a backslash, but nothing follows")
-    if not rules:
-        raise IsolossError(f"{source} holds no rules: it is empty, or all of it is comments")
-    return rules, start or rules[0].lhs
-
-
-def _read_production(text: str, line: int, source: str) -> list[Rule]:
-    """Return the alternatives of one `LHS -> ... | ...`."""
-    head = re.match(rf"({_SYMBOL.pattern})\s+->\s*", text)
-    if not head:
-        raise IsolossError(
-            f"{source}, line {line}: expected `SYMBOL -> ...` with spaces around the arrow, found {text!r}"
-        )
-    rules = []
-    position = head.end()
-    while True:
-        rhs: list[tuple[str, bool]] = []
-        while match := (_TOKEN.match(text, position) or _SYMBOL.match(text, position)):
-            is_token = match.re is _TOKEN
-            rhs.append((match[1] or match[2] or "" if is_token else match[0], is_token))
-            position = _skip_space(text, match.end())
-        probability = _PROBABILITY.match(text, position)
-        if not probability:
-            found = repr(text[position:]) if text[position:] else "the end of the line"
-            raise IsolossError(
-                f"{source}, line {line}: expected a symbol, a quoted token or a [probability], found {found}"
-            )
-        if len(rhs) not in (1, 2) or ("", True) in rhs:
-            raise IsolossError(
-                f"{source}, line {line}: a right side of {head[1]} has {len(rhs)} symbols and tokens; it must have one "
-                "or two, none of them empty (split a longer one with symbols of your own)"
-            )
-        rules.append(Rule(line, head[1], tuple(rhs), _weight(probability[1].strip(), line, source)))
-        position = _skip_space(text, probability.end())
-        if position == len(text) or text[position] == "#":
-            return rules
-        if text[position] != "|":
-            raise IsolossError(f"{source}, line {line}: expected `|` or the end of the line, found {text[position:]!r}")
-        position = _skip_space(text, position + 1)
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
-
-
 # --- checking and putting together -----------------------------------------------------------------------------------
-
-
-def _check_sums(rules: Sequence[Rule], source: str) -> None:
-    """Refuse NLTK probabilities that NLTK refuses: there, a sum that is not 1 is a slip, not a count."""
-    for lhs in dict.fromkeys(rule.lhs for rule in rules):
-        own = [rule for rule in rules if rule.lhs == lhs]
-        total = math.fsum(rule.weight for rule in own)
-        if abs(total - 1) >= _NLTK_TOLERANCE:
-            raise IsolossError(
-                f"{source}, line {own[0].line}: the probabilities of {lhs} add up to {total:.6g}; NLTK's format wants 1"
-            )
-
-
-def _place(source: str, rule: Rule) -> str:
-    """Return where a rule stands, for an error."""
-    return f"{source}, line {rule.line}" if rule.line else source
 
 
 def _reachable(by_symbol: dict[str, list[Rule]], start: str) -> set[str]:
@@ -322,8 +169,8 @@ def _left_out(by_symbol: dict[str, list[Rule]], reached: set[str], start: str) -
     others = {lhs: own for lhs, own in by_symbol.items() if lhs not in reached}
     symbols = [f"{lhs} (line {own[0].line})" if own[0].line else lhs for lhs, own in others.items()]
     tokens = [token for token in vocabulary_of(rule for own in others.values() for rule in own) if token not in kept]
-    found = f"{_count(symbols, 'symbol')} that cannot be reached from {start}: {_first(symbols)}"
-    return f"{found}; and {_count(tokens, 'token')} that nothing else emits: {_first(tokens)}" if tokens else found
+    told = f"{_count(symbols, 'symbol')} that cannot be reached from {start}: {_first(symbols)}"
+    return f"{told}; and {_count(tokens, 'token')} that nothing else emits: {_first(tokens)}" if tokens else told
 
 
 def _count(names: Sequence[str], what: str) -> str:
@@ -335,11 +182,11 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _normalised(own: Sequence[Rule], source: str) -> list[Rule]:
+def _normalized(own: Sequence[Rule], source: str) -> list[Rule]:
     """Return one symbol's rules with probabilities for weights, without those of probability 0."""
     total = math.fsum(rule.weight for rule in own)
     if total == 0:
-        raise IsolossError(f"{_place(source, own[0])}: all weights of the symbol {own[0].lhs} are 0")
+        raise IsolossError(f"{location(source, own[0])}: all weights of the symbol {own[0].lhs} are 0")
     if abs(total - 1) > _SUM_TOLERANCE:
         own = [rule._replace(weight=rule.weight / total) for rule in own]
     return [rule._replace(weight=min(rule.weight, 1.0)) for rule in own if rule.weight > 0]
@@ -374,7 +221,7 @@ def _check_cycles(rules: Sequence[Rule], source: str) -> None:
     except graphlib.CycleError as error:
         cycle = error.args[1][::-1]
         first = next(rule for rule in rules if rule.lhs == cycle[0] and rule.rhs == ((cycle[1], False),))
-        raise IsolossError(f"{_place(source, first)}: the unary rules run in a cycle: {' -> '.join(cycle)}") from None
+        raise IsolossError(f"{location(source, first)}: the unary rules run in a cycle: {' -> '.join(cycle)}") from None
 
 
 def _check_productive(by_symbol: dict[str, list[Rule]], start: str, source: str) -> None:
@@ -393,7 +240,7 @@ def _check_productive(by_symbol: dict[str, list[Rule]], start: str, source: str)
         if lhs not in productive:
             role = "start symbol" if lhs == start else "symbol"
             raise IsolossError(
-                f"{_place(source, by_symbol[lhs][0])}: the {role} {lhs} derives no sentence: its rules never end"
+                f"{location(source, by_symbol[lhs][0])}: the {role} {lhs} derives no sentence: its rules never end"
             )
 
 
@@ -442,7 +289,7 @@ def _natural(name: str) -> tuple[list[str | int], str]:
 
 def _nltk_name(name: str) -> str:
     name = re.sub(r"[^\w/^<>-]", "_", name)
-    return name if _SYMBOL.fullmatch(name) else f"_{name}"
+    return name if SYMBOL.fullmatch(name) else f"_{name}"
 
 
 def _nltk_names(symbols: Sequence[str]) -> tuple[str, ...]:

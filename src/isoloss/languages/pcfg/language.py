@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from isoloss import files
+from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
-from isoloss.languages.api import Sentences
+from isoloss.languages.api import ExactLanguage, Labeling, Sentences, Stored
 from isoloss.languages.batches import Rows
-from isoloss.languages.config import DyckConfig, GrammarConfig, PCFGConfig
-from isoloss.languages.parallel import spread
+from isoloss.languages.config import MAX_LENGTH, GrammarConfig
+from isoloss.languages.parallel import run_in_threads
 from isoloss.languages.pcfg.chart_plan import FoldedRules
 from isoloss.languages.pcfg.grammar import Format, Grammar, parse_grammar
 from isoloss.languages.pcfg.inside_outside import InsideOutside
-from isoloss.languages.pcfg.random_grammar import random_grammar
+from isoloss.languages.pcfg.labeling import grammar_labeling
+from isoloss.languages.pcfg.random_grammar import redrawn_grammar
 from isoloss.languages.pcfg.sampler import Sampler, longest_yields
-from isoloss.languages.synthetic import Synthetic
+from isoloss.languages.pcfg.tables import grammar_tables, read_grammar
+from isoloss.languages.pcfg.trees import derivations
+from isoloss.languages.redrawing import Redrawing
+from isoloss.languages.task_names import GRAMMAR_TASKS
 
-MAX_LENGTH = 1024  # tokens; the exact algorithms take time cubic in the length
 _OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
 _FEW = 128  # sentences that are not cut further: the compiled kernels take so many at once
 
 
-class PCFG(Synthetic):
+class PCFG(ExactLanguage):
     r"""A probabilistic context-free grammar as a language: immutable, with exact probabilities in nats.
 
     The language is the grammar's distribution over sentences given that they have at most `max_length` tokens. Exact
@@ -38,15 +42,11 @@ class PCFG(Synthetic):
     Attributes:
         grammar: The rules.
         symbols: Names of the nonterminal symbols, by id.
-        start: Name of the start symbol, which is `symbols[0]`.
+        start_symbol: Name of the start symbol, which is `symbols[0]`.
         vocabulary: The token strings, by id, in natural order.
         vocab_size: Number of tokens.
         max_length: The longest sentence, in tokens.
         length_probs: (max_length + 1,) probability of each length.
-        pad_id: `vocab_size`.
-        mask_id: `vocab_size + 1`.
-        special_ids: None: ().
-        model_vocab_size: `vocab_size + 2`.
         config: The `PCFGConfig`, `DyckConfig` or `GrammarConfig` that rebuilds exactly this language.
         device: Where exact computations run.
         dtype: What they run in: float64 or float32.
@@ -60,12 +60,14 @@ class PCFG(Synthetic):
         tensor([0.2500, 0.7500], dtype=torch.float64)
     """
 
+    latent_name = "tree"
+
     def __init__(
         self,
         grammar: Grammar,
         *,
         max_length: int,
-        config: PCFGConfig | DyckConfig | None = None,
+        config: LanguageConfig | None = None,
         source: str = "grammar",
     ) -> None:
         """Make the language of `grammar`, cut at `max_length` tokens.
@@ -96,64 +98,16 @@ class PCFG(Synthetic):
         self._length_probs = torch.from_numpy(lengths / self._acceptance)
         self._rules = rules
         self._sampler = Sampler(grammar, self.max_length)
-        self.grammar, self.symbols, self.start = grammar, grammar.symbols, grammar.symbols[0]
-        self.vocabulary: tuple[str, ...] = grammar.vocabulary
-        self.vocab_size = len(grammar.vocabulary)
-        self.pad_id, self.mask_id = self.vocab_size, self.vocab_size + 1
-        self.special_ids: tuple[int, ...] = ()
-        self.model_vocab_size = self.vocab_size + 2
-        text = "" if config else grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
-        rules_config = GrammarConfig(rules=text, max_length=self.max_length)
-        self.config: PCFGConfig | DyckConfig | GrammarConfig = config or rules_config
-        self._place(torch.device("cpu"), torch.float64)
+        self.grammar, self.symbols, self.start_symbol = grammar, grammar.symbols, grammar.symbols[0]
+        self._set_vocabulary(grammar.vocabulary)
+        if config is None:
+            text = grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
+            config = GrammarConfig(rules=text, max_length=self.max_length)
+        self._config = config
+        self._move(torch.device("cpu"), torch.float64)
 
-    @classmethod
-    def random(
-        cls,
-        *,
-        levels: int = PCFGConfig.levels,
-        symbols_per_level: int = PCFGConfig.symbols_per_level,
-        rules_per_symbol: int = PCFGConfig.rules_per_symbol,
-        vocab_size: int = PCFGConfig.vocab_size,
-        stop_probability: float = PCFGConfig.stop_probability,
-        seed: int = PCFGConfig.seed,
-    ) -> PCFG:
-        """Return a random levelled grammar, of the paper's kind (appendix A.1); a sentence has at most 2^levels tokens.
-
-        The start symbol S is rewritten to a symbol of level 0 (`L0.0`, `L0.1`, ...). A symbol of level l < `levels` is
-        rewritten to one of `rules_per_symbol` pairs of symbols of level l + 1; with probability `stop_probability` it
-        emits one of `rules_per_symbol` tokens instead. A symbol of the lowest level emits one of
-        max(rules_per_symbol, ceil(2 vocab_size / symbols_per_level)) tokens. Rules are drawn without replacement, their
-        probabilities from the flat Dirichlet distribution. Every symbol and every token can occur.
-
-        Raises:
-            IsolossError: A number allows no such grammar.
-
-        Example:
-            >>> language = PCFG.random(levels=2, symbols_per_level=2, rules_per_symbol=3, vocab_size=5)
-            >>> language.symbols, language.vocabulary, language.max_length
-            (('S', 'L0.0', 'L0.1', 'L1.0', 'L1.1', 'L2.0', 'L2.1'), ('w0', 'w1', 'w2', 'w3', 'w4'), 4)
-        """
-        return cls.from_config(
-            PCFGConfig(
-                levels=levels,
-                symbols_per_level=symbols_per_level,
-                rules_per_symbol=rules_per_symbol,
-                vocab_size=vocab_size,
-                stop_probability=stop_probability,
-                seed=seed,
-            )
-        )
-
-    @classmethod
-    def from_config(cls, config: PCFGConfig | GrammarConfig) -> PCFG:
-        """Return the language that `config` describes; errors as for `random` and `from_text`."""
-        if isinstance(config, PCFGConfig):
-            return cls(random_grammar(config), max_length=2**config.levels, config=config)
-        return cls.from_text(config.rules, source="the config's rules", max_length=config.max_length)
-
-    @classmethod
-    def from_text(cls, text: str, *, source: str = "<text>", max_length: int = GrammarConfig.max_length) -> PCFG:
+    @staticmethod
+    def from_text(text: str, *, source: str = "<text>", max_length: int = GrammarConfig.max_length) -> PCFG:
         """Return the language of the rules in `text` (see `isoloss.languages.pcfg.grammar.parse_grammar`).
 
         Args:
@@ -165,10 +119,10 @@ class PCFG(Synthetic):
             IsolossError: The text holds no valid grammar (the message names the line), or none with a sentence of at
                 most `max_length` tokens.
         """
-        return cls(parse_grammar(text, source=source), max_length=max_length, source=source)
+        return PCFG(parse_grammar(text, source=source), max_length=max_length, source=source)
 
-    @classmethod
-    def from_file(cls, path: Path | str, *, max_length: int = GrammarConfig.max_length) -> PCFG:
+    @staticmethod
+    def from_file(path: Path | str, *, max_length: int = GrammarConfig.max_length) -> PCFG:
         """Return the language of the rules in a UTF-8 file; arguments and errors as for `from_text`."""
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -176,7 +130,7 @@ class PCFG(Synthetic):
             raise IsolossError(f"{path} does not exist") from error
         except (OSError, UnicodeDecodeError) as error:
             raise IsolossError(f"{path} is not a readable UTF-8 text file: {error}") from error
-        return cls.from_text(text, source=str(path), max_length=max_length)
+        return PCFG.from_text(text, source=str(path), max_length=max_length)
 
     def to_text(self, format: Format = "rules") -> str:  # noqa: A002
         """Return the rules as text that `from_text` reads back (see `Grammar.to_text`)."""
@@ -186,17 +140,35 @@ class PCFG(Synthetic):
         """Write the rules to `path`, as `to_text` gives them."""
         files.write_text(Path(path), self.to_text(format))
 
-    def _place(self, device: torch.device, dtype: torch.dtype) -> None:
-        super()._place(device, dtype)
+    @staticmethod
+    def from_tables(stored: Stored, path: Path) -> PCFG:
+        """Return the language in a file; see `LanguageConfig.from_tables`."""
+        return PCFG(read_grammar(stored, path), max_length=stored.max_length, source=str(path))
+
+    def tables(self) -> Stored:
+        """Return the rules and their probabilities."""
+        return grammar_tables(self.grammar, self.max_length)
+
+    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+        super()._move(device, dtype)
         self._engine = InsideOutside(self._rules, device, dtype)
         self._emission = torch.as_tensor(self._rules.emission[self._engine.emitting]).to(device, dtype)
-        self.length_probs = self._length_probs.to(device, dtype)
+
+    @property
+    def length_probs(self) -> torch.Tensor:
+        """(max_length + 1,) the probability of each length."""
+        return self._length_probs.to(self.device, self.dtype)
 
     def __repr__(self) -> str:
         return (
             f"PCFG({len(self.symbols)} symbols, {self.vocab_size} tokens, at most {self.max_length} tokens a sentence, "
             f"{self.dtype} on {self.device})"
         )
+
+    def describe(self) -> str:
+        """Return the numbers of symbols and tokens, and the lengths."""
+        sizes = f"{len(self.symbols)} symbols over {self.vocab_size:,} tokens"
+        return f"a grammar of {sizes}; {self._describe_lengths()}"
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -232,9 +204,43 @@ class PCFG(Synthetic):
             torch.Size([1000, 5])
         """
         seed = self._seed(n, generator)
-        place = self.device if self.device.type == "cuda" else torch.device("cpu")
-        derived = self._sampler(n, seed, length=length, trees=latent, device=place)
+        device = self.device if self.device.type == "cuda" else torch.device("cpu")
+        derived = self._sampler(n, seed, length=length, trees=latent, device=device)
         return Sentences(*(None if part is None else part.to(self.device) for part in derived))  # type: ignore[arg-type]
+
+    def describe_latent(self, sentences: Sentences) -> list[str]:
+        """Return the derivation of each sentence as nested brackets."""
+        return derivations(sentences, self.symbols, self.vocabulary)
+
+    # --- tasks and transfer ------------------------------------------------------------------------------------------
+
+    def tasks(self) -> Mapping[str, str]:
+        """Return the tasks of a grammar."""
+        return GRAMMAR_TASKS
+
+    def labeling(self, name: str) -> Labeling:
+        """Return what the task `name` asks (see `isoloss.transfer.tasks.make_task`)."""
+        return grammar_labeling(self, name)
+
+    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
+        """Return the sentences of `low` to `high` tokens; the others are left out."""
+        tokens, lengths, latent = sentences
+        kept = (lengths >= low) & (lengths <= high)
+        return Sentences(tokens[kept], lengths[kept], None if latent is None else latent[kept])
+
+    def redrawn(self, *, fraction: float, seed: int) -> PCFG:
+        r"""Return the language of the same rules, of which some symbols have other probabilities.
+
+        Of a fraction of the symbols that have a choice, drawn without replacement, the probabilities are drawn anew
+        from the flat Dirichlet distribution, those of binary rules, rules to one symbol and tokens each for themselves,
+        so that a symbol stops as often as before and a random layered grammar keeps its lengths.
+
+        Example:
+            >>> language = PCFG.from_text("S A A 1\nA a 0.5\nA b 0.5")
+            >>> language.redrawn(fraction=1.0, seed=0).grammar.emission_probs.round(3)
+            array([0.836, 0.164])
+        """
+        return PCFG(redrawn_grammar(self.grammar, Redrawing(fraction, seed)), max_length=self.max_length)
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 
@@ -260,7 +266,7 @@ class PCFG(Synthetic):
             self._check_possible(rows, log_z)
             out[rows] = (log_z - math.log(self._acceptance)).to(self.dtype)
 
-        spread(compute, self._buckets(lengths), self.device)
+        run_in_threads(compute, self._buckets(lengths), self.device)
         return out
 
     def log_conditionals(
@@ -352,7 +358,17 @@ class PCFG(Synthetic):
             out[rows] = self._engine.inside(tokens[rows, start : start + length])[0].to(self.dtype)
 
         same = torch.full_like(lengths, stop - start)
-        spread(compute, self._buckets(same, self._engine.chunk_of_spans), self.device)
+        run_in_threads(compute, self._buckets(same, self._engine.chunk_of_spans), self.device)
+        return out
+
+    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n,) bool: whether the grammar derives each string of tokens."""
+        exact = self.to("cpu", torch.float64)
+        out = torch.zeros(len(tokens), dtype=torch.bool)
+        for length in sorted(set(lengths.tolist())):
+            rows = lengths == length
+            scores = exact.inside(tokens[rows, :length], lengths[rows], stop=length)[:, 0]
+            out[rows] = scores > math.log(torch.finfo(torch.float64).tiny)
         return out
 
     def span_posterior(
@@ -382,7 +398,7 @@ class PCFG(Synthetic):
             self._check_possible(rows, log_z)
             out[rows] = posterior
 
-        spread(compute, self._buckets(lengths, self._engine.chunk_of_spans), self.device)
+        run_in_threads(compute, self._buckets(lengths, self._engine.chunk_of_spans), self.device)
         return out
 
     def _conditionals(
@@ -408,7 +424,7 @@ class PCFG(Synthetic):
                 else:
                     write(rows[first : first + size], part @ self._emission)
 
-        spread(compute, self._buckets(lengths), self.device)
+        run_in_threads(compute, self._buckets(lengths), self.device)
 
     def _buckets(self, lengths: torch.Tensor, chunk: Callable[[int], int] | None = None) -> Iterator[tuple[Rows, int]]:
         """Yield rows of one length and the length, at most `chunk(length)` at once; a slice where all rows have it.

@@ -1,34 +1,35 @@
-"""Random levelled grammars: symbols of one level split into pairs of the next, symbols of the lowest emit tokens."""
+"""Random layered grammars: symbols of one level split into pairs of the next, symbols of the lowest emit tokens."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 
-from isoloss.errors import IsolossError
+from isoloss.config import check
 from isoloss.languages.config import PCFGConfig
-from isoloss.languages.pcfg.grammar import Grammar, Rule, build_grammar
+from isoloss.languages.pcfg.grammar import Grammar, build_grammar
+from isoloss.languages.pcfg.rules import Rule
+from isoloss.languages.redrawing import Redrawing
 from isoloss.seeds import derive
-
-MAX_LEVELS = 10  # sentences of 1024 tokens; the exact algorithms take time cubic in the length
 
 
 def random_grammar(config: PCFGConfig) -> Grammar:
-    """Return the grammar that `config` describes (see `PCFG.random`).
+    """Return the grammar that `config` describes (see `PCFGConfig`).
 
     Raises:
         IsolossError: A number in `config` allows no such grammar.
     """
-    _check(config)
+    check(config)
     rng = np.random.default_rng(derive(config.seed, "pcfg"))
     size, vocab_size = config.symbols_per_level, config.vocab_size
     names = [[f"L{level}.{index}" for index in range(size)] for level in range(config.levels + 1)]
     tokens = [f"w{index}" for index in range(vocab_size)]
     rules: list[Rule] = []
 
-    def add(lhs: str, rhs: list[tuple[tuple[str, bool], ...]], share: float) -> None:
-        probabilities = share * rng.dirichlet(np.ones(len(rhs)))
+    def add(lhs: str, rhs: list[tuple[tuple[str, bool], ...]], total: float) -> None:
+        probabilities = total * rng.dirichlet(np.ones(len(rhs)))
         rules.extend(Rule(0, lhs, right, float(p)) for right, p in zip(rhs, probabilities, strict=True))
 
     add("S", [((name, False),) for name in names[0]], 1.0)
@@ -53,17 +54,17 @@ def random_grammar(config: PCFGConfig) -> Grammar:
     return build_grammar(rules, start="S", source="random grammar")
 
 
-def _check(config: PCFGConfig) -> None:
-    if not 1 <= config.levels <= MAX_LEVELS:
-        raise IsolossError(f"a random grammar has 1 to {MAX_LEVELS} levels, not {config.levels}")
-    for field in ("symbols_per_level", "rules_per_symbol", "vocab_size"):
-        if getattr(config, field) < 1:
-            raise IsolossError(f"{field} is {getattr(config, field)}; it must be at least 1")
-    pairs = config.symbols_per_level**2
-    if config.rules_per_symbol > pairs:
-        raise IsolossError(
-            f"rules_per_symbol is {config.rules_per_symbol}, but {config.symbols_per_level} symbols a level make only "
-            f"{pairs} different pairs; take fewer rules or more symbols"
-        )
-    if not 0 <= config.stop_probability < 1:
-        raise IsolossError(f"stop_probability is {config.stop_probability}; it must be at least 0 and below 1")
+def redrawn_grammar(grammar: Grammar, redrawing: Redrawing) -> Grammar:
+    """Return a grammar of the same rules, of which some symbols have other probabilities (see `PCFG.redrawn`)."""
+    owners = {kind: getattr(grammar, kind)[:, 0] for kind in ("binary", "unary", "emission")}
+    counts = [np.bincount(owner, minlength=len(grammar.symbols)) for owner in owners.values()]
+    chosen = redrawing.choose(np.any([count > 1 for count in counts], axis=0))
+    drawn = {}
+    for kind, owner in owners.items():
+        probs = getattr(grammar, f"{kind}_probs").copy()
+        for symbol in chosen:
+            own = owner == symbol
+            probs[own] = redrawing.draw(probs[own])
+        probs.flags.writeable = False
+        drawn[f"{kind}_probs"] = probs
+    return dataclasses.replace(grammar, **drawn)

@@ -14,7 +14,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages.pcfg.grammar import Grammar
 
 if TYPE_CHECKING:
-    from isoloss.languages.pcfg.alias_sampling import Rewrites
+    from isoloss.languages.alias_sampling import Rewrites
 
 _SMALLEST = 1e-280  # of a rule's splits: a smaller sum, by which one cannot divide, counts as 0
 _SMALLEST_ROOT = 1e-250  # of a sentence length: what counts as 0 is then far too small to matter
@@ -58,7 +58,7 @@ class Sampler:
         self._grammar, self._max_length = grammar, max_length
         self._bounded = bool(longest_yields(grammar, max_length + 1)[0] <= max_length)
         self._chains = _chains(grammar)
-        self._moved: dict[tuple[torch.device, bool], Rewrites] = {}
+        self._on_device: dict[tuple[torch.device, bool], Rewrites] = {}
 
     def __call__(
         self, n: int, seed: int, *, length: int | None = None, trees: bool = False, device: torch.device | None = None
@@ -75,8 +75,7 @@ class Sampler:
         Raises:
             IsolossError: No sentence has `length` tokens.
         """
-        from isoloss.languages import vectorized_sampler
-        from isoloss.languages.pcfg import alias_sampling
+        from isoloss.languages import alias_sampling, vectorized_sampler
 
         refined = length is not None or not self._bounded
         rewrites = self._refined if refined else self._free
@@ -99,9 +98,9 @@ class Sampler:
                     trees=trees,
                 )
             )
-        if (device, refined) not in self._moved:
-            self._moved[device, refined] = vectorized_sampler.moved(rewrites, device)
-        tables = self._moved[device, refined]
+        if (device, refined) not in self._on_device:
+            self._on_device[device, refined] = vectorized_sampler.rewrites_on(rewrites, device)
+        tables = self._on_device[device, refined]
         return Derived(
             *vectorized_sampler.derivations(tables, n=n, seed=seed, root=root, longest=longest, pad=pad, trees=trees)
         )
@@ -176,7 +175,7 @@ class Sampler:
     def _rewrites(
         self, row: _Ints, rule: _Ints, weight: _Floats, rows: int, inside: _Floats, scale: _Floats
     ) -> Rewrites:
-        from isoloss.languages.pcfg.alias_sampling import Rewrites, sparse_tables
+        from isoloss.languages.alias_sampling import Rewrites, sparse_tables
 
         grammar = self._grammar
         left = np.concatenate([grammar.binary[:, 1], grammar.unary[:, 1], grammar.emission[:, 1]])

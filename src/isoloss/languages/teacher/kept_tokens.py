@@ -29,7 +29,7 @@ def vocab_size(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def special_ids(model: Any, tokenizer: PreTrainedTokenizerFast | None = None) -> frozenset[int]:
+def special_token_ids(model: Any, tokenizer: PreTrainedTokenizerFast | None = None) -> frozenset[int]:
     """Return the ids that the model's config and the tokenizer call special: begin, end, padding, unknown, ..."""
     found: list[int] = [] if tokenizer is None else list(tokenizer.all_special_ids)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
@@ -62,17 +62,14 @@ def choose(
     """Return the ids that are most frequent in the config's text or, where it names none, in samples of the model.
 
     Raises:
-        IsolossError: The text cannot be counted (see `count_text`), or a number is below 1.
+        IsolossError: The text cannot be counted (see `count_text`).
     """
-    for name in ("vocab_size", "samples"):
-        if getattr(config, name) < 1:
-            raise IsolossError(f"{name} is {getattr(config, name)}; it must be at least 1")
     if config.corpus:
         assert tokenizer is not None
         counts = count_text(config.corpus, tokenizer, vocab_size(model))
     else:
         counts = count_samples(model, start_id, sequences=config.samples, length=config.length, seed=config.seed)
-    return most_frequent(counts, special_ids(model, tokenizer), config.vocab_size)
+    return most_frequent(counts, special_token_ids(model, tokenizer), config.vocab_size)
 
 
 def count_text(paths: Iterable[str], tokenizer: PreTrainedTokenizerFast, size: int) -> np.ndarray:

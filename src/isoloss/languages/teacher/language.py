@@ -15,28 +15,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isoloss import loading, seeds
+from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
-from isoloss.languages.api import Sentences
+from isoloss.languages.api import ExactLanguage, Sentences, Stored
 from isoloss.languages.config import TeacherConfig
-from isoloss.languages.synthetic import Synthetic
 from isoloss.languages.teacher import kept_tokens
 from isoloss.languages.teacher.scores import Prefix, Scorer, by_set, check_possible
-from isoloss.languages.teacher.truncated import Truncated, choose, gathered, truncate
+from isoloss.languages.teacher.truncated import Truncated, choose, join_parts, truncate
 from isoloss.text import tokenizers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _ROWS = 256  # sentences drawn or read together; part of what a seed stands for
-_COMPLETIONS = 1 << 12  # of several hidden tokens, at most
+_COMPLETIONS = 1 << 12  # of several masked tokens, at most
 
 
-class Teacher(Synthetic):
+class Teacher(ExactLanguage):
     r"""A causal language model restricted to K tokens and T of them a sentence (the paper's OPT-generated data, A.1).
 
     `Pr(x) = prod_t Pr(x_t | x_<t)`, where the first token follows the model's start token, and the model's softmax is
-    renormalised over the K tokens at every step. Shorter sentences stand for the model's first tokens. Exact
+    renormalized over the K tokens at every step. Shorter sentences stand for the model's first tokens. Exact
     conditionals are by substitution: `Pr(x_t = c | x_-t)` is proportional to `Pr(c | x_<t) Pr(x_>t | x_<t, c)`, K
     endings to be scored for each position.
 
@@ -45,10 +45,6 @@ class Teacher(Synthetic):
         vocabulary: The token strings, by id.
         vocab_size: K.
         max_length: T.
-        pad_id: K.
-        mask_id: K + 1.
-        special_ids: None: ().
-        model_vocab_size: K + 2.
         start_id: The model's id that every sentence begins after.
         tokenizer: What makes ids of text, to be kept with checkpoints; None where the model comes without a tokenizer.
         device: Where the model runs.
@@ -63,6 +59,8 @@ class Teacher(Synthetic):
         >>> language.log_conditionals(tokens, lengths).exp().sum(dim=2).allclose(torch.tensor(1.0).double())
         True
     """
+
+    costs_forward_passes = True
 
     def __init__(
         self,
@@ -104,19 +102,15 @@ class Teacher(Synthetic):
             if self.tokenizer is None
             else self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokens))))
         )
-        self.vocabulary: tuple[str, ...] = vocabulary or tuple(words)
+        self._set_vocabulary(vocabulary or tuple(words))
         if len(set(self.vocabulary)) != len(self.tokens) or len(self.vocabulary) != len(self.tokens):
             raise IsolossError(f"{source}: the vocabulary must be {len(self.tokens)} different strings, one a token")
-        self.vocab_size = len(self.tokens)
         self.max_length = length
-        self.pad_id, self.mask_id = self.vocab_size, self.vocab_size + 1
-        self.special_ids: tuple[int, ...] = ()
-        self.model_vocab_size = self.vocab_size + 2
         self._config = config
         self._source = source
         self._scorer = Scorer(copy.deepcopy(model), self.start_id, torch.tensor(self.tokens))
         dtype = self._scorer.dtype if self._scorer.dtype == torch.float64 else torch.float32
-        self._place(torch.device(model.device), dtype)
+        self._move(torch.device(model.device), dtype)
 
     @classmethod
     def from_config(cls, config: TeacherConfig) -> Teacher:
@@ -129,6 +123,7 @@ class Teacher(Synthetic):
             IsolossError: There is no such checkpoint, it is no causal language model, its content is another than
                 `config.content` says, it has no tokenizer for a corpus, or as for the constructor.
         """
+        check(config)
         name, model = _load(config.checkpoint)
         found = kept_tokens.content(model, name)
         if config.content not in ("", found):
@@ -155,21 +150,17 @@ class Teacher(Synthetic):
             source=config.checkpoint,
         )
 
-    @property
-    def config(self) -> TeacherConfig:
-        """The config that rebuilds exactly this language, its tokens included.
+    def tables(self) -> Stored:
+        """Raise an `IsolossError`: the checkpoint is a folder already."""
+        checkpoint = self._source if self._config is None else self.config.checkpoint
+        raise IsolossError(f"a teacher is not stored as one file: keep its checkpoint ({checkpoint})")
 
-        Raises:
-            IsolossError: The model was given in memory: there is no checkpoint to name.
-        """
-        if self._config is None:
-            raise IsolossError(
-                "this teacher is only in memory: write the model with save_pretrained and take from_config's language"
-            )
-        return self._config
+    def describe(self) -> str:
+        """Return what the sentences are, and their length."""
+        return f"what a causal language model writes over {self.vocab_size:,} tokens; {self._describe_lengths()}"
 
-    def _place(self, device: torch.device, dtype: torch.dtype) -> None:
-        super()._place(device, dtype)
+    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+        super()._move(device, dtype)
         self._scorer = copy.copy(self._scorer)
         if self._scorer.dtype != dtype or self._scorer.ids.device != device:
             self._scorer.model = copy.deepcopy(self._scorer.model)
@@ -191,19 +182,12 @@ class Teacher(Synthetic):
         Args:
             n: Number of sentences.
             generator: CPU generator of the seed; None: a fresh one, seeded by the system.
-            latent: Has no effect: nothing is hidden behind a sentence.
+            latent: Has no effect: nothing stands behind a sentence.
 
         Raises:
             IsolossError: `n` is negative, or the generator is not on the CPU.
         """
-        if n < 0:
-            raise IsolossError(f"cannot draw {n} sentences: it must be at least 0")
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
-        if generator.device.type != "cpu":
-            raise IsolossError(f"sentences are drawn on the CPU, but the generator is on {generator.device}")
-        seed = int(torch.randint(2**63 - 1, (1,), generator=generator))
+        seed = self._seed(n, generator)
         tokens = torch.empty(n, self.max_length, dtype=torch.int64)
         for first in range(0, n, _ROWS):
             own = seeds.generator(seed, "teacher sentences", first)
@@ -266,7 +250,7 @@ class Teacher(Synthetic):
         Raises:
             IsolossError: As for `log_prob`, or a position is beyond its sentence.
         """
-        wide, shape = self._places(tokens, lengths, positions)
+        wide, shape = self._positions(tokens, lengths, positions)
         out = torch.zeros(*wide.shape, self.vocab_size, dtype=self.dtype, device=self.device)
         for rows, columns, logs in self._conditionals(tokens, lengths, mask, wide):
             out[rows, columns] = logs.clamp(min=math.log(torch.finfo(self.dtype).tiny))
@@ -285,7 +269,7 @@ class Teacher(Synthetic):
         The (n, T, K) conditionals exist a part at a time. Arguments and errors as for `log_conditionals`; with
         `positions` the result has their shape.
         """
-        wide, shape = self._places(tokens, lengths, positions)
+        wide, shape = self._positions(tokens, lengths, positions)
         out = torch.zeros(wide.shape, dtype=self.dtype, device=self.device)
         for rows, columns, logs in self._conditionals(tokens, lengths, mask, wide):
             probs = logs.exp()
@@ -327,14 +311,14 @@ class Teacher(Synthetic):
         if not 0 < mass <= 1:
             raise IsolossError(f"mass is {mass}; it must be above 0 and at most 1")
         ids, lengths, _ = self._checked(tokens, lengths, None)
-        wide, shape = self._places(tokens, lengths, positions)
+        wide, shape = self._positions(tokens, lengths, positions)
         parts: list[tuple[torch.Tensor, torch.Tensor, Truncated]] = []
         for chunk, prefix in self._read(ids, lengths):
             for position in sorted(set(wide[chunk].flatten().tolist())):
                 rows, columns = (wide[chunk] == position).nonzero(as_tuple=True)
                 kept = choose(prefix.logs[rows, position], mass=mass, candidates=candidates)
                 parts.append((chunk[rows], columns, truncate(self._scorer, prefix, rows, position, kept)))
-        found = gathered(parts, wide.shape, self.pad_id, self.dtype, self.device)
+        found = join_parts(parts, wide.shape, self.pad_id, self.dtype, self.device)
         return Truncated(*(field.view(*shape, *field.shape[2:]) for field in found))
 
     # --- parts -------------------------------------------------------------------------------------------------------
@@ -370,7 +354,7 @@ class Teacher(Synthetic):
             for rows in (lengths == length).nonzero()[:, 0].split(_ROWS):
                 yield rows, self._scorer.read(ids[rows, :length])
 
-    def _places(
+    def _positions(
         self, tokens: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Size]:
         """Return the (n, k) positions that are asked for, all where None, and the shape of what is returned."""
@@ -391,12 +375,12 @@ class Teacher(Synthetic):
         return ids.masked_fill(hidden | ~present, 0), lengths, hidden
 
     @property
-    def most_unknown(self) -> int:
+    def max_masked(self) -> int:
         """The most unknown tokens of a sentence that exact answers take: one, or as many as have 4,096 completions."""
         return max(1, int((math.log(_COMPLETIONS) + 1e-9) / math.log(self.vocab_size)))
 
     def _check_completions(self, counts: torch.Tensor) -> None:
-        wrong = counts > self.most_unknown
+        wrong = counts > self.max_masked
         if (row := batches.first(wrong)) is not None:
             raise IsolossError(
                 f"sentence {row} has {int(counts[row])} unknown tokens, with {self.vocab_size}^{int(counts[row])} "
@@ -415,7 +399,7 @@ def _load(checkpoint: str) -> tuple[str, Any]:
 
 
 def _checked_tokens(tokens: tuple[int, ...], model: Any, source: str) -> tuple[int, ...]:
-    size, special = kept_tokens.vocab_size(model), kept_tokens.special_ids(model)
+    size, special = kept_tokens.vocab_size(model), kept_tokens.special_token_ids(model)
     if len(tokens) < 2:
         raise IsolossError(f"{source}: a language needs at least 2 tokens, not {len(tokens)}")
     if len(set(tokens)) < len(tokens):

@@ -76,7 +76,7 @@ def truncate(scorer: Scorer, prefix: Prefix, rows: torch.Tensor, position: int, 
     )
 
 
-def gathered(
+def join_parts(
     parts: Iterable[tuple[torch.Tensor, torch.Tensor, Truncated]],
     shape: torch.Size,
     pad_id: int,

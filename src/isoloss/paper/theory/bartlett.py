@@ -17,7 +17,6 @@ from transformers import BertConfig, BertForMaskedLM
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.brackets import Brackets
 from isoloss.languages.config import BracketsConfig
 from isoloss.models.initial import seeded_weights
 from isoloss.paper.theory.statements import Statement
@@ -148,7 +147,7 @@ def bert_model(*, seed: int, length: int = 4) -> EnumerableModel:
     """
     if length % 2 or not 2 <= length <= MAX_LENGTH:
         raise IsolossError(f"length is {length}; it must be even, from 2 to {MAX_LENGTH}, to visit every sentence")
-    language = Brackets.from_config(BracketsConfig(length=length))
+    language = BracketsConfig(length=length).build()
     strings = torch.cartesian_prod(*[torch.arange(2)] * length)
     sentences = strings[language.mismatch(strings) == 0]
     hidden = torch.eye(length, dtype=torch.bool).repeat(len(sentences), 1)

@@ -16,8 +16,9 @@ from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.languages import Language
 from isoloss.languages.config import CorpusConfig
+from isoloss.languages.corpus import Corpus, resolve
 from isoloss.seeds import generator
-from isoloss.text.corpus import Corpus, pack, resolve
+from isoloss.text.packing import pack
 from isoloss.text.tokenizers import load_tokenizer
 
 CLS, SEP, MASK = 3, 4, 64
@@ -86,7 +87,7 @@ def test_it_is_a_language(corpus, vocab):
     assert corpus.vocabulary == tuple(vocab.read_text().split())
     assert corpus.vocab_size == corpus.model_vocab_size == 66
     assert (corpus.max_length, corpus.pad_id, corpus.mask_id) == (8, 0, MASK)
-    assert corpus.special_ids == (0, 2, 3, 4, MASK)
+    assert corpus.special_token_ids == (0, 2, 3, 4, MASK)
     for sentences in (corpus.batch(1, 5, seed=0), corpus.sample(5), corpus.held_out(5)):
         assert sentences.tokens.shape == (5, 8)
         assert sentences.tokens.dtype == torch.int64
@@ -259,7 +260,7 @@ def test_bad_settings_and_too_little_text(config, text, tmp_path):
 
     fails("is 2; it must be at least 3", length=2)
     for share in (0.0, 1.0, -0.1):
-        fails(f"share is {share}; it must be above 0 and below 1", held_out=share)
+        fails(f"held_out is {share}; it must be above 0 and below 1", held_out=share)
     fails("no text file or folder", paths=(str(tmp_path / "nowhere"),))
     fails("held-out part .* has 1 of 40 documents but not one sequence of 200 tokens", length=200, held_out=0.001)
     fails("training part .* has 1 of 40 documents but not one sequence of 200 tokens", length=200, held_out=0.999)
@@ -323,7 +324,7 @@ def test_real_text(shared_data, tmp_path):
         tokenizer=str(shared_data / "bert-uncased-vocab" / "vocab.txt"),
     )
     corpus = Corpus.from_config(config, cache=tmp_path)
-    assert (corpus.vocab_size, corpus.mask_id, corpus.special_ids) == (30522, 103, (0, 100, 101, 102, 103))
+    assert (corpus.vocab_size, corpus.mask_id, corpus.special_token_ids) == (30522, 103, (0, 100, 101, 102, 103))
     assert (corpus.num_training, corpus.num_held_out) == (1942, 122)
     sentence = corpus.held_out(1).tokens[0]
     assert sentence[[0, -1]].tolist() == [101, 102]

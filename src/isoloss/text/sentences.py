@@ -1,0 +1,76 @@
+"""Sentences, and the ids that masking, packing and predicting must know of a language.
+
+Shapes: n sentences padded to T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+
+class Sentences(NamedTuple):
+    """A batch of sentences, padded on the right.
+
+    Attributes:
+        tokens: (n, T) int64, token ids; positions at and beyond a sentence's length hold the language's `pad_id`.
+        lengths: (n,) int64, in tokens.
+        latent: What produced the sentences, in the language's own form, or None where it was not asked for.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    latent: Any = None
+
+    def present(self) -> torch.Tensor:
+        """Return (n, T) bool: true where there is a token, false where there is padding."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+
+
+class Start(NamedTuple):
+    """What the first token of a sentence is predicted from.
+
+    Attributes:
+        id: The id that every sentence starts from.
+        end_id: The id that ends a sentence, or None where the language has none.
+        is_in_sentences: Whether the language's sentences begin with the id themselves.
+    """
+
+    id: int
+    end_id: int | None
+    is_in_sentences: bool
+
+
+class SpecialTokens(Protocol):
+    """What masking must know.
+
+    Attributes:
+        mask_id: The id that stands for a masked token.
+        special_token_ids: Ids inside a sentence that are never masked nor predicted, e.g. [CLS] and [SEP].
+    """
+
+    @property
+    def mask_id(self) -> int: ...  # noqa: D102
+    @property
+    def special_token_ids(self) -> tuple[int, ...]: ...  # noqa: D102
+
+
+class TokenIds(SpecialTokens, Protocol):
+    """All ids of a language, as a model knows them.
+
+    Attributes:
+        vocab_size: Number of token ids that a sentence can hold: 0 to vocab_size - 1.
+        model_vocab_size: Number of ids that a model of the language must know, the special ones included.
+        pad_id: The id that fills the space after a sentence.
+        start: What the first token is predicted from.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def model_vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def pad_id(self) -> int: ...  # noqa: D102
+    @property
+    def start(self) -> Start: ...  # noqa: D102
