@@ -88,11 +88,15 @@ class Chain(ExactLanguage):
 class Corpus(Language):
     """The chain's sentences without their probabilities."""
 
-    def __init__(self):
-        chain = Chain()
-        for name in ("vocab_size", "max_length", "vocabulary", "pad_id", "mask_id", "model_vocab_size"):
-            setattr(self, name, getattr(chain, name))
-        self.sample, self.batch, self.held_out = chain.sample, chain.batch, chain.held_out
+    vocab_size, max_length, vocabulary = Chain.vocab_size, Chain.max_length, Chain.vocabulary
+    pad_id, mask_id, model_vocab_size = Chain.pad_id, Chain.mask_id, Chain.model_vocab_size
+    num_held_out = Chain.num_held_out
+
+    def sample(self, n, *, generator=None, latent=False):
+        return Chain().sample(n, generator=generator)
+
+    def held_out(self, n=None):
+        return Chain().held_out(n)
 
 
 def bert(seed=0, *, dropout=0.0, dtype=torch.float64, vocab=5):
@@ -259,7 +263,8 @@ def test_truth_and_values_do_not_depend_on_the_parts(batch_size, monkeypatch):
     monkeypatch.setattr(truths, "_KEPT_BYTES", 0)
     monkeypatch.setattr(truths, "_PART_BYTES", 5 * 8 * 3)
     monkeypatch.setattr(truths, "_PART", 150)
-    monkeypatch.setattr(loss, "_ROWS", 5)
+    monkeypatch.setattr(loss, "ROWS", 5)
+    monkeypatch.setattr(truths, "ROWS", 5)
     truth = make_truth()
     assert truth.kept is None
     torch.testing.assert_close(truth.entropy, kept.entropy, rtol=1e-14, atol=1e-15)
