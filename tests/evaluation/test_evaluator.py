@@ -12,6 +12,7 @@ from isoloss.errors import IsolossError
 from isoloss.evaluation import loss
 from isoloss.evaluation.config import EvalConfig
 from isoloss.evaluation.evaluator import Evaluator, pending, settings_of
+from isoloss.evaluation.inputs import language_inputs
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.compare import compare as compare_traces
 from isoloss.languages.config import PRESETS, CorpusConfig
@@ -21,7 +22,6 @@ from isoloss.models.sizes import SIZES
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.comparison import difference, measured, ratio
-from isoloss.text.inputs import language_inputs
 from isoloss.training import train
 from isoloss.transfer.compare import compare as compare_transfer
 from isoloss.transfer.linear_probe import probe_task

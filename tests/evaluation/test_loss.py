@@ -90,7 +90,10 @@ class Corpus(Language):
         chain = Chain()
         for name in ("vocab_size", "max_length", "vocabulary", "pad_id", "mask_id", "model_vocab_size"):
             setattr(self, name, getattr(chain, name))
-        self.sample, self.batch, self.held_out = chain.sample, chain.batch, chain.held_out
+        self.chain, self.batch, self.held_out = chain, chain.batch, chain.held_out
+
+    def sample(self, n, *, generator=None, latent=False):
+        return self.chain.sample(n, generator=generator)
 
 
 def bert(seed=0, *, dropout=0.0, dtype=torch.float64, vocab=5):
