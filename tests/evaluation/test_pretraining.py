@@ -117,7 +117,7 @@ def test_the_adversary_gets_the_training_set_of_its_task(tmp_path):
     pretrain(run, run.config, language)  # complete: nothing is drawn or measured
     with pytest.raises(IsolossError, match="no task 'prefix-99'"):
         task_examples(language, dataclasses.replace(rule, task="prefix-99"), seed=0)
-    with pytest.raises(IsolossError, match="no task 'root': choose mismatch"):
+    with pytest.raises(IsolossError, match="no task 'prefix-4': choose mismatch"):
         task_examples(BracketsConfig(length=4).build(), rule, seed=0)
     with pytest.raises(IsolossError, match="the sentences of task 'mismatch' are not the language's"):
         task_examples(BracketsConfig(length=4).build(), dataclasses.replace(rule, task="mismatch"), seed=0)

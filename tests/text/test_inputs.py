@@ -459,5 +459,5 @@ def test_text_that_the_tokenizer_does_not_know_is_told_and_never_all_of_a_row(tm
     assert ", 66.7 % of the tokens unknown to the tokenizer" in causal.description
     assert causal.num_sequences == 3  # <s> and 24 tokens, all of them predicted
     path.write_text("zz " * 40)
-    with pytest.raises(IsolossError, match="holds no token that the tokenizer knows and that could be hidden"):
+    with pytest.raises(IsolossError, match="holds no token that the tokenizer knows and that could be masked"):
         read(path, tokenizer=str(vocab), length=8)
