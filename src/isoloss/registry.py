@@ -216,6 +216,66 @@ MODELS = Registry(
         ),
     },
 )
+MEASURES = Registry(
+    "measure",
+    "measures",
+    {
+        "loss": Entry(
+            "isoloss.evaluation.measures.loss:Loss",
+            "loss per predicted token: entropy of the true conditionals + KL to them; for text, held-out cross-entropy",
+        ),
+        "trace": Entry(
+            "isoloss.evaluation.measures.flatness:Trace",
+            "trace of the Fisher of that loss, which at saturation is the trace of its Hessian",
+        ),
+        "trace-in-SIZE-SCALE": Entry(
+            "isoloss.evaluation.measures.flatness:TraceIn",
+            "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand --scale)",
+        ),
+        "empirical-fisher": Entry(
+            "isoloss.evaluation.measures.flatness:EmpiricalFisher", "mean squared gradient norm at the given labels"
+        ),
+        "hessian-trace": Entry(
+            "isoloss.evaluation.measures.flatness:HessianTrace", "trace of the Hessian at the given labels"
+        ),
+        "weighted-trace": Entry(
+            "isoloss.evaluation.measures.flatness:WeightedTrace",
+            "trace of the Fisher weighted by squared parameters: invariant to rescaling",
+        ),
+        "fisher-rao": Entry(
+            "isoloss.evaluation.measures.flatness:FisherRao", "squared Fisher-Rao norm: invariant to rescaling"
+        ),
+        "largest-eigenvalue": Entry(
+            "isoloss.evaluation.measures.flatness:LargestEigenvalue",
+            "largest eigenvalues of the Gauss-Newton matrix or the Hessian",
+        ),
+        "spectral-density": Entry(
+            "isoloss.evaluation.measures.flatness:SpectralDensity", "distribution of these eigenvalues"
+        ),
+        "sam-sharpness": Entry(
+            "isoloss.evaluation.measures.flatness:SAMSharpness", "rise of the loss in a batch's worst direction"
+        ),
+        "noise-sharpness": Entry(
+            "isoloss.evaluation.measures.flatness:NoiseSharpness",
+            "expected rise of the loss under noise on the weights",
+        ),
+        "squared-norm": Entry(
+            "isoloss.evaluation.measures.flatness:SquaredNorm", "sum of the squared parameters, exact"
+        ),
+        "probe-TASK": Entry(
+            "isoloss.evaluation.measures.transfer:Probe",
+            "accuracy of a linear probe on the concatenated token embeddings, e.g. probe-root, probe-prefix-4",
+        ),
+        "lookup-TASK": Entry(
+            "isoloss.evaluation.measures.transfer:Lookup",
+            "the same probe on the true conditionals: the look-up table, a model without parameters",
+        ),
+        "finetune-TASK": Entry(
+            "isoloss.evaluation.measures.transfer:Finetune", "accuracy of the fine-tuned model, e.g. finetune-root"
+        ),
+    },
+)
+
 # what a task's name is, beside those that a language has: `(language, **parts) -> isoloss.languages.api.Labeling`, with
 # what stands for each part of the name in capital letters, by its name in small ones
 TASKS = Registry("task", "tasks", {})

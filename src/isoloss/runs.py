@@ -42,9 +42,9 @@ class Evaluation:
 
     Attributes:
         measure: Its name, e.g. `loss`, `trace`, `probe-root`.
-        step: The checkpoint's step.
+        step: The checkpoint's step; None: the checkpoint is not a run's.
         settings: What was asked for: numbers of inputs, seeds; two evaluations compare only where these agree.
-        weights: SHA-256 of the checkpoint's weights file.
+        weights: SHA-256 of the checkpoint's weights file; where it is not a run's, of the weights themselves.
         estimates: The numbers, by name, e.g. `kl`, `entropy`, `loss`; written without `seconds`, so that the file is a
             pure function of checkpoint and settings.
         inputs: SHA-256 of the inputs that were measured on and of what is predicted in them. Two evaluations with the
@@ -54,7 +54,7 @@ class Evaluation:
     """
 
     measure: str
-    step: int
+    step: int | None
     weights: str
     settings: Mapping[str, Any]
     estimates: Mapping[str, Estimate]
@@ -221,7 +221,7 @@ class Run:
 
     # --- evaluations
 
-    def evaluation_path(self, measure: str, step: int) -> Path:
+    def evaluation_path(self, measure: str, step: int | None) -> Path:
         """The file of a measure at a step, there or not."""
         return self._evaluations / f"{measure}@step-{step}.json"
 

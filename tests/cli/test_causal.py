@@ -66,7 +66,7 @@ def test_the_loss_is_transformers_own_and_the_trace_that_of_its_labels(capsys, r
 
 def test_a_task_of_a_synthetic_language_says_what_a_model_of_text_takes(capsys, run):
     message = refusal(capsys, "transfer", run, "--task", "root", alone=True)
-    assert "not text; for a task of text give isoloss transfer --task sst2 --data FOLDER" in message
+    assert "nobody knows of text; for a task of text give isoloss transfer --task sst2 --data FOLDER" in message
     assert "object at" not in message
 
 

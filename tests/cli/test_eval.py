@@ -7,7 +7,6 @@ import pytest
 from speaking import as_json, refusal
 
 from isoloss.cli.main import main
-from isoloss.evaluation.config import EvalConfig
 from isoloss.evaluation.evaluator import Evaluator
 from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import rounded
@@ -41,12 +40,11 @@ def kept(run, *parts):
 def test_a_checkpoint_is_the_run_at_its_step(capsys, run):
     checkpoint = run / "checkpoints" / "step-10"
     alone = as_json(capsys, "eval", checkpoint, *MEASURES)
-    assert (alone["run"], alone["checkpoint"]) == (str(run), str(checkpoint))
+    assert {e["model"] for e in alone["evaluations"]} == {str(checkpoint)}
     assert kept(run) == ["loss@step-10.json", "probe-root@step-10.json", "trace@step-10.json"]
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.json")}
     of_run = as_json(capsys, "eval", run, "--steps", "10", *MEASURES)
-    assert of_run["evaluations"] == alone["evaluations"]
-    assert "checkpoint" not in of_run
+    assert of_run["evaluations"] == [{**e, "model": str(run)} for e in alone["evaluations"]]
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*.json")} == before
 
 
@@ -132,11 +130,11 @@ def test_what_is_no_checkpoint_of_a_run_is_refused(capsys, run, tmp_path):
         assert f"{path} is neither a run directory (it has no run.json) nor a checkpoint in one" in message
     checkpoint = run / "checkpoints" / "step-10"
     message = refusal(capsys, "eval", checkpoint, "--steps", "10", alone=True)
-    assert message.endswith(f"{checkpoint} is one checkpoint: leave out --steps, or name the run, {run}")
+    assert message.endswith(f"{checkpoint} is one checkpoint: leave out steps, or name the run, {run}")
     assert kept(run) == []
 
 
 def test_the_log_says_which_checkpoint(run):
-    evaluator = Evaluator(Run(run).averaged, EvalConfig(trace_sentences=16))
+    evaluator = Evaluator(Run(run).averaged, {"trace_sentences": 16})
     evaluator.evaluate("trace", 10)
     assert '"checkpoint": "checkpoints/step-10/ema"' in (run / "log.jsonl").read_text().splitlines()[-1]

@@ -10,8 +10,10 @@ import pytest
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation import loss
-from isoloss.evaluation.config import EvalConfig
-from isoloss.evaluation.evaluator import Evaluator, pending, settings_of
+from isoloss.evaluation.evaluator import Evaluator, pending
+from isoloss.evaluation.inputs import language_inputs
+from isoloss.evaluation.measures.base import settings_of
+from isoloss.evaluation.truth import truth as make_truth
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.compare import compare as compare_traces
 from isoloss.languages.config import PRESETS, CorpusConfig
@@ -20,8 +22,9 @@ from isoloss.models.expansion import expand
 from isoloss.models.sizes import SIZES
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
+from isoloss.statistics.paired import paired_difference
 from isoloss.studies.comparison import difference, measured, ratio
-from isoloss.text.inputs import language_inputs
+from isoloss.text.masking import IGNORED
 from isoloss.training import train
 from isoloss.transfer.compare import compare as compare_transfer
 from isoloss.transfer.linear_probe import probe_task
@@ -36,9 +39,15 @@ CONFIG = TrainConfig(
     checkpoints=(30,),
     device="cpu",
 )
-SETTINGS = EvalConfig(
-    loss_sentences=200, trace_sentences=96, probe_train=300, probe_test=120, probe_seeds=3, probe_epochs=3, seed=7
-)
+SETTINGS = {
+    "loss_sentences": 200,
+    "trace_sentences": 96,
+    "probe_train": 300,
+    "probe_test": 120,
+    "probe_seeds": 3,
+    "probe_epochs": 3,
+    "seed": 7,
+}
 PROBE = {"seeds": 3, "epochs": 3, "seed": 7}
 MEASURES = ("loss", "trace", "probe-prefix-4", "lookup-prefix-4")
 
@@ -69,9 +78,9 @@ def moved(run, measure, key):
 
 @pytest.mark.parametrize("key", ["kl", "loss"])
 def test_the_paired_error_of_the_loss_is_that_of_the_sentences(run, models, language, key):
-    truth = loss.truth(language, num_sentences=200, objective=CONFIG.objective, seed=7)
+    truth = make_truth(language, num_sentences=200, objective=CONFIG.objective, seed=7)
     later, earlier = (loss.kl_values(models[step], truth) for step in (60, 30))
-    expected = loss.paired_difference(later, earlier, predicted=truth.counts)
+    expected = paired_difference(*(loss.pretraining_loss(models[step], truth)[key] for step in (60, 30)))
     found = moved(run, "loss", key)
     assert found.value == pytest.approx(expected.value, rel=1e-9)
     assert found.stderr == pytest.approx(expected.stderr, rel=1e-5)
@@ -81,7 +90,7 @@ def test_the_paired_error_of_the_loss_is_that_of_the_sentences(run, models, lang
 
 
 def test_the_paired_error_of_the_trace_is_that_of_a_comparison_of_the_models(run, models):
-    batches = language_inputs(CONFIG, num_inputs=96, seed=7).batches
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_inputs=96, seed=7).batches
     expected = compare_traces({"later": models[60], "earlier": models[30]}, batches, seed=7).pair("later", "earlier")
     found = moved(run, "trace", "trace")
     assert found.value == pytest.approx(expected.trace.value, rel=1e-9)
@@ -92,7 +101,7 @@ def test_the_paired_error_of_the_trace_is_that_of_a_comparison_of_the_models(run
 
 
 def test_the_trace_is_that_of_fisher_trace(run, models):
-    batches = language_inputs(CONFIG, num_inputs=96, seed=7).batches
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_inputs=96, seed=7).batches
     expected = fisher_trace(models[60], batches, seed=7)
     kept = run.evaluation("trace", 60).estimates["trace"]
     assert dataclasses.replace(expected, seconds=None) == kept
@@ -118,7 +127,7 @@ def test_the_paired_error_of_a_probe_is_that_of_its_predictions(run, models, lan
 @pytest.mark.parametrize("scale", ["paper", "balanced", "exact"])
 def test_the_trace_of_an_expanded_model_is_measured_in_the_large_one(run, models, scale):
     evaluation, _ = Evaluator(run, SETTINGS).measure(f"trace-in-d64-{scale}", 60)
-    batches = language_inputs(CONFIG, num_inputs=96, seed=7).batches
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_inputs=96, seed=7).batches
     expected = fisher_trace(expand(models[60], SIZES["d64"], scale=scale).model, batches, seed=7)
     trace = evaluation.estimates["trace"]
     assert trace.value == pytest.approx(expected.value)
@@ -129,7 +138,7 @@ def test_the_trace_of_an_expanded_model_is_measured_in_the_large_one(run, models
 
 
 def test_other_sentences_are_other_inputs(run):
-    other = Evaluator(run, dataclasses.replace(SETTINGS, seed=8))
+    other = Evaluator(run, {**SETTINGS, "seed": 8})
     for measure in MEASURES:
         assert other.measure(measure, 60)[0].inputs != run.evaluation(measure, 60).inputs
         assert run.evaluation(measure, 60).inputs == run.evaluation(measure, 30).inputs
@@ -188,14 +197,12 @@ def test_held_out_sequences_of_a_text_are_paired_too(tmp_path, monkeypatch, voca
     train(run, config, language)
     for step in (30, 60):
         Evaluator(run, SETTINGS).evaluate("loss", step)
-    (later, counts), (earlier, _) = (
-        loss.held_out_values(
-            load_model(str(run.checkpoint(step))).model, language, num_sequences=200, objective=config.objective, seed=7
-        )
-        for step in (60, 30)
+    batch = loss.held_out_batch(language, num_sequences=200, objective=config.objective, seed=7)
+    checkpoints = [load_model(str(run.checkpoint(step))).model for step in (60, 30)]
+    expected = paired_difference(
+        *(loss.text_loss(model, [batch], objective=config.objective, seed=7)["loss"] for model in checkpoints)
     )
-    expected = loss.paired_difference(later, earlier, predicted=counts)
     found = moved(run, "loss", "loss")
-    assert counts.unique().numel() > 1
+    assert (batch["labels"] != IGNORED).sum(dim=1).unique().numel() > 1
     assert found.value == pytest.approx(expected.value, rel=1e-9)
     assert found.stderr == pytest.approx(expected.stderr, rel=1e-5)

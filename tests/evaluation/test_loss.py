@@ -11,11 +11,13 @@ from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.errors import IsolossError
 from isoloss.evaluation import loss
+from isoloss.evaluation import truth as truths
 from isoloss.languages.api import ExactLanguage, Language, Sentences
 from isoloss.languages.config import PCFGConfig
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.paired import paired_difference
 from isoloss.text.masking import mask
 
 ONE = ObjectiveConfig(masking="one")
@@ -86,11 +88,15 @@ class Chain(ExactLanguage):
 class Corpus(Language):
     """The chain's sentences without their probabilities."""
 
-    def __init__(self):
-        chain = Chain()
-        for name in ("vocab_size", "max_length", "vocabulary", "pad_id", "mask_id", "model_vocab_size"):
-            setattr(self, name, getattr(chain, name))
-        self.sample, self.batch, self.held_out = chain.sample, chain.batch, chain.held_out
+    vocab_size, max_length, vocabulary = Chain.vocab_size, Chain.max_length, Chain.vocabulary
+    pad_id, mask_id, model_vocab_size = Chain.pad_id, Chain.mask_id, Chain.model_vocab_size
+    num_held_out = Chain.num_held_out
+
+    def sample(self, n, *, generator=None, latent=False):
+        return Chain().sample(n, generator=generator)
+
+    def held_out(self, n=None):
+        return Chain().held_out(n)
 
 
 def bert(seed=0, *, dropout=0.0, dtype=torch.float64, vocab=5):
@@ -149,7 +155,7 @@ def population(model):
 
 
 def make_truth(n=600, seed=0):
-    return loss.truth(Chain(), num_sentences=n, objective=ONE, seed=seed)
+    return truths.truth(Chain(), num_sentences=n, objective=ONE, seed=seed)
 
 
 # --- exact languages -------------------------------------------------------------------------------------------------
@@ -254,10 +260,11 @@ def test_the_truth_is_a_function_of_its_arguments():
 def test_truth_and_values_do_not_depend_on_the_parts(batch_size, monkeypatch):
     model, kept = bert(), make_truth()
     values = loss.kl_values(model, kept)
-    monkeypatch.setattr(loss, "_KEPT_BYTES", 0)
-    monkeypatch.setattr(loss, "_PART_BYTES", 5 * 8 * 3)
-    monkeypatch.setattr(loss, "_PART", 150)
-    monkeypatch.setattr(loss, "_ROWS", 5)
+    monkeypatch.setattr(truths, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(truths, "_PART_BYTES", 5 * 8 * 3)
+    monkeypatch.setattr(truths, "_PART", 150)
+    monkeypatch.setattr(loss, "ROWS", 5)
+    monkeypatch.setattr(truths, "ROWS", 5)
     truth = make_truth()
     assert truth.kept is None
     torch.testing.assert_close(truth.entropy, kept.entropy, rtol=1e-14, atol=1e-15)
@@ -271,7 +278,7 @@ def test_truth_and_values_do_not_depend_on_the_parts(batch_size, monkeypatch):
 
 @pytest.mark.parametrize(("part_bytes", "held"), [(100 * 24, 96), (10, 32), (1000 * 24, 992)])
 def test_whole_batches_of_bounded_size_are_held(part_bytes, held, monkeypatch):
-    monkeypatch.setattr(loss, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(truths, "_PART_BYTES", part_bytes)
     assert make_truth().held_at_once(32) == held  # 24 bytes a sentence
 
 
@@ -318,9 +325,9 @@ def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, kept, m
     language, probability = MANY[name]
     model = bert()
     if not kept:
-        monkeypatch.setattr(loss, "_KEPT_BYTES", 0)
-        monkeypatch.setattr(loss, "_PART_BYTES", 700)
-    truth = loss.truth(language, num_sentences=60, objective=FRACTION, seed=2)
+        monkeypatch.setattr(truths, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(truths, "_PART_BYTES", 700)
+    truth = truths.truth(language, num_sentences=60, objective=FRACTION, seed=2)
     assert (truth.kept is not None) == kept
     log_conditionals = truth.log_conditionals()
     hidden = truth.batch["labels"] != -100
@@ -357,7 +364,7 @@ def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, kept, m
 
 
 def test_one_masked_token_is_predicted_as_among_all_positions():
-    truth = loss.truth(PARSED, num_sentences=2000, objective=ONE, seed=1)
+    truth = truths.truth(PARSED, num_sentences=2000, objective=ONE, seed=1)
     hidden = truth.batch["labels"] != -100
     tokens = torch.where(hidden, truth.batch["labels"], truth.batch["input_ids"])
     everywhere = PARSED.log_conditionals(tokens, truth.batch["attention_mask"].sum(dim=1))
@@ -374,24 +381,11 @@ def test_a_paired_difference_is_exact_and_sharper():
     expected = population(first)[1] - population(second)[1]
     truth = make_truth(3000, seed=5)
     a, b = loss.kl_values(first, truth), loss.kl_values(second, truth)
-    found = loss.paired_difference(a, b)
+    found = paired_difference(*(loss.pretraining_loss(model, truth)["kl"] for model in (first, second)))
     assert abs(found.value - expected) < 4 * found.stderr
-    assert found.stderr == pytest.approx(float((a - b).std()) / math.sqrt(3000), rel=1e-12)
+    assert found.stderr == pytest.approx(float((a - b).std()) / math.sqrt(3000), rel=1e-9)
     alone = math.hypot(*(float(v.std()) / math.sqrt(3000) for v in (a, b)))
     assert found.stderr < alone / 5
-
-
-def test_a_paired_difference_of_sequences_weighs_their_tokens():
-    a, b, counts = torch.tensor([3.0, 8.0, 1.0]), torch.tensor([1.0, 4.0, 1.0]), torch.tensor([1, 2, 1])
-    found = loss.paired_difference(a, b, predicted=counts)
-    # r = 6 / 4; residuals 0.5, 1, -1.5; sqrt(3 / 2 * 3.5) / 4
-    assert (found.value, found.num_inputs, found.samples) == (1.5, 4, 3)
-    assert found.stderr == pytest.approx(math.sqrt(5.25) / 4)
-
-
-def test_values_of_other_sentences_are_refused():
-    with pytest.raises(IsolossError, match=r"shapes \(3,\) and \(4,\) are not of the same sentences"):
-        loss.paired_difference(torch.ones(3), torch.ones(4))
 
 
 # --- corpora ---------------------------------------------------------------------------------------------------------
@@ -422,15 +416,30 @@ def test_held_out_loss_is_the_cross_entropy_per_token(objective, wrap):
     assert done == [30, 60, 90, 120, 150, 180, 200]
 
 
-def test_held_out_values_pair_two_models():
-    corpus = Corpus()
-    options = {"num_sequences": 300, "objective": FRACTION, "seed": 1}
-    first, second = bert(), bert(1)
-    (a, counts), (b, again) = (loss.held_out_values(m, corpus, **options) for m in (first, second))
-    assert torch.equal(counts, again)
-    found = loss.paired_difference(a, b, predicted=counts)
-    losses = [loss.held_out_loss(m, corpus, **options)["loss"].value for m in (first, second)]
-    assert found.value == pytest.approx(losses[0] - losses[1], rel=1e-10)
+def test_held_out_losses_pair_two_models():
+    near = bert()
+    with torch.no_grad():
+        near.cls.predictions.bias[1] += 0.1
+    first, second = (
+        loss.held_out_loss(model, Corpus(), num_sequences=300, objective=FRACTION, seed=1)["loss"]
+        for model in (bert(), near)
+    )
+    found = paired_difference(first, second)
+    assert found.value == pytest.approx(first.value - second.value, rel=1e-10)
+    assert found.stderr < math.hypot(first.stderr, second.stderr) / 5
+
+
+def test_documents_count_as_independent_where_the_batches_have_them():
+    batch = loss.held_out_batch(Corpus(), num_sequences=60, objective=FRACTION, seed=1)
+    documents = torch.arange(60) // 3
+    by_sequence, by_document = (
+        loss.text_loss(bert(), [given], objective=FRACTION, seed=1)["loss"]
+        for given in (batch, {**batch, "documents": documents})
+    )
+    assert (by_sequence.samples, by_document.samples) == (60, 20)
+    assert by_document.value == pytest.approx(by_sequence.value, rel=1e-12)
+    grouped = torch.from_numpy(by_sequence.influence).view(20, 3).sum(dim=1) / 3
+    assert by_document.influence == pytest.approx(grouped.numpy(), rel=1e-9)
 
 
 def test_held_out_loss_takes_what_there_is():
@@ -456,7 +465,7 @@ def test_held_out_loss_of_an_exact_language_agrees_with_its_exact_loss():
 )
 def test_truths_that_cannot_be_had_are_refused(language, objective, n, sentence):
     with pytest.raises(IsolossError, match=sentence):
-        loss.truth(language, num_sentences=n, objective=objective, seed=0)
+        truths.truth(language, num_sentences=n, objective=objective, seed=0)
 
 
 def test_models_that_cannot_be_measured_are_refused():

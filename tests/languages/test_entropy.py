@@ -208,9 +208,3 @@ def test_as_json():
 def test_what_cannot_be_estimated():
     with pytest.raises(IsolossError, match="num_sentences is 1; an estimate with an error needs at least 2"):
         languages.entropy(Brackets(4), num_sentences=1)
-
-    class Text:
-        pass
-
-    with pytest.raises(IsolossError, match="are not known, and so neither is its entropy"):
-        languages.entropy(Text())

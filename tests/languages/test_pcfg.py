@@ -242,7 +242,7 @@ def test_draws_follow_the_conditionals():
 def test_attributes():
     language = PCFGConfig(stop_probability=0.1, seed=3).build()
     assert (language.vocab_size, language.pad_id, language.mask_id, language.model_vocab_size) == (32, 32, 33, 34)
-    assert (language.special_token_ids, language.max_length, language.start) == ((), 8, "S")
+    assert (language.special_token_ids, language.max_length, language.start_symbol) == ((), 8, "S")
     assert language.symbols[:2] == ("S", "L0.0")
     assert language.vocabulary == tuple(f"w{i}" for i in range(32))
     assert math.isclose(language.length_probs.sum(), 1, rel_tol=1e-14)

@@ -66,8 +66,8 @@ def test_draws_are_pinned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"levels": 0}, "1 to 10 levels, not 0"),
-        ({"levels": 11}, "1 to 10 levels, not 11"),
+        ({"levels": 0}, "levels is 0; it must be at least 1 and at most 10"),
+        ({"levels": 11}, "levels is 11; it must be at least 1 and at most 10"),
         ({"symbols_per_level": 0}, "symbols_per_level is 0; it must be at least 1"),
         ({"rules_per_symbol": 0}, "rules_per_symbol is 0"),
         ({"vocab_size": 0}, "vocab_size is 0"),

@@ -1,5 +1,6 @@
 """Reading a real run back: everything in order, and each kind of damage found."""
 
+import dataclasses
 import shutil
 
 import pytest
@@ -31,8 +32,8 @@ MEASURES = ("loss", "trace", "probe-prefix-4")
 def original(tmp_path_factory):
     run = Run(tmp_path_factory.mktemp("runs") / "run")
     train(run, CONFIG, CONFIG.language.build())
-    evaluator = Evaluator(run, SETTINGS)
-    for step, measure in pending(run, MEASURES, [10, 20], SETTINGS):
+    evaluator = Evaluator(run, dataclasses.asdict(SETTINGS))
+    for step, measure in pending(run, MEASURES, [10, 20], dataclasses.asdict(SETTINGS)):
         evaluator.evaluate(measure, step)
     return run
 

@@ -13,11 +13,12 @@ from transformers import (
 )
 
 from isoloss.errors import IsolossError
+from isoloss.evaluation.inputs import language_inputs
 from isoloss.languages import resolve
 from isoloss.languages.config import CorpusConfig, PCFGConfig
 from isoloss.lstm import LSTMConfig
 from isoloss.run_config import ObjectiveConfig, TrainConfig
-from isoloss.text.inputs import check_model, language_inputs, read_inputs
+from isoloss.text.inputs import check_model, read_inputs
 from isoloss.text.tokenizers import load_tokenizer
 
 BERT = BertConfig(vocab_size=66, max_position_embeddings=32)
@@ -297,7 +298,7 @@ def test_longest_sequence_of_a_roberta(save):
 
 def test_inputs_of_a_grammar(save):
     config = TrainConfig(language=PCFGConfig(levels=2, stop_probability=0.3), objective=HALF)
-    inputs = language_inputs(config, num_inputs=50, seed=1, batch_size=20)
+    inputs = language_inputs(config.language.build(), config.objective, num_inputs=50, seed=1, batch_size=20)
     assert [len(batch["labels"]) for batch in inputs.batches] == [20, 20, 10]
     found, language = whole(inputs), config.language.build()
     predicted = found["labels"] != -100
@@ -306,11 +307,14 @@ def test_inputs_of_a_grammar(save):
     tokens = torch.where(predicted, found["labels"], found["input_ids"])
     lengths = found["attention_mask"].sum(dim=1)
     assert torch.isfinite(language.log_prob(tokens, lengths)).all()  # sentences of the language
-    again, other = (whole(language_inputs(config, num_inputs=50, seed=seed, batch_size=20)) for seed in (1, 2))
+    again, other = (
+        whole(language_inputs(config.language.build(), config.objective, num_inputs=50, seed=seed, batch_size=20))
+        for seed in (1, 2)
+    )
     assert again["labels"].equal(found["labels"])
     assert not other["labels"].equal(found["labels"])
     with pytest.raises(IsolossError, match="number of inputs is 0"):
-        language_inputs(config, num_inputs=0, seed=1)
+        language_inputs(config.language.build(), config.objective, num_inputs=0, seed=1)
 
 
 def test_inputs_of_a_corpus_are_held_out(text, vocab, monkeypatch, tmp_path):
@@ -318,12 +322,12 @@ def test_inputs_of_a_corpus_are_held_out(text, vocab, monkeypatch, tmp_path):
     language = resolve(str(text), tokenizer=str(vocab), length=8)
     assert isinstance(language, CorpusConfig)
     corpus = language.build()
-    inputs = language_inputs(TrainConfig(language=language), num_inputs=1000, seed=0)
+    inputs = language_inputs(language.build(), ObjectiveConfig(), num_inputs=1000, seed=0)
     found = whole(inputs)
     assert torch.where(found["labels"] == -100, found["input_ids"], found["labels"]).equal(corpus.held_out().tokens)
     total = corpus.num_held_out
     assert inputs.description == f"all {total} held-out sequences of the run's corpus (up to 1,000 would be taken)"
-    few = language_inputs(TrainConfig(language=language), num_inputs=2, seed=0)
+    few = language_inputs(language.build(), ObjectiveConfig(), num_inputs=2, seed=0)
     assert (few.num_sequences, few.description) == (2, f"2 of the {total} held-out sequences of the run's corpus")
 
 
@@ -455,5 +459,5 @@ def test_text_that_the_tokenizer_does_not_know_is_told_and_never_all_of_a_row(tm
     assert ", 66.7 % of the tokens unknown to the tokenizer" in causal.description
     assert causal.num_sequences == 3  # <s> and 24 tokens, all of them predicted
     path.write_text("zz " * 40)
-    with pytest.raises(IsolossError, match="holds no token that the tokenizer knows and that could be hidden"):
+    with pytest.raises(IsolossError, match="holds no token that the tokenizer knows and that could be masked"):
         read(path, tokenizer=str(vocab), length=8)

@@ -110,20 +110,20 @@ def short_names(names: list[str]) -> dict[str, str]:
 
 def skipped(trace: Estimate) -> Iterator[str]:
     """Say how many batches had nothing to predict; nothing where none had."""
-    if number := trace.details["skipped_batches"]:
+    if number := trace.details.get("skipped_batches"):
         yield f"{number:,} batch{'es' if number > 1 else ''} skipped: every label is -100"
 
 
 def adjustment(trace: Estimate) -> Iterator[str]:
-    """Say what of a pool was used, or that it was not like the measured sequences; nothing where there was no use."""
+    """Say how the auxiliary sample was used, or that it differs from what was measured; nothing where there is none."""
     details = trace.details
-    number = details["auxiliary_directions"]
-    used = ["how probable each is after the one before"] if details["auxiliary_bigrams"] else []
+    number = details.get("auxiliary_directions", 0)
+    used = ["how probable each is after the one before"] if details.get("auxiliary_bigrams") else []
     used += [f"{number} direction{'s' if number > 1 else ''} of their mean embedding"] if number else []
     if used:
         yield f"adjusted to all {details['auxiliary_sequences']:,} sequences by their tokens: {' and '.join(used)}"
-    elif details["auxiliary_differs"]:
-        yield "not adjusted to the rest of the data by its tokens: those that were measured are not like them"
+    elif details.get("auxiliary_differs"):
+        yield "not adjusted to the rest of the data by its tokens: those that were measured differ from them"
 
 
 def interval(estimate: Estimate) -> str:

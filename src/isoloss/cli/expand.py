@@ -171,7 +171,8 @@ def _inputs(args: Args, name: str, loaded: Loaded) -> Inputs:
             f"{name} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
             "text or a .npy file of token ids"
         )
-    return language_inputs(checkpoint[0].config, num_inputs=args.num_inputs, seed=args.seed)
+    config = checkpoint[0].config
+    return language_inputs(config.language.build(), config.objective, num_inputs=args.num_inputs, seed=args.seed)
 
 
 def _write(out: Path, model: Any, source: str, document: dict[str, Any]) -> None:

@@ -151,9 +151,9 @@ def _tasks() -> list[Row]:
 
 
 def _measures() -> list[Row]:
-    from isoloss.evaluation.evaluator import MEASURES
+    from isoloss.registry import MEASURES
 
-    return [{"measure": name, "what": text} for name, text in MEASURES.items()]
+    return [{"measure": name, "what": MEASURES.summary(name)} for name in MEASURES]
 
 
 def _studies() -> list[Row]:

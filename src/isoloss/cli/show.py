@@ -9,8 +9,8 @@ import tyro
 
 from isoloss import config as configs
 from isoloss.cli import common
-from isoloss.cli.eval import print_evaluations
-from isoloss.runs import Run
+from isoloss.evaluation.results import Evaluations
+from isoloss.runs import Evaluation, Run
 
 EXAMPLES = [("isoloss show runs/first", "config, progress, checkpoints and evaluations")]
 
@@ -26,7 +26,7 @@ class Args:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the subcommand."""
     args = common.parse(Args, "show", arguments, examples=EXAMPLES)
     run = Run(args.run)
     record, config, evaluations = run.record, run.config, run.evaluations()
@@ -57,10 +57,15 @@ def main(arguments: list[str]) -> int:
     common.say(configs.to_toml(config).rstrip())
     common.say("")
     if evaluations:
-        print_evaluations("evaluations", evaluations)
+        _print("evaluations", evaluations)
     else:
         common.say("no evaluation yet: " + common.command("eval", run.path))
     if of_averages:
         common.say("")
-        print_evaluations("evaluations of the averaged weights", of_averages)
+        _print("evaluations of the averaged weights", of_averages)
     return 0
+
+
+def _print(title: str, evaluations: list[Evaluation]) -> None:
+    columns, rows, num_text = Evaluations(("",) * len(evaluations), tuple(evaluations)).table()
+    common.print_table(title, columns, rows, left=num_text)

@@ -15,6 +15,7 @@ from isoloss import files, interrupts
 from isoloss.cli import common, comparison
 from isoloss.cli.transfer_inputs import Subject, Tasks, subjects
 from isoloss.errors import IsolossError
+from isoloss.evaluation.results import bounds
 from isoloss.statistics.estimate import rounded
 
 if TYPE_CHECKING:
@@ -302,14 +303,6 @@ def _seeds(details: Mapping[str, Any]) -> str:
         return "one seed"
     deviation = f"{100 * details['seed_std']:.2f} percentage points"
     return f"{details['seeds']} seeds, whose accuracies deviate by {deviation}"
-
-
-def bounds(details: Mapping[str, Any]) -> str:
-    """Return, of the details of an accuracy, the commonest class's and the highest, in words."""
-    found = f"majority class {100 * details['majority_rate']:.2f} %"
-    if "bayes_accuracy" in details:
-        found += f", Bayes {rounded(100 * details['bayes_accuracy'], 100 * details['bayes_stderr'])} %"
-    return found
 
 
 _MOST_CLASSES = 12  # whose scores are printed; all are in --json and --out

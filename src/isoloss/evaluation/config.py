@@ -1,8 +1,65 @@
-"""How much a checkpoint is measured on. Nothing here needs torch."""
+"""How inputs for a checkpoint are read. Nothing here needs torch."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Literal
+
+from isoloss.config import setting
+from isoloss.errors import IsolossError
+from isoloss.run_config import ObjectiveConfig
+
+_FOR_MASKED = ("masking", "fraction", "mask_id")
+_FOR_TEXT = ("tokenizer", "length", *_FOR_MASKED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingConfig:
+    """How text or token ids become inputs."""
+
+    tokenizer: str | None = None
+    """For text: a Hugging Face folder or name, or a vocab.txt; default: the first checkpoint's own."""
+    length: int | None = setting(None, minimum=1)
+    """Tokens in a sequence, for text and flat arrays; default: 128, or what the first model takes at most."""
+    masking: Literal["one", "fraction"] = "fraction"
+    """For masked models: mask one token of each sequence, or a fraction of all."""
+    fraction: float = setting(ObjectiveConfig.fraction, above=0, maximum=1)
+    """The fraction, where masking is fraction."""
+    mask_id: int | None = setting(None, minimum=0)
+    """For masked models and token ids: the mask's id; default: the tokenizer's."""
+    batch_size: int | None = setting(None, minimum=1)
+    """Sequences in a pass; default: as many, up to 256, as keep the logits of the predicted tokens below 256 MiB and
+    the layers' activations around 1 GiB. It does not change the inputs or probes, only time and memory."""
+
+    def objective(self, name: str, *, is_causal: bool) -> ObjectiveConfig:
+        """Return what the model called `name` predicts.
+
+        Raises:
+            IsolossError: It predicts next tokens, and an option says which are masked.
+        """
+        if is_causal and (unused := self._given(_FOR_MASKED)):
+            raise IsolossError(f"{name} predicts next tokens and has none masked: leave out {', '.join(unused)}")
+        if is_causal:
+            return ObjectiveConfig(kind="causal")
+        return ObjectiveConfig(masking=self.masking, fraction=self.fraction)
+
+    def check_language(self, name: str) -> None:
+        """Refuse an option for text where the model called `name` is measured on a language.
+
+        Raises:
+            IsolossError: There is one.
+        """
+        if unused := self._given(_FOR_TEXT):
+            raise IsolossError(
+                f"{name} is measured on its run's language, masked as in its training: leave out "
+                f"{', '.join(unused)}, or add --data"
+            )
+
+    def _given(self, names: tuple[str, ...]) -> list[str]:
+        """Return those of the options that have another value than their default, as the command line calls them."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) != defaults[name]]
 
 
 @dataclass(frozen=True, kw_only=True)

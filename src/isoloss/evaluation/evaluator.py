@@ -1,296 +1,292 @@
-"""Measuring the checkpoints of a run: which measures there are, which are still to be made, and making them."""
+"""Evaluating checkpoints: registered measures, on the runs of isoloss and on anyone's models.
+
+The evaluations of a run are files in its folder, a pure function of checkpoint and settings; what is there already is
+not measured again.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isoloss.errors import IsolossError
-from isoloss.evaluation.config import EvalConfig
-from isoloss.runs import Evaluation, Run
+from isoloss import files
+from isoloss.errors import IsolossError, warn
+from isoloss.evaluation.config import ReadingConfig
+from isoloss.evaluation.measures.base import MeasureResult, make_measure, settings_of
+from isoloss.evaluation.results import Evaluations
+from isoloss.registry import MEASURES
+from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from transformers import PreTrainedModel
+    from isoloss.evaluation.context import MeasureContext
+    from isoloss.run_config import ObjectiveConfig
 
-    from isoloss.evaluation.loss import Truth
-    from isoloss.languages.api import Language
-    from isoloss.statistics.estimate import Estimate
-    from isoloss.text.masking import Batch
-    from isoloss.transfer.results import TransferResult
-    from isoloss.transfer.tasks import TaskData
+DEFAULT = ("loss", "trace")
 
-    Arrays = Mapping[str, "np.ndarray[Any, Any]"]  # of each example, by name
-
-MEASURES = {
-    "loss": "pre-training loss: conditional entropy + KL to the truth; for a corpus, held-out cross-entropy",
-    "trace": "trace of the Fisher of that loss, which at saturation is the trace of its Hessian",
-    "trace-in-SIZE-SCALE": "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand "
-    "--scale)",
-    "probe-TASK": "accuracy of a linear probe on the concatenated token embeddings, e.g. probe-root, probe-prefix-4",
-    "lookup-TASK": "the same probe on the true conditionals: the look-up table, a model without parameters",
-}
+Progress = Callable[[int, int, str], None]  # evaluations done, all of them, and which comes next
+Settings = Mapping[str, Any]
 
 
-def settings_of(measure: str, settings: EvalConfig) -> dict[str, Any]:
-    """Return the settings that decide `measure`: they are kept with its result.
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    measures: Sequence[str] | None = None,
+    *,
+    data: str | Path | None = None,
+    language: Any = None,
+    objective: ObjectiveConfig | None = None,
+    reading: ReadingConfig | None = None,
+    steps: Sequence[int] = (),
+    settings: Settings | None = None,
+    output: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Evaluations:
+    """Measure checkpoints of runs on their own language, or any checkpoints on text or on a language.
+
+    Args:
+        models: Run folders, checkpoint folders, or names on the Hugging Face hub (`NAME@REVISION`).
+        measures: Names of `isoloss.registry.MEASURES`, e.g. `loss`, `probe-root`; None: `loss` and `trace`, without one
+            that these models cannot have.
+        data: Text (.txt, .jsonl or a folder), or token ids (.npy). With it or a `language` no run's files are written.
+        language: What names a language (`isoloss.languages.resolve`) or its config.
+        objective: What is predicted of the sentences of `language`; None: one masked token, or next tokens, as the
+            model is.
+        reading: How `data` is read.
+        steps: Of runs, the steps to measure; none: all that have a checkpoint.
+        settings: How much is measured and how, by the names of the measures' fields, e.g. `{"loss_sentences": 1000}`.
+        output: For `data` or a `language`: a folder for the files that a run has in its `evaluations`.
+        device: auto, cpu, cuda, cuda:1, mps.
+        dtype: For `data` or a `language`: the type of the weights.
+        trust_remote_code: Whether code that comes with a checkpoint may run.
+        progress: Called before every evaluation with how many are done and to be done, and which comes next.
+
+    Returns:
+        The evaluations, those of one model by step; `print` shows a table.
 
     Raises:
-        IsolossError: There is no such measure.
+        IsolossError: No such measure, setting, run or checkpoint, or a measure that does not apply.
+
+    Example:
+        >>> import tempfile
+        >>> from isoloss.models.make import make_model
+        >>> from isoloss.languages.config import BracketsConfig
+        >>> from isoloss.run_config import ModelConfig
+        >>> config = BracketsConfig(length=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     make_model(ModelConfig(size="d16"), config.build(), seed=0).save_pretrained(folder)
+        ...     found = evaluate(folder, ["squared-norm", "trace"], language=config, settings={"trace_sentences": 32})
+        >>> [(evaluation.measure, evaluation.estimates[evaluation.measure].value > 0) for evaluation in found]
+        [('squared-norm', True), ('trace', True)]
     """
-    names: tuple[str, ...]
-    if measure == "loss":
-        names = ("loss_sentences",)
-    elif measure == "trace" or _expansion(measure):
-        names = ("trace_sentences",)
-    elif measure.startswith(("probe-", "lookup-")) and not measure.endswith("-"):
-        names = ("probe_train", "probe_test", "probe_seeds", "probe_epochs")
-    else:
-        raise IsolossError(f"no measure {measure!r}; the measures are {', '.join(MEASURES)}")
-    return {name: getattr(settings, name) for name in (*names, "seed")}
+    names = [models] if isinstance(models, str | Path) else list(models)
+    if not names:
+        raise IsolossError("no model is named: give a run, a checkpoint folder or a name on the Hugging Face hub")
+    if measures is not None and not measures:
+        raise IsolossError(f"no measure is named; the measures are {', '.join(MEASURES)}")
+    for name in measures or DEFAULT:
+        make_measure(name, settings)  # refuses a mistake before anything is loaded
+    if data is None and language is None:
+        if output is not None:
+            raise IsolossError("the evaluations of a run are kept in its folder: output is for data or a language")
+        return _evaluate_runs([_Part.of(Path(name), steps) for name in names], measures, settings, device, progress)
+    if steps:
+        raise IsolossError("steps are those of a run that is measured on its own language: name checkpoints instead")
+    from isoloss.evaluation.checkpoints import evaluate_checkpoints
+
+    return evaluate_checkpoints(
+        [str(name) for name in names],
+        measures,
+        data=data,
+        language=language,
+        objective=objective,
+        reading=reading or ReadingConfig(),
+        settings=settings,
+        output=None if output is None else Path(output),
+        load_options={"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code},
+        progress=progress,
+    )
 
 
-def _expansion(measure: str) -> tuple[str, str] | None:
-    """Return size and scale of a trace-in-SIZE-SCALE, or None for another measure."""
-    size, _, scale = measure.removeprefix("trace-in-").rpartition("-")
-    return (size, scale) if measure.startswith("trace-in-") and size and scale else None
+# --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: EvalConfig) -> list[tuple[int, str]]:
+def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: Settings) -> list[tuple[int, str]]:
     """Return the (step, measure) pairs that have no evaluation of these weights under these settings.
 
     One whose file of examples is missing or is another one counts as not made.
     """
+    wanted = {measure: settings_of(measure, settings) for measure in measures}
     todo = []
     for step in steps:
         weights = run.weights(step)
         for measure in measures:
-            asked = settings_of(measure, settings)
             done = run.evaluation(measure, step)
-            if done is None or (done.weights, done.settings) != (weights, asked) or not run.has_examples(done):
+            if (
+                done is None
+                or (done.weights, done.settings) != (weights, wanted[measure])
+                or not run.has_examples(done)
+            ):
                 todo.append((step, measure))
     return todo
 
 
 class Evaluator:
-    """Makes evaluations of one run; what the checkpoints share (the truth, the tasks, the inputs) is made once.
+    """Makes evaluations of one run; what its checkpoints share (the truth, the tasks, the inputs) is made once.
 
     Args:
         run: The run.
-        settings: How much to measure on.
+        settings: As for `evaluate`.
         device: Where models run.
+        context: What is measured on; None: the run's own language. Runs with one language may share it.
     """
 
-    def __init__(self, run: Run, settings: EvalConfig, *, device: str = "cpu") -> None:
+    def __init__(
+        self, run: Run, settings: Settings | None = None, *, device: str = "cpu", context: MeasureContext | None = None
+    ) -> None:
+        from isoloss.evaluation.data import run_context
         from isoloss.loading import resolve_device
 
-        self.run, self.settings, self.config = run, settings, run.config
-        self.device: torch.device = resolve_device(device)
-        self.language: Language = self.config.language.build()
-        self._loaded: tuple[int, PreTrainedModel] | None = None
+        self.run, self.settings, self.device = run, settings or {}, resolve_device(device)
+        self.context = context or run_context(run.config)
+        self._loaded: tuple[int, Any] | None = None
 
-    def evaluate(self, measure: str, step: int, *, progress: Callable[[int], None] | None = None) -> Evaluation:
-        """Measure as `measure` does, save the result to its file and return it."""
+    def evaluate(self, measure: str, step: int) -> Evaluation:
+        """Measure, save the result to its file and return it."""
         start = time.perf_counter()
-        evaluation, examples = self.measure(measure, step, progress=progress)
+        evaluation, examples = self.measure(measure, step)
         self.run.save(evaluation, examples)
         checkpoint = self.run.checkpoint(step).relative_to(self.run.path).as_posix()
         self.run.log("evaluated", measure=measure, checkpoint=checkpoint, seconds=round(time.perf_counter() - start, 3))
         return evaluation
 
-    def why_no_loss(self) -> str | None:
-        """Return why the loss of this run cannot be measured, or None where it can; takes next to no time."""
-        from isoloss.evaluation import loss
-
-        return None if self.language.num_held_out else loss.why_no_truth(self.language, **self._truth_settings)
-
-    def measure(
-        self, measure: str, step: int, *, progress: Callable[[int], None] | None = None
-    ) -> tuple[Evaluation, bytes]:
+    def measure(self, measure: str, step: int) -> tuple[Evaluation, bytes]:
         """Return the evaluation of the checkpoint at `step`, and the file of its examples (see `Run.examples`).
 
-        Args:
-            measure: One of `MEASURES`.
-            step: A step that has a checkpoint.
-            progress: Called with the number of sentences done, where the measure reports it.
-
         Raises:
-            IsolossError: No such measure or checkpoint, or a measure that does not fit the language.
+            IsolossError: No such measure or checkpoint, or a measure that does not apply.
         """
-        from safetensors.numpy import save
-
-        asked = settings_of(measure, self.settings)
         weights = self.run.weights(step)
-        if measure == "loss":
-            estimates, arrays, inputs = self._loss(step)
-        elif measure == "trace":
-            estimates, arrays, inputs = self._trace(self._model(step), progress)
-        elif expansion := _expansion(measure):
-            estimates, arrays, inputs = self._expanded_trace(step, *expansion, progress)
-        else:
-            how, task = measure.split("-", 1)
-            estimates, arrays, inputs = self._accuracy(how, task, step)
-        examples = save(dict(arrays))
-        evaluation = Evaluation(
-            measure=measure,
-            step=step,
-            weights=weights,
-            settings=asked,
-            estimates=estimates,
-            inputs=inputs,
-            examples=hashlib.sha256(examples).hexdigest(),
-        )
-        return evaluation, examples
-
-    def _loss(self, step: int) -> tuple[dict[str, Estimate], Arrays, str]:
-        from isoloss.evaluation import loss
-
-        settings, objective = self.settings, self.config.objective
-        if self.language.num_held_out:
-            chosen: dict[str, Any] = {"num_sequences": settings.loss_sentences, "seed": settings.seed}
-            values = loss.held_out_values(self._model(step), self.language, objective=objective, **chosen)
-            found = loss.held_out_loss(self._model(step), self.language, objective=objective, values=values, **chosen)
-            sentences = self.language.held_out(settings.loss_sentences)
-            inputs = _digest(sentences.tokens, sentences.lengths, more=dataclasses.asdict(objective))
-            return found, _influences({"loss": values[0]}, values[1]), inputs
-        truth = self._truth
-        kl = loss.kl_values(self._model(step), truth)
-        found = loss.pretraining_loss(self._model(step), truth, kl=kl)
-        return found, _influences({"kl": kl, "loss": truth.entropy + kl}, truth.counts), _digest(*truth.batch.values())
-
-    def _trace(
-        self, model: PreTrainedModel, progress: Callable[[int], None] | None
-    ) -> tuple[dict[str, Estimate], Arrays, str]:
-        import torch
-
-        from isoloss.flatness import fisher_trace
-
-        batches = self._trace_batches
-        trace = fisher_trace(model, batches, seed=self.settings.seed, causal=self._is_causal, progress=progress)
-        assert trace.influence is not None
-        arrays = {"trace.influence": trace.influence.astype("float32")}
-        whole = [torch.cat([batch[name] for batch in batches]) for name in sorted(batches[0])]  # however it was cut
-        return {"trace": trace}, arrays, _digest(*whole)
-
-    def _expanded_trace(
-        self, step: int, size: str, scale: str, progress: Callable[[int], None] | None
-    ) -> tuple[dict[str, Estimate], Arrays, str]:
-        """The trace of the same function in a larger model; its details say how far the logits differ."""
-        from isoloss.models.expansion import expand
-        from isoloss.models.sizes import shape
-
-        chosen: Any = scale  # embed refuses one that it does not know
-        small = self._model(step)
-        large = expand(small, shape(size), scale=chosen).model
-        estimates, arrays, inputs = self._trace(large, progress)
-        differ = _logits_differ(small, large, self._trace_batches, causal=self._is_causal)
-        details = {**estimates["trace"].details, "expanded_into": size, "scale": scale, "logits_differ_by": differ}
-        return {"trace": dataclasses.replace(estimates["trace"], details=details)}, arrays, inputs
-
-    def _accuracy(self, how: str, task: str, step: int) -> tuple[dict[str, Estimate], Arrays, str]:
-        from isoloss.transfer.linear_probe import probe_task
-        from isoloss.transfer.lookup import lookup_task
-        from isoloss.transfer.tasks import read_from_start
-
-        data = self._task(task)
-        settings = self.settings
-        chosen: dict[str, Any] = {"seeds": settings.probe_seeds, "epochs": settings.probe_epochs, "seed": settings.seed}
-        language: Any = self.language  # one that has tasks
-        if how == "lookup":
-            result = lookup_task(language, data, **chosen)
-        else:
-            read = read_from_start(data, language) if self._is_causal else data
-            result = probe_task(self._model(step), read, **chosen)
-        inputs = _digest(
-            data.train.tokens, data.train_labels, data.test.tokens, data.test_labels, more=list(data.classes)
-        )
-        return {"accuracy": result.accuracy}, _predictions(result), inputs
-
-    @property
-    def _is_causal(self) -> bool:
-        return self.config.objective.kind == "causal"
-
-    def _model(self, step: int) -> PreTrainedModel:
-        from isoloss.loading import load_model
-
+        made = make_measure(measure, self.settings)
+        if reason := made.applies_to(self.context):
+            raise IsolossError(f"{measure} of {self.run.path} cannot be measured: {reason}")
         if self._loaded is None or self._loaded[0] != step:
+            from isoloss.loading import load_model
+
             self._loaded = (step, load_model(self.run.checkpoint(step), device=self.device).model)
-        return self._loaded[1]
+        return measured(measure, self.settings, self._loaded[1], self.context, step=step, weights=weights)
 
-    @functools.cached_property
-    def _truth(self) -> Truth:
-        from isoloss.evaluation import loss
 
-        return loss.truth(self.language, **self._truth_settings)
+def measured(
+    name: str, settings: Settings | None, model: Any, context: MeasureContext, *, step: int | None, weights: str
+) -> tuple[Evaluation, bytes]:
+    """Return the evaluation of a model by the measure called `name`, and the file of its examples."""
+    from safetensors.numpy import save
 
-    @property
-    def _truth_settings(self) -> dict[str, Any]:
-        chosen = self.settings
-        return {"num_sentences": chosen.loss_sentences, "objective": self.config.objective, "seed": chosen.seed}
+    result = MeasureResult.of(make_measure(name, settings).run(model, context))
+    examples = save(dict(result.arrays))
+    evaluation = Evaluation(
+        measure=name,
+        step=step,
+        weights=weights,
+        settings=settings_of(name, settings),
+        estimates=result.estimates,
+        inputs=result.inputs,
+        examples=hashlib.sha256(examples).hexdigest(),
+    )
+    return evaluation, examples
 
-    @functools.cached_property
-    def _trace_batches(self) -> list[Batch]:
-        from isoloss.evaluation.inputs import language_inputs
 
-        settings = self.settings
-        return language_inputs(self.config, num_inputs=settings.trace_sentences, seed=settings.seed).batches
+def applying(
+    measures: Sequence[str] | None, settings: Settings | None, context: MeasureContext, what: str
+) -> list[str]:
+    """Return the measures that apply; by default those of `loss` and `trace` that do, with a warning about the other.
 
-    @functools.cache  # noqa: B019  an evaluator lives as long as its process's one command
-    def _task(self, name: str) -> TaskData:
-        from isoloss.transfer.tasks import make_task
+    Raises:
+        IsolossError: One that was asked for does not apply.
+    """
+    chosen = []
+    for name in measures or DEFAULT:
+        reason = make_measure(name, settings).applies_to(context)
+        if reason is None:
+            chosen.append(name)
+        elif measures is not None:
+            raise IsolossError(f"{name} of {what} cannot be measured: {reason}")
+        else:
+            warn(f"{name} is left out: {reason}")
+    return chosen
 
-        return make_task(
-            self.language,
-            name,
-            num_train=self.settings.probe_train,
-            num_test=self.settings.probe_test,
-            seed=self.settings.seed,
+
+@dataclass(frozen=True)
+class _Part:
+    """Checkpoints of a run.
+
+    Attributes:
+        name: What the command line calls it.
+        run: The run.
+        steps: The checkpoints' steps.
+    """
+
+    name: str
+    run: Run
+    steps: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: Path, steps: Sequence[int]) -> _Part:
+        run = Run(path)
+        if run.exists:
+            if chosen := tuple(steps) or tuple(run.steps()):
+                return cls(str(path), run, chosen)
+            raise IsolossError(f"{path} has no checkpoint yet: isoloss train {path} goes on with it")
+        checkpoint = checkpoint_of(path)
+        if checkpoint is None:
+            refuse_study(path)
+            raise IsolossError(
+                f"{path} is neither a run directory (it has no run.json) nor a checkpoint in one: to measure any other "
+                f"checkpoint add data or a language{files.nearest(path)}"
+            )
+        if steps:
+            raise IsolossError(f"{path} is one checkpoint: leave out steps, or name the run, {checkpoint[0].path}")
+        return cls(str(path), checkpoint[0], (checkpoint[1],))
+
+
+def _evaluate_runs(
+    parts: Sequence[_Part],
+    measures: Sequence[str] | None,
+    settings: Settings | None,
+    device: str,
+    progress: Progress | None,
+) -> Evaluations:
+    """Return the evaluations of runs, of which those that are missing are made."""
+    todo = [(part, pending(part.run, measures or DEFAULT, part.steps, settings or {})) for part in parts]
+    contexts: dict[Any, MeasureContext] = {}
+    total, done = sum(len(pairs) for _, pairs in todo), 0
+    for part, pairs in todo:
+        if not pairs:
+            continue
+        config = part.run.config
+        evaluator = Evaluator(
+            part.run, settings, device=device, context=contexts.get((config.language, config.objective))
         )
-
-
-def _influences(sums: Mapping[str, torch.Tensor], counts: torch.Tensor) -> Arrays:
-    """Return what each sentence adds to the error of each ratio of its sum to the predicted tokens."""
-    from isoloss.statistics.ratio import influence
-
-    return {f"{name}.influence": influence(each, counts)[1].float().numpy() for name, each in sums.items()}
-
-
-def _predictions(result: TransferResult) -> Arrays:
-    """Return what each probe says of each test example, and the labels, in as few bytes as the classes need."""
-    import numpy as np
-
-    small = np.min_scalar_type(len(result.classes) - 1)
-    return {
-        "accuracy.predictions": result.predictions.numpy().astype(small),
-        "accuracy.labels": result.labels.numpy().astype(small),
-    }
-
-
-def _digest(*tensors: torch.Tensor, more: object = None) -> str:
-    """Return the SHA-256 of the shapes and values of tensors, and of a JSON document."""
-    sha256 = hashlib.sha256(json.dumps(more).encode())
-    for tensor in tensors:
-        sha256.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
-        sha256.update(tensor.cpu().contiguous().numpy().tobytes())
-    return sha256.hexdigest()
-
-
-def _logits_differ(small: PreTrainedModel, large: PreTrainedModel, batches: Sequence[Batch], *, causal: bool) -> float:
-    """Return the largest difference of two logits over the largest logit, at the predicted positions."""
-    import torch
-
-    from isoloss.models.make import predicted_logits
-
-    gap = largest = 0.0
-    with torch.no_grad():
-        for batch in batches:
-            given = {name: value.to(small.device) for name, value in batch.items()}
-            few, many = (predicted_logits(model, given, causal=causal) for model in (small, large))
-            gap, largest = max(gap, float((few - many).abs().max())), max(largest, float(few.abs().max()))
-    return gap / largest
+        contexts[config.language, config.objective] = evaluator.context
+        wanted = dict.fromkeys(measure for _, measure in pairs)
+        chosen = applying(tuple(wanted) if measures else None, settings, evaluator.context, str(part.run.path))
+        for step, measure in pairs:
+            if measure in chosen:
+                if progress is not None:
+                    progress(done, total, f"{measure} of {part.name} at step {step}")
+                evaluator.evaluate(measure, step)
+            done += 1
+    made = [
+        (part.name, evaluation)
+        for part in parts
+        for step in part.steps
+        for measure in measures or DEFAULT
+        if (evaluation := part.run.evaluation(measure, step)) is not None
+    ]
+    return Evaluations(tuple(name for name, _ in made), tuple(evaluation for _, evaluation in made))

@@ -86,14 +86,14 @@ class Monitor:
     """
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
-        from isoloss.evaluation import loss
         from isoloss.evaluation.inputs import language_inputs
+        from isoloss.evaluation.truth import truth
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences
-        self._batches = language_inputs(config, num_inputs=self._n, seed=_SEED).batches
+        self._batches = language_inputs(language, config.objective, num_inputs=self._n, seed=_SEED).batches
         self._truth = None
         if language.is_exact and config.objective.kind == "masked":
-            self._truth = loss.truth(language, num_sentences=self._n, objective=config.objective, seed=_SEED)
+            self._truth = truth(language, num_sentences=self._n, objective=config.objective, seed=_SEED)
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the values by name, of a model in eval mode."""

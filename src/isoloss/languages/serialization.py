@@ -53,7 +53,7 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder, "grammar.safetensors")
         ...     save(PCFG.from_text("S A A 1\nA a 0.25\nA b 0.75"), path)
-        >>> load(path).vocabulary
+        ...     load(path).vocabulary
         ('a', 'b')
     """
     from safetensors.numpy import save as to_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -189,7 +189,9 @@ def _trained(run: Run, config: TrainConfig) -> bool:
 
 
 def _measured(run: Run, config: TrainConfig, measurement: Measurement) -> bool:
-    return _trained(run, config) and not pending(run, measurement.measures, measurement.steps, measurement.settings)
+    return _trained(run, config) and not pending(
+        run, measurement.measures, measurement.steps, asdict(measurement.settings)
+    )
 
 
 def verify(folder: Path, design: Design) -> Iterator[tuple[str, str | None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from isoloss import config as configs
@@ -53,7 +54,9 @@ def verify_run(
     for step in present:
         same = recorded.get(str(step)) == run.weights(step)
         yield f"{run.name}: weights at step {step}", None if same else "not those that training saved"
-    todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, present, settings)]
+    todo = [
+        f"{measure} at step {step}" for step, measure in pending(run, measures, present, dataclasses.asdict(settings))
+    ]
     wrong = "missing, made with other weights or settings, or without the file of examples they were saved with"
     yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
     if not todo and not missing:
@@ -61,7 +64,7 @@ def verify_run(
 
 
 def _measured_again(run: Run, measures: Sequence[str], step: int, settings: EvalConfig) -> Iterator[Check]:
-    evaluator = Evaluator(run, settings, device="cpu")
+    evaluator = Evaluator(run, dataclasses.asdict(settings), device="cpu")
     for measure in measures:
         kept, (again, _) = run.evaluation(measure, step), evaluator.measure(measure, step)
         same = kept is not None and kept.to_dict() == again.to_dict()

@@ -1,0 +1,295 @@
+"""Measures of flatness of one or several models on the same inputs, with paired differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from isoloss.errors import IsolossError
+from isoloss.evaluation.context import MeasureContext
+from isoloss.evaluation.measures.base import MeasureResult, make_measure
+from isoloss.evaluation.measures.flatness import FlatnessMeasure, SampledFlatness, Trace
+from isoloss.flatness import InterruptedEstimate
+from isoloss.flatness.compare import InterruptedComparison, compare
+from isoloss.flatness.differences import Comparison
+from isoloss.registry import MEASURES
+from isoloss.statistics.estimate import Estimate, columns, number
+from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
+
+Models = Mapping[str, Callable[[], Any]]  # what loads each model, by its name
+Estimates = Mapping[str, Estimate]
+Progress = Callable[[str, str, int], None]  # measure, model, and how many of its sequences are done
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatePair:
+    """The difference of an estimate between two models, paired by sample.
+
+    Attributes:
+        first: A model's name.
+        second: The other's.
+        estimate: Which estimate of the measure.
+        difference: The first less the second.
+        log_ratio: The logarithm of their ratio; None where one is not above 0.
+    """
+
+    first: str
+    second: str
+    estimate: str
+    difference: Estimate
+    log_ratio: Estimate | None
+
+    @classmethod
+    def of(cls, name: str, first: tuple[str, Estimate], second: tuple[str, Estimate]) -> EstimatePair:
+        """Return the difference of two estimates with influences on the same samples."""
+        (a, one), (b, two) = first, second
+        ratio = paired_log_ratio(one, two) if min(one.value, two.value) > 0 else None
+        return cls(first=a, second=b, estimate=name, difference=paired_difference(one, two), log_ratio=ratio)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MeasureComparison:
+    """One measure of several models on the same inputs; it prints as a table.
+
+    Attributes:
+        measure: The measure.
+        models: The estimates of each model, by their names.
+        pairs: Each two models, for each estimate that can be paired; none of an exact one.
+        smallest: Of each estimate that can be paired, the probability of each model to have the smallest.
+    """
+
+    measure: str
+    models: Mapping[str, Estimates]
+    pairs: tuple[EstimatePair, ...]
+    smallest: Mapping[str, Mapping[str, float]]
+
+    @classmethod
+    def of(cls, measure: str, models: Mapping[str, Estimates]) -> MeasureComparison:
+        """Return the comparison of models that were measured on the same inputs."""
+        first = next(iter(models.values()))
+        paired = [name for name in first if all(estimates[name].influence is not None for estimates in models.values())]
+        return cls(
+            measure=measure,
+            models=models,
+            pairs=tuple(
+                EstimatePair.of(name, (a, models[a][name]), (b, models[b][name]))
+                for name in paired
+                for a, b in itertools.combinations(models, 2)
+            ),
+            smallest={
+                name: dict(
+                    zip(models, probabilities_of_smallest([found[name] for found in models.values()]), strict=True)
+                )
+                for name in paired
+            },
+        )
+
+    def __repr__(self) -> str:
+        return f"MeasureComparison({self.measure} of {', '.join(self.models)})"
+
+    def __str__(self) -> str:
+        tables = []
+        for name, estimate in next(iter(self.models.values())).items():
+            chances = self.smallest.get(name, {})
+            rows = [
+                [model, number(found[name]), *([f"{chances[model]:.3f}"] if chances else [])]
+                for model, found in self.models.items()
+            ]
+            header = [f"{name}, {estimate.unit}", "value", *(["probability of the smallest"] if chances else [])]
+            tables.append(columns([header, *rows]))
+            pairs = [
+                [
+                    f"{pair.first} less {pair.second}",
+                    number(pair.difference),
+                    "{:.4g} to {:.4g}".format(*pair.difference.ci95),
+                ]
+                for pair in self.pairs
+                if pair.estimate == name
+            ]
+            if pairs:
+                tables.append(columns([["difference, paired by input", "value", "95 % interval"], *pairs]))
+        return "\n\n".join(tables)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return pairs and probabilities as JSON types."""
+        return {
+            "pairs": [
+                {
+                    "first": pair.first,
+                    "second": pair.second,
+                    "estimate": pair.estimate,
+                    "difference": pair.difference.to_dict(),
+                    "log_ratio": None if pair.log_ratio is None else pair.log_ratio.to_dict(),
+                }
+                for pair in self.pairs
+            ],
+            "smallest": {name: dict(chances) for name, chances in self.smallest.items()},
+        }
+
+
+@dataclass(kw_only=True)
+class FlatnessResults:
+    """What was measured of which model, and how they compare.
+
+    Attributes:
+        estimates: By model and measure.
+        comparisons: Of several models, by measure.
+        interrupted: After Ctrl-C, the measure and the model that were in work, and the estimate so far, if there is
+            one with an error; None: nothing was interrupted.
+    """
+
+    estimates: dict[str, dict[str, Estimates]] = field(default_factory=dict)
+    comparisons: dict[str, Comparison | MeasureComparison] = field(default_factory=dict)
+    interrupted: tuple[str, str, Estimate | None] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return models, comparisons and whether it was interrupted as JSON types."""
+        models = [
+            {
+                "model": model,
+                "estimates": {
+                    measure: {name: estimate.to_dict() for name, estimate in found.items()}
+                    for measure, found in measures.items()
+                },
+            }
+            for model, measures in self.estimates.items()
+        ]
+        comparisons = {}
+        for measure, comparison in self.comparisons.items():
+            document = comparison.to_dict()
+            if isinstance(comparison, Comparison):  # the models' estimates are above
+                flattest = {model.name: model.flattest for model in comparison.models}
+                document = {"pairs": document["pairs"], "ranking": list(comparison.ranking), "flattest": flattest}
+            comparisons[measure] = document
+        partial = None
+        if self.interrupted is not None:
+            measure, model, estimate = self.interrupted
+            partial = {"measure": measure, "model": model, "estimate": estimate and estimate.to_dict()}
+        return {"models": models, "comparisons": comparisons, "interrupted": partial}
+
+
+def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> FlatnessMeasure:
+    """Return the measure of flatness called `name`; arguments as for `make_measure`.
+
+    Raises:
+        IsolossError: There is none.
+    """
+    measure = make_measure(name, settings)
+    if not isinstance(measure, FlatnessMeasure):
+        known = [other for other in MEASURES if issubclass(MEASURES.load(other), FlatnessMeasure)]
+        raise IsolossError(f"{name} is no measure of flatness, and isoloss eval measures it: choose {', '.join(known)}")
+    return measure
+
+
+def measure_flatness(
+    models: Models,
+    measures: Sequence[str],
+    context: MeasureContext,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> FlatnessResults:
+    """Measure the flatness of models on the same inputs; of several, also the paired differences.
+
+    The models are loaded one after another, for each measure anew. Of several models, the first decides where `rtol`
+    or `seconds` of the context end a measurement, and the others are measured on as many sequences.
+
+    Args:
+        models: What loads each model, by its name.
+        measures: Names of measures of flatness.
+        context: What they are measured on; `resume` is for one measure of one model.
+        settings: Of the measures.
+        progress: Called with a measure, a model, and how many of its sequences are done.
+
+    Returns:
+        The results; after Ctrl-C those so far, see `FlatnessResults.interrupted`.
+
+    Raises:
+        IsolossError: A name that is no measure of flatness, one that does not apply, or what a measure refuses.
+    """
+    made = {name: flatness_measure(name, settings) for name in measures}
+    if context.resume is not None and (len(made) > 1 or len(models) > 1):
+        raise IsolossError("a measurement can be resumed where one measure of one model is taken")
+    for name, measure in made.items():
+        if reason := measure.applies_to(context):
+            raise IsolossError(f"{name} cannot be measured: {reason}")
+    results = FlatnessResults(estimates={model: {} for model in models})
+    for name, measure in made.items():
+        is_trace = type(measure) is Trace and measure.trace_method == "ghost"
+        step = _compare_traces if is_trace and len(models) > 1 else _measure_each
+        step(results, models, name, measure, context, progress)
+        if results.interrupted is not None:
+            break
+    return results
+
+
+def _compare_traces(
+    results: FlatnessResults,
+    models: Models,
+    name: str,
+    measure: Any,
+    context: MeasureContext,
+    progress: Progress | None,
+) -> None:
+    """Take the traces of several models, with their losses and the control variates that they share."""
+    inputs = context.inputs(measure.trace_sentences, measure.seed)
+    comparison: Comparison | None
+    try:
+        comparison = compare(
+            models,
+            inputs.batches,
+            seed=measure.seed,
+            num_probes=measure.num_probes,
+            rtol=context.rtol,
+            seconds=context.seconds,
+            causal=context.is_causal,
+            auxiliary_sample=inputs.pool if context.has_embeddings else None,
+            progress=progress and (lambda model, done: progress(name, model, done)),
+        )
+    except InterruptedComparison as stop:
+        comparison, results.interrupted = stop.complete, (name, stop.name, stop.partial)
+    for model in comparison.models if comparison is not None else ():
+        results.estimates[model.name][name] = {
+            "trace": model.trace,
+            "without_embeddings": model.without_embeddings,
+            "loss": model.loss,
+        }
+    if comparison is not None:
+        results.comparisons[name] = comparison
+
+
+def _measure_each(
+    results: FlatnessResults,
+    models: Models,
+    name: str,
+    measure: FlatnessMeasure,
+    context: MeasureContext,
+    progress: Progress | None,
+) -> None:
+    """Take any measure of each model."""
+    own, own_context = measure, context
+    for model, load in models.items():
+        step = None if progress is None else _progress_of(name, model, progress)
+        try:
+            result = MeasureResult.of(own.run(load(), dataclasses.replace(own_context, progress=step)))
+        except InterruptedEstimate as stop:
+            results.interrupted = name, model, stop.partial
+            break
+        except KeyboardInterrupt:
+            if not any(results.estimates.values()):
+                raise
+            results.interrupted = name, model, None
+            break
+        results.estimates[model][name] = result.estimates
+        if isinstance(own, SampledFlatness) and own_context is context:
+            own, own_context = own.continued(context, next(iter(result.estimates.values())))
+    done = {model: found[name] for model, found in results.estimates.items() if name in found}
+    if len(done) > 1:
+        results.comparisons[name] = MeasureComparison.of(name, done)
+
+
+def _progress_of(measure: str, model: str, progress: Progress) -> Callable[[int], None]:
+    return lambda done: progress(measure, model, done)

@@ -1,0 +1,1 @@
+"""The measures of isoloss: frozen dataclasses whose fields are their settings. Nothing here needs torch."""

@@ -1,0 +1,156 @@
+"""What a measure is: a frozen dataclass whose fields are its settings, and how one is made from its name.
+
+A measure of one's own is a subclass of `Measure`, registered in `isoloss.registry.MEASURES` under a name, or under a
+pattern such as `probe-TASK` whose parts in capital letters are fields: those of `probe-root` are `task="root"`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from isoloss import config as configs
+from isoloss.config import setting
+from isoloss.errors import IsolossError, did_you_mean
+from isoloss.registry import MEASURES
+
+if TYPE_CHECKING:
+    import torch
+
+    from isoloss.evaluation.context import MeasureContext
+    from isoloss.statistics.estimate import Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureResult:
+    """What a measure found on one model.
+
+    Attributes:
+        estimates: The numbers, by name.
+        arrays: What each example adds to them, as numpy arrays by name, see `isoloss.runs.Run.examples`.
+        inputs: SHA-256 of the inputs (`digest`); empty where there are none. Two results on the same inputs are paired.
+    """
+
+    estimates: Mapping[str, Estimate]
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    inputs: str = ""
+
+    @classmethod
+    def of(cls, result: MeasureResult | Mapping[str, Estimate]) -> MeasureResult:
+        """Return a measure's result; from estimates alone, with their influences as arrays."""
+        return result if isinstance(result, MeasureResult) else cls(estimates=result, arrays=influences(result))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """What is measured of a model; a subclass has its settings as fields with defaults and ranges.
+
+    Measures that share a field inherit it from one class, so that an option of the command line is the same for all.
+    """
+
+    def applies_to(self, context: MeasureContext) -> str | None:
+        """Return why it cannot be measured there, in a sentence, or None where it can."""
+        return None
+
+    def run(self, model: Any, context: MeasureContext) -> MeasureResult | Mapping[str, Estimate]:
+        """Return what is found on a model.
+
+        Args:
+            model: A Hugging Face language model in evaluation mode.
+            context: What it is measured on, and when to stop.
+
+        Raises:
+            IsolossError: It cannot be measured.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeededMeasure(Measure):
+    """A measure that draws random numbers."""
+
+    seed: int = setting(0)
+    """Decides the sentences, masks, Rademacher signs and probes; checkpoints compare best under the same."""
+
+
+def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measure:
+    """Return the measure called `name`.
+
+    Args:
+        name: E.g. `loss`, `probe-root`.
+        settings: Values of fields, by name; those of other measures are not used.
+
+    Raises:
+        IsolossError: There is no such measure, no measure has such a setting, or a value is out of its range.
+
+    Example:
+        >>> make_measure("probe-root", {"probe_seeds": 3, "loss_sentences": 100})
+        Probe(seed=0, probe_train=4096, probe_test=4096, probe_seeds=3, probe_epochs=100, task='root')
+    """
+    pattern, parts = MEASURES.match(name)
+    if missing := name_fields(pattern) - {part.lower() for part in parts}:
+        raise IsolossError(f"{pattern} stands for measures with a {' and a '.join(sorted(missing))} in their name")
+    cls = MEASURES.load(pattern)
+    own = {field.name for field in dataclasses.fields(cls)}
+    given = dict(settings or {})
+    if unknown := [key for key in given if key not in own]:
+        known = {field.name for other in MEASURES for field in dataclasses.fields(MEASURES.load(other))}
+        if wrong := next((key for key in unknown if key not in known), None):
+            raise IsolossError(f"no measure has a setting {wrong!r}{did_you_mean(wrong, known)}")
+    values = {key: value for key, value in given.items() if key in own}
+    measure: Measure = cls(**values, **{part.lower(): value for part, value in parts.items()})
+    configs.check(measure)
+    return measure
+
+
+def settings_of(name: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings that decide the result of a measure: they are kept with it. Arguments as for `make_measure`.
+
+    Example:
+        >>> settings_of("probe-root", {"probe_seeds": 3})
+        {'probe_train': 4096, 'probe_test': 4096, 'probe_seeds': 3, 'probe_epochs': 100, 'seed': 0}
+    """
+    values: dict[str, Any] = configs.identity(make_measure(name, settings))
+    by_name = name_fields(MEASURES.match(name)[0])
+    return {key: values[key] for key in sorted(values, key=lambda key: key == "seed") if key not in by_name}
+
+
+def name_fields(pattern: str) -> set[str]:
+    """Return the fields of a registered measure that its name gives.
+
+    Example:
+        >>> sorted(name_fields("trace-in-SIZE-SCALE"))
+        ['scale', 'size']
+    """
+    return {word.lower() for word in pattern.split("-") if word.isupper()}
+
+
+def influences(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    """Return the influences of estimates that have any, in float32, as `<name>.influence`."""
+    import numpy as np
+
+    return {
+        f"{name}.influence": estimate.influence.astype(np.float32)
+        for name, estimate in estimates.items()
+        if estimate.influence is not None
+    }
+
+
+def digest(*tensors: torch.Tensor, more: object = None) -> str:
+    """Return the SHA-256 of the shapes and values of tensors, and of a JSON document."""
+    sha256 = hashlib.sha256(json.dumps(more).encode())
+    for tensor in tensors:
+        sha256.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
+        sha256.update(tensor.cpu().contiguous().numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def digest_batches(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
+    """Return the SHA-256 of all sequences of some batches, however they are cut into these."""
+    import torch
+
+    return digest(*(torch.cat([batch[name] for batch in batches]) for name in sorted(batches[0])))

@@ -1,0 +1,52 @@
+"""The loss per predicted token, as a measure."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isoloss.config import setting
+from isoloss.evaluation.measures.base import MeasureResult, SeededMeasure, digest, digest_batches, influences
+
+if TYPE_CHECKING:
+    from isoloss.evaluation.context import MeasureContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(SeededMeasure):
+    """Entropy of the true conditionals + KL divergence from them; for text, held-out cross-entropy."""
+
+    loss_sentences: int = setting(4096, minimum=1)
+    """Sentences for the loss; for text, held-out sequences at most."""
+
+    def applies_to(self, context: MeasureContext) -> str | None:
+        """Return why the loss cannot be known: an exact language gives no conditionals under this objective."""
+        from isoloss.evaluation.truth import why_no_truth
+
+        if context.language is None or context.language.num_held_out:
+            return None
+        return why_no_truth(
+            context.language, num_sentences=self.loss_sentences, objective=context.objective, seed=self.seed
+        )
+
+    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
+        """Return `entropy`, `kl` and `loss` of an exact language, `loss` of text."""
+        from isoloss.evaluation import loss
+
+        objective, num, seed = context.objective, self.loss_sentences, self.seed
+        if context.language is not None and not context.language.num_held_out:
+            truth = context.truth(num, seed)
+            found = loss.pretraining_loss(model, truth, progress=context.progress)
+            return MeasureResult(estimates=found, arrays=influences(found), inputs=digest(*truth.batch.values()))
+        if context.language is not None:
+            sentences = context.language.held_out(num)
+            inputs = digest(sentences.tokens, sentences.lengths, more=dataclasses.asdict(objective))
+            found = loss.held_out_loss(
+                model, context.language, num_sequences=num, objective=objective, seed=seed, progress=context.progress
+            )
+        else:
+            read = context.inputs(num, seed)
+            inputs = digest_batches(read.batches)
+            found = loss.text_loss(model, read.batches, objective=objective, seed=seed, progress=context.progress)
+        return MeasureResult(estimates=found, arrays=influences(found), inputs=inputs)

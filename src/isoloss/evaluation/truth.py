@@ -1,0 +1,196 @@
+"""What a perfect model would say of masked sentences: their true conditionals, and the entropies of these.
+
+Shapes: n sentences, T positions, m masked positions, V tokens of the language.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.languages.api import Language, Sentences
+from isoloss.languages.parallel import run_in_threads
+from isoloss.run_config import ObjectiveConfig
+from isoloss.text.masking import IGNORED, Batch, mask
+
+SUBSETS = 5  # of the paper's deviation, appendix A.5
+ROWS = 512  # predicted tokens whose log-probabilities over the vocabulary are held in float64 at a time
+
+_IMPOSSIBLE = math.log(torch.finfo(torch.float32).tiny)  # that of float64 is further down still
+_KEPT_BYTES = 1 << 29  # of a truth's conditionals: more are computed anew for each model
+_PART_BYTES = 1 << 26  # of conditionals that are held at a time where they are not kept
+_PART = 1 << 17  # sentences handed to a language at a time, at most
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Masked sentences of an exact language and what a perfect model would say about them.
+
+    A function of the language, the number of sentences, the objective and the seed alone: made once, it serves every
+    checkpoint, and the values of two checkpoints on it are paired.
+
+    Attributes:
+        language: The language of the sentences.
+        batch: The masked sentences: `input_ids`, `attention_mask`, `labels`, each (n, T), on the CPU.
+        entropy: (n,) float64, the entropies of the conditionals in nats, summed over the masked positions of each
+            sentence.
+        counts: (n,) masked positions of each sentence, at least 1.
+        objective: How they were drawn.
+        seed: What the sentences and masks were drawn with.
+        kept: All that `log_conditionals` returns, where it has at most 512 MiB; else None.
+    """
+
+    language: Language
+    batch: Batch
+    entropy: torch.Tensor
+    counts: torch.Tensor
+    objective: ObjectiveConfig
+    seed: int
+    kept: torch.Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.entropy)
+
+    def log_conditionals(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Return (m, V) float64: log Pr(x_t = c | all other visible tokens, the length), in nats.
+
+        At the m masked positions of the sentences `first` to `last` - 1, sentence by sentence. What is not kept is
+        computed.
+        """
+        part = slice(first, last)
+        if self.kept is not None:
+            before = int(self.counts[:first].sum())
+            return self.kept[before : before + int(self.counts[part].sum())]
+        batch = {name: value[part] for name, value in self.batch.items()}
+        out = torch.empty(int(self.counts[part].sum()), self.language.vocab_size, dtype=torch.float64)
+        return _fill(out, self.language.log_conditionals, batch, self.objective)
+
+    def held_at_once(self, batch_size: int) -> int:
+        """Return how many sentences' conditionals take a bounded memory: some batches of `batch_size`, at least one."""
+        batch_bytes = 8 * self.language.vocab_size * int(self.counts.sum()) * batch_size / len(self)
+        return batch_size * max(1, int(_PART_BYTES / batch_bytes))
+
+
+def why_no_truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> str | None:
+    """Return why the exact conditionals of `truth` cannot be had, or None where they can; draws no sentence.
+
+    Args:
+        language: As for `truth`.
+        num_sentences: As for `truth`.
+        objective: As for `truth`.
+        seed: As for `truth`.
+    """
+    if not language.is_exact:
+        return f"{type(language).__name__} has no exact conditionals: measure its held-out loss instead"
+    if objective.kind == "causal":
+        return (
+            f"{type(language).__name__} gives exact conditionals of masked tokens, not of next ones: the exact loss is "
+            "that of the masked objective, and a causal model's trace can be measured"
+        )
+    most = language.max_masked
+    if objective.masking == "fraction" and most < language.max_length:
+        # such a language's sentences are all of one length, without special tokens: masks do not depend on their tokens
+        shape = (num_sentences, language.max_length)
+        blank = Sentences(torch.zeros(shape, dtype=torch.int64), torch.full(shape[:1], shape[1]))
+        batch = mask(blank, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+        masked = int((batch["labels"] != IGNORED).sum(dim=1).max())
+        if masked > most:
+            return (
+                f"{type(language).__name__} gives exact conditionals with up to {most} masked "
+                f"token{'s' if most > 1 else ''} a sentence, and masking a fraction of {objective.fraction:g} masks up "
+                f"to {masked}; the trace can be measured"
+            )
+    return None
+
+
+def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> Truth:
+    """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
+
+    Each conditional is given the visible tokens, as the model's prediction is: with several tokens of a sentence masked
+    it is a sum over all tokens at the other masked positions. Where the conditionals take more than 512 MiB, their
+    entropies are computed here, and they themselves a part at a time whenever a model is measured.
+
+    Args:
+        language: An exact language.
+        num_sentences: How many; the paper takes 1e6.
+        objective: Which tokens are masked.
+        seed: Decides the sentences and the masked positions.
+
+    Raises:
+        IsolossError: The language is not exact, or not under masks as the objective draws them, or there are fewer
+            than ten sentences.
+    """
+    if num_sentences < 2 * SUBSETS:
+        raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * SUBSETS}")
+    if reason := why_no_truth(language, num_sentences=num_sentences, objective=objective, seed=seed):
+        raise IsolossError(reason)
+    tokens, lengths = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))[:2]
+    sentences = Sentences(tokens.cpu(), lengths.cpu())
+    batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+    del tokens, sentences  # the batch has them
+    chosen = batch["labels"] != IGNORED
+    counts = chosen.sum(dim=1)
+    total = int(counts.sum())
+    kept, entropy = None, torch.empty(total, dtype=torch.float64)
+    if 8 * total * language.vocab_size <= _KEPT_BYTES:
+        kept = torch.empty(total, language.vocab_size, dtype=torch.float64)
+        _fill(kept, language.log_conditionals, batch, objective)
+        log_p = kept
+
+        def compute(first: int) -> None:
+            rows = log_p[first : first + ROWS]
+            entropy[first : first + ROWS] = (probabilities(rows) * -rows).sum(dim=1)
+
+        run_in_threads(compute, ((first,) for first in range(0, total, ROWS)), kept.device)
+    else:
+        _fill(entropy, language.conditional_entropy, batch, objective)
+    return Truth(
+        language=language,
+        batch=batch,
+        entropy=by_sentence(entropy, chosen),
+        counts=counts,
+        objective=objective,
+        seed=seed,
+        kept=kept,
+    )
+
+
+def _fill(
+    out: torch.Tensor, compute: Callable[..., torch.Tensor], batch: Batch, objective: ObjectiveConfig
+) -> torch.Tensor:
+    """Set `out`, (m,) or (m, V), to what `compute` says of the m masked positions, and return it.
+
+    Sentences with as many masked positions go together.
+    """
+    chosen = batch["labels"] != IGNORED
+    counts = chosen.sum(dim=1)
+    firsts = counts.cumsum(dim=0) - counts
+    lengths = batch["attention_mask"].sum(dim=1)
+    row_bytes = out.element_size() * math.prod(out.shape[1:])
+    for count in sorted(set(counts.tolist())):
+        size = min(_PART, max(1, _PART_BYTES // (count * row_bytes)))
+        for rows in (counts == count).nonzero()[:, 0].split(size):
+            masked = chosen[rows]
+            tokens = torch.where(masked, batch["labels"][rows], batch["input_ids"][rows])
+            positions = masked.nonzero()[:, 1].view(-1, count)
+            unknown = None if objective.masking == "one" else masked
+            values = compute(tokens, lengths[rows], mask=unknown, positions=positions)
+            indices = firsts[rows, None] + torch.arange(count)
+            out.numpy()[indices.flatten().numpy()] = values.flatten(0, 1).cpu().numpy()
+    return out
+
+
+def by_sentence(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return (n,): the sums of (m,) values over the chosen positions of each sentence."""
+    rows = chosen.nonzero()[:, 0]
+    return torch.zeros(len(chosen), dtype=values.dtype, device=values.device).index_add_(0, rows, values)
+
+
+def probabilities(log_p: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of log-conditionals: 0 where these stand for impossible tokens, as protocols have it."""
+    return log_p.exp().masked_fill(log_p <= _IMPOSSIBLE, 0.0)

@@ -1,0 +1,220 @@
+"""Every registered measure, found by name: its settings, its error, and that it is what the library function gives."""
+
+import dataclasses
+import inspect
+import json
+
+import numpy as np
+import pytest
+
+import isoloss.flatness
+from isoloss.cli.main import main
+from isoloss.errors import IsolossError
+from isoloss.evaluation.config import ReadingConfig
+from isoloss.evaluation.evaluator import evaluate
+from isoloss.evaluation.measures.base import Measure, MeasureResult, make_measure, name_fields, settings_of
+from isoloss.evaluation.measures.flatness import FlatnessMeasure
+from isoloss.languages.config import PCFGConfig
+from isoloss.loading import load_model
+from isoloss.models.make import make_model
+from isoloss.registry import MEASURES
+from isoloss.run_config import ModelConfig, ObjectiveConfig
+from isoloss.statistics.estimate import Estimate
+from isoloss.text.inputs import read_inputs
+
+NAMED = {"trace-in-SIZE-SCALE": "trace-in-d32-exact", **{f"{how}-TASK": f"{how}-root" for how in ("probe", "lookup")}}
+NAMED["finetune-TASK"] = "finetune-root"
+SMALL = {
+    "loss_sentences": 40,
+    "trace_sentences": 40,
+    "probe_train": 48,
+    "probe_test": 32,
+    "probe_seeds": 2,
+    "probe_epochs": 2,
+    "finetune_seeds": 2,
+    "finetune_epochs": 1,
+    "finetune_warmup_steps": 1,
+    "spectrum_steps": 4,
+    "sharpness_batch_size": 8,
+}
+LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
+FLATNESS = [name for name in MEASURES if issubclass(MEASURES.load(name), FlatnessMeasure)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Two models of one small language, and token ids."""
+    path = tmp_path_factory.mktemp("measures")
+    language = LANGUAGE.build()
+    for seed, name in enumerate("ab"):
+        make_model(ModelConfig(size="d16"), language, seed=seed).save_pretrained(path / name)
+    np.save(path / "ids.npy", np.random.default_rng(0).integers(0, LANGUAGE.vocab_size, (48, 4)))
+    return path
+
+
+def as_json(capsys, *words):
+    capsys.readouterr()
+    assert main([*map(str, words), "--threads", "1", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def has_error(estimate):
+    return estimate["stderr"] > 0 or "(exact)" in str(Estimate.from_dict(estimate))
+
+
+def options(name):
+    cls = MEASURES.load(name)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    return [word for key, value in SMALL.items() if key in fields for word in (f"--{key.replace('_', '-')}", value)]
+
+
+@pytest.mark.parametrize("name", list(MEASURES))
+def test_a_measure_is_a_frozen_dataclass_whose_fields_are_its_settings(name):
+    cls = MEASURES.load(name)
+    assert issubclass(cls, Measure)
+    assert cls.__dataclass_params__.frozen
+    measure = make_measure(NAMED.get(name, name), SMALL)
+    given = {f.name for f in dataclasses.fields(measure) if not f.metadata.get("omit_default")} - name_fields(name)
+    assert set(settings_of(NAMED.get(name, name), SMALL)) == given
+
+
+@pytest.mark.parametrize("name", list(MEASURES))
+def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp_path, name):
+    asked = NAMED.get(name, name)
+    words = ("eval", checkpoints / "a", "--language", config_file(tmp_path), "--measures", asked, *options(name))
+    (found,) = as_json(capsys, *words, "--output", tmp_path / "out")["evaluations"]
+    assert (found["measure"], found["settings"]) == (asked, settings_of(asked, SMALL))
+    assert all(has_error(estimate) for estimate in found["estimates"].values())
+    (kept,) = (tmp_path / "out").rglob("*.json")
+    assert json.loads(kept.read_text()) == found
+    assert kept.with_suffix(".safetensors").exists()
+    (again,) = evaluate(checkpoints / "a", [asked], language=LANGUAGE, settings=SMALL, device="cpu")
+    assert json.loads(json.dumps(again.to_dict())) == {key: value for key, value in found.items() if key != "model"}
+
+
+def config_file(folder):
+    from isoloss import config as configs
+
+    path = folder / "language.toml"
+    path.write_text(configs.to_toml(LANGUAGE))
+    return path
+
+
+@pytest.mark.parametrize("name", FLATNESS)
+def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_function_gives(capsys, checkpoints, name):
+    asked = NAMED.get(name, name)
+    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-inputs", "40")
+    own = [word for word in options(name) if word not in ("--trace-sentences", 40)]
+    document = as_json(capsys, "flatness", checkpoints / "a", *data, "--measures", asked, *own)
+    (model,) = document["models"]
+    assert (document["comparisons"], document["interrupted"], model["model"]) == ({}, None, str(checkpoints / "a"))
+    assert all(has_error(estimate) for estimate in model["estimates"][asked].values())
+    measure = make_measure(asked, SMALL)
+    loaded = load_model(checkpoints / "a")
+    if name == "trace-in-SIZE-SCALE":
+        from isoloss.models.expansion import expand
+        from isoloss.models.sizes import SIZES
+
+        loaded = dataclasses.replace(loaded, model=expand(loaded.model, SIZES["d32"], scale="exact").model)
+    inputs = read_inputs(
+        checkpoints / "ids.npy",
+        checkpoint=str(checkpoints / "a"),
+        config=loaded.model.config,
+        kind="masked",
+        num_inputs=40,
+        mask_id=9,
+        masking=ObjectiveConfig(masking="fraction"),
+    )
+    function = getattr(isoloss.flatness, measure.calls)
+    taken = inspect.signature(function).parameters
+    given = {key: value for key, value in measure.options().items() if value is not None}
+    batches = inputs.cut(SMALL["sharpness_batch_size"]).batches if name == "sam-sharpness" else inputs.batches
+    if "auxiliary_sample" in taken:
+        given["auxiliary_sample"] = inputs.pool
+    expected = measure.estimates(function(loaded.model, *([batches] if "batches" in taken else []), **given))
+    for key, estimate in expected.items():
+        found = model["estimates"][asked][key]
+        assert (found["value"], found["stderr"]) == pytest.approx((estimate.value, estimate.stderr), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", FLATNESS)
+def test_two_models_are_compared_by_every_measure_that_can_be_paired(capsys, checkpoints, name):
+    asked = NAMED.get(name, name)
+    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-inputs", "40")
+    own = [word for word in options(name) if word not in ("--trace-sentences", 40)]
+    words = ("flatness", checkpoints / "a", checkpoints / "b", *data, "--measures", asked, *own)
+    document = as_json(capsys, *words)
+    comparison = document["comparisons"][asked]
+    first, second = (model["estimates"][asked] for model in document["models"])
+    for pair in comparison["pairs"]:
+        key = pair.get("estimate", "trace")
+        difference = pair["trace" if asked == "trace" else "difference"]
+        assert difference["value"] == pytest.approx(first[key]["value"] - second[key]["value"], rel=1e-9)
+        assert 0 < difference["stderr"] < 2 * np.hypot(first[key]["stderr"], second[key]["stderr"])
+    assert bool(comparison["pairs"]) == (name != "squared-norm")
+    assert main([*map(str, words)]) == 0
+    assert str(checkpoints / "a") in (out := capsys.readouterr().out) or "a less b" in out
+
+
+def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():
+    called = {MEASURES.load(name).calls for name in FLATNESS}
+    functions = {name for name in isoloss.flatness.__all__ if inspect.isfunction(getattr(isoloss.flatness, name))}
+    assert functions - {"compare"} == called
+
+
+def test_a_measure_of_ones_own_is_found_by_its_pattern(checkpoints, monkeypatch):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class ParameterCount(Measure):
+        """Number of parameters whose name has a word in it."""
+
+        word: str
+
+        def run(self, model, context):
+            count = sum(p.numel() for name, p in model.named_parameters() if self.word in name)
+            return {"count": Estimate(value=count, stderr=0.0, samples=0, unit="", num_inputs=0, method="count")}
+
+    monkeypatch.setattr(MEASURES, "_entries", dict(MEASURES._entries))
+    MEASURES.register("parameters-WORD", ParameterCount)
+    (found,) = evaluate(checkpoints / "a", ["parameters-bias"], language=LANGUAGE)
+    bias = sum(p.numel() for name, p in load_model(checkpoints / "a").model.named_parameters() if "bias" in name)
+    assert (found.estimates["count"].value, found.settings) == (bias, {})
+
+
+def test_mistakes_are_told_before_anything_is_loaded():
+    for measures, settings, sentence in (
+        (["los"], {}, "did you mean loss"),
+        (["probe-TASK"], {}, "probe-TASK stands for measures with a task in their name"),
+        (["loss"], {"loss_sentence": 3}, "no measure has a setting 'loss_sentence'; did you mean loss_sentences"),
+        (["trace"], {"trace_sentences": 0}, "trace_sentences is 0; it must be at least 2"),
+        ([], {}, "no measure is named"),
+    ):
+        with pytest.raises(IsolossError, match=sentence):
+            evaluate("absent", measures, language=LANGUAGE, settings=settings)
+
+
+def test_what_does_not_apply_is_refused_where_it_was_asked_for(checkpoints):
+    with pytest.raises(IsolossError, match="tasks are those of a language, and none is given"):
+        evaluate(checkpoints / "a", ["probe-root"], data=checkpoints / "ids.npy", reading=ReadingConfig(mask_id=9))
+
+
+def test_evaluations_print_as_a_table(checkpoints):
+    found = evaluate(
+        [checkpoints / "a", checkpoints / "b"], ["loss", "squared-norm"], language=LANGUAGE, settings=SMALL
+    )
+    assert len(found) == 4
+    lines = str(found).splitlines()
+    assert lines[0].split()[:4] == ["model", "step", "measure", "estimate"]
+    assert [line.split()[2] for line in lines[1:]] == ["entropy", "entropy", "kl", "kl", "loss", "loss"] + [
+        "squared-norm"
+    ] * 2
+    assert "<table>" in found._repr_html_()
+    assert found.to_dict()[0]["model"] == str(checkpoints / "a")
+
+
+def test_results_of_estimates_alone_have_their_influences():
+    estimate = Estimate(
+        value=1.0, stderr=1.0, samples=2, unit="", num_inputs=2, method="", influence=np.array([1.0, -1.0])
+    )
+    result = MeasureResult.of({"x": estimate, "y": dataclasses.replace(estimate, influence=None)})
+    assert list(result.arrays) == ["x.influence"]
+    assert result.arrays["x.influence"].dtype == np.float32
