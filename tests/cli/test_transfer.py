@@ -121,7 +121,7 @@ def test_lengths_out_of_distribution(capsys, runs):
 
 def test_your_own_text_probed_and_fine_tuned(capsys, bert, mails, tmp_path):
     task = ("--task", "spam", "--data", mails, "--text", "body", "--label", "kind", "--threads", "1")
-    document = as_json(capsys, "transfer", bert, *task, "--solver", "convex", "--regularisation", "1e-3", "1e-2")
+    document = as_json(capsys, "transfer", bert, *task, "--solver", "convex", "--regularization", "1e-3", "1e-2")
     found = document["models"][str(bert)]
     assert (found["classes"], found["bayes"]) == (["ham", "spam"], None)
     assert found["accuracy"]["value"] == 1.0  # the first word tells
@@ -152,7 +152,7 @@ def test_your_own_text_probed_and_fine_tuned(capsys, bert, mails, tmp_path):
         (["--task", "root", "--how", "finetune", "--layer", "0"], "--layer: without effect with --how finetune"),
         (["--task", "root", "--how", "lookup", "--pooling", "mean"], "--pooling: without effect with --how lookup"),
         (["--task", "root", "--solver", "convex", "--epochs", "2"], "--epochs: without effect"),
-        (["--task", "root", "--regularisation", "0.1"], "--regularisation: without effect"),
+        (["--task", "root", "--regularization", "0.1"], "--regularization: without effect"),
         (["--task", "root", "--how", "finetune", "--pooling", "concatenate"], "first, last or mean"),
         (["--task", "sst2"], "has no tokenizer that suits"),
         (["--task", "sst2", "--how", "lookup"], "it has no look-up table"),

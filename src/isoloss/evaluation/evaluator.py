@@ -199,8 +199,7 @@ class Evaluator:
         return {"trace": dataclasses.replace(estimates["trace"], details=details)}, arrays, inputs
 
     def _accuracy(self, how: str, task: str, step: int) -> tuple[dict[str, Estimate], Arrays, str]:
-        from isoloss.transfer.linear_probe import probe_task
-        from isoloss.transfer.lookup import lookup_task
+        from isoloss.transfer.linear_probing import linear_probe, lookup_probe
         from isoloss.transfer.tasks import read_from_start
 
         data = self._task(task)
@@ -208,10 +207,10 @@ class Evaluator:
         chosen: dict[str, Any] = {"seeds": settings.probe_seeds, "epochs": settings.probe_epochs, "seed": settings.seed}
         language: Any = self.language  # one that has tasks
         if how == "lookup":
-            result = lookup_task(language, data, **chosen)
+            result = lookup_probe(language, data, **chosen)
         else:
             read = read_from_start(data, language) if self._is_causal else data
-            result = probe_task(self._model(step), read, **chosen)
+            result = linear_probe(self._model(step), read, **chosen)
         inputs = _digest(
             data.train.tokens, data.train_labels, data.test.tokens, data.test_labels, more=list(data.classes)
         )

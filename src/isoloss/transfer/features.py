@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import ExactLanguage, Sentences
+from isoloss.transfer.config import Pooling
 from isoloss.transfer.stored_features import StoredFeatures, store
-
-Pooling = Literal["concatenate", "mean", "first", "last"]
 
 _LOOKUP_CHUNK = 4096  # sentences whose conditionals are computed at once
 
@@ -29,11 +28,14 @@ def extract(
     projection: int | None = None,
     projection_seed: int = 0,
     batch_size: int = 512,
-) -> torch.Tensor:
+    dtype: torch.dtype = torch.float32,
+    path: Path | None = None,
+    memory_bytes: int = 0,
+) -> torch.Tensor | StoredFeatures:
     """Return the model's representation of each unmasked sentence (paper, section 2.1 and appendix A.5).
 
     The sentences go through the model without its prediction head, nothing masked. `"concatenate"`, the paper's choice,
-    lays the states of all T positions side by side, with zeros at padding; `"mean"` averages them over the tokens;
+    puts the states of all T positions side by side, with zeros at padding; `"mean"` averages them over the tokens;
     `"first"` and `"last"` take one token's: [CLS] stands first in tasks of real text.
 
     A `projection` multiplies each row by a (D, projection) matrix of independent normal numbers with variance
@@ -49,14 +51,18 @@ def extract(
         projection: Width that the rows are projected to; None: not at all.
         projection_seed: Decides the matrix, which is the same for all rows of one width.
         batch_size: Sentences in a forward pass.
+        dtype: Type of the features; bfloat16 keeps 8 significant bits in half the space.
+        path: A safetensors file for features that do not fit in memory, written a batch at a time, whole or not at all.
+        memory_bytes: With a path: features of at most this many bytes are returned in memory, and no file is written.
 
     Returns:
-        (n, D), float32 on the model's device: D is T * d for `"concatenate"`, d for the others, or `projection`.
+        (n, D) on the model's device: D is T * d for `"concatenate"`, d for the others, or `projection`. With a path,
+        and features of more than `memory_bytes`, the opened file.
 
     Raises:
         IsolossError: The model is in training mode or has no `base_model`, the layer does not exist, the pooling is
-            unknown, a token is unknown to the model, a sentence is empty or too long, there are none, or a width is
-            below 1.
+            unknown, a token is unknown to the model, a sentence is empty or too long, there are none, a width is below
+            1, or the file cannot be written.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -68,46 +74,11 @@ def extract(
         ((2, 12), [0.0, 0.0, 0.0, 0.0])
     """
     reader = _Reader(model, sentences, types, pooling, layer, projection, projection_seed, batch_size)
-    return torch.cat(list(reader.blocks()))
-
-
-def extract_to(
-    path: Path,
-    model: torch.nn.Module,
-    sentences: Sentences,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    types: torch.Tensor | None = None,
-    pooling: Pooling = "concatenate",
-    layer: int = -1,
-    projection: int | None = None,
-    projection_seed: int = 0,
-    batch_size: int = 512,
-    memory_bytes: int = 0,
-) -> torch.Tensor | StoredFeatures:
-    """Write what `extract` returns to the file `path`, a batch at a time, and open it: for more than memory holds.
-
-    Args:
-        path: A safetensors file, written whole or not at all.
-        model: As for `extract`, and so are the other arguments.
-        sentences: n sentences.
-        dtype: Type of the features: bfloat16, which keeps 8 significant bits in half the space, or float32.
-        types: (n, T) token types.
-        pooling: How states become rows.
-        layer: Whose states.
-        projection: Width that the rows are projected to.
-        projection_seed: Decides the projection.
-        batch_size: Sentences in a forward pass.
-        memory_bytes: Features of at most so many bytes are returned as a tensor in memory, and there is no file.
-
-    Raises:
-        IsolossError: As for `extract`; another dtype; or the file cannot be written.
-    """
-    reader = _Reader(model, sentences, types, pooling, layer, projection, projection_seed, batch_size)
-    shape = (len(sentences.lengths), reader.width())
-    if math.prod(shape) * dtype.itemsize <= memory_bytes:
-        return torch.cat([block.to(dtype) for block in reader.blocks()])
-    return store(path, reader.blocks(), shape=shape, dtype=dtype)
+    if path is not None:
+        shape = (len(sentences.lengths), reader.width())
+        if math.prod(shape) * dtype.itemsize > memory_bytes:
+            return store(path, reader.blocks(), shape=shape, dtype=dtype)
+    return torch.cat([block.to(dtype) for block in reader.blocks()])
 
 
 class _Reader:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
-from isoloss import seeds
+from isoloss import languages, seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Sentences
 from isoloss.languages.brackets import Brackets
 from isoloss.languages.hmm.language import HMM
+from isoloss.registry import TASKS
 from isoloss.statistics.estimate import Estimate
 from isoloss.text.causal import with_start
 from isoloss.text.text_classification import Coverage
@@ -19,6 +21,7 @@ from isoloss.transfer.bayes import bayes_accuracy
 from isoloss.transfer.labelling import UNDEFINED, Labelled, Labelling, labelling
 from isoloss.transfer.results import majority_rate as majority_rate
 from isoloss.transfer.task_names import LATENT, canonical
+from isoloss.transfer.text_sources import TextTask
 
 _LEAST_SHARE = 1e-3  # a task whose labels fewer of the sentences bear is refused,
 _LEAST_DRAWS = 10_000  # once so many have been drawn
@@ -29,7 +32,7 @@ Lengths = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskData:
-    """Labelled sentences of one downstream task.
+    """Labeled sentences of one downstream task.
 
     Attributes:
         name: The task, e.g. `root`, `prefix-4`, `state-6`, `sst2`.
@@ -39,8 +42,8 @@ class TaskData:
         test_labels: (n_test,) int64.
         classes: The symbols, states or names that a label can stand for, whether or not one of these sentences bears
             it.
-        majority_rate: Share of the commonest test label: the accuracy without looking.
-        overlap: Share of the test sentences that are training sentences too; they are kept, since the test sentences
+        majority_rate: Fraction of the test sentences with the most common label: the accuracy of always guessing it.
+        overlap: Fraction of the test sentences that are training sentences too; they are kept, as the test sentences
             would otherwise not follow their distribution.
         bayes: The most that any classifier of the test sentences can reach; None where the truth is unknown.
         vocabulary: The token strings, by id; none where the sentences are text.
@@ -79,8 +82,8 @@ class TaskData:
             raise IsolossError(f"a task has the splits train and test, not {split!r}")
         sentences, types = (self.train, self.train_types) if split == "train" else (self.test, self.test_types)
         chosen = Sentences(sentences.tokens[rows], sentences.lengths[rows])
-        found = {"input_ids": chosen.tokens, "attention_mask": chosen.present().long()}
-        return found if types is None else {**found, "token_type_ids": types[rows]}
+        inputs = {"input_ids": chosen.tokens, "attention_mask": chosen.present().long()}
+        return inputs if types is None else {**inputs, "token_type_ids": types[rows]}
 
     def inputs(self) -> list[tuple[str, ...]]:
         """Return the test examples as a person reads them: one text each, or two."""
@@ -91,12 +94,12 @@ class TaskData:
 
 
 def make_task(
-    language: Labelled,
+    language: Labelled | str,
     name: str,
     *,
-    num_train: int,
-    num_test: int,
-    seed: int,
+    num_train: int = 4096,
+    num_test: int = 4096,
+    seed: int = 0,
     train_lengths: Lengths | None = None,
     test_lengths: Lengths | None = None,
     test_language: Labelled | None = None,
@@ -135,9 +138,10 @@ def make_task(
     the test sentences and their labels come from.
 
     Args:
-        language: A grammar, a hidden Markov model or the paper's bracket language.
+        language: A grammar, a hidden Markov model or the paper's bracket language, or what `isoloss.languages.resolve`
+            makes one of, e.g. `pcfg-laptop`.
         name: `root`, `level-D`, `prefix-L`, `state-k` or `mismatch`, the first four also with `-latent`; `A`, `B`, `C`
-            and `task-k` are other names.
+            and `task-k` are other names; or a name in `isoloss.registry.TASKS`.
         num_train: Training sentences.
         num_test: Test sentences, from a stream of their own.
         seed: The seed of the sentences; the streams are `("task", name, "train")` and `("task", name, "test")`, with
@@ -162,8 +166,10 @@ def make_task(
     for split, number in (("train", num_train), ("test", num_test)):
         if number < 1:
             raise IsolossError(f"num_{split} is {number}; a task needs at least 1 {split} sentence")
+    if isinstance(language, str):
+        language = cast("Labelled", languages.make(languages.resolve(language)))
     other = language if test_language is None else test_language
-    asked, asked_of_test = labelling(language, name), labelling(other, name)
+    asked, asked_of_test = labeling_of(language, name), labeling_of(other, name)
     name, classes = canonical(name), asked.classes
     if (other.vocabulary, asked_of_test.classes) != (language.vocabulary, classes):
         raise IsolossError("the test language must have the tokens and the symbols or states of the first")
@@ -192,6 +198,26 @@ def make_task(
     )
 
 
+def labeling_of(language: Labelled, name: str) -> Labelling:
+    """Return what the task `name` asks of the sentences: a task of the language, or one in `TASKS`.
+
+    Raises:
+        IsolossError: There is no such task.
+    """
+    try:
+        return labelling(language, name)
+    except IsolossError as error:
+        try:
+            pattern, parts = TASKS.match(name)
+        except IsolossError:
+            raise error from None
+    task = TASKS.load(pattern)
+    if isinstance(task, TextTask):
+        raise IsolossError(f"{name} is a task of text: its examples are read with make_text_task")
+    asked: Labelling = task(language, **{part.lower(): value for part, value in parts.items()})
+    return asked
+
+
 def read_from_start(task: TaskData, language: Labelled) -> TaskData:
     """Return the task as a causal model of `language` reads it: with the start before each sentence.
 
@@ -205,7 +231,7 @@ def read_from_start(task: TaskData, language: Labelled) -> TaskData:
 
 
 def overlap(train: torch.Tensor, test: torch.Tensor) -> float:
-    """Return the share of the rows of `test` (n, T) that are rows of `train` (m, T).
+    """Return the fraction of the rows of `test` (n, T) that are rows of `train` (m, T).
 
     Example:
         >>> overlap(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[3, 4], [4, 3]]))
