@@ -10,7 +10,6 @@ import tyro
 
 from isoloss import files
 from isoloss.cli import common
-from isoloss.cli.transfer import bounds
 from isoloss.errors import IsolossError
 from isoloss.evaluation.config import EvalConfig
 from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study
@@ -110,6 +109,8 @@ def print_evaluations(title: str, evaluations: list[Evaluation]) -> None:
 
 def _more(estimate: Estimate) -> str:
     """Return what belongs beside an accuracy or a trace."""
+    from isoloss.transfer.results import bounds
+
     details = estimate.details
     if "majority_rate" in details:
         return f" ({bounds(details)})"

@@ -132,12 +132,13 @@ def _training_memory(parameters: int) -> str:
 
 
 def _tasks() -> list[Row]:
-    from isoloss.transfer.task_names import GLUE, TASKS
+    from isoloss.registry import TASKS
+    from isoloss.transfer import task_names
 
     return [
-        *({"task": name, "what": text} for name, text in TASKS.items()),
-        {"task": ", ".join(GLUE), "what": "classification tasks of GLUE: hf:nyu-mll/glue, or --data FOLDER"},
-        {"task": "NAME", "what": "your own labelled text: --data FILE --text COLUMN [--pair COLUMN] [--label COLUMN]"},
+        *({"task": name, "what": text} for name, text in task_names.TASKS.items()),
+        *({"task": name, "what": TASKS.summary(name)} for name in TASKS),
+        {"task": "NAME", "what": "your own labeled text: --data FILE --text COLUMN [--pair COLUMN] [--label COLUMN]"},
     ]
 
 

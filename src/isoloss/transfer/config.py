@@ -29,7 +29,7 @@ class ClassifierConfig:
     batch_size: int = setting(256, minimum=1)
     """Examples in a step; the last step of an epoch takes what is left."""
     learning_rate: float = setting(1e-3, above=0, below=math.inf)
-    """AdamW's learning rate; of fine-tuning the highest, which the warm-up ends at."""
+    """AdamW's learning rate."""
     weight_decay: float = setting(0.01, minimum=0, below=math.inf)
     """AdamW's weight decay."""
     regularization: tuple[float, ...] = setting((1e-3,), above=0, below=math.inf)
@@ -94,14 +94,14 @@ class FinetuneConfig(OptimizerConfig):
     max_grad_norm: float | None = setting(1.0, above=0, below=math.inf)
     """A gradient of a larger Euclidean norm is scaled down to this one; None: never."""
     epochs: int = setting(10, minimum=1)
-    """Passes over the training examples; the model after the last step is scored."""
+    """Passes over the training examples."""
     batch_size: int = setting(32, minimum=1)
     """Examples in a step; the last step of an epoch takes what is left."""
     pooling: Literal["auto", "first", "last", "mean"] = "auto"
     """What the head reads: the last state of the `first` token ([CLS], where there is one), of the `last` one, or the
     `mean` over the tokens; `auto` is the last of a causal model, which alone has read the whole, else the first."""
     seeds: int = setting(5, minimum=1, exclude_from_fingerprint=True)
-    """Models, each with its own head, order and dropout; a folder keeps those that it has when more are asked for."""
+    """Classifiers, each with its own initial weights and order of the examples."""
     seed: int = 0
     """Decides the head's initial weights, the order of the examples and the dropout."""
     micro_batch: int = setting(0, minimum=0, note="0: the whole batch", exclude_from_fingerprint=True)

@@ -64,7 +64,7 @@ def finetune(
 
     With a `folder`, a state is kept once a minute; Ctrl-C and SIGTERM save one and raise `Interrupted`. The same call
     then goes on from there, also after SIGKILL, and the result is the same bit for bit on one device with the same
-    number of threads.
+    number of threads. When more `seeds` are asked for, those in the folder are kept.
 
     Args:
         model: A Hugging Face model in float32, as `isoloss.loading.load` gives it; it stays as it is.

@@ -32,7 +32,7 @@ Lengths = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskData:
-    """Labeled sentences of one downstream task.
+    """Labelled sentences of one downstream task.
 
     Attributes:
         name: The task, e.g. `root`, `prefix-4`, `state-6`, `sst2`.
@@ -42,8 +42,8 @@ class TaskData:
         test_labels: (n_test,) int64.
         classes: The symbols, states or names that a label can stand for, whether or not one of these sentences bears
             it.
-        majority_rate: Fraction of the test sentences with the most common label: the accuracy of always guessing it.
-        overlap: Fraction of the test sentences that are training sentences too; they are kept, as the test sentences
+        majority_rate: Share of the commonest test label: the accuracy without looking.
+        overlap: Share of the test sentences that are training sentences too; they are kept, since the test sentences
             would otherwise not follow their distribution.
         bayes: The most that any classifier of the test sentences can reach; None where the truth is unknown.
         vocabulary: The token strings, by id; none where the sentences are text.
@@ -169,7 +169,7 @@ def make_task(
     if isinstance(language, str):
         language = cast("Labelled", languages.make(languages.resolve(language)))
     other = language if test_language is None else test_language
-    asked, asked_of_test = labeling_of(language, name), labeling_of(other, name)
+    asked, asked_of_test = labeling(language, name), labeling(other, name)
     name, classes = canonical(name), asked.classes
     if (other.vocabulary, asked_of_test.classes) != (language.vocabulary, classes):
         raise IsolossError("the test language must have the tokens and the symbols or states of the first")
@@ -198,7 +198,7 @@ def make_task(
     )
 
 
-def labeling_of(language: Labelled, name: str) -> Labelling:
+def labeling(language: Labelled, name: str) -> Labelling:
     """Return what the task `name` asks of the sentences: a task of the language, or one in `TASKS`.
 
     Raises:
@@ -231,7 +231,7 @@ def read_from_start(task: TaskData, language: Labelled) -> TaskData:
 
 
 def overlap(train: torch.Tensor, test: torch.Tensor) -> float:
-    """Return the fraction of the rows of `test` (n, T) that are rows of `train` (m, T).
+    """Return the share of the rows of `test` (n, T) that are rows of `train` (m, T).
 
     Example:
         >>> overlap(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[3, 4], [4, 3]]))
