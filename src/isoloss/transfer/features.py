@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -73,91 +73,74 @@ def extract(
         >>> tuple(features.shape), features[1, 8:].tolist()
         ((2, 12), [0.0, 0.0, 0.0, 0.0])
     """
-    reader = _Reader(model, sentences, types, pooling, layer, projection, projection_seed, batch_size)
+    backbone, device = backbone_of(model), next(model.parameters()).device
+    if any(module.training for module in model.modules()):
+        raise IsolossError(
+            "the model is in training mode, where dropout makes features random: call model.eval() first"
+        )
+    if pooling not in get_args(Pooling):
+        raise IsolossError(f"no pooling {pooling!r}: choose {', '.join(get_args(Pooling))}")
+    for name, count in (("batch_size", batch_size), ("projection", projection)):
+        if count is not None and count < 1:
+            raise IsolossError(f"{name} is {count}; it must be at least 1")
+    check_sentences(backbone, sentences)
+
+    @functools.cache
+    def matrix(width: int, columns: int) -> torch.Tensor:
+        generator = seeds.generator(projection_seed, "projection")
+        return torch.randn(width, columns, generator=generator).mul_(columns**-0.5).to(device)
+
+    def read(rows: slice) -> torch.Tensor:
+        own = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        pooled = _pooled(backbone, own, None if types is None else types[rows], pooling, layer, device)
+        return (pooled if projection is None else pooled @ matrix(pooled.shape[1], projection)).to(dtype)
+
+    blocks = (read(slice(first, first + batch_size)) for first in range(0, len(sentences.lengths), batch_size))
     if path is not None:
-        shape = (len(sentences.lengths), reader.width())
+        shape = (len(sentences.lengths), read(slice(0, 1)).shape[1])
         if math.prod(shape) * dtype.itemsize > memory_bytes:
-            return store(path, reader.blocks(), shape=shape, dtype=dtype)
-    return torch.cat([block.to(dtype) for block in reader.blocks()])
+            return store(path, blocks, shape=shape, dtype=dtype)
+    return torch.cat(list(blocks))
 
 
-class _Reader:
-    """Sentences as blocks of features; the arguments are those of `extract`."""
+@torch.no_grad()
+def _pooled(
+    backbone: Any,
+    sentences: Sentences,
+    types: torch.Tensor | None,
+    pooling: Pooling,
+    layer: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return (B, D) of the sentences of a batch, float32."""
+    total = sentences.tokens.shape[1]
+    lengths = sentences.lengths.to(device)
+    longest = int(lengths.max())
+    tokens = sentences.tokens[:, :longest].to(device)
+    present = Sentences(tokens, lengths).present()
+    inputs = {"input_ids": tokens, "attention_mask": present.long()}
+    if types is not None:
+        inputs["token_type_ids"] = types[:, :longest].to(device)
+    states = _states(backbone, inputs, layer).float()
+    if pooling == "first":
+        return states[:, 0]
+    if pooling == "last":
+        return states[torch.arange(len(states), device=device), lengths - 1]
+    states = states.masked_fill(~present[:, :, None], 0.0)
+    if pooling == "mean":
+        return states.sum(1) / lengths[:, None]
+    return torch.nn.functional.pad(states, (0, 0, 0, total - longest)).flatten(1)
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        sentences: Sentences,
-        types: torch.Tensor | None,
-        pooling: Pooling,
-        layer: int,
-        projection: int | None,
-        projection_seed: int,
-        batch_size: int,
-    ) -> None:
-        self.backbone = backbone_of(model)
-        if any(module.training for module in model.modules()):
-            raise IsolossError(
-                "the model is in training mode, where dropout makes features random: call model.eval() first"
-            )
-        if pooling not in get_args(Pooling):
-            raise IsolossError(f"no pooling {pooling!r}: choose {', '.join(get_args(Pooling))}")
-        for name, count in (("batch_size", batch_size), ("projection", projection)):
-            if count is not None and count < 1:
-                raise IsolossError(f"{name} is {count}; it must be at least 1")
-        check_sentences(self.backbone, sentences)
-        self.device = next(model.parameters()).device
-        self.sentences, self.types, self.pooling, self.layer = sentences, types, pooling, layer
-        self.projection, self.projection_seed, self.batch_size = projection, projection_seed, batch_size
-        self._matrix: torch.Tensor | None = None
 
-    def width(self) -> int:
-        """Return D."""
-        return len(self._rows(slice(0, 1))[0])
-
-    def blocks(self) -> Iterator[torch.Tensor]:
-        """Yield (B, D), batch by batch."""
-        for first in range(0, len(self.sentences.lengths), self.batch_size):
-            yield self._rows(slice(first, first + self.batch_size))
-
-    @torch.no_grad()
-    def _rows(self, rows: slice) -> torch.Tensor:
-        total = self.sentences.tokens.shape[1]
-        lengths = self.sentences.lengths[rows].to(self.device)
-        longest = int(lengths.max())
-        tokens = self.sentences.tokens[rows, :longest].to(self.device)
-        present = Sentences(tokens, lengths).present()
-        inputs = {"input_ids": tokens, "attention_mask": present.long()}
-        if self.types is not None:
-            inputs["token_type_ids"] = self.types[rows, :longest].to(self.device)
-        states = self._states(inputs).float()
-        if self.pooling == "first":
-            pooled = states[:, 0]
-        elif self.pooling == "last":
-            pooled = states[torch.arange(len(states), device=self.device), lengths - 1]
-        else:
-            states = states.masked_fill(~present[:, :, None], 0.0)
-            if self.pooling == "mean":
-                pooled = states.sum(1) / lengths[:, None]
-            else:
-                pooled = torch.nn.functional.pad(states, (0, 0, 0, total - longest)).flatten(1)
-        return pooled if self.projection is None else pooled @ self._projector(pooled.shape[1], self.projection)
-
-    def _projector(self, width: int, projection: int) -> torch.Tensor:
-        if self._matrix is None:
-            generator = seeds.generator(self.projection_seed, "projection")
-            self._matrix = torch.randn(width, projection, generator=generator).mul_(projection**-0.5).to(self.device)
-        return self._matrix
-
-    def _states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return (B, T, d): the hidden states of the layer."""
-        if self.layer == -1:
-            last: torch.Tensor = self.backbone(**inputs).last_hidden_state
-            return last
-        states: tuple[torch.Tensor, ...] = self.backbone(**inputs, output_hidden_states=True).hidden_states
-        if not -len(states) <= self.layer < len(states):
-            raise IsolossError(f"no layer {self.layer}: the model has hidden states 0 to {len(states) - 1}")
-        return states[self.layer]
+def _states(backbone: Any, inputs: dict[str, torch.Tensor], layer: int) -> torch.Tensor:
+    """Return (B, T, d): the hidden states of the layer."""
+    if layer == -1:
+        last: torch.Tensor = backbone(**inputs).last_hidden_state
+        return last
+    states: tuple[torch.Tensor, ...] = backbone(**inputs, output_hidden_states=True).hidden_states
+    if not -len(states) <= layer < len(states):
+        raise IsolossError(f"no layer {layer}: the model has hidden states 0 to {len(states) - 1}")
+    return states[layer]
 
 
 def lookup_features(language: ExactLanguage, sentences: Sentences) -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from isoloss import config as configs
@@ -294,26 +294,18 @@ class _Seed:
     def _save(self) -> None:
         tensors = {f"model/{name}": p.detach() for name, p in self.classifier.named_parameters()}
         tensors |= {f"algorithm/{name}": tensor for name, tensor in self.algorithm.state().items()}
-        tensors["losses"] = self.losses
+        tensors |= {"losses": self.losses, "step": torch.tensor(self.step)}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        files.write_bytes(self._state, safetensors.torch.save(tensors, metadata={"step": str(self.step)}))
+        files.write_bytes(self._state, safetensors.torch.save(tensors))
 
     def _load(self) -> None:
-        parameters = dict(self.classifier.named_parameters())
-        algorithm: dict[str, torch.Tensor] = {}
         try:
-            with safe_open(self._state, framework="pt") as state, torch.no_grad():
-                self.step = int(state.metadata()["step"])
-                self.losses = state.get_tensor("losses")
-                for key in state.keys():  # noqa: SIM118  (no mapping)
-                    kind, _, name = key.partition("/")
-                    if kind == "model":
-                        parameters.pop(name).copy_(state.get_tensor(key))
-                    elif kind == "algorithm":
-                        algorithm[name] = state.get_tensor(key)
-            if parameters:
-                raise IsolossError(f"it has no {next(iter(parameters))}")
-            self.algorithm.load_state(algorithm)
+            state = safetensors.torch.load_file(self._state)
+            self.step, self.losses = int(state.pop("step")), state.pop("losses")
+            with torch.no_grad():
+                for name, parameter in self.classifier.named_parameters():
+                    parameter.copy_(state.pop(f"model/{name}"))
+            self.algorithm.load_state({name.removeprefix("algorithm/"): tensor for name, tensor in state.items()})
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IsolossError) as error:
             raise IsolossError(f"{self._state} is damaged ({error}): delete it, and its seed starts again") from error
 
