@@ -12,10 +12,12 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Sentences
+from isoloss.languages.brackets import Brackets
 from isoloss.languages.hmm.language import HMM
 from isoloss.languages.pcfg.language import PCFG
 from isoloss.registry import TASKS, Entry
 from isoloss.transfer.labelling import Labelling
+from isoloss.transfer.linear_probing import lookup_probe
 from isoloss.transfer.tasks import TaskData, majority_rate, make_task
 
 # ambiguous, of mixed lengths, with a chain of unary rules, and with prefixes that no symbol yields (any that ends in d)
@@ -282,3 +284,11 @@ def test_a_registered_task_is_one_of_every_language(monkeypatch):
         make_task("pcfg-laptop", "begins-with")
     with pytest.raises(IsolossError, match="sst2 is a task of text: its examples are read with make_text_task"):
         make_task("pcfg-laptop", "sst2")
+
+
+def test_strings_that_are_no_sentences_have_no_look_up_table():
+    task = make_task(Brackets(4), "mismatch", num_train=50, num_test=20)
+    with pytest.raises(
+        IsolossError, match="true conditionals of task mismatch are not known: sentence .* probability 0"
+    ):
+        lookup_probe(Brackets(4), task, epochs=1)

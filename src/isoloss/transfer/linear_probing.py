@@ -116,7 +116,10 @@ def lookup_probe(
         >>> print(lookup_probe(language, task, solver="convex").accuracy)
         100 %
     """
-    train_x, test_x = (lookup_features(language, sentences) for sentences in (task.train, task.test))
+    try:
+        train_x, test_x = (lookup_features(language, sentences) for sentences in (task.train, task.test))
+    except IsolossError as error:
+        raise IsolossError(f"the true conditionals of task {task.name} are not known: {error}") from error
     return _fit_on_task(task, train_x, test_x, config, **settings)
 
 
