@@ -22,7 +22,7 @@ from timing import machine, versions  # noqa: E402
 
 from isoloss.files import write_text  # noqa: E402
 from isoloss.seeds import generator  # noqa: E402
-from isoloss.transfer.convex import fit  # noqa: E402
+from isoloss.transfer.fits.convex import fit  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("isoloss", "torch", "numpy", "scikit-learn")
@@ -41,10 +41,10 @@ def planted(n: int, width: int, classes: int, *, decay: float) -> tuple[torch.Te
     if decay:
         axes = torch.linalg.qr(torch.randn(width, width, generator=g)).Q
         x = x * 5 * torch.arange(1, width + 1) ** -decay @ axes + torch.randn(width, generator=g)
-    centred = x - x.mean(dim=0)
-    rule = 3 * torch.randn(width, classes, generator=g) / centred.square().sum(dim=1).mean().sqrt()
+    centerd = x - x.mean(dim=0)
+    rule = 3 * torch.randn(width, classes, generator=g) / centerd.square().sum(dim=1).mean().sqrt()
     noise = -(-torch.rand(n, classes, generator=g).log()).log()
-    return x, (centred @ rule + noise).argmax(dim=1)
+    return x, (centerd @ rule + noise).argmax(dim=1)
 
 
 def extracted(path: Path, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +75,7 @@ def compare(name: str, x: torch.Tensor, y: torch.Tensor, strength: float, iterat
         "strength": strength,
     }
     before = time.process_time()
-    ours = fit(x, y, classes=classes, regularisation=[strength], splits=[fold != k for k in range(FOLDS)])
+    ours = fit(x, y, classes=classes, regularization=[strength], splits=[fold != k for k in range(FOLDS)])
     seconds = time.process_time() - before
     gap = float((ours.gaps / ours.objectives).max())
     records = [{**case, "who": "isoloss", "seconds": seconds, "steps": ours.passes, "above": gap, "reached": True}]

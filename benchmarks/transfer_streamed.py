@@ -20,7 +20,7 @@ from timing import machine, versions
 
 from isoloss.files import write_text
 from isoloss.seeds import generator
-from isoloss.transfer.convex import fit
+from isoloss.transfer.fits.convex import fit
 from isoloss.transfer.stored_features import store
 
 RESULTS = Path(__file__).parent / "results"
@@ -66,7 +66,7 @@ def main() -> None:
         size, before = gib(features.path.stat().st_size), peak()
         print(f"{size:.2f} GiB written; peak memory so far {before:.2f} GiB", flush=True)
         began, used = time.perf_counter(), time.process_time()
-        found = fit(features, labels, classes=args.classes, regularisation=args.strengths, tolerance=args.tolerance)
+        found = fit(features, labels, classes=args.classes, regularization=args.strengths, tolerance=args.tolerance)
         seconds, cpu = time.perf_counter() - began, time.process_time() - used
     gap = float((found.gaps / found.objectives).max())
     line = (

@@ -63,12 +63,12 @@ def main() -> None:
         *("--steps", args.steps, "--checkpoints", 0, *threads),
     )
     trained, fresh = run / "checkpoints" / f"step-{args.steps}", run / "checkpoints" / "step-0"
-    convex = ("--solver", "convex", "--regularisation", *(10.0**-k for k in range(6)))
+    convex = ("--solver", "convex", "--regularization", *(10.0**-k for k in range(6)))
     for task, folder, examples in (("sst2", args.sst2, args.sst2_examples), ("rte", args.rte, args.rte_examples)):
         common = ("--task", task, "--data", folder, "--num-train", examples, "--max-length", 64, *threads)
-        results = ("--out", args.out / "results")
+        results = ("--output", args.out / "results")
         isoloss("transfer", trained, fresh, *common, *results, "--pooling", "mean", *convex)
-        isoloss("transfer", trained, fresh, *common, *results, "--how", "finetune", "--seeds", args.seeds)
+        isoloss("transfer", trained, fresh, *common, *results, "--method", "finetune", "--seeds", args.seeds)
 
 
 if __name__ == "__main__":

@@ -276,6 +276,21 @@ MEASURES = Registry(
     },
 )
 
-# what a task's name is, beside those that a language has: `(language, **parts) -> isoloss.languages.api.Labeling`, with
-# what stands for each part of the name in capital letters, by its name in small ones
-TASKS = Registry("task", "tasks", {})
+# a callable `(language, **parts) -> Labeling`, parts being the capital letters of the name, or a TextTask
+TASKS = Registry(
+    "task",
+    "tasks",
+    {
+        name: Entry(f"isoloss.transfer.text_sources:{name.upper()}", f"GLUE: {summary}")
+        for name, summary in {
+            "cola": "whether a sentence is acceptable",
+            "mnli": "whether a premise entails a hypothesis, contradicts it, or neither",
+            "mrpc": "whether two sentences say the same",
+            "qnli": "whether a sentence answers a question",
+            "qqp": "whether two questions ask the same",
+            "rte": "whether one sentence entails another",
+            "sst2": "whether a review is positive",
+            "wnli": "whether a sentence with a pronoun entails one with the pronoun replaced",
+        }.items()
+    },
+)

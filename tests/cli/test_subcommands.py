@@ -125,7 +125,7 @@ def test_flatness_of_a_checkpoint_on_its_own_language_is_what_eval_measures(caps
 def test_transfer_probes_a_run_and_the_look_up_table(capsys, run):
     small = ("--num-train", "100", "--num-test", "200", "--epochs", "2", "--seeds", "2")
     for how in ("probe", "lookup"):
-        document = as_json(capsys, "transfer", run, "--task", "root", "--how", how, *small)
+        document = as_json(capsys, "transfer", run, "--task", "root", "--method", how, *small)
         accuracy = document["models"][f"{run} at step 30"]["accuracy"]
         assert 0 < accuracy["value"] < 1
         assert accuracy["stderr"] > 0
@@ -364,7 +364,7 @@ def test_no_work_is_done_for_results_that_cannot_be_written(capsys, run, tmp_pat
         ("theory", "sgd-flow", "--figure", place / "a.svg"),
         ("flatness", one, other, "--figure", place / "a.svg"),
         ("flatness", one, "--resume", place / "state"),
-        ("transfer", run, "--task", "root", "--out", place),
+        ("transfer", run, "--task", "root", "--output", place),
         ("expand", run, "--into", "d32", "--out", place / "model"),
     ):
         assert f"cannot write in {place}: Not a directory" in refusal(capsys, *words, alone=True)

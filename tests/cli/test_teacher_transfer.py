@@ -121,7 +121,18 @@ def test_probe_and_fine_tuning(capsys, run, glue, task):
     assert probed["text"] == counts
     assert probed["accuracy"]["value"] == 1.0  # the kept tokens of the first sentence tell
     tuned = transfer(
-        capsys, run, task, glue[task], "--how", "finetune", "--epochs", "2", "--warmup-steps", "1", "--batch-size", "8"
+        capsys,
+        run,
+        task,
+        glue[task],
+        "--method",
+        "finetune",
+        "--epochs",
+        "2",
+        "--warmup-steps",
+        "1",
+        "--batch-size",
+        "8",
     )
     assert tuned["text"] == counts
     assert len(tuned["predictions"]) == 2

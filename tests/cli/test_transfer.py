@@ -56,9 +56,9 @@ def mails(tmp_path: Path, words: list[str]) -> Path:
 
 def test_two_models_are_compared_on_the_same_sentences(capsys, runs, tmp_path):
     out = tmp_path / "out"
-    words = ("transfer", runs[0], runs[1], "--task", "prefix-4", *SMALL, "--out", out)
+    words = ("transfer", runs[0], runs[1], "--task", "prefix-4", *SMALL, "--output", out)
     document = as_json(capsys, *words)
-    assert (document["task"], document["how"]) == ("prefix-4", "probe")
+    assert (document["task"], document["method"]) == ("prefix-4", "probe")
     results = {name: TransferResult.from_dict(found) for name, found in document["models"].items()}
     assert list(results) == [f"{run} at step 2" for run in runs[:2]]
     first, second = results.values()
@@ -99,7 +99,7 @@ def test_the_bounds_stand_beside_the_accuracy(capsys, runs):
 
 
 def test_the_look_up_table_needs_no_model_and_convex_probes_no_seed(capsys):
-    words = ("--how", "lookup", "--solver", "convex", "--num-train", "300", "--num-test", "200", "--threads", "1")
+    words = ("--method", "lookup", "--solver", "convex", "--num-train", "300", "--num-test", "200", "--threads", "1")
     document = as_json(capsys, "transfer", "--language", "hmm-laptop", "--task", "task-3-latent", *words)
     (found,) = document["models"].values()
     assert document["task"] == "state-3-latent"
@@ -121,21 +121,21 @@ def test_lengths_out_of_distribution(capsys, runs):
 
 def test_your_own_text_probed_and_fine_tuned(capsys, bert, mails, tmp_path):
     task = ("--task", "spam", "--data", mails, "--text", "body", "--label", "kind", "--threads", "1")
-    document = as_json(capsys, "transfer", bert, *task, "--solver", "convex", "--regularisation", "1e-3", "1e-2")
+    document = as_json(capsys, "transfer", bert, *task, "--solver", "convex", "--regularization", "1e-3", "1e-2")
     found = document["models"][str(bert)]
     assert (found["classes"], found["bayes"]) == (["ham", "spam"], None)
     assert found["accuracy"]["value"] == 1.0  # the first word tells
     assert "bayes_accuracy" not in found["accuracy"]["details"]
 
     out = tmp_path / "out"
-    words = ("--how", "finetune", "--epochs", "3", "--seeds", "2", "--warmup-steps", "1", "--learning-rate", "0.01")
-    tuned = as_json(capsys, "transfer", bert, *task, *words, "--out", out)["models"][str(bert)]
+    words = ("--method", "finetune", "--epochs", "3", "--seeds", "2", "--warmup-steps", "1", "--learning-rate", "0.01")
+    tuned = as_json(capsys, "transfer", bert, *task, *words, "--output", out)["models"][str(bert)]
     assert tuned["labels"] == found["labels"]
     assert len(tuned["predictions"]) == 2
     table = pl.read_ndjson(next(out.glob("*.jsonl")))
     assert table["text"][0].split()[0] in ("bv", "cw")
     states = {path: path.stat().st_mtime_ns for path in next(out.glob("*.state")).iterdir()}
-    again = as_json(capsys, "transfer", bert, *task, *words, "--out", out)["models"][str(bert)]
+    again = as_json(capsys, "transfer", bert, *task, *words, "--output", out)["models"][str(bert)]
     assert again == tuned
     assert all(path.stat().st_mtime_ns == time for path, time in states.items() if path.name.startswith("seed"))
 
@@ -149,20 +149,26 @@ def test_your_own_text_probed_and_fine_tuned(capsys, bert, mails, tmp_path):
         (["--task", "root", "--num-train", "0"], "num_train is 0"),
         (["--task", "root", "--text", "body"], "leave out --text"),
         (["--task", "root", "--test-lengths", "9", "9"], "the lengths are 9 to 9"),
-        (["--task", "root", "--how", "finetune", "--layer", "0"], "--layer: without effect with --how finetune"),
-        (["--task", "root", "--how", "lookup", "--pooling", "mean"], "--pooling: without effect with --how lookup"),
-        (["--task", "root", "--solver", "convex", "--epochs", "2"], "--epochs: without effect"),
-        (["--task", "root", "--regularisation", "0.1"], "--regularisation: without effect"),
-        (["--task", "root", "--how", "finetune", "--pooling", "concatenate"], "first, last or mean"),
+        (["--task", "root", "--method", "finetune", "--layer", "0"], "--layer: no effect with --method finetune"),
+        (
+            ["--task", "root", "--method", "lookup", "--pooling", "mean"],
+            "--pooling: no effect with --method lookup",
+        ),
+        (["--task", "root", "--solver", "convex", "--epochs", "2"], "epochs has no effect with the solver convex"),
+        (["--task", "root", "--regularization", "0.1"], "regularization has no effect with the solver adamw"),
+        (
+            ["--task", "root", "--method", "finetune", "--pooling", "concatenate"],
+            "it must be one of auto, first, last, mean",
+        ),
         (["--task", "sst2"], "has no tokenizer that suits"),
-        (["--task", "sst2", "--how", "lookup"], "it has no look-up table"),
+        (["--task", "sst2", "--method", "lookup"], "it has no look-up table"),
         (["--task", "sst2", "--language", "pcfg-laptop"], "leave out --language"),
         (["--task", "stsb"], "(it is a regression)"),
         (["--task", "root", "--language", "hmm-laptop"], "no task 'root'"),
     ],
 )
 def test_what_a_run_cannot_do_is_one_sentence(capsys, runs, options, message):
-    if "sst2" in options and "--how" not in options and "--language" not in options:
+    if "sst2" in options and "--method" not in options and "--language" not in options:
         options = [*options, "--data", str(runs[0])]
     assert message in refusal(capsys, "transfer", runs[0], *options, alone=True)
 
@@ -186,9 +192,9 @@ def test_models_that_do_not_fit_are_named(capsys, runs, bert, mails, tmp_path):
     assert "name the column of the text with --text" in refusal(capsys, "transfer", bert, *task[:4], alone=True)
     assert "has no column 'head'" in refusal(capsys, "transfer", bert, *task, "--pair", "head", alone=True)
     out = tmp_path / "out"
-    few = ("--num-train", "3", "--num-test", "9", "--out", out, "--threads", "1")
+    few = ("--num-train", "3", "--num-test", "9", "--output", out, "--threads", "1")
     assert "lower it" in refusal(
-        capsys, "transfer", runs[2], "--task", "state-2", "--how", "finetune", *few, alone=True
+        capsys, "transfer", runs[2], "--task", "state-2", "--method", "finetune", *few, alone=True
     )
     assert not list(out.glob("*.json*"))
 

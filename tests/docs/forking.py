@@ -24,7 +24,7 @@ PRELOADED = [
         "isoloss.flatness.compare",
         "isoloss.evaluation.pretraining",
         "isoloss.report.flatness",
-        "isoloss.transfer.finetune",
+        "isoloss.transfer.finetuning",
     ),
 ]
 

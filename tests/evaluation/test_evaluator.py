@@ -26,9 +26,8 @@ from isoloss.statistics.paired import paired_difference
 from isoloss.studies.comparison import difference, measured, ratio
 from isoloss.text.masking import IGNORED
 from isoloss.training import train
-from isoloss.transfer.compare import compare as compare_transfer
-from isoloss.transfer.linear_probe import probe_task
-from isoloss.transfer.lookup import lookup_task
+from isoloss.transfer.compare import paired_difference
+from isoloss.transfer.linear_probing import linear_probe, lookup_probe
 from isoloss.transfer.tasks import make_task
 
 CONFIG = TrainConfig(
@@ -111,17 +110,17 @@ def test_the_trace_is_that_of_fisher_trace(run, models):
 
 def test_the_paired_error_of_a_probe_is_that_of_its_predictions(run, models, language):
     task = make_task(language, "prefix-4", num_train=300, num_test=120, seed=7)
-    results = {step: probe_task(model, task, **PROBE) for step, model in models.items()}
-    expected = compare_transfer(results[60], results[30], resamples=100)
+    results = {step: linear_probe(model, task, **PROBE) for step, model in models.items()}
+    expected = paired_difference(results[60].correct, results[30].correct)
     found = moved(run, "probe-prefix-4", "accuracy")
-    assert found.value == pytest.approx(100 * expected.difference.value)
-    assert found.stderr == pytest.approx(100 * expected.difference.stderr)
+    assert found.value == pytest.approx(100 * expected.value)
+    assert found.stderr == pytest.approx(100 * expected.stderr)
     kept = measured(run, "probe-prefix-4", 60)["accuracy"]
     assert kept.examples["predictions"].tolist() == results[60].predictions.tolist()
     assert kept.examples["labels"].tolist() == results[60].labels.tolist()
-    table = lookup_task(language, task, **PROBE)
+    table = lookup_probe(language, task, **PROBE)
     against = difference(kept, measured(run, "lookup-prefix-4", 60)["accuracy"])
-    assert against.stderr == pytest.approx(100 * compare_transfer(results[60], table, resamples=100).difference.stderr)
+    assert against.stderr == pytest.approx(100 * paired_difference(results[60].correct, table.correct).stderr)
 
 
 @pytest.mark.parametrize("scale", ["paper", "balanced", "exact"])

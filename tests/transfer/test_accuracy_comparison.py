@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.transfer.compare import bootstrap95, compare, mcnemar, paired_difference
+from isoloss.transfer.compare import bootstrap95, compare_accuracy, mcnemar, paired_difference
 from isoloss.transfer.results import score
 
 
@@ -144,10 +144,28 @@ def test_comparing_takes_the_vote_of_the_seeds() -> None:
     labels = torch.tensor([0, 1, 2, 0])
     first = score(torch.tensor([[0, 1, 2, 1], [0, 2, 2, 0], [0, 1, 0, 0]]), labels, "abc", method="m")
     second = score(torch.tensor([[0, 0, 0, 0], [1, 0, 2, 0], [1, 0, 0, 0]]), labels, "abc", method="m")
-    found = compare(first, second, resamples=100)
-    assert (found.mcnemar.only_first, found.mcnemar.only_second) == (3, 0)  # votes a b c a and b a a a
-    assert found.difference.value == pytest.approx(9 / 12 - 5 / 12)
-    assert found.bootstrap95[0] <= found.difference.value <= found.bootstrap95[1]
+    (pair,) = compare_accuracy([first, second], resamples=100).pairs
+    assert (pair.first, pair.second) == ("0", "1")
+    assert (pair.mcnemar.only_first, pair.mcnemar.only_second) == (3, 0)  # votes a b c a and b a a a
+    assert pair.difference.value == pytest.approx(9 / 12 - 5 / 12)
+    assert pair.bootstrap95[0] <= pair.difference.value <= pair.bootstrap95[1]
+
+
+def test_a_comparison_prints_as_a_small_table() -> None:
+    g = torch.Generator().manual_seed(0)
+    labels = torch.randint(30, (200,), generator=g)
+    guesses = torch.randint(30, (3, 2, 200), generator=g)
+    names = ["small", "<large>", "lookup"]
+    results = {
+        name: score(own, labels, list(map(str, range(30))), method="m")
+        for name, own in zip(names, guesses, strict=True)
+    }
+    comparison = compare_accuracy(results, resamples=100)
+    lines = str(comparison).splitlines()
+    assert len(lines) == 11  # the majority class, a heading and three models, and as many differences
+    assert [pair for pair in ("small minus <large>", "small minus lookup") if pair in str(comparison)]
+    assert max(map(len, [*lines, repr(comparison), *map(repr, comparison.pairs)])) < 120
+    assert "&lt;large&gt;" in comparison._repr_html_()
 
 
 @pytest.mark.parametrize(
@@ -166,11 +184,13 @@ def test_answers_that_cannot_be_paired_are_named(a: torch.Tensor, b: torch.Tenso
 
 def test_results_of_other_examples_are_not_compared() -> None:
     first = score(torch.tensor([[0, 1]]), torch.tensor([0, 1]), "ab", method="m")
-    with pytest.raises(IsolossError, match="other labels or classes"):
-        compare(first, score(torch.tensor([[0, 1]]), torch.tensor([0, 0]), "ab", method="m"))
-    with pytest.raises(IsolossError, match="other labels or classes"):
-        compare(first, score(torch.tensor([[0, 1]]), torch.tensor([0, 1]), "ba", method="m"))
+    for labels, classes in ((torch.tensor([0, 0]), "ab"), (torch.tensor([0, 1]), "ba")):
+        other = score(torch.tensor([[0, 1]]), labels, classes, method="m")
+        with pytest.raises(IsolossError, match="a and b cannot be compared: their test examples have other labels or"):
+            compare_accuracy({"a": first, "b": other})
     with pytest.raises(IsolossError, match="99 resamples"):
-        compare(first, first, resamples=99)
+        compare_accuracy([first, first], resamples=99)
+    with pytest.raises(IsolossError, match="at least two results, not 1"):
+        compare_accuracy([first])
     with pytest.raises(IsolossError, match="McNemar's test needs"):
         mcnemar(torch.ones(2, dtype=torch.bool), torch.ones(3, dtype=torch.bool))

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.transfer.convex import evaluate, fit
-from isoloss.transfer.convex_data import Rows, second_moments
-from isoloss.transfer.convex_search import Problem
+from isoloss.transfer.fits.blocks import FeatureBlocks, second_moments
+from isoloss.transfer.fits.convex import evaluate, fit
+from isoloss.transfer.fits.lbfgs import Problem
 from isoloss.transfer.stored_features import store
 
 
@@ -61,7 +61,7 @@ def test_two_examples_in_closed_form() -> None:
     a = 0.7
     strength = 1 / (1 + math.exp(2 * a)) / a
     x, y = torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])
-    found = fit(x, y, classes=2, regularisation=[strength], tolerance=1e-13)
+    found = fit(x, y, classes=2, regularization=[strength], tolerance=1e-13)
     torch.testing.assert_close(found.weights[0, 0], torch.tensor([[-a, a]], dtype=torch.float64), atol=1e-6, rtol=0)
     assert float(found.objectives) == pytest.approx(math.log1p(math.exp(-2 * a)) + strength * a * a, rel=1e-12)
     assert float(found.intercepts.abs().max()) < 1e-6
@@ -69,7 +69,7 @@ def test_two_examples_in_closed_form() -> None:
 
 def test_features_without_information_give_the_class_frequencies() -> None:
     x, y = torch.tensor([[1.0, 2.0], [3.0, 5.0]]).repeat_interleave(6, dim=0), torch.tensor([0, 0, 0, 1, 1, 2] * 2)
-    found = fit(x, y, classes=3, regularisation=[0.01], tolerance=1e-12)
+    found = fit(x, y, classes=3, regularization=[0.01], tolerance=1e-12)
     logs = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64).div(6).log()
     torch.testing.assert_close(found.intercepts[0, 0], logs - logs.mean(), atol=1e-10, rtol=0)
     assert float(found.weights.abs().max()) < 1e-7
@@ -81,9 +81,9 @@ def test_minimum_is_that_of_gradient_descent(strength: float) -> None:
     x, y = planted(60, 4, 3)
     weight, bias = descended(x, y, 3, strength)
     least = float(objective(x, y, weight, bias, strength))
-    found = fit(x, y, classes=3, regularisation=[strength], tolerance=1e-6)
+    found = fit(x, y, classes=3, regularization=[strength], tolerance=1e-6)
     assert -1e-14 < float(found.objectives) - least <= float(found.gaps) + 1e-14
-    close = fit(x, y, classes=3, regularisation=[strength], tolerance=1e-13)
+    close = fit(x, y, classes=3, regularization=[strength], tolerance=1e-13)
     torch.testing.assert_close(close.weights[0, 0], weight, atol=1e-5, rtol=0)
     torch.testing.assert_close(close.intercepts[0, 0], bias - bias.mean(), atol=1e-5, rtol=0)
 
@@ -105,7 +105,7 @@ def test_certificate_is_that_of_autograd(
     masks = [torch.rand(n, generator=seeds.generator(seed, "mask", k)) < 0.8 for k in range(splits)]
     for mask in masks:
         mask[:classes] = True
-    found = fit(x, y, classes=classes, regularisation=strengths, splits=masks, block_rows=block_rows)
+    found = fit(x, y, classes=classes, regularization=strengths, splits=masks, block_rows=block_rows)
     assert found.weights.shape == (splits, len(strengths), width, classes)
     assert bool((found.gaps <= 1e-6 * found.objectives).all())
     for s, mask in enumerate(masks):
@@ -125,17 +125,17 @@ def test_certificate_is_that_of_autograd(
 def test_evaluation_against_autograd(dtype: torch.dtype) -> None:
     x, y = planted(40, 5, 4)
     masks = [torch.arange(40) >= 0, torch.arange(40) % 5 != 4, torch.arange(40) < 10]
-    rows = Rows(x, y, torch.stack(masks, dim=1), block_rows=7, device=torch.device("cpu"))
+    rows = FeatureBlocks(x, y, torch.stack(masks, dim=1), block_rows=7, device=torch.device("cpu"))
     problems = [Problem(s, 0.1 * (1 + s), torch.full((4,), 0.25, dtype=torch.float64), 5) for s in range(3)]
     for problem in problems:
         problem.start(dtype)
         problem.trial = torch.randn(6, 4, generator=seeds.generator(problem.split, "trial")).to(dtype)
-    centred = x.double() - x.double().mean(0)
+    centerd = x.double() - x.double().mean(0)
     for problem, found in zip(problems, evaluate(rows, problems, dtype), strict=True):
         mask, theta = masks[problem.split], problem.trial.double().requires_grad_()
-        value = objective(centred[mask], y[mask], theta[:-1], theta[-1], problem.strength)
+        value = objective(centerd[mask], y[mask], theta[:-1], theta[-1], problem.strength)
         (gradient,) = torch.autograd.grad(value, theta)
-        probs = (centred[mask] @ theta[:-1] + theta[-1]).detach().softmax(1)
+        probs = (centerd[mask] @ theta[:-1] + theta[-1]).detach().softmax(1)
         curvature = (probs.diag_embed() - probs[:, :, None] * probs[:, None, :]).mean(0)
         atol = 1e-5 if dtype == torch.float32 else 1e-12
         assert found.value == pytest.approx(float(value.detach()), abs=atol)
@@ -146,12 +146,12 @@ def test_evaluation_against_autograd(dtype: torch.dtype) -> None:
 def test_problems_together_and_alone_agree() -> None:
     x, y = planted(90, 6, 3)
     masks = [torch.arange(90) % 3 != k for k in range(3)]
-    together = fit(x, y, classes=3, regularisation=[1.0, 0.01], splits=masks, tolerance=1e-12)
+    together = fit(x, y, classes=3, regularization=[1.0, 0.01], splits=masks, tolerance=1e-12)
     for s, mask in enumerate(masks):
         for r, strength in enumerate([1.0, 0.01]):
             rows = mask.nonzero()[:, 0].flip(0)
-            by_number = fit(x, y, classes=3, regularisation=[strength], splits=[rows], tolerance=1e-12)
-            alone = fit(x[mask], y[mask], classes=3, regularisation=[strength], tolerance=1e-12)
+            by_number = fit(x, y, classes=3, regularization=[strength], splits=[rows], tolerance=1e-12)
+            alone = fit(x[mask], y[mask], classes=3, regularization=[strength], tolerance=1e-12)
             for other in (by_number, alone):
                 torch.testing.assert_close(other.weights[0, 0], together.weights[s, r], atol=1e-4, rtol=0)
                 assert float(other.objectives) == pytest.approx(float(together.objectives[s, r]), rel=1e-11)
@@ -163,8 +163,8 @@ def test_memory_mapped_features_in_blocks_are_those_in_memory(tmp_path: Path) ->
     np.save(path, x.numpy())
     mapped = np.load(path, mmap_mode="r")
     masks = [torch.arange(203) % 4 != k for k in range(2)]
-    whole = fit(x, y, classes=4, regularisation=[0.1, 0.001], splits=masks, tolerance=1e-11, block_rows=1000)
-    streamed = fit(mapped, y, classes=4, regularisation=[0.1, 0.001], splits=masks, tolerance=1e-11, block_rows=16)
+    whole = fit(x, y, classes=4, regularization=[0.1, 0.001], splits=masks, tolerance=1e-11, block_rows=1000)
+    streamed = fit(mapped, y, classes=4, regularization=[0.1, 0.001], splits=masks, tolerance=1e-11, block_rows=16)
     torch.testing.assert_close(streamed.objectives, whole.objectives, rtol=2e-11, atol=0)
     torch.testing.assert_close(streamed.weights, whole.weights, atol=1e-3, rtol=0)
     assert torch.equal(streamed.predict(x), whole.predict(x))
@@ -175,8 +175,8 @@ def test_stored_features_are_those_in_memory(tmp_path: Path) -> None:
     masks = [torch.arange(203) % 4 != k for k in range(2)]
     for dtype in (torch.float32, torch.bfloat16):
         stored = store(tmp_path / "features", [x[:100], x[100:]], shape=(203, 12), dtype=dtype)
-        whole = fit(x.to(dtype), y, classes=4, regularisation=[0.1, 0.001], splits=masks, tolerance=1e-11)
-        streamed = fit(stored, y, classes=4, regularisation=[0.1, 0.001], splits=masks, tolerance=1e-11, block_rows=16)
+        whole = fit(x.to(dtype), y, classes=4, regularization=[0.1, 0.001], splits=masks, tolerance=1e-11)
+        streamed = fit(stored, y, classes=4, regularization=[0.1, 0.001], splits=masks, tolerance=1e-11, block_rows=16)
         torch.testing.assert_close(streamed.objectives, whole.objectives, rtol=2e-11, atol=0)
         torch.testing.assert_close(streamed.weights, whole.weights, atol=1e-3, rtol=0)
         assert torch.equal(streamed.predict(stored), whole.predict(x.to(dtype)))
@@ -187,14 +187,14 @@ import resource, sys
 from pathlib import Path
 import torch
 from isoloss.seeds import generator
-from isoloss.transfer.convex import fit
+from isoloss.transfer.fits.convex import fit
 from isoloss.transfer.stored_features import store
 
 path, n, width = Path(sys.argv[1]), int(sys.argv[2]), 4096
 blocks = (torch.randn(500, width, generator=generator(0, "block", first)) for first in range(0, n, 500))
 stored = store(path, blocks, shape=(n, width), dtype=torch.bfloat16)
 labels = torch.randint(3, (n,), generator=generator(0, "labels"))
-found = fit(stored, labels, classes=3, regularisation=[1.0], tolerance=1e-3)
+found = fit(stored, labels, classes=3, regularization=[1.0], tolerance=1e-3)
 assert float(found.gaps) <= 1e-3 * float(found.objectives)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
@@ -213,7 +213,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
 def test_predictions_are_the_largest_logits() -> None:
     x, y = planted(50, 3, 4)
-    found = fit(x, y, classes=4, regularisation=[1.0, 0.1])
+    found = fit(x, y, classes=4, regularization=[1.0, 0.1])
     for r in range(2):
         logits = x.double() @ found.weights[0, r] + found.intercepts[0, r]
         assert torch.equal(found.predict(x)[0, r], logits.argmax(1))
@@ -221,21 +221,21 @@ def test_predictions_are_the_largest_logits() -> None:
 
 def test_far_means_and_small_scales_do_not_matter() -> None:
     x, y = planted(80, 5, 3)
-    near = fit(x, y, classes=3, regularisation=[0.01], tolerance=1e-9)
-    far = fit(x.double() + 1e4, y, classes=3, regularisation=[0.01], tolerance=1e-9)
+    near = fit(x, y, classes=3, regularization=[0.01], tolerance=1e-9)
+    far = fit(x.double() + 1e4, y, classes=3, regularization=[0.01], tolerance=1e-9)
     assert float(far.objectives) == pytest.approx(float(near.objectives), rel=2e-9)
     # weights a thousand times as large have a million times the penalty
-    small = fit(x.double() / 1000, y, classes=3, regularisation=[0.01 / 1000**2], tolerance=1e-9)
+    small = fit(x.double() / 1000, y, classes=3, regularization=[0.01 / 1000**2], tolerance=1e-9)
     assert float(small.objectives) == pytest.approx(float(near.objectives), rel=2e-9)
 
 
 @pytest.mark.parametrize(("n", "width"), [(300, 20), (90, 2100)])  # exact, and by the sketch, which finds rank 90
 def test_spectrum_solves_the_kronecker_system(n: int, width: int) -> None:
     x, y = planted(n, width, 3)
-    rows = Rows(x, y, torch.ones(n, 1, dtype=torch.bool), block_rows=64, device=torch.device("cpu"))
+    rows = FeatureBlocks(x, y, torch.ones(n, 1, dtype=torch.bool), block_rows=64, device=torch.device("cpu"))
     spectrum = second_moments(rows)
-    centred = x.double() - x.double().mean(0)
-    moments = centred.T @ centred / n
+    centerd = x.double() - x.double().mean(0)
+    moments = centerd.T @ centerd / n
     vectors = spectrum.vectors.double()
     rebuilt = vectors * spectrum.values.double() @ vectors.T
     torch.testing.assert_close(rebuilt, moments, atol=2e-5 * float(moments.diagonal().max()), rtol=0)
@@ -250,7 +250,7 @@ def test_sketch_keeps_the_trace_of_what_it_leaves_out() -> None:
     n, width = 700, 2100
     x = torch.randn(n, width, generator=seeds.generator(0, "wide"))
     every = torch.ones(n, 1, dtype=torch.bool)
-    rows = Rows(x, torch.zeros(n, dtype=torch.int64), every, block_rows=64, device=torch.device("cpu"))
+    rows = FeatureBlocks(x, torch.zeros(n, dtype=torch.int64), every, block_rows=64, device=torch.device("cpu"))
     spectrum = second_moments(rows)
     trace = float((x - x.mean(0)).square().sum()) / n
     assert spectrum.rest > 0
@@ -267,7 +267,7 @@ def test_directions_without_variance_do_not_matter() -> None:
     x = x @ torch.linalg.qr(torch.randn(128, 128, generator=g)).Q
     x = x - x.mean(dim=1, keepdim=True)
     y = (x[:, 5] + 3 * torch.randn(1000, generator=g) > 0).long()
-    found = fit(x, y, classes=2, regularisation=[1e-6, 1e-7])
+    found = fit(x, y, classes=2, regularization=[1e-6, 1e-7])
     for r, strength in enumerate((1e-6, 1e-7)):
         value = objective(x, y, found.weights[0, r], found.intercepts[0, r], strength)
         assert float(found.objectives[0, r]) == pytest.approx(float(value), rel=1e-10)
@@ -276,7 +276,7 @@ def test_directions_without_variance_do_not_matter() -> None:
 
 def test_wide_features_are_certified() -> None:
     x, y = planted(120, 2100, 3)
-    found = fit(x, y, classes=3, regularisation=[0.01])
+    found = fit(x, y, classes=3, regularization=[0.01])
     value = objective(x, y, found.weights[0, 0], found.intercepts[0, 0], 0.01)
     assert float(found.objectives) == pytest.approx(float(value), rel=1e-12)
     assert float(found.gaps) <= 1e-6 * float(value)
@@ -284,7 +284,7 @@ def test_wide_features_are_certified() -> None:
 
 def test_same_bits_again() -> None:
     x, y = planted(60, 5, 3)
-    first, second = (fit(x, y, classes=3, regularisation=[0.1, 0.01]) for _ in range(2))
+    first, second = (fit(x, y, classes=3, regularization=[0.1, 0.01]) for _ in range(2))
     assert torch.equal(first.weights, second.weights)
     assert torch.equal(first.gaps, second.gaps)
 
@@ -306,8 +306,8 @@ def test_same_bits_again() -> None:
         ({"splits": [torch.tensor([0, 1, 6])]}, "different row numbers from 0 to 5"),
         ({"splits": [torch.tensor([0, 1, 1, 2])]}, "different row numbers from 0 to 5"),
         ({"splits": [torch.ones(6)]}, r"split 0 is torch.float32 of shape \(6,\)"),
-        ({"regularisation": []}, "regularisation is empty"),
-        ({"regularisation": [0.1, 0.0]}, "regularisation has 0.0; strengths must be above 0"),
+        ({"regularization": []}, "regularization is empty"),
+        ({"regularization": [0.1, 0.0]}, "regularization has 0.0; strengths must be above 0"),
         ({"tolerance": 0.0}, "tolerance is 0.0; it must be above 0"),
         ({"max_passes": 3}, "max_passes is 3; it must be at least 4"),
         ({"max_passes": 6, "tolerance": 1e-12}, "allow more passes, a larger tolerance or a larger strength"),
@@ -316,13 +316,13 @@ def test_same_bits_again() -> None:
 )
 def test_bad_input(changes: dict[str, object], message: str) -> None:
     features, labels = planted(6, 2, 3)[0], torch.tensor([0, 1, 2, 0, 1, 2])
-    arguments = {"features": features, "labels": labels, "classes": 3, "regularisation": [0.01], **changes}
+    arguments = {"features": features, "labels": labels, "classes": 3, "regularization": [0.01], **changes}
     with pytest.raises(IsolossError, match=message):
         fit(arguments.pop("features"), arguments.pop("labels"), **arguments)
 
 
 def test_predicting_features_of_another_width() -> None:
     x, y = planted(20, 3, 2)
-    found = fit(x, y, classes=2, regularisation=[0.1])
+    found = fit(x, y, classes=2, regularization=[0.1])
     with pytest.raises(IsolossError, match="fitted on 3 features"):
         found.predict(x[:, :2])

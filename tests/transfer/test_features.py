@@ -15,7 +15,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Sentences
 from isoloss.languages.config import PCFGConfig
 from isoloss.languages.pcfg.language import PCFG
-from isoloss.transfer.features import extract, extract_to, lookup_features
+from isoloss.transfer.features import extract, lookup_features
 from isoloss.transfer.stored_features import StoredFeatures, store
 
 SHAPE = {
@@ -206,8 +206,8 @@ def test_a_projection_keeps_squared_distances_in_expectation() -> None:
 def test_a_file_holds_what_memory_would(tmp_path: Path) -> None:
     model, sentences = bert(), varied()
     expected = extract(model, sentences, batch_size=10)
-    exact = extract_to(tmp_path / "a.safetensors", model, sentences, dtype=torch.float32, batch_size=10)
-    half = extract_to(tmp_path / "b.safetensors", model, sentences, batch_size=10)
+    exact = extract(model, sentences, path=tmp_path / "a.safetensors", batch_size=10)
+    half = extract(model, sentences, path=tmp_path / "b.safetensors", dtype=torch.bfloat16, batch_size=10)
     assert isinstance(exact, StoredFeatures)
     assert isinstance(half, StoredFeatures)
     assert (exact.shape, len(half), half.dtype) == ((37, 48), 37, torch.bfloat16)
@@ -219,7 +219,8 @@ def test_a_file_holds_what_memory_would(tmp_path: Path) -> None:
     # any reader of safetensors reads it
     assert torch.equal(load_file(tmp_path / "b.safetensors")["features"], expected.bfloat16())
     assert (tmp_path / "b.safetensors").stat().st_size < 37 * 48 * 2 + 200
-    within = extract_to(tmp_path / "c", model, sentences, dtype=torch.bfloat16, memory_bytes=37 * 48 * 2, batch_size=10)
+    half_in_memory = {"dtype": torch.bfloat16, "memory_bytes": 37 * 48 * 2, "batch_size": 10}
+    within = extract(model, sentences, path=tmp_path / "c", **half_in_memory)
     assert torch.equal(within, expected.bfloat16())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
 

@@ -15,21 +15,22 @@ from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.languages.pcfg.language import PCFG
 from isoloss.models.bert import build
 from isoloss.run_config import ModelConfig
-from isoloss.transfer.convex import fit
-from isoloss.transfer.convex_probe import _folds
+from isoloss.transfer.config import Solver
 from isoloss.transfer.features import extract
-from isoloss.transfer.linear_probe import Solver, linear_probe, probe_task
+from isoloss.transfer.fits.convex import fit
+from isoloss.transfer.fits.cross_validated import _folds
+from isoloss.transfer.linear_probing import fit_linear_probe, linear_probe
 from isoloss.transfer.results import TransferResult
 from isoloss.transfer.stored_features import store
 from isoloss.transfer.tasks import make_task
 
 
 def blobs(n: int, *, spread: float, num_classes: int = 4, width: int = 10, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Return features around one random centre per class, and the classes."""
+    """Return features around one random center per class, and the classes."""
     g = seeds.generator(seed, "blobs")
-    centres = 3 * torch.randn(num_classes, width, generator=seeds.generator(0, "centres"))
+    centers = 3 * torch.randn(num_classes, width, generator=seeds.generator(0, "centres"))
     y = torch.randint(num_classes, (n,), generator=g)
-    return centres[y] + spread * torch.randn(n, width, generator=g), y
+    return centers[y] + spread * torch.randn(n, width, generator=g), y
 
 
 def split(n_train: int, n_test: int, *, spread: float) -> tuple[torch.Tensor, ...]:
@@ -50,9 +51,9 @@ def reference_predictions(
 ) -> torch.Tensor:
     """Return the logits of one seed's probe, trained alone by torch's Linear, cross-entropy, autograd and AdamW."""
     if standardize:
-        centre = train_x.double().mean(0)
-        scale = ((train_x - centre) ** 2).mean().sqrt()
-        train_x, test_x = ((train_x - centre) / scale).float(), ((test_x - centre) / scale).float()
+        center = train_x.double().mean(0)
+        scale = ((train_x - center) ** 2).mean().sqrt()
+        train_x, test_x = ((train_x - center) / scale).float(), ((test_x - center) / scale).float()
     g = seeds.generator(0, "probe", index)
     linear = torch.nn.Linear(train_x.shape[1], num_classes)
     bound = 1 / math.sqrt(train_x.shape[1])
@@ -73,7 +74,7 @@ def reference_predictions(
 def test_all_seeds_at_once_are_the_seeds_one_by_one(weight_decay: float, standardize: bool) -> None:
     train_x, train_y, test_x, test_y = split(301, 500, spread=6.0)
     settings = {"epochs": 7, "batch_size": 64, "weight_decay": weight_decay, "standardize": standardize}
-    result = linear_probe(train_x, train_y, test_x, test_y, num_classes=4, seeds=3, **settings)
+    result = fit_linear_probe(train_x, train_y, test_x, test_y, classes=4, seeds=3, **settings)
     for index in range(3):
         logits = reference_predictions(train_x, train_y, test_x, num_classes=4, index=index, **settings)
         top = logits.topk(2).values
@@ -89,7 +90,7 @@ def test_the_scale_and_shift_of_the_features_do_not_matter_unless_asked() -> Non
 
     def run(scale: float, shift: float, *, standardize: bool) -> TransferResult:
         x, z = train_x * scale + shift, test_x * scale + shift
-        return linear_probe(x, train_y, z, test_y, num_classes=4, learning_rate=0.01, standardize=standardize)
+        return fit_linear_probe(x, train_y, z, test_y, classes=4, learning_rate=0.01, standardize=standardize)
 
     plain, small = run(1.0, 0.0, standardize=True), run(2.0**-10, 2.0**-12, standardize=True)
     assert float((plain.predictions == small.predictions).double().mean()) > 0.998  # but for rounding
@@ -99,7 +100,7 @@ def test_the_scale_and_shift_of_the_features_do_not_matter_unless_asked() -> Non
 
 def test_separable_classes_are_learned_perfectly() -> None:
     train_x, train_y, test_x, test_y = split(1000, 500, spread=0.1)
-    result = linear_probe(train_x, train_y, test_x, test_y, num_classes=4)
+    result = fit_linear_probe(train_x, train_y, test_x, test_y, classes=4)
     assert result.accuracy.value == 1.0
     assert result.accuracy.details["train_accuracy"] == 1.0
     assert torch.equal(result.predictions, test_y.expand(5, -1))
@@ -108,14 +109,14 @@ def test_separable_classes_are_learned_perfectly() -> None:
 def test_random_labels_stay_at_chance() -> None:
     g = seeds.generator(3, "noise")
     x, y = torch.randn(3000, 8, generator=g), torch.randint(5, (3000,), generator=g)
-    accuracy = linear_probe(x[:1000], y[:1000], x[1000:], y[1000:], num_classes=5, epochs=30).accuracy
+    accuracy = fit_linear_probe(x[:1000], y[:1000], x[1000:], y[1000:], classes=5, epochs=30).accuracy
     assert abs(accuracy.value - 0.2) < 4 * accuracy.stderr
     assert accuracy.stderr < 0.02
 
 
 def test_the_numbers_that_come_with_the_accuracy() -> None:
     train_x, train_y, test_x, test_y = split(200, 300, spread=6.0)
-    result = linear_probe(train_x, train_y, test_x, test_y, num_classes=4, seeds=4, epochs=5)
+    result = fit_linear_probe(train_x, train_y, test_x, test_y, classes=4, seeds=4, epochs=5)
     accuracy, details = result.accuracy, result.accuracy.details
     assert result.predictions.shape == result.correct.shape == (4, 300)
     assert torch.equal(result.correct, result.predictions == test_y)
@@ -137,7 +138,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not() -> None:
 
     def run(seed: int) -> TransferResult:
         torch.manual_seed(seed + 17)  # the global state must not matter
-        return linear_probe(*data, num_classes=4, epochs=3, seed=seed)
+        return fit_linear_probe(*data, classes=4, epochs=3, seed=seed)
 
     first, again, other = run(0), run(0), run(1)
     assert torch.equal(first.predictions, again.predictions)
@@ -151,12 +152,12 @@ def variance_ratio(*, epochs: int, learning_rate: float, repeats: int = 200) -> 
     values, variances = [], []
     for repeat in range(repeats):
         test_x, test_y = blobs(100, spread=8.0, seed=100 + repeat)
-        accuracy = linear_probe(
+        accuracy = fit_linear_probe(
             train_x,
             train_y,
             test_x,
             test_y,
-            num_classes=4,
+            classes=4,
             seeds=3,
             epochs=epochs,
             learning_rate=learning_rate,
@@ -179,6 +180,8 @@ def test_the_stderr_of_untrained_probes_errs_on_the_large_side() -> None:
     assert 1 - 3 * RATIO_ERROR < variance_ratio(epochs=1, learning_rate=1e-9) < 4 * (1 + 3 * RATIO_ERROR)
 
 
+FITTED = {"adamw": {"epochs": 20}, "convex": {"solver": "convex", "regularization": (0.1, 1.0)}}
+
 # --- errors
 
 X, Y = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1, 1])
@@ -194,31 +197,31 @@ X, Y = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1, 1
         ({"train_x": X.log() * 0}, "2 of the 3 training examples have features that are NaN or infinite"),
         ({"train_x": X[:1].expand(3, 2) + 0.3}, "the training features are the same for every example"),
         ({"test_y": Y - 1}, "the test labels go from -1 to 0; with 2 classes they are 0 to 1"),
-        ({"num_classes": 1}, "the training labels go from 0 to 1; with 1 classes they are 0 to 0"),
+        ({"classes": 1}, "the training labels go from 0 to 1; with 1 classes they are 0 to 0"),
         ({"train_y": Y.float()}, "int64 labels, not torch.float32"),
-        ({"seeds": 0}, "seeds is 0; a linear probe needs at least 1"),
+        ({"seeds": 0}, "seeds is 0; it must be at least 1"),
         ({"epochs": 0}, "epochs is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
-        ({"weight_decay": -1.0}, "weight_decay is -1.0; it must be 0 or above"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0; it must be at least 0"),
     ],
 )
 def test_bad_input_is_named(arguments: dict[str, object], message: str) -> None:
-    good = {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y, "num_classes": 2, "epochs": 1}
-    linear_probe(**good)
+    good = {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y, "classes": 2, "epochs": 1}
+    fit_linear_probe(**good)
     with pytest.raises(IsolossError, match=message):
-        linear_probe(**{**good, **arguments})
+        fit_linear_probe(**{**good, **arguments})
 
 
 @pytest.mark.parametrize("solver", ["adamw", "convex"])
 def test_a_class_that_training_lacks_counts_as_errors(solver: Solver) -> None:
     train_x, train_y, test_x, test_y = split(300, 200, spread=4.0)
-    settings = {"num_classes": 4, "classes": ("a", "b", "c", "d"), "solver": solver, "seeds": 2, "epochs": 20}
+    settings = {"classes": ("a", "b", "c", "d"), "seeds": 2, **FITTED[solver]}
     seen = train_y < 3
     absent = int((test_y == 3).sum())
     with pytest.warns(IsolossWarning, match=rf"^{absent} of the 200 test examples .* \(d\): they count as errors$"):
-        result = linear_probe(train_x[seen], train_y[seen], test_x, test_y, **settings)
-    alone = linear_probe(train_x[seen], train_y[seen], test_x[test_y < 3], test_y[test_y < 3], **settings)
+        result = fit_linear_probe(train_x[seen], train_y[seen], test_x, test_y, **settings)
+    alone = fit_linear_probe(train_x[seen], train_y[seen], test_x[test_y < 3], test_y[test_y < 3], **settings)
     assert not result.correct[:, test_y == 3].any()
     assert torch.equal(result.predictions[:, test_y < 3], alone.predictions)
 
@@ -227,9 +230,9 @@ def test_a_class_that_training_lacks_counts_as_errors(solver: Solver) -> None:
 @pytest.mark.filterwarnings("ignore:.*count as errors")
 def test_training_examples_of_one_class_make_it_the_prediction(solver: Solver) -> None:
     train_x, train_y, test_x, test_y = split(60, 40, spread=4.0)
-    settings = {"num_classes": 4, "solver": solver, "seeds": 2, "regularisation": (0.1, 1.0)}
+    settings = {"classes": 4, "seeds": 2, **FITTED[solver]}
     with pytest.warns(IsolossWarning, match="all 60 training examples have the label 2, so every prediction is that"):
-        result = linear_probe(train_x, torch.full_like(train_y, 2), test_x, test_y, **settings)
+        result = fit_linear_probe(train_x, torch.full_like(train_y, 2), test_x, test_y, **settings)
     assert (result.predictions == 2).all()
     assert result.accuracy.value == pytest.approx(float((test_y == 2).double().mean()))
 
@@ -247,13 +250,13 @@ def test_probing_a_model_is_extracting_and_probing() -> None:
         pad_id=language.pad_id,
         seed=0,
     ).eval()
-    result = probe_task(model, task, seeds=2, epochs=3, pooling="mean", layer=0, learning_rate=0.01)
-    by_hand = linear_probe(
+    result = linear_probe(model, task, seeds=2, epochs=3, pooling="mean", layer=0, learning_rate=0.01)
+    by_hand = fit_linear_probe(
         extract(model, task.train, pooling="mean", layer=0),
         task.train_labels,
         extract(model, task.test, pooling="mean", layer=0),
         task.test_labels,
-        num_classes=3,
+        classes=3,
         seeds=2,
         epochs=3,
         learning_rate=0.01,
@@ -262,15 +265,15 @@ def test_probing_a_model_is_extracting_and_probing() -> None:
     assert {**result.accuracy.to_dict(), "seconds": 0} == {**by_hand.accuracy.to_dict(), "seconds": 0}
     assert torch.equal(result.predictions, by_hand.predictions)
     with pytest.raises(IsolossError, match="training mode"):
-        probe_task(model.train(), task)
+        linear_probe(model.train(), task)
 
 
 def test_convex_solver_is_the_minimum_for_every_seed() -> None:
     train_x, train_y, test_x, test_y = split(300, 200, spread=4.0)
-    result = linear_probe(train_x, train_y, test_x, test_y, num_classes=6, solver="convex", regularisation=0.01)
-    centre = train_x.double().mean(0)
-    scale = ((train_x - centre) ** 2).mean().sqrt()
-    left, right = ((x - centre) / scale for x in (train_x, test_x))
+    result = fit_linear_probe(train_x, train_y, test_x, test_y, classes=6, solver="convex", regularization=0.01)
+    center = train_x.double().mean(0)
+    scale = ((train_x - center) ** 2).mean().sqrt()
+    left, right = ((x - center) / scale for x in (train_x, test_x))
     linear = torch.nn.Linear(10, 4, dtype=torch.float64)
     torch.nn.init.zeros_(linear.weight)
     torch.nn.init.zeros_(linear.bias)
@@ -291,10 +294,20 @@ def test_convex_solver_is_the_minimum_for_every_seed() -> None:
     assert result.accuracy.method == "linear probe, convex"
 
 
+def test_settings_of_the_other_solver_are_refused() -> None:
+    x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1])
+    with pytest.raises(IsolossError, match="epochs has no effect with the solver convex: leave it out"):
+        fit_linear_probe(x, y, x, y, classes=2, solver="convex", epochs=3)
+    with pytest.raises(IsolossError, match="regularization has no effect with the solver adamw"):
+        fit_linear_probe(x, y, x, y, classes=2, regularization=0.5)
+    with pytest.raises(IsolossError, match="regularization is empty"):
+        fit_linear_probe(x, y, x, y, classes=2, solver="convex", regularization=())
+
+
 def test_convex_solver_bad_input() -> None:
     x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([1, 1])
-    with pytest.raises(IsolossError, match="no solver 'newton': choose adamw or convex"):
-        linear_probe(x, y, x, y, num_classes=2, solver="newton")
+    with pytest.raises(IsolossError, match="solver is 'newton'; it must be one of adamw, convex"):
+        fit_linear_probe(x, y, x, y, classes=2, solver="newton")
 
 
 def test_several_strengths_are_chosen_from_by_held_out_accuracy() -> None:
@@ -304,8 +317,8 @@ def test_several_strengths_are_chosen_from_by_held_out_accuracy() -> None:
     strengths = [10.0, 1.0, 1e-1, 1e-2, 1e-3]
 
     def convex(strength: float | list[float]) -> TransferResult:
-        settings = {"num_classes": 4, "solver": "convex", "seeds": 1}
-        return linear_probe(train_x, train_y, test_x, test_y, regularisation=strength, **settings)
+        settings = {"classes": 4, "solver": "convex", "seeds": 1}
+        return fit_linear_probe(train_x, train_y, test_x, test_y, regularization=strength, **settings)
 
     result = convex(strengths)
     folds = _folds(train_y, seeds.generator(0, "probe", "folds"))
@@ -320,14 +333,14 @@ def test_several_strengths_are_chosen_from_by_held_out_accuracy() -> None:
         right = 0
         for k in range(5):
             kept, out = folds != k, folds == k
-            found = fit(train_x[kept], train_y[kept], classes=4, regularisation=[strength * float(scale)])
+            found = fit(train_x[kept], train_y[kept], classes=4, regularization=[strength * float(scale)])
             right += int((found.predict(train_x[out])[0, 0] == train_y[out]).sum())
         accuracies.append(right / int((folds >= 0).sum()))
     assert len(set(accuracies)) > 1
     details = result.accuracy.details
     assert details["held_out_accuracies"] == pytest.approx(accuracies, abs=1e-9)
     best = max(strength for strength, a in zip(strengths, accuracies, strict=True) if a == max(accuracies))
-    assert details["regularisation"] == best
+    assert details["regularization"] == best
     assert torch.equal(result.predictions, convex(best).predictions)
 
 
@@ -340,22 +353,22 @@ def test_features_in_a_file_are_probed_as_those_in_memory(tmp_path: Path, solver
         store(tmp_path / f"{index}", [x], shape=tuple(x.shape), dtype=torch.bfloat16)
         for index, x in enumerate((train_x, test_x))
     ]
-    settings = {"num_classes": 4, "seeds": 2, "epochs": 5, "standardize": standardize, "solver": solver}
-    in_memory = linear_probe(train_x, train_y, test_x, test_y, **settings)
-    in_files = linear_probe(stored[0], train_y, stored[1], test_y, **settings)
+    settings = {"classes": 4, "seeds": 2, "standardize": standardize, **FITTED[solver]}
+    in_memory = fit_linear_probe(train_x, train_y, test_x, test_y, **settings)
+    in_files = fit_linear_probe(stored[0], train_y, stored[1], test_y, **settings)
     assert float((in_files.predictions == in_memory.predictions).double().mean()) > 0.99  # but for rounding
     assert (in_memory.accuracy.details["features"], in_files.accuracy.details["features"]) == ("in memory", "in a file")
     broken = store(tmp_path / "broken", [train_x * math.nan], shape=(150, 10), dtype=torch.float32)
     with pytest.raises(IsolossError, match="150 of the 150 training examples have features that are NaN"):
-        linear_probe(broken, train_y, stored[1], test_y, **settings)
+        fit_linear_probe(broken, train_y, stored[1], test_y, **settings)
 
 
 def test_a_model_is_probed_through_a_file_where_memory_is_short() -> None:
     model, task = bert(), small_task()
     settings = {"seeds": 2, "epochs": 3, "pooling": "first"}
-    in_memory, in_files = (probe_task(model, task, memory_bytes=size, **settings) for size in (10**6, 0))
+    in_memory, in_files = (linear_probe(model, task, memory_bytes=size, **settings) for size in (10**6, 0))
     assert in_files.accuracy.details["features"] == "in a file"
     assert torch.equal(in_memory.predictions, in_files.predictions)
-    projected = probe_task(model, task, projection=5, **settings)
+    projected = linear_probe(model, task, projection=5, **settings)
     assert projected.accuracy.details["num_features"] == 5
     assert projected.classes == task.classes

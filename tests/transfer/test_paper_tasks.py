@@ -11,7 +11,7 @@ import pytest
 from isoloss.languages.config import PRESETS
 from isoloss.languages.hmm.language import HMM
 from isoloss.languages.pcfg.language import PCFG
-from isoloss.transfer.lookup import lookup_task
+from isoloss.transfer.linear_probing import lookup_probe
 from isoloss.transfer.tasks import make_task
 
 Floats = npt.NDArray[np.float64]
@@ -82,7 +82,7 @@ def test_the_labels_of_the_hidden_markov_model_are_sums_over_state_sequences(k: 
 @pytest.mark.parametrize(("language", "name"), [(GRAMMAR, "C"), (GRAMMAR, "C-latent"), (MARKOV, "task-6-latent")])
 def test_the_look_up_table_stays_below_the_bayes_accuracy(language: PCFG | HMM, name: str) -> None:
     task = make_task(language, name, num_train=12_000, num_test=1000, seed=0)
-    result = lookup_task(language, task, epochs=10, seeds=2)
+    result = lookup_probe(language, task, epochs=10, seeds=2)
     assert result.bayes is task.bayes
     assert task.bayes is not None
     assert (task.bayes.value < 0.5) == name.endswith("latent")

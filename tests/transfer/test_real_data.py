@@ -22,7 +22,7 @@ def test_the_example_with_real_data(tmp_path: Path, shared_data: Path) -> None:
     ]
     first = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results").glob("*.json")}
-    found = {(result["task"], result["how"], result["model"].rpartition("-")[2]) for result in results.values()}
+    found = {(result["task"], result["method"], result["model"].rpartition("-")[2]) for result in results.values()}
     assert found == {(task, how, step) for task in ("sst2", "rte") for how in ("probe", "finetune") for step in "04"}
     assert all(0.3 < result["accuracy"]["value"] < 0.7 for result in results.values())
     # a second time everything is there: the same figures

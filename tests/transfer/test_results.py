@@ -138,3 +138,16 @@ def test_majority_rate_is_the_share_of_the_commonest() -> None:
 def test_what_cannot_be_scored_is_named(predictions: torch.Tensor, labels: torch.Tensor, message: str) -> None:
     with pytest.raises(IsolossError, match=message):
         score(predictions, labels, CLASSES, method="m")
+
+
+def test_results_print_as_a_line_or_a_table() -> None:
+    g = torch.Generator().manual_seed(0)
+    labels, guesses = torch.randint(40, (600,), generator=g), torch.randint(40, (3, 600), generator=g)
+    result = score(guesses, labels, [f"<{name}>" for name in range(40)], method="a guess")
+    assert "tensor" not in repr(result)
+    assert max(len(repr(result)), *(len(repr(scores)) for scores in result.by_class())) < 120
+    lines = str(result).splitlines()
+    assert lines[0].startswith("a guess: accuracy ")
+    assert lines[1].split() == ["class", "examples", "precision", "recall", "F1"]
+    assert (len(lines), lines[-1]) == (15, "and 28 rarer classes")
+    assert "&lt;8&gt;" in result._repr_html_()

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.languages.api import Sentences
+from isoloss.languages.api import Labeling, Sentences
 from isoloss.languages.config import HMMConfig, PCFGConfig
 from isoloss.languages.pcfg.language import PCFG
+from isoloss.registry import TASKS, Entry
+from isoloss.transfer.linear_probing import lookup_probe
 from isoloss.transfer.tasks import TaskData, majority_rate, make_task
 
 # ambiguous, of mixed lengths, with a chain of unary rules, and with prefixes that no symbol yields (any that ends in d)
@@ -265,3 +267,24 @@ def test_empty_splits_are_named() -> None:
         make_task(LANGUAGE, "root", num_train=0, num_test=9, seed=0)
     with pytest.raises(IsolossError, match="num_test is -1"):
         make_task(LANGUAGE, "root", num_train=9, num_test=-1, seed=0)
+
+
+def test_a_registered_task_is_one_of_every_language(monkeypatch):
+    def first_token(language, *, token: str) -> Labelling:
+        labels = lambda sentences: (sentences.tokens[:, 0] == int(token)).long()  # noqa: E731
+        return Labeling(classes=("other", language.vocabulary[int(token)]), label=labels)
+
+    monkeypatch.setitem(TASKS._entries, "begins-with-TOKEN", Entry(first_token, "whether it is the first token"))
+    task = make_task("pcfg-laptop", "begins-with-3", num_train=50, num_test=40)
+    assert task.classes[0] == "other"
+    assert torch.equal(task.test_labels, (task.test.tokens[:, 0] == 3).long())
+    with pytest.raises(IsolossError, match="no task 'begins-with': choose root or prefix-L"):
+        make_task("pcfg-laptop", "begins-with")
+    with pytest.raises(IsolossError, match="sst2 is a task of text: its examples are read with make_text_task"):
+        make_task("pcfg-laptop", "sst2")
+
+
+def test_strings_that_are_no_sentences_have_no_look_up_table():
+    task = make_task(Brackets(4), "mismatch", num_train=50, num_test=20)
+    with pytest.raises(IsolossError, match=r"conditionals of task mismatch are not known: sentence .* probability 0"):
+        lookup_probe(Brackets(4), task, epochs=1)

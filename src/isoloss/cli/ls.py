@@ -137,7 +137,6 @@ def _training_memory(parameters: int) -> str:
 
 def _tasks() -> list[Row]:
     from isoloss.registry import LANGUAGES, TASKS
-    from isoloss.transfer.task_names import GLUE
 
     own: dict[str, str] = {}
     for kind in LANGUAGES:
@@ -145,8 +144,7 @@ def _tasks() -> list[Row]:
     own |= {name: TASKS.summary(name) for name in TASKS}
     return [
         *({"task": name, "what": text} for name, text in own.items()),
-        {"task": ", ".join(GLUE), "what": "classification tasks of GLUE: hf:nyu-mll/glue, or --data FOLDER"},
-        {"task": "NAME", "what": "your own labelled text: --data FILE --text COLUMN [--pair COLUMN] [--label COLUMN]"},
+        {"task": "NAME", "what": "your own labeled text: --data FILE --text COLUMN [--pair COLUMN] [--label COLUMN]"},
     ]
 
 

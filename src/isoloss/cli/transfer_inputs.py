@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import files
 from isoloss.cli import common
+from isoloss.cli.options import option_name
+from isoloss.cli.transfer_options import TransferArgs
 from isoloss.errors import IsolossError, warn
+from isoloss.registry import TASKS
 from isoloss.runs import Run, checkpoint_of
-from isoloss.transfer.task_names import GLUE, REGRESSION
+from isoloss.transfer.text_sources import TextTask, registered_text_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from isoloss.cli.transfer import Args
     from isoloss.loading import Loaded
     from isoloss.transfer.tasks import TaskData
 
-_EXAMPLES = 4096  # sentences of a synthetic language, for training and for testing
 _MOST_TOKENS = 128  # of an example of real text, where the model reads as many
-_FOR_TEXT = ("test_data", "text", "pair", "label", "train_split", "test_split", "max_length", "tokenizer")
-_FOR_LANGUAGES = ("language", "train_lengths", "test_lengths", "test_redraw")
 
 
 @dataclass(frozen=True)
@@ -46,52 +46,51 @@ class Subject:
         return re.sub(r"[^\w.-]+", "-", self.name).strip("-.") or "model"
 
 
-def subjects(args: Args) -> list[Subject]:
+def subjects(args: TransferArgs) -> list[Subject]:
     """Return what the command line names.
 
     Raises:
         IsolossError: It names nothing, something twice, or a run without a checkpoint.
     """
     if not args.models:
-        if args.how == "lookup" and args.language is not None:
-            return [Subject(args.language, None, None)]
+        if args.method == "lookup" and args.sentences.language is not None:
+            return [Subject(args.sentences.language, None, None)]
         raise IsolossError("no model is named: give a run, a checkpoint folder or a name on the Hugging Face hub")
     if twice := next((name for i, name in enumerate(args.models) if name in args.models[:i]), None):
         raise IsolossError(f"{twice} is named twice; a model is compared with others")
-    found = []
+    models = []
     for name in args.models:
         run = Run(Path(name))
         if run.exists:
             if not run.steps():
                 raise IsolossError(f"{name} has no checkpoint yet: {common.command('train', name)} goes on with it")
             step = run.steps()[-1]
-            found.append(Subject(f"{name} at step {step}", str(run.checkpoint(step)), run))
+            models.append(Subject(f"{name} at step {step}", str(run.checkpoint(step)), run))
         else:
             own = checkpoint_of(Path(name))
-            found.append(Subject(name, name, None if own is None else own[0]))
-    return found
+            models.append(Subject(name, name, None if own is None else own[0]))
+    return models
 
 
 class Tasks:
     """The task of the command line, as each model reads it, and the language that it is about, if it is about one."""
 
-    def __init__(self, args: Args, subjects: list[Subject]) -> None:
+    def __init__(self, args: TransferArgs, models: list[Subject]) -> None:
         self.args = args
-        self.is_text = args.data is not None or args.task in (*GLUE, REGRESSION)
-        given = [
-            f"--{name.replace('_', '-')}"
-            for name in (_FOR_LANGUAGES if self.is_text else _FOR_TEXT)
-            if _is_given(args, name)
-        ]
-        if given:
-            of = "real text" if self.is_text else f"a synthetic language (tasks of text: {', '.join(GLUE)}, or --data)"
-            raise IsolossError(f"{args.task} is a task of {of}: leave out {', '.join(given)}")
-        if self.is_text and args.how == "lookup":
+        registered = registered_text_task(args.task, args.labeled_text.data)
+        self.is_text = args.labeled_text.data is not None or registered is not None
+        if given := _given(args.sentences if self.is_text else args.labeled_text):
+            text_tasks = [name for name in TASKS if isinstance(TASKS.load(name), TextTask)]
+            kind = f"a synthetic language (tasks of text: {', '.join(text_tasks)}, or --data)"
+            raise IsolossError(
+                f"{args.task} is a task of {'real text' if self.is_text else kind}: leave out {', '.join(given)}"
+            )
+        if self.is_text and args.method == "lookup":
             raise IsolossError(
                 f"the true conditionals of the text of {args.task} are not known, so it has no look-up table"
             )
-        self._source: Any = _source(args) if self.is_text else None
-        self.language: Any = None if self.is_text else _language(args, subjects)
+        self._source = _source(args, registered) if self.is_text else None
+        self.language: Any = None if self.is_text else _language(args, models)
         self._synthetic = None if self.is_text else self._make_synthetic()
 
     def of(self, subject: Subject, loaded: Loaded | None) -> TaskData:
@@ -118,26 +117,27 @@ class Tasks:
     def _make_synthetic(self) -> TaskData:
         from isoloss.transfer.tasks import make_task
 
-        args = self.args
+        args, own = self.args, self.args.sentences
+        numbers = {"num_train": args.num_train, "num_test": args.num_test}
         other = None
-        if args.test_redraw is not None:
-            other = self.language.redrawn(fraction=args.test_redraw, seed=args.seed)
+        if own.test_redraw is not None:
+            other = self.language.redrawn(fraction=own.test_redraw, seed=args.seed)
         return make_task(
             self.language,
             args.task,
-            num_train=_EXAMPLES if args.num_train is None else args.num_train,
-            num_test=_EXAMPLES if args.num_test is None else args.num_test,
+            **{name: number for name, number in numbers.items() if number is not None},
             seed=args.seed,
-            train_lengths=args.train_lengths,
-            test_lengths=args.test_lengths,
+            train_lengths=own.train_lengths,
+            test_lengths=own.test_lengths,
             test_language=other,
         )
 
     def _make_text(self, subject: Subject, loaded: Loaded) -> TaskData:
         from isoloss.loading import max_length
-        from isoloss.transfer.labelled import make_text_task
+        from isoloss.transfer.text_tasks import make_text_task
 
-        config = loaded.model.config.get_text_config()
+        assert self._source is not None
+        config, max_tokens = loaded.model.config.get_text_config(), self.args.labeled_text.max_length
         tokenizer = self._tokenizer(subject)
         if len(tokenizer) > config.vocab_size:
             raise IsolossError(
@@ -150,12 +150,12 @@ class Tasks:
             tokenizer,
             num_train=self.args.num_train,
             num_test=self.args.num_test,
-            max_length=self.args.max_length or most,
+            max_length=max_tokens or most,
             token_types=getattr(config, "type_vocab_size", 1),
             seed=self.args.seed,
         )
         text = task.coverage
-        if text is not None and text.num_cut and self.args.max_length is None:
+        if text is not None and text.num_cut and max_tokens is None:
             warn(
                 f"{text.num_cut:,} of the {text.num_examples:,} examples of {self.args.task} are longer than the "
                 f"{most} tokens that {subject.name} reads here (special tokens included) and are truncated"
@@ -165,8 +165,8 @@ class Tasks:
     def _tokenizer(self, subject: Subject) -> PreTrainedTokenizerFast:
         from isoloss.text.tokenizers import load_tokenizer
 
-        if self.args.tokenizer is not None:
-            return load_tokenizer(self.args.tokenizer, needs=["pad"])
+        if self.args.labeled_text.tokenizer is not None:
+            return load_tokenizer(self.args.labeled_text.tokenizer, needs=["pad"])
         config = None if subject.run is None else subject.run.config.language
         named: str | None = getattr(config, "tokenizer", None)  # in the config of text
         try:
@@ -178,17 +178,18 @@ class Tasks:
             return found  # of a checkpoint that was written without it
 
 
-def _is_given(args: Args, name: str) -> bool:
-    return bool(getattr(args, name) != getattr(type(args), name))
+def _given(group: Any) -> list[str]:
+    """Return the options of a group that have been set."""
+    return [option_name(name) for name, value in vars(group).items() if value != getattr(type(group), name)]
 
 
-def _language(args: Args, subjects: list[Subject]) -> Any:
+def _language(args: TransferArgs, models: list[Subject]) -> Any:
     from isoloss import languages
 
-    if args.language is not None:
-        return languages.resolve(args.language).build()
+    if args.sentences.language is not None:
+        return languages.resolve(args.sentences.language).build()
     known: tuple[str, Any] | None = None
-    for subject in subjects:
+    for subject in models:
         if subject.run is None:
             raise IsolossError(
                 f"{subject.name} is neither a run directory nor a checkpoint in one, so its language is not known: add "
@@ -202,22 +203,18 @@ def _language(args: Args, subjects: list[Subject]) -> Any:
     return known[1].build()
 
 
-def _source(args: Args) -> Any:
-    from isoloss.transfer.labelled import TextTask, glue_task
-
-    if args.task in (*GLUE, REGRESSION):
-        base = glue_task(args.task, args.data)
-    else:
-        if args.text is None:
-            raise IsolossError(f"task {args.task} is your own: name the column of the text with --text")
-        base = TextTask(name=args.task, train=str(args.data), text=args.text)
-    return TextTask(
-        name=base.name,
-        train=base.train,
-        test=args.test_data,
-        text=args.text or base.text,
-        pair=args.pair if args.text else args.pair or base.pair,
-        label=args.label,
-        train_split=args.train_split,
-        test_split=args.test_split,
+def _source(args: TransferArgs, registered: TextTask | None) -> TextTask:
+    """Return where the examples are: a registered task with what the command line changes, or one of its own."""
+    given = args.labeled_text
+    if registered is None and given.text is None:
+        raise IsolossError(f"task {args.task} is your own: name the column of the text with --text")
+    base = registered or TextTask(name=args.task, train=str(given.data), text=str(given.text))
+    return dataclasses.replace(
+        base,
+        test=given.test_data,
+        text=given.text or base.text,
+        pair=given.pair if given.text else given.pair or base.pair,
+        label=given.label,
+        train_split=given.train_split,
+        test_split=given.test_split or (base.test_split if given.test_data is None else None),
     )

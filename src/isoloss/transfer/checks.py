@@ -1,4 +1,4 @@
-"""What probes and fine-tuning refuse alike, and what both only warn of."""
+"""Checks of labels that probes and fine-tuning share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from isoloss.errors import IsolossError, warn
 
 
 def absent_classes(train_y: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return the classes that no training label (n,) is, which a classifier can know nothing of."""
+    """Return the classes that no training label (n,) has."""
     return (train_y.bincount(minlength=num_classes) == 0).nonzero()[:, 0]
 
 
 def check_labels(train_y: torch.Tensor, test_y: torch.Tensor, classes: Sequence[str]) -> None:
-    """Raise an `IsolossError` unless the labels (n,) are classes, and warn of those that training cannot teach."""
+    """Raise an `IsolossError` unless the labels (n,) are classes, and warn of classes without training examples."""
     num_classes = len(classes)
     for split, y in (("training", train_y), ("test", test_y)):
         if y.numel() == 0:

@@ -1,20 +1,25 @@
-"""Two models on the same test examples: the difference of their accuracies, its error, and whether it is chance.
+"""Models on the same test examples: the differences of their accuracies, their errors, and whether they are chance.
 
 Shape letters: S seeds, n examples.
 """
 
 from __future__ import annotations
 
+import html
+import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.special import bdtr
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.statistics.estimate import Estimate
-from isoloss.transfer.results import TransferResult
+from isoloss.statistics.estimate import Estimate, rounded
+from isoloss.statistics.tables import text_table
+from isoloss.transfer.results import TransferResult, bounds
 
 _LEAST_BOOTSTRAP = 100
 
@@ -34,55 +39,126 @@ class McNemar:
     p_value: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferComparison:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AccuracyDifference:
     """How the accuracies of two models differ, the first's minus the second's.
 
     Attributes:
+        first: The first model.
+        second: The second model.
         difference: The mean over the seeds, with its error over seeds and examples (`paired_difference`).
         bootstrap95: The 95 % percentile interval over resamples of the examples and of the seeds.
-        mcnemar: The test of the two votes: of each model, the class that most of its seeds give.
-        resamples: Of the bootstrap.
+        mcnemar: The test on the majority votes of each model's seeds.
+        resamples: Number of bootstrap resamples.
     """
 
+    first: str
+    second: str
     difference: Estimate
     bootstrap95: tuple[float, float]
     mcnemar: McNemar
     resamples: int
 
+    def row(self, first: str | None = None, second: str | None = None) -> tuple[str, ...]:
+        """Return the cells of `DIFFERENCE_COLUMNS`, in percentage points, with other names of the models if given."""
+        return (
+            f"{first or self.first} minus {second or self.second}",
+            rounded(100 * self.difference.value, 100 * self.difference.stderr),
+            "{:.2f} to {:.2f}".format(*(100 * end for end in self.bootstrap95)),
+            f"{self.mcnemar.only_first} : {self.mcnemar.only_second}",
+            f"{self.mcnemar.p_value:.2g}",
+        )
 
-def compare(
-    first: TransferResult, second: TransferResult, *, resamples: int = 10_000, seed: int = 0
-) -> TransferComparison:
-    """Compare two results on the same examples, the second's accuracy taken from the first's.
+    def __repr__(self) -> str:
+        return f"AccuracyDifference({self.first} minus {self.second}: {self.difference}, p {self.mcnemar.p_value:.2g})"
+
+
+DIFFERENCE_COLUMNS = ("", "difference", "95 % interval (bootstrap)", "only one is right", "p (McNemar)")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AccuracyComparison:
+    """The accuracies of several models on the same test examples, and their differences.
+
+    Attributes:
+        results: By the model's name.
+        pairs: Of every two models.
+    """
+
+    results: Mapping[str, TransferResult]
+    pairs: tuple[AccuracyDifference, ...]
+
+    def __repr__(self) -> str:
+        accuracies = ", ".join(f"{name} {result.accuracy}" for name, result in self.results.items())
+        return f"AccuracyComparison({accuracies})"
+
+    def __str__(self) -> str:
+        models = [(name, str(result.accuracy)) for name, result in self.results.items()]
+        return "\n".join(
+            [
+                bounds(next(iter(self.results.values())).accuracy.details),
+                text_table(("model", "accuracy"), models),
+                "",
+                "differences in percentage points",
+                text_table(DIFFERENCE_COLUMNS, [pair.row() for pair in self.pairs]),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def compare_accuracy(
+    results: Mapping[str, TransferResult] | Sequence[TransferResult], *, resamples: int = 10_000, seed: int = 0
+) -> AccuracyComparison:
+    """Compare the accuracies of two or more models on the same test examples.
 
     Args:
-        first: E.g. of `linear_probe`.
-        second: For the same test examples in the same order, and with as many seeds.
-        resamples: Of the bootstrap, at least 100.
-        seed: Decides them.
+        results: By the model's name, e.g. from `linear_probe`; or in a list, where a model's name is its index. All
+            have the same test examples in the same order, and equally many seeds.
+        resamples: Number of bootstrap resamples, at least 100.
+        seed: Decides the resamples.
 
     Raises:
-        IsolossError: The labels, classes or numbers of seeds differ, or there are too few resamples.
+        IsolossError: There are fewer than two results; the labels, classes or numbers of seeds differ; or there are too
+            few resamples.
 
     Example:
         >>> from isoloss.transfer.results import score
         >>> labels = torch.tensor([0, 1] * 20)
         >>> good, bad = labels.clone(), labels.clone()
         >>> good[:4], bad[2:16] = 1 - good[:4], 1 - bad[2:16]
-        >>> results = [score(guess[None], labels, ("no", "yes"), method="a guess") for guess in (good, bad)]
-        >>> found = compare(*results)
-        >>> print(found.difference, found.mcnemar.only_first, found.mcnemar.only_second)
-        0.250 ± 0.086 difference in accuracy 12 2
-        >>> round(found.mcnemar.p_value, 4)
-        0.0129
+        >>> first, second = (score(guess[None], labels, ("no", "yes"), method="a guess") for guess in (good, bad))
+        >>> print(compare_accuracy({"good": first, "bad": second}))
+        majority class 50.00 %
+        model      accuracy
+        good   90.0 ± 4.7 %
+        bad    65.0 ± 7.5 %
+        <BLANKLINE>
+        differences in percentage points
+                        difference  95 % interval (bootstrap)  only one is right  p (McNemar)
+        good minus bad  25.0 ± 8.6              7.50 to 42.50             12 : 2        0.013
     """
-    if first.classes != second.classes or not torch.equal(first.labels, second.labels):
-        raise IsolossError("two results are compared on the same test examples, and these have other labels or classes")
-    votes = [result.predictions.mode(dim=0).values == result.labels for result in (first, second)]
-    return TransferComparison(
-        difference=paired_difference(first.correct, second.correct),
-        bootstrap95=bootstrap95(first.correct, second.correct, resamples=resamples, seed=seed),
+    named = dict(results) if isinstance(results, Mapping) else {str(i): result for i, result in enumerate(results)}
+    if len(named) < 2:
+        raise IsolossError(f"a comparison needs at least two results, not {len(named)}")
+    pairs = itertools.combinations(named.items(), 2)
+    return AccuracyComparison(
+        results=named, pairs=tuple(_difference(*first, *second, resamples, seed) for first, second in pairs)
+    )
+
+
+def _difference(
+    first: str, result: TransferResult, second: str, other: TransferResult, resamples: int, seed: int
+) -> AccuracyDifference:
+    if result.classes != other.classes or not torch.equal(result.labels, other.labels):
+        raise IsolossError(f"{first} and {second} cannot be compared: their test examples have other labels or classes")
+    votes = [each.predictions.mode(dim=0).values == each.labels for each in (result, other)]
+    return AccuracyDifference(
+        first=first,
+        second=second,
+        difference=paired_difference(result.correct, other.correct),
+        bootstrap95=bootstrap95(result.correct, other.correct, resamples=resamples, seed=seed),
         mcnemar=mcnemar(*votes),
         resamples=resamples,
     )
@@ -166,12 +242,8 @@ def mcnemar(correct_a: torch.Tensor, correct_b: torch.Tensor) -> McNemar:
             f"{tuple(correct_b.shape)}"
         )
     only_a, only_b = int((correct_a & ~correct_b).sum()), int((correct_b & ~correct_a).sum())
-    m = only_a + only_b
-    ways = below = 1  # whole numbers, however large
-    for k in range(min(only_a, only_b)):
-        ways = ways * (m - k) // (k + 1)
-        below += ways
-    return McNemar(only_first=only_a, only_second=only_b, p_value=min(1.0, 2 * below / 2**m))
+    p_value = 2 * float(bdtr(min(only_a, only_b), only_a + only_b, 0.5))  # as scipy.stats.binomtest, which loads slowly
+    return McNemar(only_first=only_a, only_second=only_b, p_value=min(1.0, p_value))
 
 
 def bootstrap95(

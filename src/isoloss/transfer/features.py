@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Sentences
+from isoloss.transfer.config import Pooling
 from isoloss.transfer.stored_features import StoredFeatures, store
-
-Pooling = Literal["concatenate", "mean", "first", "last"]
 
 _LOOKUP_CHUNK = 4096  # sentences whose conditionals are computed at once
 
@@ -29,11 +28,14 @@ def extract(
     projection: int | None = None,
     projection_seed: int = 0,
     batch_size: int = 512,
-) -> torch.Tensor:
+    dtype: torch.dtype = torch.float32,
+    path: Path | None = None,
+    memory_bytes: int = 0,
+) -> torch.Tensor | StoredFeatures:
     """Return the model's representation of each unmasked sentence (paper, section 2.1 and appendix A.5).
 
     The sentences go through the model without its prediction head, nothing masked. `"concatenate"`, the paper's choice,
-    lays the states of all T positions side by side, with zeros at padding; `"mean"` averages them over the tokens;
+    puts the states of all T positions side by side, with zeros at padding; `"mean"` averages them over the tokens;
     `"first"` and `"last"` take one token's: [CLS] stands first in tasks of real text.
 
     A `projection` multiplies each row by a (D, projection) matrix of independent normal numbers with variance
@@ -49,14 +51,18 @@ def extract(
         projection: Width that the rows are projected to; None: not at all.
         projection_seed: Decides the matrix, which is the same for all rows of one width.
         batch_size: Sentences in a forward pass.
+        dtype: Type of the features; bfloat16 keeps 8 significant bits in half the space.
+        path: A safetensors file for features that do not fit in memory, written a batch at a time, whole or not at all.
+        memory_bytes: With a path: features of at most this many bytes are returned in memory, and no file is written.
 
     Returns:
-        (n, D), float32 on the model's device: D is T * d for `"concatenate"`, d for the others, or `projection`.
+        (n, D) on the model's device: D is T * d for `"concatenate"`, d for the others, or `projection`. With a path,
+        and features of more than `memory_bytes`, the opened file.
 
     Raises:
         IsolossError: The model is in training mode or has no `base_model`, the layer does not exist, the pooling is
-            unknown, a token is unknown to the model, a sentence is empty or too long, there are none, or a width is
-            below 1.
+            unknown, a token is unknown to the model, a sentence is empty or too long, there are none, a width is below
+            1, or the file cannot be written.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -67,126 +73,74 @@ def extract(
         >>> tuple(features.shape), features[1, 8:].tolist()
         ((2, 12), [0.0, 0.0, 0.0, 0.0])
     """
-    reader = _Reader(model, sentences, types, pooling, layer, projection, projection_seed, batch_size)
-    return torch.cat(list(reader.blocks()))
+    backbone, device = backbone_of(model), next(model.parameters()).device
+    if any(module.training for module in model.modules()):
+        raise IsolossError(
+            "the model is in training mode, where dropout makes features random: call model.eval() first"
+        )
+    if pooling not in get_args(Pooling):
+        raise IsolossError(f"no pooling {pooling!r}: choose {', '.join(get_args(Pooling))}")
+    for name, count in (("batch_size", batch_size), ("projection", projection)):
+        if count is not None and count < 1:
+            raise IsolossError(f"{name} is {count}; it must be at least 1")
+    check_sentences(backbone, sentences)
+
+    @functools.cache
+    def matrix(width: int, columns: int) -> torch.Tensor:
+        generator = seeds.generator(projection_seed, "projection")
+        return torch.randn(width, columns, generator=generator).mul_(columns**-0.5).to(device)
+
+    def read(rows: slice) -> torch.Tensor:
+        own = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        pooled = _pooled(backbone, own, None if types is None else types[rows], pooling, layer, device)
+        return (pooled if projection is None else pooled @ matrix(pooled.shape[1], projection)).to(dtype)
+
+    blocks = (read(slice(first, first + batch_size)) for first in range(0, len(sentences.lengths), batch_size))
+    if path is not None:
+        shape = (len(sentences.lengths), read(slice(0, 1)).shape[1])
+        if math.prod(shape) * dtype.itemsize > memory_bytes:
+            return store(path, blocks, shape=shape, dtype=dtype)
+    return torch.cat(list(blocks))
 
 
-def extract_to(
-    path: Path,
-    model: torch.nn.Module,
+@torch.no_grad()
+def _pooled(
+    backbone: Any,
     sentences: Sentences,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    types: torch.Tensor | None = None,
-    pooling: Pooling = "concatenate",
-    layer: int = -1,
-    projection: int | None = None,
-    projection_seed: int = 0,
-    batch_size: int = 512,
-    memory_bytes: int = 0,
-) -> torch.Tensor | StoredFeatures:
-    """Write what `extract` returns to the file `path`, a batch at a time, and open it: for more than memory holds.
-
-    Args:
-        path: A safetensors file, written whole or not at all.
-        model: As for `extract`, and so are the other arguments.
-        sentences: n sentences.
-        dtype: Type of the features: bfloat16, which keeps 8 significant bits in half the space, or float32.
-        types: (n, T) token types.
-        pooling: How states become rows.
-        layer: Whose states.
-        projection: Width that the rows are projected to.
-        projection_seed: Decides the projection.
-        batch_size: Sentences in a forward pass.
-        memory_bytes: Features of at most so many bytes are returned as a tensor in memory, and there is no file.
-
-    Raises:
-        IsolossError: As for `extract`; another dtype; or the file cannot be written.
-    """
-    reader = _Reader(model, sentences, types, pooling, layer, projection, projection_seed, batch_size)
-    shape = (len(sentences.lengths), reader.width())
-    if math.prod(shape) * dtype.itemsize <= memory_bytes:
-        return torch.cat([block.to(dtype) for block in reader.blocks()])
-    return store(path, reader.blocks(), shape=shape, dtype=dtype)
+    types: torch.Tensor | None,
+    pooling: Pooling,
+    layer: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return (B, D) of the sentences of a batch, float32."""
+    total = sentences.tokens.shape[1]
+    lengths = sentences.lengths.to(device)
+    longest = int(lengths.max())
+    tokens = sentences.tokens[:, :longest].to(device)
+    present = Sentences(tokens, lengths).present()
+    inputs = {"input_ids": tokens, "attention_mask": present.long()}
+    if types is not None:
+        inputs["token_type_ids"] = types[:, :longest].to(device)
+    states = _states(backbone, inputs, layer).float()
+    if pooling == "first":
+        return states[:, 0]
+    if pooling == "last":
+        return states[torch.arange(len(states), device=device), lengths - 1]
+    states = states.masked_fill(~present[:, :, None], 0.0)
+    if pooling == "mean":
+        return states.sum(1) / lengths[:, None]
+    return torch.nn.functional.pad(states, (0, 0, 0, total - longest)).flatten(1)
 
 
-class _Reader:
-    """Sentences as blocks of features; the arguments are those of `extract`."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        sentences: Sentences,
-        types: torch.Tensor | None,
-        pooling: Pooling,
-        layer: int,
-        projection: int | None,
-        projection_seed: int,
-        batch_size: int,
-    ) -> None:
-        self.backbone = backbone_of(model)
-        if any(module.training for module in model.modules()):
-            raise IsolossError(
-                "the model is in training mode, where dropout makes features random: call model.eval() first"
-            )
-        if pooling not in get_args(Pooling):
-            raise IsolossError(f"no pooling {pooling!r}: choose {', '.join(get_args(Pooling))}")
-        for name, count in (("batch_size", batch_size), ("projection", projection)):
-            if count is not None and count < 1:
-                raise IsolossError(f"{name} is {count}; it must be at least 1")
-        check_sentences(self.backbone, sentences)
-        self.device = next(model.parameters()).device
-        self.sentences, self.types, self.pooling, self.layer = sentences, types, pooling, layer
-        self.projection, self.projection_seed, self.batch_size = projection, projection_seed, batch_size
-        self._matrix: torch.Tensor | None = None
-
-    def width(self) -> int:
-        """Return D."""
-        return len(self._rows(slice(0, 1))[0])
-
-    def blocks(self) -> Iterator[torch.Tensor]:
-        """Yield (B, D), batch by batch."""
-        for first in range(0, len(self.sentences.lengths), self.batch_size):
-            yield self._rows(slice(first, first + self.batch_size))
-
-    @torch.no_grad()
-    def _rows(self, rows: slice) -> torch.Tensor:
-        total = self.sentences.tokens.shape[1]
-        lengths = self.sentences.lengths[rows].to(self.device)
-        longest = int(lengths.max())
-        tokens = self.sentences.tokens[rows, :longest].to(self.device)
-        present = Sentences(tokens, lengths).present()
-        inputs = {"input_ids": tokens, "attention_mask": present.long()}
-        if self.types is not None:
-            inputs["token_type_ids"] = self.types[rows, :longest].to(self.device)
-        states = self._states(inputs).float()
-        if self.pooling == "first":
-            pooled = states[:, 0]
-        elif self.pooling == "last":
-            pooled = states[torch.arange(len(states), device=self.device), lengths - 1]
-        else:
-            states = states.masked_fill(~present[:, :, None], 0.0)
-            if self.pooling == "mean":
-                pooled = states.sum(1) / lengths[:, None]
-            else:
-                pooled = torch.nn.functional.pad(states, (0, 0, 0, total - longest)).flatten(1)
-        return pooled if self.projection is None else pooled @ self._projector(pooled.shape[1], self.projection)
-
-    def _projector(self, width: int, projection: int) -> torch.Tensor:
-        if self._matrix is None:
-            generator = seeds.generator(self.projection_seed, "projection")
-            self._matrix = torch.randn(width, projection, generator=generator).mul_(projection**-0.5).to(self.device)
-        return self._matrix
-
-    def _states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return (B, T, d): the hidden states of the layer."""
-        if self.layer == -1:
-            last: torch.Tensor = self.backbone(**inputs).last_hidden_state
-            return last
-        states: tuple[torch.Tensor, ...] = self.backbone(**inputs, output_hidden_states=True).hidden_states
-        if not -len(states) <= self.layer < len(states):
-            raise IsolossError(f"no layer {self.layer}: the model has hidden states 0 to {len(states) - 1}")
-        return states[self.layer]
+def _states(backbone: Any, inputs: dict[str, torch.Tensor], layer: int) -> torch.Tensor:
+    """Return (B, T, d): the hidden states of the layer."""
+    if layer == -1:
+        last: torch.Tensor = backbone(**inputs).last_hidden_state
+        return last
+    states: tuple[torch.Tensor, ...] = backbone(**inputs, output_hidden_states=True).hidden_states
+    if not -len(states) <= layer < len(states):
+        raise IsolossError(f"no layer {layer}: the model has hidden states 0 to {len(states) - 1}")
+    return states[layer]
 
 
 def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:

@@ -6,6 +6,7 @@ Shape letters: S seeds, n test examples, C classes.
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,14 @@ import torch
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.estimate import Estimate, rounded
+from isoloss.statistics.tables import text_table
+
+MOST_CLASSES = 12  # in a printed table; `by_class` has all
 
 
 def majority_rate(labels: torch.Tensor) -> float:
-    """Return the share of the commonest of the labels (n,).
+    """Return the fraction of the labels (n,) that are the most common one.
 
     Example:
         >>> majority_rate(torch.tensor([2, 0, 2, 1]))
@@ -30,16 +34,16 @@ def majority_rate(labels: torch.Tensor) -> float:
     return int(labels.bincount().max()) / len(labels)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ClassScores:
-    """How well one class is told from the others; an error is that of the draw of the test examples, the seeds given.
+    """How well one class is told from the others; errors are over the draw of the test examples, for the given seeds.
 
     Attributes:
         name: The class.
         examples: Test examples of the class.
-        precision: Share of it among the examples that are called so; None where none is.
-        recall: Share of its examples that are called so; None where there is none.
-        f1: Harmonic mean of the two, `2 hits / (examples + called)`; None where both numbers are 0.
+        precision: Fraction of the examples predicted to be of the class that are; None where none is predicted.
+        recall: Fraction of the class's examples that are predicted; None where there is none.
+        f1: Harmonic mean of the two, `2 hits / (examples + predicted)`; None where both numbers are 0.
     """
 
     name: str
@@ -48,13 +52,23 @@ class ClassScores:
     recall: Estimate | None
     f1: Estimate | None
 
+    def row(self) -> tuple[str, ...]:
+        """Return the name, the number of examples and the three scores as text."""
+        scores = ("" if score is None else str(score) for score in (self.precision, self.recall, self.f1))
+        return self.name, f"{self.examples:,}", *scores
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+    def __repr__(self) -> str:
+        name, examples, *scores = self.row()
+        named = zip(("precision", "recall", "F1"), scores, strict=True)
+        return f"ClassScores({name}, examples {examples}{''.join(f', {k} {v}' for k, v in named if v)})"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TransferResult:
-    """What one way of using a model (a probe, fine-tuning, the look-up table) reached on a task.
+    """The accuracy of a probe, a fine-tuned model or the look-up table on a task, with its predictions.
 
     Attributes:
-        accuracy: Share of the test examples that are classified correctly, mean over the seeds.
+        accuracy: Fraction of the test examples that are classified correctly, mean over the seeds.
         predictions: (S, n) int64 on the CPU, the class that each seed's classifier gives to each test example.
         labels: (n,) int64 on the CPU, the class of each test example.
         classes: C names.
@@ -66,8 +80,13 @@ class TransferResult:
         >>> result = score(torch.tensor([[0, 0, 1, 0], [0, 1, 1, 0]]), labels, ("no", "yes"), method="a guess")
         >>> result.accuracy.value, result.confusion.tolist()
         (0.625, [[1.5, 0.5], [1.0, 1.0]])
-        >>> print(result.by_class()[0].recall)
-        75 ± 18 %
+        >>> result
+        TransferResult(accuracy 62 ± 27 %, 4 test examples, 2 classes, seeds 2, a guess)
+        >>> print(result)
+        a guess: accuracy 62 ± 27 %; majority class 50.00 %
+        class  examples  precision     recall         F1
+        no            2  60 ± 30 %  75 ± 18 %  67 ± 21 %
+        yes           2  67 ± 31 %  50 ± 35 %  57 ± 31 %
     """
 
     accuracy: Estimate
@@ -77,9 +96,32 @@ class TransferResult:
     bayes: Estimate | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        seeds, examples = self.predictions.shape
+        return (
+            f"TransferResult(accuracy {self.accuracy}, {examples:,} test examples, {len(self.classes)} classes, "
+            f"seeds {seeds}, {self.accuracy.method})"
+        )
+
+    def __str__(self) -> str:
+        rows = self.class_rows()
+        lines = [f"{self.accuracy.method}: accuracy {self.accuracy}; {bounds(self.accuracy.details)}"]
+        lines.append(text_table(CLASS_COLUMNS, rows[:MOST_CLASSES]))
+        if len(rows) > MOST_CLASSES:
+            lines.append(f"and {len(rows) - MOST_CLASSES} rarer classes")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def class_rows(self) -> list[tuple[str, ...]]:
+        """Return a row of text for each class that occurs, of `CLASS_COLUMNS`, the most common class first."""
+        scores = [own for own in self.by_class() if own.examples or own.precision is not None]
+        return [own.row() for own in sorted(scores, key=lambda own: -own.examples)]
+
     @property
     def correct(self) -> torch.Tensor:
-        """(S, n) bool, whether a prediction is the label; `isoloss.transfer.compare` compares two of them."""
+        """(S, n) bool, whether a prediction is the label; `isoloss.transfer.compare` compares those of two models."""
         return self.predictions == self.labels
 
     @property
@@ -98,25 +140,22 @@ class TransferResult:
         """
         scores = []
         for index, name in enumerate(self.classes):
-            called = (self.predictions == index).double().mean(dim=0)
+            predicted = (self.predictions == index).double().mean(dim=0)
             is_class = (self.labels == index).double()
-            hits = called * is_class
+            hits = predicted * is_class
             scores.append(
                 ClassScores(
                     name=name,
                     examples=int(is_class.sum()),
-                    precision=_ratio(hits, called, "precision"),
+                    precision=_ratio(hits, predicted, "precision"),
                     recall=_ratio(hits, is_class, "recall"),
-                    f1=_ratio(2 * hits, is_class + called, "F1"),
+                    f1=_ratio(2 * hits, is_class + predicted, "F1"),
                 )
             )
         return tuple(scores)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON types; confusion and scores by class are there to be read and follow from the rest.
-
-        Lists of numbers, one for each test example, are the largest part.
-        """
+        """Return everything as JSON types; `confusion` and `by_class` follow from the other fields."""
         return {
             "accuracy": self.accuracy.to_dict(),
             "bayes": None if self.bayes is None else self.bayes.to_dict(),
@@ -149,6 +188,17 @@ class TransferResult:
             raise IsolossError(f"this is not a result of a transfer: {type(error).__name__} {error}") from error
 
 
+CLASS_COLUMNS = ("class", "examples", "precision", "recall", "F1")
+
+
+def bounds(details: Mapping[str, Any]) -> str:
+    """Return the accuracies of the majority class and, where it is known, of the Bayes classifier, from `details`."""
+    text = f"majority class {100 * details['majority_rate']:.2f} %"
+    if "bayes_accuracy" in details:
+        text += f", Bayes {rounded(100 * details['bayes_accuracy'], 100 * details['bayes_stderr'])} %"
+    return text
+
+
 def score(
     predictions: torch.Tensor,
     labels: torch.Tensor,
@@ -164,10 +214,10 @@ def score(
 
     The error of the mean accuracy `a` joins the draw of the test examples and the draw of the seeds:
     `stderr^2 = a (1 - a) / n + sd^2 / S`, with `sd` the standard deviation of the seeds' accuracies. Where the
-    classifiers of all seeds give nearly the same answers, as trained ones do, that is the spread over fresh examples
-    and seeds; where they do not, part of their noise is in both terms and the error is too large. It does not hold the
-    draw of the training examples, and at an accuracy of exactly 0 or 1 it is 0: there the accuracy is known to about
-    3 / n. One seed says nothing about `sd`: it is then None, and the error is the first term's.
+    classifiers of all seeds give nearly the same answers, as trained ones do, that is the standard deviation over fresh
+    examples and seeds; where they do not, part of their noise is in both terms and the error is too large. It leaves
+    out the draw of the training examples, and at an accuracy of exactly 0 or 1 it is 0: there the accuracy is known to
+    about 3 / n. With one seed `sd` is unknown: it is None, and the error is the first term's.
 
     Args:
         predictions: (S, n) int64.

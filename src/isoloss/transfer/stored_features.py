@@ -73,15 +73,15 @@ class StoredFeatures:
         if isinstance(rows, slice):
             first, last, step = rows.indices(len(self))
             assert step == 1
-            found = torch.empty(max(last - first, 0), self.shape[1], dtype=self.dtype)
-            self._read(found, first)
-            return found
-        found = torch.empty(*rows.shape, self.shape[1], dtype=self.dtype)
-        for row, number in zip(found.view(-1, self.shape[1]), rows.flatten().tolist(), strict=True):
+            features = torch.empty(max(last - first, 0), self.shape[1], dtype=self.dtype)
+            self._read(features, first)
+            return features
+        features = torch.empty(*rows.shape, self.shape[1], dtype=self.dtype)
+        for row, number in zip(features.view(-1, self.shape[1]), rows.flatten().tolist(), strict=True):
             if not 0 <= number < len(self):
                 raise IndexError(f"row {number} of {len(self)}")
             self._read(row, number)
-        return found
+        return features
 
     def _read(self, into: torch.Tensor, first: int) -> None:
         left = into.view(torch.uint8).flatten().numpy().data

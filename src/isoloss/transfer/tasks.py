@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isoloss import seeds
+from isoloss import languages, seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import UNDEFINED, Labeling, Language, Sentences
 from isoloss.languages.task_names import LATENT
@@ -17,6 +17,7 @@ from isoloss.text.causal import with_start
 from isoloss.text.text_classification import Coverage
 from isoloss.transfer.bayes import bayes_accuracy
 from isoloss.transfer.results import majority_rate as majority_rate
+from isoloss.transfer.text_sources import TextTask
 
 _LEAST_FRACTION = 1e-3  # a task whose labels fewer of the sentences bear is refused,
 _LEAST_DRAWS = 10_000  # once so many have been drawn
@@ -77,8 +78,8 @@ class TaskData:
             raise IsolossError(f"a task has the splits train and test, not {split!r}")
         sentences, types = (self.train, self.train_types) if split == "train" else (self.test, self.test_types)
         chosen = Sentences(sentences.tokens[rows], sentences.lengths[rows])
-        found = {"input_ids": chosen.tokens, "attention_mask": chosen.present().long()}
-        return found if types is None else {**found, "token_type_ids": types[rows]}
+        inputs = {"input_ids": chosen.tokens, "attention_mask": chosen.present().long()}
+        return inputs if types is None else {**inputs, "token_type_ids": types[rows]}
 
     def inputs(self) -> list[tuple[str, ...]]:
         """Return the test examples as a person reads them: one text each, or two."""
@@ -89,12 +90,12 @@ class TaskData:
 
 
 def make_task(
-    language: Language,
+    language: Language | str,
     name: str,
     *,
-    num_train: int,
-    num_test: int,
-    seed: int,
+    num_train: int = 4096,
+    num_test: int = 4096,
+    seed: int = 0,
     train_lengths: Lengths | None = None,
     test_lengths: Lengths | None = None,
     test_language: Language | None = None,
@@ -133,7 +134,8 @@ def make_task(
     where the test sentences and their labels come from.
 
     Args:
-        language: A language that has the task (`language.tasks()`).
+        language: A language that has the task (`language.tasks()`), or what `isoloss.load_language` makes one of, e.g.
+            `pcfg-laptop`.
         name: `root`, `level-D`, `prefix-L`, `state-k` or `mismatch`, the first four also with `-latent`; `A`, `B`, `C`
             and `task-k` are other names. What the language does not know is a task of `isoloss.registry.TASKS`.
         num_train: Training sentences.
@@ -160,6 +162,8 @@ def make_task(
     for split, number in (("train", num_train), ("test", num_test)):
         if number < 1:
             raise IsolossError(f"num_{split} is {number}; a task needs at least 1 {split} sentence")
+    if isinstance(language, str):
+        language = languages.load_language(language)
     other = language if test_language is None else test_language
     asked, asked_of_test = labeling(language, name), labeling(other, name)
     name, classes = asked.name or name, asked.classes
@@ -198,14 +202,15 @@ def labeling(language: Language, name: str) -> Labeling:
     """
     try:
         return language.labeling(name)
-    except IsolossError:
+    except IsolossError as error:
         try:
             pattern, parts = TASKS.match(name)
         except IsolossError:
-            pattern = ""
-        if not pattern:
-            raise
-    asked: Labeling = TASKS.load(pattern)(language, **{part.lower(): value for part, value in parts.items()})
+            raise error from None
+    task = TASKS.load(pattern)
+    if isinstance(task, TextTask):
+        raise IsolossError(f"{name} is a task of text: its examples are read with make_text_task")
+    asked: Labeling = task(language, **{part.lower(): value for part, value in parts.items()})
     return asked
 
 

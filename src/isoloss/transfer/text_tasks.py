@@ -1,9 +1,8 @@
-"""Tasks of real text: GLUE's, and any files or datasets with a text or two and a label."""
+"""Tasks of real text as token ids: GLUE's, and any file or dataset with one or two texts and a label."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,65 +14,14 @@ from isoloss.languages.api import Sentences
 from isoloss.text import hub_datasets
 from isoloss.text.text_classification import SUFFIXES, LabelledText, coverage, encode_labelled_text, read_labelled_text
 from isoloss.transfer.results import majority_rate
-from isoloss.transfer.task_names import GLUE, REGRESSION
 from isoloss.transfer.tasks import TaskData, overlap
+from isoloss.transfer.text_sources import TextTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_HUB = "hf:nyu-mll/glue:"
 _TEST_SPLITS = ("dev", "validation", "dev_matched", "validation_matched")  # GLUE's test sets have no labels
 _HELD_OUT = 5  # one example of so many is kept for testing, where one file is all there is
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextTask:
-    """Where the examples of a task are.
-
-    Attributes:
-        name: What the task is called.
-        train: File, folder or dataset (`hf:NAME`) of the training examples.
-        test: The same of the test examples; None: also in `train`, another split of it or, of a single file, one
-            example in five.
-        text: Column of the text.
-        pair: Column of the second text, or None where an example is one text.
-        label: Column of the label.
-        train_split: Split of a folder or dataset.
-        test_split: The same for the test examples; None: the first of `dev`, `validation`, `dev_matched` and
-            `validation_matched` that a folder has; of a dataset `validation`, of MNLI `validation_matched`.
-    """
-
-    name: str
-    train: str
-    test: str | None = None
-    text: str
-    pair: str | None = None
-    label: str = "label"
-    train_split: str = "train"
-    test_split: str | None = None
-
-
-def glue_task(name: str, data: str | None = None) -> TextTask:
-    """Return the task of GLUE (Wang et al., 2018) that is called `name`, with the columns of `nyu-mll/glue`.
-
-    STS-B, a regression, is not among them.
-
-    Args:
-        name: `cola`, `mnli`, `mrpc`, `qnli`, `qqp`, `rte`, `sst2` or `wnli`.
-        data: Where it is, e.g. a folder with `train.tsv` and `dev.tsv`; None: `hf:nyu-mll/glue:NAME`.
-
-    Raises:
-        IsolossError: There is no such task.
-
-    Example:
-        >>> glue_task("rte", "data/rte").pair
-        'sentence2'
-    """
-    if name not in GLUE:
-        why = " (it is a regression)" if name == REGRESSION else ""
-        raise IsolossError(f"GLUE has no classification task {name!r}{why}; it has {', '.join(GLUE)}")
-    text, pair = GLUE[name]
-    return TextTask(name=name, train=data or f"{_HUB}{name}", text=text, pair=pair)
 
 
 def make_text_task(
@@ -98,7 +46,7 @@ def make_text_task(
         seed: Decides which examples, where not all are taken; the streams are `("examples", name, split)`.
 
     Returns:
-        The task; its classes are the labels' names, and `bayes` is None, as nobody knows it.
+        The task; its classes are the labels' names, and `bayes` is None, as it is unknown.
 
     Raises:
         IsolossError: As for `read_labelled_text` (a missing file, split or column, and more); a number of examples is
@@ -163,7 +111,7 @@ def _read(source: TextTask, seed: int) -> tuple[LabelledText, LabelledText]:
         if held_out == 0:
             raise IsolossError(f"{source.train} has {len(train)} examples, too few to keep one in five for testing")
         return _rows(train, sorted(order[held_out:])), _rows(train, sorted(order[:held_out]))
-    split = source.test_split or _test_split(where, source)
+    split = source.test_split or _test_split(where)
     if source.test is None and split == source.train_split:
         raise IsolossError(f"the split {split!r} of {where} would be used for training and for testing")
     test = read_labelled_text(where, **columns, split=split)  # type: ignore[arg-type]
@@ -172,25 +120,25 @@ def _read(source: TextTask, seed: int) -> tuple[LabelledText, LabelledText]:
 
 
 def _renamed(data: LabelledText, names: tuple[str, ...]) -> LabelledText:
-    """Return the same examples with labels that are places in `names`."""
+    """Return the same examples with labels that are indices into `names`."""
     labels = tuple(names.index(data.label_names[label]) for label in data.labels)
     return dataclasses.replace(data, labels=labels, label_names=names)
 
 
-def _test_split(where: str, source: TextTask) -> str:
+def _test_split(where: str) -> str:
     if hub_datasets.is_dataset(where):
-        return "validation_matched" if source.name == "mnli" and where == f"{_HUB}mnli" else "validation"
+        return "validation"
     folder = Path(where).expanduser()
     if not folder.is_dir():
-        return "test"  # a file has one split only, whatever its name
-    there = {file.stem for file in folder.iterdir() if file.suffix.lower() in SUFFIXES}
-    found = next((split for split in _TEST_SPLITS if split in there), None)
-    if found is None:
+        return "test"  # a file has one split, whatever its name
+    names = {file.stem for file in folder.iterdir() if file.suffix.lower() in SUFFIXES}
+    split = next((split for split in _TEST_SPLITS if split in names), None)
+    if split is None:
         raise IsolossError(
             f"the folder {where} has none of the test splits {', '.join(_TEST_SPLITS)}; it has "
-            f"{', '.join(sorted(there)) or 'no labelled text'}: name one, or the test data"
+            f"{', '.join(sorted(names)) or 'no labeled text'}: name one, or the test data"
         )
-    return found
+    return split
 
 
 def _some(data: LabelledText, number: int | None, generator: torch.Generator) -> LabelledText:

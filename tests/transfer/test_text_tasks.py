@@ -9,10 +9,11 @@ import datasets
 import pytest
 
 from isoloss.errors import IsolossError
+from isoloss.registry import TASKS
 from isoloss.text.text_classification import Coverage, encode_labelled_text, read_labelled_text
 from isoloss.text.tokenizers import load_tokenizer
-from isoloss.transfer.labelled import TextTask, glue_task, make_text_task
-from isoloss.transfer.task_names import GLUE
+from isoloss.transfer.text_sources import MNLI, TextTask, registered_text_task
+from isoloss.transfer.text_tasks import make_text_task
 
 ROWS = [
     ("au bu", "cu", "yes"),
@@ -131,23 +132,27 @@ def test_a_named_dataset(tmp_path: Path, vocab: Path) -> None:
 
 
 def test_glue_tasks_have_their_columns() -> None:
-    assert glue_task("qnli") == TextTask(name="qnli", train="hf:nyu-mll/glue:qnli", text="question", pair="sentence")
-    assert glue_task("sst2", "folder").train == "folder"
-    for name in GLUE:
-        assert glue_task(name).label == "label"
-    with pytest.raises(IsolossError, match=r"no classification task 'stsb' \(it is a regression\); it has cola, mnli"):
-        glue_task("stsb")
-    with pytest.raises(IsolossError, match="no classification task 'imdb'; it has"):
-        glue_task("imdb")
+    source = TextTask(name="qnli", train="hf:nyu-mll/glue:qnli", text="question", pair="sentence")
+    assert registered_text_task("qnli") == source
+    assert registered_text_task("sst2", "folder").train == "folder"
+    assert (MNLI.test_split, registered_text_task("mnli", "folder").test_split) == ("validation_matched", None)
+    glue = [name for name in TASKS if TASKS.summary(name).startswith("GLUE: ")]
+    assert [registered_text_task(name).name for name in glue] == glue
+    assert len(glue) == 8
+    with pytest.raises(
+        IsolossError, match=r"stsb is no classification task \(it is a regression\); the tasks are cola,"
+    ):
+        registered_text_task("stsb")
+    assert registered_text_task("imdb") is None
 
 
 @pytest.mark.parametrize("name", ["sst2", "rte"])
 def test_real_glue(shared_data: Path, name: str) -> None:
     tokenizer = load_tokenizer(str(shared_data / "bert-uncased-vocab" / "vocab.txt"))
     folder = shared_data / f"glue-{name}"
-    task = make_text_task(glue_task(name, str(folder)), tokenizer, num_train=200, max_length=64)
-    text, pair = GLUE[name]
-    dev = read_labelled_text(folder, text=text, pair=pair, split="dev")
+    source = registered_text_task(name, str(folder))
+    task = make_text_task(source, tokenizer, num_train=200, max_length=64)
+    dev = read_labelled_text(folder, text=source.text, pair=source.pair, split="dev")
     assert task.classes == dev.label_names
     assert task.test_labels.tolist() == list(dev.labels)
     encoded = encode_labelled_text(tokenizer, dev, max_length=64)

@@ -4,7 +4,7 @@ A folder makes it resumable:
 
 finetune.json             what decides the result: config, weights, examples
 seed-K.json               predictions of a seed that is done
-seed-K.safetensors        where a seed under way stands
+seed-K.safetensors        the state of a seed that is not done
 
 Shape letters: S seeds, n examples, T tokens, d the width of the states, C classes.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import math
 import time
@@ -22,7 +23,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from isoloss import config as configs
@@ -35,12 +36,10 @@ from isoloss.training import Interrupted
 from isoloss.training.algorithms.base import TrainingAlgorithm, TrainingContext
 from isoloss.training.process import process_settings, signals
 from isoloss.transfer.checks import absent_classes, check_labels
+from isoloss.transfer.config import FinetuneConfig
 from isoloss.transfer.features import backbone_of, check_sentences
-from isoloss.transfer.finetune_config import FinetuneConfig as FinetuneConfig
 from isoloss.transfer.results import TransferResult, score
 from isoloss.transfer.tasks import TaskData
-
-Progress = Callable[[int, str], None]  # called with the steps made, of all seeds, and a note
 
 _DEVIATION = 0.02  # of the head's initial weights, as in BERT
 _PREDICTED_AT_ONCE = 256
@@ -52,27 +51,28 @@ def finetune(
     config: FinetuneConfig | None = None,
     *,
     folder: Path | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, str], None] | None = None,
+    **settings: Any,
 ) -> TransferResult:
     """Fine-tune copies of `model`, one for each seed, and return their test accuracy.
 
     The head is a linear layer on one state of the last layer, by default that of the first token: [CLS] in tasks of
     real text, and an ordinary token of a synthetic language's sentences, which have no [CLS]. A causal model's last
-    token is read instead, and of a language that is read from a start token the sentences must hold it
-    (`isoloss.text.causal.with_start`). All weights are trained, dropout is that of the model's config, and
-    there is no early stopping: the accuracy is that of the weights after the last step.
+    token is read instead; where the language has a start token, put it before the sentences (`read_from_start`). All
+    weights are trained, dropout is that of the model's config, and there is no early stopping: the accuracy is that of
+    the weights after the last step.
 
     With a `folder`, a state is kept once a minute; Ctrl-C and SIGTERM save one and raise `Interrupted`. The same call
     then goes on from there, also after SIGKILL, and the result is the same bit for bit on one device with the same
-    number of threads.
+    number of threads. When more `seeds` are asked for, those in the folder are kept.
 
     Args:
         model: A Hugging Face model in float32, as `isoloss.loading.load_model` gives it; it stays as it is.
-        task: Labelled sentences.
+        task: Labeled sentences.
         config: The settings; None: the paper's.
         folder: Where the state is kept; new, or of the same model, task and config. None: nowhere.
-        progress: Called after every step with the steps made so far and a note, as `isoloss.cli.common.Progress` is;
-            `num_steps` times the seeds are made in all.
+        progress: Called after every step with the number of steps so far, of `num_steps` times the seeds, and a note.
+        settings: Fields of `FinetuneConfig` that replace those of `config`, e.g. `epochs=3`.
 
     Returns:
         The accuracy, with `seed_std` and the settings among its details, and the predictions of each seed; `details`
@@ -85,20 +85,21 @@ def finetune(
         Interrupted: A signal came, and all is saved.
 
     Example:
-        >>> from isoloss import config, languages
+        >>> from isoloss import languages
         >>> from isoloss.models.make import make_model
+        >>> from isoloss.run_config import ModelConfig
         >>> from isoloss.transfer.tasks import make_task
-        >>> language = config.LAPTOP_PCFG.build()
-        >>> model = make_model(config.ModelConfig(size="d16"), language, seed=0)
+        >>> language = load_language("pcfg-laptop")
+        >>> model = make_model(ModelConfig(size="d16"), language, seed=0)
         >>> task = make_task(language, "prefix-4", num_train=64, num_test=32, seed=0)
-        >>> optimizer = config.OptimizerConfig(learning_rate=1e-2, warmup_steps=4)
-        >>> result = finetune(model, task, FinetuneConfig(epochs=3, seeds=2, optimizer=optimizer))
+        >>> result = finetune(model, task, epochs=3, seeds=2, learning_rate=1e-2, warmup_steps=4, schedule="constant")
         >>> tuple(result.predictions.shape), result.details["losses_nats"][0][0] > result.details["losses_nats"][0][2]
         ((2, 32), True)
     """
     began = time.perf_counter()
-    config = config or FinetuneConfig()
-    validate(config, len(task.train_labels))
+    config = dataclasses.replace(config or FinetuneConfig(), **settings)
+    configs.check(config)
+    config.check_steps(num_steps(config, len(task.train_labels)))
     backbone, pooling = backbone_of(model), _pooling(config, model)
     check_labels(task.train_labels, task.test_labels, task.classes)
     for sentences in (task.train, task.test):
@@ -145,21 +146,6 @@ def num_steps(config: FinetuneConfig, num_train: int) -> int:
     return config.epochs * math.ceil(num_train / config.batch_size)
 
 
-def validate(config: FinetuneConfig, num_train: int) -> None:
-    """Raise an `IsolossError` that names the first setting out of its range, on `num_train` examples."""
-    for name in ("epochs", "batch_size", "seeds"):
-        if getattr(config, name) < 1:
-            raise IsolossError(f"{name} is {getattr(config, name)}; fine-tuning needs at least 1")
-    if config.micro_batch < 0:
-        raise IsolossError(f"micro_batch is {config.micro_batch}; it must be at least 0 (0: the whole batch)")
-    if config.save_every_seconds < 0:
-        raise IsolossError(f"save_every_seconds is {config.save_every_seconds}; it must be at least 0")
-    if config.pooling not in ("auto", "first", "last", "mean"):
-        raise IsolossError(f"no pooling {config.pooling!r}: choose auto, first, last or mean")
-    configs.check(config.optimizer, "optimizer")
-    config.optimizer.check_steps(num_steps(config, num_train))
-
-
 class Classifier(nn.Module):
     """A model's body with a linear head on one of its last states.
 
@@ -199,7 +185,7 @@ class Classifier(nn.Module):
 
 
 class _Seed:
-    """One seed's model on its way through the epochs."""
+    """The fine-tuning of one seed."""
 
     def __init__(
         self, index: int, backbone: Any, pooling: str, task: TaskData, config: FinetuneConfig, folder: Path | None
@@ -210,8 +196,8 @@ class _Seed:
         self.per_epoch = self.total // config.epochs
         self.device = next(backbone.parameters()).device
 
-    def run(self, stopped: Callable[[], bool], progress: Progress | None) -> dict[str, Any]:
-        """Return the predictions (n_test ids) and the losses by epoch, made now or before.
+    def run(self, stopped: Callable[[], bool], progress: Callable[[int, str], None] | None) -> dict[str, Any]:
+        """Return the predictions (n_test ids) and the losses by epoch, computed now or read from the folder.
 
         Raises:
             Interrupted: `stopped` said so after a step, and the state is saved.
@@ -233,11 +219,11 @@ class _Seed:
                     saved = time.monotonic()
                 if stop:
                     raise Interrupted(self.index * self.total + self.step)
-        found = {"predictions": self._predict().tolist(), "losses_nats": self.losses.tolist()}
+        result = {"predictions": self._predict().tolist(), "losses_nats": self.losses.tolist()}
         if self.folder is not None:
-            files.write_json(self._result, found)
+            files.write_json(self._result, result)
             self._state.unlink(missing_ok=True)
-        return found
+        return result
 
     @property
     def _result(self) -> Path:
@@ -250,14 +236,12 @@ class _Seed:
         return self.folder / f"seed-{self.index}.safetensors"
 
     def _start(self) -> None:
-        """Begin at the pre-trained weights and a fresh head, or where the state in the folder stands."""
+        """Begin at the pre-trained weights and a fresh head, or at the state in the folder."""
         draws = generator(self.config.seed, "finetune", "head", self.index)
         width = self._width()
         self.classifier = Classifier(copy.deepcopy(self.backbone), self.pooling, width, len(self.task.classes), draws)
         self.classifier.to(self.device).train()
-        context = TrainingContext(
-            optimizer=self.config.optimizer, total_steps=self.total, micro_batch=self.config.micro_batch
-        )
+        context = TrainingContext(optimizer=self.config, total_steps=self.total, micro_batch=self.config.micro_batch)
         self.algorithm = TrainingAlgorithm(self.classifier, context)
         self.step = 0
         self.losses = torch.zeros(self.config.epochs, dtype=torch.float64)
@@ -271,10 +255,10 @@ class _Seed:
 
     def _one_step(self) -> float:
         """Make the next step and return its loss."""
-        epoch, place = divmod(self.step, self.per_epoch)
+        epoch, index = divmod(self.step, self.per_epoch)
         count, size = len(self.task.train_labels), self.config.batch_size
         order = torch.randperm(count, generator=generator(self.config.seed, "finetune", "order", self.index, epoch))
-        rows = order[place * size : (place + 1) * size]
+        rows = order[index * size : (index + 1) * size]
         batch = _trimmed(self.task.batch("train", rows), self.device)
         batch["labels"] = self.task.train_labels[rows].to(self.device)
         number = self.step + 1
@@ -296,39 +280,31 @@ class _Seed:
         """Return (n_test,): the class of the largest logit, in eval mode."""
         self.classifier.eval()
         absent = absent_classes(self.task.train_labels, len(self.task.classes)).to(self.device)
-        found = []
+        predictions = []
         with torch.no_grad():
             for first in range(0, len(self.task.test_labels), _PREDICTED_AT_ONCE):
                 rows = slice(first, first + _PREDICTED_AT_ONCE)
                 logits = self.classifier(_trimmed(self.task.batch("test", rows), self.device))
                 self._check_finite(float(logits.sum()), "a logit after the last step")
                 logits[:, absent] = -math.inf  # the random start may have left them likely
-                found.append(logits.argmax(dim=1).cpu())
-        return torch.cat(found)
+                predictions.append(logits.argmax(dim=1).cpu())
+        return torch.cat(predictions)
 
     def _save(self) -> None:
         tensors = {f"model/{name}": p.detach() for name, p in self.classifier.named_parameters()}
-        tensors |= {f"rule/{name}": tensor for name, tensor in self.algorithm.state().items()}
-        tensors["losses"] = self.losses
+        tensors |= {f"algorithm/{name}": tensor for name, tensor in self.algorithm.state().items()}
+        tensors |= {"losses": self.losses, "step": torch.tensor(self.step)}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        files.write_bytes(self._state, safetensors.torch.save(tensors, metadata={"step": str(self.step)}))
+        files.write_bytes(self._state, safetensors.torch.save(tensors))
 
     def _load(self) -> None:
-        parameters = dict(self.classifier.named_parameters())
-        rule: dict[str, torch.Tensor] = {}
         try:
-            with safe_open(self._state, framework="pt") as state, torch.no_grad():
-                self.step = int(state.metadata()["step"])
-                self.losses = state.get_tensor("losses")
-                for key in state.keys():  # noqa: SIM118  (no mapping)
-                    kind, _, name = key.partition("/")
-                    if kind == "model":
-                        parameters.pop(name).copy_(state.get_tensor(key))
-                    elif kind == "rule":
-                        rule[name] = state.get_tensor(key)
-            if parameters:
-                raise IsolossError(f"it has no {next(iter(parameters))}")
-            self.algorithm.load_state(rule)
+            state = safetensors.torch.load_file(self._state)
+            self.step, self.losses = int(state.pop("step")), state.pop("losses")
+            with torch.no_grad():
+                for name, parameter in self.classifier.named_parameters():
+                    parameter.copy_(state.pop(f"model/{name}"))
+            self.algorithm.load_state({name.removeprefix("algorithm/"): tensor for name, tensor in state.items()})
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IsolossError) as error:
             raise IsolossError(f"{self._state} is damaged ({error}): delete it, and its seed starts again") from error
 

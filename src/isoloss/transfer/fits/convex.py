@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.transfer.convex_data import Features, Rows, Spectrum, second_moments
-from isoloss.transfer.convex_search import Evaluation, Problem
+from isoloss.transfer.fits.blocks import FeatureBlocks, Features, Spectrum, second_moments
+from isoloss.transfer.fits.lbfgs import Evaluation, Problem
 from isoloss.transfer.stored_features import rows_at_once
 
 _CERTIFICATE_PASSES = 2
@@ -41,15 +41,15 @@ class ConvexFit:
 
     def predict(self, features: Features) -> torch.Tensor:
         """Return (F, R, n) int64: the most probable class of each example; features is (n, D)."""
-        splits, strengths, width, classes = self.weights.shape
+        splits, strengths, width, num_classes = self.weights.shape
         if features.ndim != 2 or features.shape[1] != width:
             raise IsolossError(f"the probe was fitted on {width} features, not on features of {tuple(features.shape)}")
         stacked = self.weights.permute(2, 0, 1, 3).reshape(width, -1)
-        found = []
+        predictions = []
         for first in range(0, len(features), size := rows_at_once(width)):
             logits = torch.as_tensor(features[first : first + size]).to(stacked) @ stacked + self.intercepts.flatten()
-            found.append(logits.view(-1, splits, strengths, classes).argmax(dim=3))
-        return torch.cat(found).permute(1, 2, 0).contiguous()
+            predictions.append(logits.view(-1, splits, strengths, num_classes).argmax(dim=3))
+        return torch.cat(predictions).permute(1, 2, 0).contiguous()
 
 
 def fit(
@@ -57,7 +57,7 @@ def fit(
     labels: torch.Tensor,
     *,
     classes: int,
-    regularisation: Sequence[float],
+    regularization: Sequence[float],
     splits: Sequence[torch.Tensor] | None = None,
     tolerance: float = 1e-6,
     max_passes: int = 1000,
@@ -73,11 +73,11 @@ def fit(
     with the intercepts b free. It is scikit-learn's for `LogisticRegression(C=1 / (l * m))` divided by `C * m`, so the
     minimum is the same.
 
-    All problems are minimised side by side, so that a step reads the features once. The method is L-BFGS whose initial
+    All problems are minimized side by side, so that a step reads the features once. The method is L-BFGS whose initial
     inverse Hessian is that of `K x A + l`, K the second moments of the features and A the mean of
     `diag(p) - p p^T` over the rows, as in K-FAC (Martens and Grosse, 2015); above 2048 features K is known by a
-    randomised Nystrom approximation of rank 512 and its trace. Steps are computed in float32. Then the intercepts are
-    minimised exactly and the gradient `g` by the weights is computed, in float64. The minimum over b is a function of W
+    randomized Nystrom approximation of rank 512 and its trace. Steps are computed in float32. Then the intercepts are
+    minimized exactly and the gradient `g` by the weights is computed, in float64. The minimum over b is a function of W
     that is strongly convex with constant l, so `|g|^2 / (2 l)` bounds what is left to gain. Where float32 does not
     reach the tolerance, steps in float64 follow.
 
@@ -86,7 +86,7 @@ def fit(
             may be memory-mapped: these are read in blocks of rows.
         labels: (n,) int64 labels in 0..classes - 1.
         classes: Number of classes, C; each occurs in every split.
-        regularisation: R strengths l, above 0.
+        regularization: R strengths l, above 0.
         splits: F subsets of the rows, each (n,) bool or int64 row numbers; None: one, of all rows.
         tolerance: Bound on the gap relative to the objective at which a problem is done.
         max_passes: Readings of the features before giving up.
@@ -103,60 +103,65 @@ def fit(
 
     Example:
         >>> x = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
-        >>> found = fit(x, torch.tensor([0, 0, 1, 1]), classes=2, regularisation=[0.1, 1.0])
-        >>> found.predict(x)[0].tolist()
+        >>> result = fit(x, torch.tensor([0, 0, 1, 1]), classes=2, regularization=[0.1, 1.0])
+        >>> result.predict(x)[0].tolist()
         [[0, 0, 1, 1], [0, 0, 1, 1]]
-        >>> bool((found.gaps <= 1e-6 * found.objectives).all())
+        >>> bool((result.gaps <= 1e-6 * result.objectives).all())
         True
     """
-    _check_settings(regularisation, tolerance, max_passes, 1 if block_rows is None else block_rows)
+    _check_settings(regularization, tolerance, max_passes, 1 if block_rows is None else block_rows)
     members = _members(features, labels, classes, splits)
     block_rows = block_rows or rows_at_once(features.shape[1])
     where = torch.device(device) if device else features.device if isinstance(features, torch.Tensor) else "cpu"
-    rows = Rows(features, labels, members, block_rows=block_rows, device=torch.device(where))
+    rows = FeatureBlocks(features, labels, members, block_rows=block_rows, device=torch.device(where))
     spectrum = second_moments(rows)
     priors = [labels[mask].bincount(minlength=classes).double() / int(mask.sum()) for mask in members.T]
     problems = [
         Problem(split, float(strength), prior.to(rows.device), rows.width)
         for split, prior in enumerate(priors)
-        for strength in regularisation
+        for strength in regularization
     ]
-    open_ones = problems
+    unsolved = problems
     for dtype in (torch.float32, torch.float64):
-        _descend(rows, open_ones, spectrum, dtype, tolerance, max_passes)
-        _certify(rows, open_ones)
-        open_ones = [p for p in open_ones if not p.gap <= tolerance * p.objective]
-        if not open_ones:
+        _descend(rows, unsolved, spectrum, dtype, tolerance, max_passes)
+        _certify(rows, unsolved)
+        unsolved = [p for p in unsolved if not p.gap <= tolerance * p.objective]
+        if not unsolved:
             break
-    if open_ones:
-        worst = max(open_ones, key=lambda p: p.gap / p.objective)
+    if unsolved:
+        worst = max(unsolved, key=lambda p: p.gap / p.objective)
         raise IsolossError(
             f"after {rows.passes} passes the objective {worst.objective:.6g} of strength {worst.strength:g} is known "
             f"to {worst.gap / worst.objective:.1e} of itself only, not to {tolerance:g}: allow more passes, a larger "
             "tolerance or a larger strength"
         )
-    return _result(rows, problems, (members.shape[1], len(regularisation)))
+    return _result(rows, problems, (members.shape[1], len(regularization)))
 
 
 def _descend(
-    rows: Rows, problems: list[Problem], spectrum: Spectrum, dtype: torch.dtype, tolerance: float, max_passes: int
+    rows: FeatureBlocks,
+    problems: list[Problem],
+    spectrum: Spectrum,
+    dtype: torch.dtype,
+    tolerance: float,
+    max_passes: int,
 ) -> None:
     """Take steps in `dtype` until every problem is within half the tolerance, or `dtype` allows no progress."""
     spectrum = spectrum.to(dtype)
     for problem in problems:
         problem.start(dtype)
-    moving = problems
-    while moving and rows.passes < max_passes - _CERTIFICATE_PASSES:
-        evaluations = evaluate(rows, moving, dtype)
-        for problem, found in zip(moving, evaluations, strict=True):
-            problem.advance(found, spectrum)
-        moving = [p for p in moving if not p.stuck and p.bound() > 0.5 * tolerance * p.value]
+    active_problems = problems
+    while active_problems and rows.passes < max_passes - _CERTIFICATE_PASSES:
+        evaluations = evaluate(rows, active_problems, dtype)
+        for problem, evaluation in zip(active_problems, evaluations, strict=True):
+            problem.advance(evaluation, spectrum)
+        active_problems = [p for p in active_problems if not p.stuck and p.bound() > 0.5 * tolerance * p.value]
 
 
-def evaluate(rows: Rows, problems: list[Problem], dtype: torch.dtype) -> list[Evaluation]:
+def evaluate(rows: FeatureBlocks, problems: list[Problem], dtype: torch.dtype) -> list[Evaluation]:
     """Return objective, gradient (D + 1, C) and mean of `p p^T` (C, C) of each problem at its trial point.
 
-    The intercepts are the last row of the parameters, and belong to the centred features.
+    The intercepts are the last row of the parameters, and belong to the centered features.
     """
     num, classes = len(problems), problems[0].trial.shape[1]
     splits = torch.tensor([p.split for p in problems], device=rows.device)
@@ -170,26 +175,26 @@ def evaluate(rows: Rows, problems: list[Problem], dtype: torch.dtype) -> list[Ev
         if not bool(used.any()):
             continue
         all_used = bool(used.all())
-        chosen = slice(None) if all_used else used.nonzero()[:, 0]
-        columns = flat if all_used else weight[:-1, chosen].reshape(rows.width, -1)
-        log_probs = torch.mm(x, columns).view(len(x), -1, classes).add_(bias[chosen]).log_softmax(dim=2)
-        share = inside[:, splits[chosen]].to(dtype)  # (B, P)
+        active = slice(None) if all_used else used.nonzero()[:, 0]
+        columns = flat if all_used else weight[:-1, active].reshape(rows.width, -1)
+        log_probs = torch.mm(x, columns).view(len(x), -1, classes).add_(bias[active]).log_softmax(dim=2)
+        used_rows = inside[:, splits[active]].to(dtype)  # (B, P)
         picked = y[:, None, None].expand(-1, log_probs.shape[1], 1)
-        losses[chosen] -= (log_probs.gather(2, picked)[:, :, 0] * share).double().sum(dim=0)
-        residual = log_probs.exp_().mul_(share[:, :, None])
+        losses[active] -= (log_probs.gather(2, picked)[:, :, 0] * used_rows).double().sum(dim=0)
+        residual = log_probs.exp_().mul_(used_rows[:, :, None])
         by_problem = residual.transpose(0, 1)
-        outer[chosen] += by_problem.transpose(1, 2) @ by_problem
-        residual.scatter_add_(2, picked, -share[:, :, None])
+        outer[active] += by_problem.transpose(1, 2) @ by_problem
+        residual.scatter_add_(2, picked, -used_rows[:, :, None])
         product = torch.mm(x.T, residual.flatten(1))
-        gradient[:-1, chosen] += product.view(rows.width, -1, classes)
-        gradient[-1, chosen] += residual.sum(dim=0)
+        gradient[:-1, active] += product.view(rows.width, -1, classes)
+        gradient[-1, active] += residual.sum(dim=0)
     return [
         Evaluation.of(problem, float(losses[i]), gradient[:, i], outer[i], rows.sizes[problem.split])
         for i, problem in enumerate(problems)
     ]
 
 
-def _certify(rows: Rows, problems: list[Problem]) -> None:
+def _certify(rows: FeatureBlocks, problems: list[Problem]) -> None:
     """Set each problem's objective, gradient norm and gap in float64, with intercepts that are exactly optimal."""
     count, classes = len(rows.labels), problems[0].theta.shape[1]
     weight = torch.stack([p.theta[:-1] for p in problems], dim=1).double().flatten(1)
@@ -219,7 +224,7 @@ def _certify(rows: Rows, problems: list[Problem]) -> None:
 
 
 def _intercepts(logits: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return the intercepts (C,) that minimise the mean loss of logits (m, C) plus them, and that loss: Newton."""
+    """Return the intercepts (C,) that minimize the mean loss of logits (m, C) plus them, and that loss: Newton."""
     counts = labels.bincount(minlength=len(bias)).double()
     frequencies = counts / len(labels)
 
@@ -243,9 +248,9 @@ def _intercepts(logits: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor) 
     return bias - bias.mean(), loss
 
 
-def _result(rows: Rows, problems: list[Problem], shape: tuple[int, int]) -> ConvexFit:
+def _result(rows: FeatureBlocks, problems: list[Problem], shape: tuple[int, int]) -> ConvexFit:
     weights = torch.stack([p.theta[:-1] for p in problems])
-    intercepts = torch.stack([p.theta[-1] for p in problems]) - rows.centre @ weights
+    intercepts = torch.stack([p.theta[-1] for p in problems]) - rows.center @ weights
     intercepts -= intercepts.mean(dim=-1, keepdim=True)
 
     def numbers(values: list[float]) -> torch.Tensor:
@@ -261,12 +266,12 @@ def _result(rows: Rows, problems: list[Problem], shape: tuple[int, int]) -> Conv
     )
 
 
-def _check_settings(regularisation: Sequence[float], tolerance: float, max_passes: int, block_rows: int) -> None:
-    if not regularisation:
-        raise IsolossError("regularisation is empty; a convex probe needs at least one strength")
-    for value in regularisation:
+def _check_settings(regularization: Sequence[float], tolerance: float, max_passes: int, block_rows: int) -> None:
+    if not regularization:
+        raise IsolossError("regularization is empty; a convex probe needs at least one strength")
+    for value in regularization:
         if not (value > 0 and math.isfinite(value)):
-            raise IsolossError(f"regularisation has {value}; strengths must be above 0, where the minimum is unique")
+            raise IsolossError(f"regularization has {value}; strengths must be above 0, where the minimum is unique")
     if not (tolerance > 0 and math.isfinite(tolerance)):
         raise IsolossError(f"tolerance is {tolerance}; it must be above 0")
     for name, count, least in (("max_passes", max_passes, 4), ("block_rows", block_rows, 1)):
@@ -295,8 +300,8 @@ def _members(
     if splits is not None and len(splits) == 0:
         raise IsolossError("splits is empty; a convex probe needs at least one, or None for all rows")
     labels = labels.cpu()
-    chosen = [torch.ones(len(labels), dtype=torch.bool)] if splits is None else list(splits)
-    return torch.stack([_mask(index, rows, labels, classes) for index, rows in enumerate(chosen)], dim=1)
+    subsets = [torch.ones(len(labels), dtype=torch.bool)] if splits is None else list(splits)
+    return torch.stack([_mask(index, rows, labels, classes) for index, rows in enumerate(subsets)], dim=1)
 
 
 def _mask(index: int, rows: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from isoloss.transfer.convex_data import Spectrum
+from isoloss.transfer.fits.blocks import Spectrum
 
 _HISTORY = 10  # pairs of steps and changes of the gradient
-_DECREASE = 1e-4  # share of the predicted decrease that a step must reach
+_DECREASE = 1e-4  # fraction of the predicted decrease that a step must reach
 _LEAST_STEP = 1e-6
 _PATIENCE = 30  # evaluations in float32 without a smaller gradient, after which its rounding is what is left
 
@@ -59,22 +59,22 @@ class Problem:
         """Return the bound on the gap, were the intercepts optimal."""
         return float(self._gradient[:-1].double().square().sum()) / (2 * self.strength)
 
-    def advance(self, found: Evaluation, spectrum: Spectrum) -> None:
+    def advance(self, evaluation: Evaluation, spectrum: Spectrum) -> None:
         """Take the trial point or shorten the step, and choose the next trial point."""
-        slope = float((found.gradient * self._direction).sum())
-        if self.value < math.inf and not self._acceptable(found, slope):
+        slope = float((evaluation.gradient * self._direction).sum())
+        if self.value < math.inf and not self._acceptable(evaluation, slope):
             # where the line's derivative would vanish were it linear
             fraction = self._slope / (self._slope - slope) if slope > 0 else 0.5
             self._step *= min(max(fraction, 0.1), 0.5)
             self.stuck = self._step < _LEAST_STEP
         else:
             if self.value < math.inf:
-                step, change = self.trial - self.theta, found.gradient - self._gradient
+                step, change = self.trial - self.theta, evaluation.gradient - self._gradient
                 product = float((step * change).sum())
                 if product > 1e-10 * float(step.norm() * change.norm()):
                     self._pairs.append((step, change, product))
-            self.theta, self.value, self._gradient = self.trial, found.value, found.gradient
-            self._direction = -self._inverse(found, spectrum)
+            self.theta, self.value, self._gradient = self.trial, evaluation.value, evaluation.gradient
+            self._direction = -self._inverse(evaluation, spectrum)
             self._slope, self._step = float((self._gradient * self._direction).sum()), 1.0
             self.stuck = not self._slope < 0
         self.trial = self.theta + self._step * self._direction
@@ -82,26 +82,26 @@ class Problem:
         if self._waited >= _PATIENCE and self.theta.dtype == torch.float32:
             self.stuck = True
 
-    def _acceptable(self, found: Evaluation, slope: float) -> bool:
+    def _acceptable(self, evaluation: Evaluation, slope: float) -> bool:
         """Return whether the objective falls enough; where it rounds, ask its derivative (Hager-Zhang)."""
-        if found.value <= self.value + _DECREASE * self._step * self._slope:
+        if evaluation.value <= self.value + _DECREASE * self._step * self._slope:
             return True
-        rounding = 1e-6 if found.gradient.dtype == torch.float32 else 1e-14
-        return found.value <= self.value * (1 + rounding) and slope <= (2 * _DECREASE - 1) * self._slope
+        rounding = 1e-6 if evaluation.gradient.dtype == torch.float32 else 1e-14
+        return evaluation.value <= self.value * (1 + rounding) and slope <= (2 * _DECREASE - 1) * self._slope
 
-    def _inverse(self, found: Evaluation, spectrum: Spectrum) -> torch.Tensor:
+    def _inverse(self, evaluation: Evaluation, spectrum: Spectrum) -> torch.Tensor:
         """Return the approximate inverse Hessian times the gradient: the two loops of L-BFGS."""
         q: torch.Tensor = self._gradient.clone()
-        kept = []
+        alphas = []
         for step, change, product in reversed(self._pairs):
-            share = float((step * q).sum()) / product
-            q -= share * change
-            kept.append(share)
-        values, turn = torch.linalg.eigh(found.curvature)
+            alpha = float((step * q).sum()) / product
+            q -= alpha * change
+            alphas.append(alpha)
+        values, turn = torch.linalg.eigh(evaluation.curvature)
         values, turn = values.clamp(min=1e-6 * float(values[-1])).to(q.dtype), turn.to(q.dtype)
         turned = q @ turn
         solved = torch.cat([spectrum.solve(turned[:-1], values, self.strength), (turned[-1] / values)[None]])
         q = solved @ turn.T
-        for (step, change, product), share in zip(self._pairs, reversed(kept), strict=True):
-            q += step * (share - float((change * q).sum()) / product)
+        for (step, change, product), alpha in zip(self._pairs, reversed(alphas), strict=True):
+            q += step * (alpha - float((change * q).sum()) / product)
         return q

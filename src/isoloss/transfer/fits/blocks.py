@@ -1,4 +1,4 @@
-"""The features of a convex probe as blocks of centred rows, and the spectrum of their second moments."""
+"""The features of a convex probe as blocks of centered rows, and the spectrum of their second moments."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _EXACT_WIDTH = 2048  # features up to which the second moments are decomposed ex
 _RANK = 512  # of their approximation above that
 
 
-class Rows:
-    """Labelled features, read in blocks, centred at their mean over all rows.
+class FeatureBlocks:
+    """Labelled features, read in blocks, centered at their mean over all rows.
 
     Rows of a tensor are sorted by the splits that they belong to, so that few blocks have rows that a split lacks.
 
@@ -29,7 +29,7 @@ class Rows:
         labels: (n,) int64, in the order of the blocks.
         members: (n, F) bool, which splits have a row, in that order.
         sizes: Rows of each split.
-        centre: (D,) float64, the mean of the features.
+        center: (D,) float64, the mean of the features.
         passes: How often the features have been read.
     """
 
@@ -58,20 +58,20 @@ class Rows:
         self.sizes = members.sum(dim=0).tolist()
         self.labels = labels.cpu()[order].to(device)
         self.members = members[order].to(device)
-        self.centre = self._mean()
+        self.center = self._mean()
         if isinstance(features, torch.Tensor):
             self._ready = torch.cat([x.float() for x, _, _ in self.blocks(torch.float64)])
 
     def blocks(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield centred features (B, D) in `dtype`, labels (B,) and members (B, F); counts as one pass."""
+        """Yield centered features (B, D) in `dtype`, labels (B,) and members (B, F); counts as one pass."""
         self.passes += 1
         for first, last in zip(self._cuts[:-1], self._cuts[1:], strict=True):
             if dtype == torch.float32 and self._ready is not None:
                 x = self._ready[first:last]
             elif dtype == torch.float32:
-                x = self._block(first, last).float() - self.centre.float()
+                x = self._block(first, last).float() - self.center.float()
             else:
-                x = self._block(first, last).double() - self.centre
+                x = self._block(first, last).double() - self.center
             yield x, self.labels[first:last], self.members[first:last]
 
     def _block(self, first: int, last: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Second moments of centred features, `K ~ U diag(v) U^T + rest (1 - U U^T)`.
+    """Second moments of centered features, `K ~ U diag(v) U^T + rest (1 - U U^T)`.
 
     Attributes:
         vectors: (D, r) orthonormal columns U.
@@ -119,7 +119,7 @@ class Spectrum:
         return gradient * outside + self.vectors @ ((self.vectors.T @ gradient) * (inside - outside))
 
 
-def second_moments(rows: Rows) -> Spectrum:
+def second_moments(rows: FeatureBlocks) -> Spectrum:
     """Return the spectrum of the mean of `x x^T`: exact for few features, else a Nystrom approximation.
 
     The approximation is that of Frangella, Tropp and Udell (2023), algorithm 2.1, from one pass over the features.

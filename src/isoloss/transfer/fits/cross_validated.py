@@ -1,6 +1,6 @@
-"""The convex linear probe: the minimum of the regularised cross-entropy, its strength chosen by folds.
+"""The convex linear probe: the minimum of the regularized cross-entropy, its regularization strength chosen by folds.
 
-Shape letters: D features, C classes, n examples, R strengths.
+Shape letters: D features, C classes, n examples, R regularization strengths.
 """
 
 from __future__ import annotations
@@ -12,50 +12,49 @@ from typing import Any
 import torch
 
 from isoloss import seeds as streams
-from isoloss.transfer.convex import fit
+from isoloss.transfer.fits.convex import fit
 from isoloss.transfer.stored_features import StoredFeatures
 
-FOLDS = 5  # of the training examples, to choose a strength by
+FOLDS = 5  # of the training examples, to choose a regularization strength by
 
 
-def convex_probe(
+def fit_convex(
     x: torch.Tensor | StoredFeatures,
     y: torch.Tensor,
     num_classes: int,
-    regularisation: float | Sequence[float],
-    centre: torch.Tensor,
+    regularization: Sequence[float],
+    center: torch.Tensor,
     scale: float,
     seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return the weights and biases of the convex probe on centred and scaled features, and what was found.
+    """Return the weights and biases of the convex probe on centered and scaled features, and how it was fitted.
 
     Args:
         x: (n, D) the features as they are.
         y: (n,) labels in 0..num_classes - 1.
         num_classes: Number of classes, C.
-        regularisation: The strength, or several, of which five folds choose one.
-        centre: What the scaled features are centred at: (D,), or a single 0.
+        regularization: The strength, or several, one of which is chosen by five folds.
+        center: What the scaled features are centered at: (D,), or a single 0.
         scale: What they are divided by.
         seed: The seed from which that of the folds is derived.
 
     Returns:
-        Weights (1, C, D) and biases (1, 1, C), both in float32; `solver`, `regularisation`, `objective_nats` and
-        `gap_nats`, and of several strengths also `strengths` and `held_out_accuracies`.
+        Weights (1, C, D) and biases (1, 1, C), both in float32; `regularization`, `objective_nats` and `gap_nats`, and
+        of several strengths also `regularization_strengths` and `held_out_accuracies`.
 
     Raises:
         IsolossError: A strength is not above 0.
 
     Example:
         >>> x, y = torch.tensor([[-1.0], [-2.0], [1.0], [2.0]]), torch.tensor([0, 0, 1, 1])
-        >>> weight, bias, found = convex_probe(x, y, 2, 1e-3, torch.zeros(()), 1.0, seed=0)
+        >>> weight, bias, details = fit_convex(x, y, 2, [1e-3], torch.zeros(()), 1.0, seed=0)
         >>> (x @ weight[0].T + bias[0]).argmax(dim=1).tolist()
         [0, 0, 1, 1]
     """
-    strengths = [regularisation] if isinstance(regularisation, float | int) else list(regularisation)
-    weight, bias, found = _minimum(x, y, num_classes, strengths, scale, seed)
-    # of the features as they are, and so of centred and scaled ones
-    bias = bias + (weight @ centre.double().expand(weight.shape[2])[:, None]).transpose(1, 2)
-    return (weight * scale).float(), bias.float(), {"solver": "convex", **found}
+    weight, bias, details = _minimum(x, y, num_classes, list(regularization), scale, seed)
+    # of the features as they are, and so of centered and scaled ones
+    bias = bias + (weight @ center.double().expand(weight.shape[2])[:, None]).transpose(1, 2)
+    return (weight * scale).float(), bias.float(), details
 
 
 def _minimum(
@@ -66,7 +65,7 @@ def _minimum(
     scale: float,
     seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return weights (1, C, D) and biases (1, 1, C) of the convex probe in float64, and what was found.
+    """Return weights (1, C, D) and biases (1, 1, C) of the convex probe in float64, and how it was fitted.
 
     They are of the features as they are, whose penalty is `scale` squared times that of scaled ones. A class of which
     there is no training example has a bias of minus infinity; where all are of one class, that is all there is.
@@ -76,33 +75,33 @@ def _minimum(
     bias = torch.full((1, 1, num_classes), -math.inf, dtype=torch.float64, device=y.device)
     if len(present) == 1:
         bias[..., present] = 0.0
-        return weight, bias, {"regularisation": max(strengths), "objective_nats": 0.0, "gap_nats": 0.0}
+        return weight, bias, {"regularization": max(strengths), "objective_nats": 0.0, "gap_nats": 0.0}
     targets = torch.searchsorted(present, y)
     folds = _folds(targets.cpu(), streams.generator(seed, "probe", "folds")) if len(strengths) > 1 else None
     splits = [torch.ones(len(y), dtype=torch.bool)] + ([] if folds is None else [folds != k for k in range(FOLDS)])
-    found = fit(
+    fits = fit(
         x,
         targets,
         classes=len(present),
-        regularisation=[strength * scale**2 for strength in strengths],
+        regularization=[strength * scale**2 for strength in strengths],
         splits=splits,
         device=y.device,
     )
     best, details = 0, {}
     if folds is not None:
-        right = found.predict(x)[1:] == targets  # (folds, R, n)
+        right = fits.predict(x)[1:] == targets  # (folds, R, n)
         held_out = torch.stack([folds == k for k in range(FOLDS)])[:, None].to(right.device)
         accuracies = ((right & held_out).sum(dim=(0, 2)).double() / held_out.sum()).tolist()
         best = max(range(len(strengths)), key=lambda index: (accuracies[index], strengths[index]))
-        details = {"strengths": strengths, "held_out_accuracies": accuracies}
-    weight[0, present] = found.weights[0, best].T
-    bias[0, 0, present] = found.intercepts[0, best]
-    reached = {"objective_nats": float(found.objectives[0, best]), "gap_nats": float(found.gaps[0, best])}
-    return weight, bias, {"regularisation": strengths[best], **details, **reached}
+        details = {"regularization_strengths": strengths, "held_out_accuracies": accuracies}
+    weight[0, present] = fits.weights[0, best].T
+    bias[0, 0, present] = fits.intercepts[0, best]
+    reached = {"objective_nats": float(fits.objectives[0, best]), "gap_nats": float(fits.gaps[0, best])}
+    return weight, bias, {"regularization": strengths[best], **details, **reached}
 
 
 def _folds(y: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the fold of each example (n,), the classes spread evenly; a class's only example is held out in none."""
+    """Return the fold of each example (n,), stratified by class; -1 for a class's only example, never held out."""
     folds = torch.full_like(y, -1)
     for label in sorted(set(y.tolist())):
         members = (y == label).nonzero()[:, 0]

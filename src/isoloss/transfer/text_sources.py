@@ -1,0 +1,78 @@
+"""Where the examples of a task of real text are: the tasks of GLUE, and your own. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from isoloss.errors import IsolossError
+from isoloss.registry import TASKS
+
+_HUB = "hf:nyu-mll/glue:"
+_REGRESSION = "stsb"  # the task of GLUE that has no classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTask:
+    """Where the examples of a task are.
+
+    Attributes:
+        name: What the task is called.
+        train: File, folder or dataset (`hf:NAME`) of the training examples.
+        test: The same of the test examples; None: also in `train`, another split of it or, of a single file, one
+            example in five.
+        text: Column of the text.
+        pair: Column of the second text, or None where an example is one text.
+        label: Column of the label.
+        train_split: Split of a folder or dataset.
+        test_split: The same for the test examples; None: of a folder the first of `dev`, `validation`, `dev_matched`
+            and `validation_matched` that it has, of a dataset `validation`.
+    """
+
+    name: str
+    train: str
+    test: str | None = None
+    text: str
+    pair: str | None = None
+    label: str = "label"
+    train_split: str = "train"
+    test_split: str | None = None
+
+
+def _glue(name: str, text: str, pair: str | None = None, test_split: str | None = None) -> TextTask:
+    return TextTask(name=name, train=f"{_HUB}{name}", text=text, pair=pair, test_split=test_split)
+
+
+# GLUE (Wang et al., 2018), with the columns of nyu-mll/glue
+COLA = _glue("cola", "sentence")
+MNLI = _glue("mnli", "premise", "hypothesis", test_split="validation_matched")
+MRPC = _glue("mrpc", "sentence1", "sentence2")
+QNLI = _glue("qnli", "question", "sentence")
+QQP = _glue("qqp", "question1", "question2")
+RTE = _glue("rte", "sentence1", "sentence2")
+SST2 = _glue("sst2", "sentence")
+WNLI = _glue("wnli", "sentence1", "sentence2")
+
+
+def registered_text_task(name: str, data: str | None = None) -> TextTask | None:
+    """Return the task of text that is registered under `name`, or None.
+
+    Args:
+        name: E.g. `rte`.
+        data: Where the examples are, e.g. a folder with `train.tsv` and `dev.tsv`; None: where the task says, which is
+            `hf:nyu-mll/glue:NAME` for those of GLUE.
+
+    Raises:
+        IsolossError: The name is GLUE's STS-B, a regression.
+
+    Example:
+        >>> registered_text_task("rte", "data/rte")
+        TextTask(name='rte', train='data/rte', test=None, text='sentence1', pair='sentence2', label='label', \
+train_split='train', test_split=None)
+    """
+    if name == _REGRESSION:
+        raise IsolossError(f"{name} is no classification task (it is a regression); the tasks are {', '.join(TASKS)}")
+    task = TASKS.load(name) if name in TASKS else None
+    if not isinstance(task, TextTask):
+        return None
+    return task if data is None else dataclasses.replace(task, train=data, test_split=None)
