@@ -12,6 +12,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Labeling, Sentences
+from isoloss.languages.brackets import Brackets
 from isoloss.languages.config import HMMConfig, PCFGConfig
 from isoloss.languages.pcfg.language import PCFG
 from isoloss.registry import TASKS, Entry
@@ -270,7 +271,7 @@ def test_empty_splits_are_named() -> None:
 
 
 def test_a_registered_task_is_one_of_every_language(monkeypatch):
-    def first_token(language, *, token: str) -> Labelling:
+    def first_token(language, *, token: str) -> Labeling:
         labels = lambda sentences: (sentences.tokens[:, 0] == int(token)).long()  # noqa: E731
         return Labeling(classes=("other", language.vocabulary[int(token)]), label=labels)
 
