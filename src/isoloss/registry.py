@@ -193,3 +193,24 @@ ALGORITHMS = Registry(
         ),
     },
 )
+
+EXECUTORS = Registry(
+    "executor",
+    "executors",
+    {"local": Entry("isoloss.studies.executors.local:run", "worker processes on this machine")},
+)
+
+STUDIES = Registry(
+    "study",
+    "studies",
+    {
+        "same-loss": Entry(
+            "isoloss.paper.same_loss.study:STUDY",
+            "models of the same pre-training loss: longer training, another optimizer, other sizes",
+        ),
+        "algorithms": Entry(
+            "isoloss.paper.algorithms.study:STUDY",
+            "the paper's algorithms and others, several seeds of each: loss, flatness and transfer",
+        ),
+    },
+)
