@@ -12,6 +12,7 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation.config import EvalConfig
 from isoloss.evaluation.evaluator import pending
+from isoloss.evaluation.evaluator import settings_of as measure_settings
 from isoloss.runs import Run
 from isoloss.studies.claims import ClaimResult, answer_all
 from isoloss.studies.plan import Unit
@@ -96,7 +97,8 @@ class StudyFolder:
         """Write the plan's files into the folder, or check that it was made by the same plan.
 
         Raises:
-            IsolossError: As for `exists`; or there are more groups of runs than figures have colors.
+            IsolossError: As for `exists`; a config that cannot be trained, an unknown measure or setting, or more
+                groups of runs than figures have colors.
         """
         from isoloss.report.data import COLORS
 
@@ -106,6 +108,11 @@ class StudyFolder:
                 f"the study {self.study.name} has {len(groups)} groups of runs, and figures {len(COLORS)} colors: give "
                 "runs of one kind the same Experiment.group"
             )
+        for experiment in self.scale.experiments.values():
+            configs.check(experiment.config)
+            for part in experiment.measurements:
+                for measure in part.measures:
+                    measure_settings(measure, settings_of(part))
         if self.exists():
             return
         for name, experiment in self.scale.experiments.items():
