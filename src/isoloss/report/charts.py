@@ -18,6 +18,7 @@ from isoloss.report.data import KL, TRACE, Measure, Style
 
 INTERVALS = ": 95 % confidence intervals"
 BARS = f"Bars{INTERVALS}"
+POINT, LINE, RULE = 70, 2, 1.2  # pixels of a marker's area and of strokes; they are no config, which legends would take
 
 _DIMMED = 0.12
 _INK = "currentColor"  # the page's ink, on light and on dark paper
@@ -78,8 +79,8 @@ def scatter(
                 base.mark_line(strokeWidth=1).encode(
                     x, y, opacity=pick.opacity(0.35), detail="run:N", order=alt.Order("step:Q")
                 ),
-                base.mark_rule().encode(x, y=_field(up, "_low", y), y2=f"{up.field}_high"),
-                base.mark_rule().encode(y, x=_field(across, "_low", x), x2=f"{across.field}_high"),
+                base.mark_rule(strokeWidth=RULE).encode(x, y=_field(up, "_low", y), y2=f"{up.field}_high"),
+                base.mark_rule(strokeWidth=RULE).encode(y, x=_field(across, "_low", x), x2=f"{across.field}_high"),
                 _points(base, style, tooltip).encode(x, y),
             )
         )
@@ -113,8 +114,8 @@ def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None
                 base.mark_area().encode(
                     y=_field(measure, "_low", y), y2=f"{measure.field}_high", opacity=pick.opacity(0.2)
                 ),
-                base.mark_rule().encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
-                base.mark_line().encode(y),
+                base.mark_rule(strokeWidth=RULE).encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
+                base.mark_line(strokeWidth=LINE).encode(y),
                 _points(base, style, tooltip).encode(y),
             )
         )
@@ -151,7 +152,7 @@ def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None 
         panels.append(
             _layered(
                 line,
-                base.mark_rule().encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
+                base.mark_rule(strokeWidth=RULE).encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
                 _points(base, style, tooltip).encode(y),
             )
         )
@@ -248,7 +249,9 @@ def _color(style: Style) -> alt.Color:
 
 
 def _points(base: alt.Chart, style: Style, tooltip: list[alt.Tooltip]) -> alt.Chart:
-    points: alt.Chart = base.mark_point(filled=True, cursor="pointer").encode(tooltip=tooltip, href="href:N")
+    points: alt.Chart = base.mark_point(filled=True, size=POINT, cursor="pointer").encode(
+        tooltip=tooltip, href="href:N"
+    )
     points.name = "points"
     if len(style.markers) == 1:
         return points
@@ -310,9 +313,6 @@ def _config() -> alt.Config:
         padding=8,  # keeps the legends away from each other
     )
     return alt.Config(
-        point=alt.MarkConfig(size=70),
-        line=alt.LineConfig(strokeWidth=2),
-        rule=alt.MarkConfig(strokeWidth=1.2),
         axis=axis,
         legend=legend,
         view=alt.ViewConfig(stroke=None),

@@ -99,13 +99,21 @@ def _panel(panel: Panel) -> alt.LayerChart:
     shape = alt.Shape("name:N", legend=legend, scale=alt.Scale(domain=names, range=markers))
     base = alt.Chart(alt.InlineData(values=points)).encode(color=color)
     layers = [
-        alt.Chart(alt.InlineData(values=curves)).mark_line().encode(x, y, color=color, order="x:Q"),
-        base.mark_rule().encode(x, y=_end(y, "y_low"), y2="y_high"),
-        base.mark_rule().encode(y, x=_end(x, "x_low"), x2="x_high"),
-        base.mark_point(filled=False, fill="white", opacity=1).encode(x, y, shape=shape),
+        alt.Chart(alt.InlineData(values=curves))
+        .mark_line(strokeWidth=charts.LINE)
+        .encode(x, y, color=color, order="x:Q"),
+        base.mark_rule(strokeWidth=charts.RULE).encode(x, y=_end(y, "y_low"), y2="y_high"),
+        base.mark_rule(strokeWidth=charts.RULE).encode(y, x=_end(x, "x_low"), x2="x_high"),
+        base.mark_point(filled=False, fill="white", opacity=1, size=charts.POINT, strokeWidth=1.6).encode(
+            x, y, shape=shape
+        ),
     ]
     if panel.rule is not None:
-        line = alt.Chart(alt.InlineData(values=[{"y": panel.rule}])).mark_rule(color=INK).encode(y)
+        line = (
+            alt.Chart(alt.InlineData(values=[{"y": panel.rule}]))
+            .mark_rule(color=INK, strokeWidth=charts.RULE)
+            .encode(y)
+        )
         layers.insert(0, line)
     done: alt.LayerChart = alt.LayerChart(layer=layers)
     return done.properties(title=panel.title) if panel.title else done

@@ -16,6 +16,7 @@ PANEL = (172, 138)  # width and height of a panel in points, without axes
 AXES = 56  # points that the axis of a panel takes
 PIXELS_PER_INCH = 200  # of PNG files
 _INK, _AXIS = "#222222", "#888888"
+_THIN = 0.6  # of the page's strokes
 _LETTER = 4.7  # points of a letter of a legend, on average
 _SYMBOL = 26  # points that an entry of a legend takes beside its letters
 
@@ -67,9 +68,6 @@ def printed(chart: alt.ConcatChart) -> dict[str, Any]:
     config = {
         **spec["config"],
         "font": "Liberation Sans",
-        "point": {"size": 22, "strokeWidth": 1},
-        "line": {"strokeWidth": 1.2},
-        "rule": {"strokeWidth": 0.8},
         "axis": {
             **{**spec["config"]["axis"], **letters, **ink},
             **{"domainColor": _AXIS, "tickColor": _AXIS, "gridColor": "#E0E0E0"},
@@ -86,12 +84,22 @@ def printed(chart: alt.ConcatChart) -> dict[str, Any]:
         },
         "title": {"font": "Liberation Sans", "fontSize": 9, "fontWeight": "normal", "color": _INK},
     }
-    panels = [{**panel, "width": PANEL[0], "height": PANEL[1]} for panel in spec["concat"]]
+    panels = [{**_thinned(panel), "width": PANEL[0], "height": PANEL[1]} for panel in spec["concat"]]
     note = {"text": spec["usermeta"]["note"], "orient": "bottom", "anchor": "end", "fontSize": 7, "color": "#555555"}
     return {
         **{**spec, "concat": panels, "columns": columns, "spacing": 14, "background": "white"},
         **{"config": config, "title": note, "padding": 4},
     }
+
+
+def _thinned(panel: dict[str, Any]) -> dict[str, Any]:
+    """Return a panel with markers and strokes for a paper."""
+    factors = {"size": _THIN**2, "strokeWidth": _THIN}
+    layers = [
+        {**layer, "mark": {key: value * factors.get(key, 1) for key, value in layer["mark"].items()}}
+        for layer in panel["layer"]
+    ]
+    return {**panel, "layer": layers}
 
 
 def _legend_entries(spec: Any) -> list[str]:
