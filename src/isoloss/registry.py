@@ -292,5 +292,23 @@ TASKS = Registry(
             "sst2": "whether a review is positive",
             "wnli": "whether a sentence with a pronoun entails one with the pronoun replaced",
         }.items()
+EXECUTORS = Registry(
+    "executor",
+    "executors",
+    {"local": Entry("isoloss.studies.executors.local:run", "worker processes on this machine")},
+)
+
+STUDIES = Registry(
+    "study",
+    "studies",
+    {
+        "same-loss": Entry(
+            "isoloss.paper.same_loss.study:STUDY",
+            "models of the same pre-training loss: longer training, another optimizer, other sizes",
+        ),
+        "algorithms": Entry(
+            "isoloss.paper.algorithms.study:STUDY",
+            "the paper's algorithms and others, several seeds of each: loss, flatness and transfer",
+        ),
     },
 )

@@ -70,8 +70,8 @@ def table():
     ):
         for i in range(count):
             row = {"run": run, "group": group, "size": size, "parameters": 1000 * int(size[1:]), "step": 500 * (i + 1)}
-            rows.append({**row, "path": f"runs/{run}/run.json", "kl_nats": 0.14 - 0.02 * i, "kl_nats_stderr": 0.0012})
-    columns = {"trace": 50.0, "trace_stderr": 2.0, "acc_root": 0.6, "acc_root_stderr": 0.006}
+            rows.append({**row, "path": f"runs/{run}/run.json", "kl": 0.14 - 0.02 * i, "kl_stderr": 0.0012})
+    columns = {"trace": 50.0, "trace_stderr": 2.0, "probe-root": 0.6, "probe-root_stderr": 0.006}
     places = pl.int_range(pl.len())  # no two points in one place
     return pl.DataFrame(rows).with_columns(((places * 0.05 + 1) * value).alias(name) for name, value in columns.items())
 

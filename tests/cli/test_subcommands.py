@@ -18,6 +18,7 @@ from isoloss.cli.main import SUBCOMMANDS, main
 from isoloss.flatness import fisher_trace
 from isoloss.languages.config import PRESETS
 from isoloss.paper.same_loss.study import STUDY
+from isoloss.studies.folder import StudyFolder
 
 RULES = """\
 S A B 2
@@ -299,7 +300,7 @@ def test_a_run_that_is_taken_for_a_study(capsys, run, action):
 
 @pytest.mark.parametrize("subcommand", ["show", "eval"])
 def test_a_study_that_is_taken_for_a_run(capsys, tmp_path, subcommand):
-    STUDY.prepare(tmp_path, "smoke")
+    StudyFolder(STUDY, tmp_path, "smoke").prepare()
     message = refusal(capsys, subcommand, tmp_path, alone=True)
     status = f"isoloss study status same-loss --scale smoke --folder {tmp_path}"
     assert message.endswith(f"{tmp_path} holds a study, not a run: {status} says how far it is")
@@ -348,7 +349,7 @@ def test_a_study_that_was_not_begun_has_no_status_and_can_be_planned(capsys, tmp
 
 def test_a_studys_folder_is_no_place_for_a_run(capsys, tmp_path):
     folder = tmp_path / "study"
-    STUDY.prepare(folder, "smoke")
+    StudyFolder(STUDY, folder, "smoke").prepare()
     before = contents(folder)
     message = refusal(capsys, "train", folder, "--language", "pcfg-laptop", "--steps", "1", alone=True)
     assert message.endswith(f"{folder} holds a study and cannot hold a run: choose another directory")

@@ -7,11 +7,11 @@ import pytest
 
 from isoloss.cli import common, ls, study
 from isoloss.languages.config import PCFGConfig
-from isoloss.report.claims import Claim, ClaimResult, judged, not_tested
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.study import Summary, SummaryTable
+from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
+from isoloss.studies.results import Summary, SummaryTable
 
 COLUMNS = ("run", "step", "KL (nats/token)", "trace (nats/token)", "root (accuracy, %)", "prefix-4 (accuracy, %)")
 ROWS = [
@@ -228,12 +228,17 @@ def summary():
     untested = Claim(id="adversarial", statement="A model is sharper", paper="table 2", direction="increase")
     ours = {"AdamW's last": estimate(33.88, 0.13), "SGD's last": estimate(9.343, 0.082)}
     better = Claim(id="sgd-transfer", statement="SGD improves transfer", paper="figure 10", direction="increase")
-    half = judged(flatter, estimate(-7.6, 0.11), "They were compared.", ours={**ours, "half": estimate(-7.6, 0.11)})
-    up, down = (judged(better, estimate(gain, 0.5, "points"), "", case=task) for task, gain in (("a", 3), ("b", -2)))
+    numbers = {**ours, "half": estimate(-7.6, 0.11)}
+    half = Answer(case="", numbers=numbers, verdict=Verdict.SHOWN, explanation="They were compared.")
+    up, down = (
+        Answer(case=task, numbers={"difference": estimate(gain, 0.5, "points")}, verdict=verdict, explanation="")
+        for task, gain, verdict in (("a", 3, Verdict.SHOWN), ("b", -2, Verdict.CONTRADICTED))
+    )
+    untold = Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation="There is no such run.")
     results = (
         ClaimResult(claim=flatter, answers=(half,)),
         ClaimResult(claim=better, answers=(up, down)),
-        ClaimResult(claim=untested, answers=(not_tested("There is no such run."),)),
+        ClaimResult(claim=untested, answers=(untold,)),
     )
     rows = [(("sgd-d64", 8000), {"kl": estimate(0.04125, 0.00074), "trace": estimate(9.343, 0.082)})]
     return Summary((SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),), results)
@@ -252,9 +257,9 @@ def test_each_claim_says_its_verdict_and_its_numbers(capsys, monkeypatch):
         "sgd-transfer: shown for a; contradicted for b",
         "    SGD improves transfer",
         "    a: shown",
-        "        3.00 ± 0.50 points",
+        "        difference: 3.00 ± 0.50 points",
         "    b: contradicted",
-        "        -2.00 ± 0.50 points",
+        "        difference: -2.00 ± 0.50 points",
         "adversarial: not tested at this scale",
         "    A model is sharper",
         "        There is no such run.",

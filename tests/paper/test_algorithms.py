@@ -2,19 +2,20 @@
 
 import json
 
-import known_estimates as known
 import pytest
 
+import known_estimates as known
 from isoloss import config as configs
-from isoloss.paper.algorithms import claims, design, results
+from isoloss.paper.algorithms import study as design
 from isoloss.paper.algorithms.study import STUDY
-from isoloss.report.claims import Verdict
-from isoloss.studies.design import run_of
+from isoloss.studies.claims import Verdict
+from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
+from isoloss.studies.results import Results, run_of
 from isoloss.training.trainer import validate
 from isoloss.transfer.tasks import make_task
 
-SCALE = design.scale_of("laptop")
+SCALE = design.SCALES["laptop"]
 STEPS = (*SCALE.watched, SCALE.steps)
 EARLY = dict.fromkeys(SCALE.early, 0.2)  # KL of the runs with exact labels
 KLS = (0.09, 0.08, 0.07, 0.06, 0.055, 0.05)  # of every run, unless told
@@ -32,16 +33,16 @@ def known_results(folder, **algorithms):
             for step, kl in {**(EARLY if algorithm == "exact" else {}), **kls}.items():
                 trace = own.get("traces", (40.0, 40.1, 40.3))[i]
                 accuracies = [share + shift for share in own.get("accuracies", (0.5, 0.6, 0.7))]
-                at = known.found(SCALE.tasks, kl, trace, accuracies)
+                at = known.checkpoint(SCALE.tasks, kl, trace, accuracies)
                 estimates[design.run_name(algorithm, seed), step] = at
-    return results.Results(SCALE, estimates, folder)
+    return Results(SCALE, estimates, folder)
 
 
 def verdicts(found):
     """The verdict of each claim, and of each case of those that have several as `claim: case`."""
     return {
         f"{result.claim.id}: {answer.case}" if answer.case else result.claim.id: answer.verdict
-        for result in claims.judge_all(found)
+        for result in StudyFolder(STUDY, found.folder, "laptop").claims(found)
         for answer in result.answers
     }
 
@@ -49,7 +50,7 @@ def verdicts(found):
 def test_every_claim_is_asked_of_every_task(tmp_path):
     answered = list(verdicts(known_results(tmp_path)))
     assert len(answered) == 7 + 5 * len(SCALE.tasks)
-    for claim in ("adversarial", "regularised", "sam", "exact", "penalty"):
+    for claim in ("adversarial", "regularized", "sam", "exact", "penalty"):
         assert [name for name in answered if name.startswith(f"{claim}-transfer")] == [
             f"{claim}-transfer: {task}" for task in SCALE.tasks
         ]
@@ -75,8 +76,8 @@ def test_every_claim_is_asked_of_every_task(tmp_path):
         ({"adversarial": {"traces": (50.0, 51.0, 50.5)}}, {"adversarial-sharper": SHOWN, "exact-sharper": NOT_SHOWN}),
         # flatter on average, but not by three seeds that disagree
         ({"sam": {"traces": (30.0, 39.0, 39.5)}}, {"sam-flatter": NOT_SHOWN}),
-        ({"sam": {"traces": (30.0, 30.5, 31.0)}}, {"sam-flatter": SHOWN, "regularised-flatter": NOT_SHOWN}),
-        ({"regularised": {"traces": (30.0, 30.5, 31.0)}}, {"regularised-flatter": SHOWN, "penalty-flatter": NOT_SHOWN}),
+        ({"sam": {"traces": (30.0, 30.5, 31.0)}}, {"sam-flatter": SHOWN, "regularized-flatter": NOT_SHOWN}),
+        ({"regularized": {"traces": (30.0, 30.5, 31.0)}}, {"regularized-flatter": SHOWN, "penalty-flatter": NOT_SHOWN}),
         ({"fisher_penalty": {"traces": (30.0, 30.5, 31.0)}}, {"penalty-flatter": SHOWN, "sam-flatter": NOT_SHOWN}),
         ({"exact": {"traces": (30.0, 30.5, 31.0)}}, {"exact-sharper": CONTRADICTED}),
         *(
@@ -85,25 +86,25 @@ def test_every_claim_is_asked_of_every_task(tmp_path):
                 {f"{name}-transfer: prefix-4": SHOWN, f"{other}-transfer: prefix-4": NOT_SHOWN},
             )
             for algorithm, name, other, share in (
-                ("regularised", "regularised", "sam", 0.6),
-                ("sam", "sam", "regularised", 0.6),
+                ("regularized", "regularized", "sam", 0.6),
+                ("sam", "sam", "regularized", 0.6),
                 ("exact", "exact", "adversarial", 0.4),
                 ("adversarial", "adversarial", "exact", 0.4),
-                ("fisher_penalty", "penalty", "regularised", 0.6),
+                ("fisher_penalty", "penalty", "regularized", 0.6),
             )
         ),
         # a loss that is higher at the end is compared with AdamW's earlier one
         (
-            {"regularised": {"kls": (0.1, 0.1, 0.1, 0.1, 0.09, 0.07), "accuracies": (0.6, 0.6, 0.7)}},
-            {"regularised-same-loss": CONTRADICTED, "regularised-transfer: prefix-4": SHOWN},
+            {"regularized": {"kls": (0.1, 0.1, 0.1, 0.1, 0.09, 0.07), "accuracies": (0.6, 0.6, 0.7)}},
+            {"regularized-same-loss": CONTRADICTED, "regularized-transfer: prefix-4": SHOWN},
         ),
         # and one that AdamW never has is not compared
         (
-            {"regularised": {"kls": (0.2, 0.2, 0.2, 0.2, 0.2, 0.2), "accuracies": (0.6, 0.6, 0.7)}},
+            {"regularized": {"kls": (0.2, 0.2, 0.2, 0.2, 0.2, 0.2), "accuracies": (0.6, 0.6, 0.7)}},
             {
-                "regularised-same-loss": CONTRADICTED,
-                "regularised-transfer": NOT_TESTED,
-                "regularised-flatter": NOT_TESTED,
+                "regularized-same-loss": CONTRADICTED,
+                "regularized-transfer": NOT_TESTED,
+                "regularized-flatter": NOT_TESTED,
             },
         ),
     ],
@@ -127,27 +128,27 @@ def test_verdicts_on_known_numbers(tmp_path, algorithms, expected):
 )
 def test_which_checkpoints_are_compared(tmp_path, kls, steps):
     found = known_results(tmp_path, sam={"kls": kls, "traces": (30.0, 31.0, 32.0)})
-    matched = found.matched("sam")
+    matched = design.matched(found, "sam")
     assert matched.steps == (steps,) * 3
     assert matched.ranges() == (f"{steps[1]:,}", f"{steps[0]:,}")
     for seed, (control, own) in zip(SCALE.seeds, matched.pairs, strict=True):
-        assert control is found.estimates[f"adamw-{seed}", steps[0]]
-        assert own is found.estimates[f"sam-{seed}", steps[1]]
+        assert control is found.checkpoints[f"adamw-{seed}", steps[0]]
+        assert own is found.checkpoints[f"sam-{seed}", steps[1]]
     # AdamW's traces are 40.0, 40.1, 40.3
-    assert found.differences("sam")["trace"].value == pytest.approx((-10.0 - 9.1 - 8.3) / 3)
+    assert design.differences(found, "sam")["trace"].value == pytest.approx((-10.0 - 9.1 - 8.3) / 3)
 
 
 def test_a_pair_of_another_loss_is_marked(tmp_path):
     found = known_results(tmp_path, sgd={"kls": (0.2,) * 6})
-    _, matched = results.tables(found)
+    _, matched = design.tables(found)
     marks = {labels[0]: labels[3] for labels, _ in matched.rows}
     assert marks == {text: "no" if text == "SGD" else "yes" for text in list(design.ALGORITHMS.values())[1:]}
 
 
 def test_exact_labels_are_compared_early():
-    runs = design.experiments(SCALE)
-    assert runs["exact-1"].measurements[0].steps == (200, 300, 400, 500, *STEPS)
-    assert runs["sgd-1"].measurements[0].steps == STEPS
+    runs = SCALE.experiments
+    assert runs["exact-1"].steps(runs["exact-1"].measurements[0]) == (200, 300, 400, 500, *STEPS)
+    assert runs["sgd-1"].kept_steps == STEPS
 
 
 def test_an_algorithm_changes_one_thing():
@@ -157,7 +158,7 @@ def test_an_algorithm_changes_one_thing():
         changed[algorithm] = {line.split(":")[0].split(".")[0] for line in lines}
     assert changed == {
         "adamw": set(),
-        "regularised": {"model", "optimizer"},
+        "regularized": {"model", "optimizer"},
         "sam": {"algorithm"},
         "adversarial": {"algorithm"},
         "exact": {"objective", "checkpoints"},
@@ -171,20 +172,20 @@ def test_an_algorithm_changes_one_thing():
 
 @pytest.mark.parametrize("name", list(design.SCALES))
 def test_seeds_are_measured_on_sentences_of_their_own(name):
-    scale = design.scale_of(name)
-    runs = design.experiments(scale)
-    measured = {run: experiment.measurements[0].settings.seed for run, experiment in runs.items()}
+    scale = design.SCALES[name]
+    runs = scale.experiments
+    measured = {run: experiment.measurements[0].settings["seed"] for run, experiment in runs.items()}
     trained = {experiment.config.seed for experiment in runs.values()}
     assert trained == set(scale.seeds)
     assert not trained & set(measured.values())
     for seed in scale.seeds:
-        assert {measured[design.run_name(a, seed)] for a in design.ALGORITHMS} == {scale.evaluation.seed + seed}
+        assert {measured[design.run_name(a, seed)] for a in design.ALGORITHMS} == {scale.first_seed + seed}
 
 
 @pytest.mark.parametrize("name", list(design.SCALES))
 def test_every_run_can_be_trained_and_every_task_be_made(name):
-    scale = design.scale_of(name)
-    for experiment in design.experiments(scale).values():
+    scale = design.SCALES[name]
+    for experiment in scale.experiments.values():
         validate(experiment.config)
     language = scale.language.build()
     for task in scale.tasks:
@@ -192,7 +193,7 @@ def test_every_run_can_be_trained_and_every_task_be_made(name):
 
 
 def test_the_plan_holds_every_run(tmp_path):
-    units = STUDY.plan(tmp_path, "laptop")
+    units = StudyFolder(STUDY, tmp_path, "laptop").plan()
     check(units)
     assert len(units) == 2 * 7 * 3
     assert not any(unit.done() for unit in units)
@@ -200,36 +201,36 @@ def test_the_plan_holds_every_run(tmp_path):
 
 def test_the_summary_and_the_page_say_it(tmp_path):
     written = known_results(tmp_path, adversarial={"accuracies": (0.35, 0.6, 0.7), "traces": (41.0, 42.1, 43.3)})
-    known.save(tmp_path, design.experiments(SCALE), written.estimates, SCALE.tasks)
-    assert results.read(tmp_path, SCALE).estimates == written.estimates
-    summary = STUDY.summary(tmp_path, "laptop")
+    known.save(tmp_path, SCALE.experiments, written.checkpoints, SCALE.tasks)
+    assert Results.read(tmp_path, SCALE).checkpoints == written.checkpoints
+    folder = StudyFolder(STUDY, tmp_path, "laptop")
+    summary = folder.summary()
     last, matched = summary.tables
     columns, rows = last.cells()
     assert columns[:4] == ["algorithm", "step", "KL (nats/token)", "trace (nats/token)"]
-    assert columns[4] == "prefix-4 (accuracy, %)"
+    assert columns[4] == "probe-prefix-4 (accuracy, %)"
     assert [row[0] for row in rows] == list(design.ALGORITHMS.values())
     assert rows[3][:2] == ["Adversary", "3,000"]
     assert rows[3][4] == "36.00 ± 0.58"
     columns, rows = matched.cells()
-    assert columns[6] == "prefix-4 (points)"
+    assert columns[6] == "probe-prefix-4 (points)"
     assert rows[2][:4] == ["Adversary", "3,000", "3,000", "yes"]
     assert rows[2][5] == "2.00 ± 0.58"
     document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
     assert [row["algorithm"] for row in document["last"]] == list(design.ALGORITHMS.values())
     assert document["matched"][2]["estimates"]["trace"]["value"] == pytest.approx(2.0)
-    shown = {claim["claim"]: claim["answers"][0]["found"] for claim in document["claims"]}
-    assert shown["adversarial-transfer"].endswith("difference: -15 percentage points")
-    page = STUDY.report(tmp_path, "laptop")
+    shown = {claim["claim"]: claim["answers"][0]["numbers"] for claim in document["claims"]}
+    assert shown["adversarial-transfer"]["difference"] == "-15 percentage points"
+    page = folder.report()
     text = page.read_text()
     assert "moves the probe of its task by -15 percentage points" in text
     assert "../runs/adversarial-1/run.json" in text
     assert {p.name for p in (page.parent / "figures").iterdir()} == {
         f"trace-{task}.{kind}" for task in SCALE.tasks for kind in ("pdf", "png")
     }
-    before = page.stat().st_mtime_ns
-    assert STUDY.report(tmp_path, "laptop").stat().st_mtime_ns == before
+    before = {path: path.read_bytes() for path in page.parent.rglob("*.*")}
+    folder.report()
+    assert {path: path.read_bytes() for path in page.parent.rglob("*.*")} == before
     run = run_of(tmp_path, "adversarial-1")
     known.save_evaluation(run, "probe-prefix-4", SCALE.steps, {"accuracy": known.accuracy(0.2)})
-    assert (
-        "moves the probe of its task by -20.0 ± 5.0 percentage points" in STUDY.report(tmp_path, "laptop").read_text()
-    )
+    assert "moves the probe of its task by -20.0 ± 5.0 percentage points" in folder.report().read_text()

@@ -1,24 +1,26 @@
 """The study same-loss: its plan, its verdicts on known numbers, and its page."""
 
 import dataclasses
+import json
 
-import known_estimates as known
 import pytest
 
-from isoloss import files
+import known_estimates as known
 from isoloss.errors import IsolossError
-from isoloss.paper.same_loss import claims, design, results
+from isoloss.paper.same_loss import page
+from isoloss.paper.same_loss import study as design
 from isoloss.paper.same_loss.study import STUDY
-from isoloss.report.claims import Verdict
-from isoloss.studies import design as designs
+from isoloss.studies.claims import Verdict, answer_all
+from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
+from isoloss.studies.results import Results, run_of
 
-SCALE = design.scale_of("smoke")
+SCALE = design.SCALES["smoke"]
 FOLDER_FILES = ["configs/adamw-d16.toml", "configs/adamw-d32.toml", "configs/sgd-d32.toml", "study.json"]
 
 
 def at(kl=0.04, trace=40.0, root=0.5, prefix=0.5):
-    return known.found(SCALE.tasks, kl, trace, (root, prefix))
+    return known.checkpoint(SCALE.tasks, kl, trace, (root, prefix))
 
 
 def known_results(tmp_path, *, lookup=0.5, expanded=None, **last):
@@ -26,30 +28,27 @@ def known_results(tmp_path, *, lookup=0.5, expanded=None, **last):
 
     `expanded` gives the smaller size's trace in the larger one's architecture by scale, 40 unless given.
     """
-    estimates = {
-        (name, step): at()
-        for name, experiment in design.experiments(SCALE).items()
-        for step in designs.steps_of(experiment.config)
-    }
+    estimates = {(name, step): at() for name, experiment in SCALE.experiments.items() for step in experiment.kept_steps}
     for name, changes in last.items():
         run = name.replace("_", "-")
-        estimates[run, design.experiments(SCALE)[run].config.steps] = at(**changes)
-    for size in SCALE.sizes:
-        found = estimates[design.adamw_run(size), SCALE.steps]
-        for way in design.EXPANSIONS:
-            trace = known.measured((expanded or {}).get(way, 40.0), 1.0)
-            found[design.expanded_trace(SCALE, way)] = trace if size != SCALE.sizes[-1] else found["trace"]
-    lookups = {task: known.accuracy(lookup) for task in SCALE.tasks}
-    return results.Results(SCALE, estimates, lookups, tmp_path)
+        estimates[run, SCALE.experiments[run].config.steps] = at(**changes)
+    for size in SCALE.sizes[:-1]:
+        for name, measure in SCALE.expanded_traces.items():
+            trace = known.measured((expanded or {}).get(name, 40.0), 1.0)
+            estimates[design.adamw_run(size), SCALE.steps][measure] = trace
+    main = SCALE.main_run, SCALE.steps
+    estimates[main] |= {f"lookup-{task}": known.accuracy(lookup) for task in SCALE.tasks}
+    return Results(SCALE, estimates, tmp_path)
+
+
+def claims(results):
+    """The result of every claim."""
+    return answer_all(STUDY.claims, design.contrasts(results), design.measures(results.scale))
 
 
 def verdicts(results):
     """The verdict of each case of each claim."""
-    return {
-        (result.claim.id, answer.case): answer.verdict
-        for result in claims.judge_all(results)
-        for answer in result.answers
-    }
+    return {(result.claim.id, answer.case): answer.verdict for result in claims(results) for answer in result.answers}
 
 
 SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED = Verdict
@@ -59,16 +58,16 @@ TRANSFER = ("sgd-transfer", "longer-transfer", "larger-transfer", "lookup-transf
 
 def test_every_claim_compares_what_there_is_and_every_contrast_is_asked_of(tmp_path):
     found = known_results(tmp_path)
-    asked = [result.claim for result in claims.judge_all(found) if not result.claim.not_tested]
-    assert {claim.compares for claim in asked} == set(claims.contrasts(found))
-    assert {claim.measures for claim in asked} == set(claims.measures(SCALE))
+    asked = [result.claim for result in claims(found) if not result.claim.not_tested]
+    assert {claim.compares for claim in asked} == set(design.contrasts(found))
+    assert {claim.measures for claim in asked} == {"kl", "trace", "transfer", "trace in one architecture"}
 
 
 @pytest.mark.parametrize("name", list(design.SCALES))
 def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name, monkeypatch):
     """Also of one that a scale is given later: no claim names its tasks."""
-    scale = design.scale_of(name)
-    assert set(claims.measures(scale)["transfer"].values()) == set(scale.tasks)
+    scale = design.SCALES[name]
+    assert design.measures(scale)["transfer"] == {task: f"probe-{task}" for task in scale.tasks}
     asked = {}
     for claim, case in verdicts(known_results(tmp_path)):
         asked.setdefault(claim, []).append(case)
@@ -76,15 +75,10 @@ def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name, monke
         suffix = " (d16 to d32)" if claim == "larger-transfer" else ""
         assert asked[claim] == [f"{task}{suffix}" for task in TASKS]
     more = dataclasses.replace(SCALE, tasks=(*SCALE.tasks, "prefix-1"))
-    estimates = {
-        place: {**found, "prefix-1": known.accuracy(0.5)} for place, found in known_results(tmp_path).estimates.items()
-    }
-    lookups = dict.fromkeys(more.tasks, known.accuracy(0.5))
-    cases = {
-        case
-        for claim, case in verdicts(results.Results(more, estimates, lookups, tmp_path))
-        if claim == "longer-transfer"
-    }
+    extra = {"probe-prefix-1": known.accuracy(0.5), "lookup-prefix-1": known.accuracy(0.5)}
+    checkpoints = {place: {**one, **extra} for place, one in known_results(tmp_path).checkpoints.items()}
+    found = verdicts(Results(more, checkpoints, tmp_path))
+    cases = {case for claim, case in found if claim == "longer-transfer"}
     assert cases == {*TASKS, "prefix-1"}
 
 
@@ -146,17 +140,17 @@ def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name, monke
 def test_verdicts_on_known_numbers(tmp_path, last, expected):
     judged = verdicts(known_results(tmp_path, **last))
     assert {name: judged[name] for name in expected} == expected
-    assert judged["adversarial", ""] is judged["regularisation", ""] is NOT_TESTED
+    assert judged["adversarial", ""] is judged["regularization", ""] is NOT_TESTED
 
 
 def test_the_verdict_of_a_claim_says_where_its_tasks_differ(tmp_path):
     found = known_results(tmp_path, adamw_d32={"root": 0.4, "prefix": 0.6})
-    longer = next(result for result in claims.judge_all(found) if result.claim.id == "longer-transfer")
+    longer = next(result for result in claims(found) if result.claim.id == "longer-transfer")
     assert longer.verdict == "shown for prefix-2; contradicted for root"
 
 
 def test_the_plan_trains_before_it_measures(tmp_path):
-    units = STUDY.plan(tmp_path, "laptop")
+    units = StudyFolder(STUDY, tmp_path, "laptop").plan()
     check(units)
     after = {unit.name: unit.after for unit in units}
     assert after["train sgd-d64"] == ("train adamw-d64",)
@@ -166,8 +160,8 @@ def test_the_plan_trains_before_it_measures(tmp_path):
 
 
 def test_laptop_has_what_the_paper_compares():
-    scale = design.scale_of("laptop")
-    runs = design.experiments(scale)
+    scale = design.SCALES["laptop"]
+    runs = scale.experiments
     assert {run.config.model.size for run in runs.values()} == {"d16", "d32", "d64"}
     assert len({run.config.language for run in runs.values()}) == 1
     sgd = runs["sgd-d64"].config
@@ -175,70 +169,71 @@ def test_laptop_has_what_the_paper_compares():
 
 
 def test_a_folder_of_another_plan_is_refused_and_left_alone(tmp_path):
-    STUDY.prepare(tmp_path, "smoke")
-    STUDY.prepare(tmp_path, "smoke")
+    StudyFolder(STUDY, tmp_path, "smoke").prepare()
+    StudyFolder(STUDY, tmp_path, "smoke").prepare()
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == FOLDER_FILES
     before = (tmp_path / "study.json").read_bytes()
     with pytest.raises(IsolossError, match="another plan"):
-        STUDY.prepare(tmp_path, "laptop")
+        StudyFolder(STUDY, tmp_path, "laptop").prepare()
     assert (tmp_path / "study.json").read_bytes() == before
 
 
 def save(results, folder):
     """Write results as the runs of a finished study."""
-    known.save(folder, design.experiments(SCALE), results.estimates, SCALE.tasks)
-    main = designs.run_of(folder, design.main_run(SCALE))
-    for task, accuracy in results.lookups.items():
-        known.save_evaluation(main, f"lookup-{task}", SCALE.steps, {"accuracy": accuracy})
-    for size in SCALE.sizes[:-1]:
-        run, found = designs.run_of(folder, design.adamw_run(size)), results.at(design.adamw_run(size))
-        for measure in (design.expanded_trace(SCALE, way) for way in design.EXPANSIONS):
-            known.save_evaluation(run, measure, SCALE.steps, {"trace": found[measure]})
+    known.save(folder, SCALE.experiments, results.checkpoints, SCALE.tasks)
+    for task in SCALE.tasks:
+        lookup = {"accuracy": results.at(SCALE.main_run)[f"lookup-{task}"]}
+        known.save_evaluation(run_of(folder, SCALE.main_run), f"lookup-{task}", SCALE.steps, lookup)
+    for run in map(design.adamw_run, SCALE.sizes[:-1]):
+        for measure in SCALE.expanded_traces.values():
+            known.save_evaluation(run_of(folder, run), measure, SCALE.steps, {"trace": results.at(run)[measure]})
 
 
 def test_results_are_what_the_files_say(tmp_path):
     written = known_results(tmp_path, sgd_d32={"trace": 15.0})
     save(written, tmp_path)
-    read = results.read(tmp_path, SCALE)
-    assert read.estimates == written.estimates
-    assert read.lookups == written.lookups
+    read = Results.read(tmp_path, SCALE)
+    assert read.checkpoints == written.checkpoints
+    assert read.keys == ("kl", "trace", "probe-root", "probe-prefix-2")
     table = read.table()
-    assert table.height == len(written.estimates)
+    assert table.height == len(written.checkpoints)
     assert table.filter(run="sgd-d32", step=SCALE.sgd_steps)["trace"].item() == 15.0
-    over_time = read.over_time().filter(run="sgd-d32")
+    over_time = page._over_time(read).filter(run="sgd-d32")
     assert over_time["step"].to_list() == [SCALE.steps, SCALE.steps + 100, SCALE.steps + SCALE.sgd_steps]
     assert over_time["trace"].to_list() == [40.0, 40.0, 15.0]
 
 
 def test_a_missing_evaluation_is_named(tmp_path):
     save(known_results(tmp_path), tmp_path)
-    designs.run_of(tmp_path, "sgd-d32").evaluation_path("trace", 100).unlink()
+    run_of(tmp_path, "sgd-d32").evaluation_path("trace", 100).unlink()
     with pytest.raises(IsolossError, match="sgd-d32 has no evaluation trace at step 100"):
-        results.read(tmp_path, SCALE)
+        Results.read(tmp_path, SCALE)
 
 
-def test_the_page_says_it_and_is_written_once(tmp_path):
+def test_the_page_says_it_and_is_the_same_every_time(tmp_path):
     save(known_results(tmp_path, sgd_d32={"trace": 15.0}), tmp_path)
-    page = STUDY.report(tmp_path, "smoke")
-    text = page.read_text()
+    folder = StudyFolder(STUDY, tmp_path, "smoke")
+    index = folder.report()
+    text = index.read_text()
     assert "multiplies the trace by 0.375 ± 0.027" in text  # hypot(1 / 15, 1 / 40) of it
     assert "../runs/sgd-d32/run.json" in text
-    assert {p.suffix for p in (page.parent / "figures").iterdir()} == {".pdf", ".png"}
-    before = page.stat().st_mtime_ns
-    assert STUDY.report(tmp_path, "smoke").stat().st_mtime_ns == before
-    run = designs.run_of(tmp_path, "sgd-d32")
-    known.save_evaluation(run, "trace", SCALE.sgd_steps, {"trace": known.measured(30.0, 1.0)})
-    assert "multiplies the trace by 0.750 ± 0.031" in STUDY.report(tmp_path, "smoke").read_text()
+    assert {p.suffix for p in (index.parent / "figures").iterdir()} == {".pdf", ".png"}
+    before = {path: path.read_bytes() for path in index.parent.rglob("*.*")}
+    folder.report()
+    assert {path: path.read_bytes() for path in index.parent.rglob("*.*")} == before
+    trace = {"trace": known.measured(30.0, 1.0)}
+    known.save_evaluation(run_of(tmp_path, "sgd-d32"), "trace", SCALE.sgd_steps, trace)
+    assert "multiplies the trace by 0.750 ± 0.031" in folder.report().read_text()
 
 
 def test_the_summary_is_json(tmp_path):
     save(known_results(tmp_path), tmp_path)
-    document = STUDY.summary(tmp_path, "smoke").to_dict()
-    files.write_json(tmp_path / "summary.json", document)
+    summary = StudyFolder(STUDY, tmp_path, "smoke").summary()
+    document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
     answers = {claim["claim"]: [answer["case"] for answer in claim["answers"]] for claim in document["claims"]}
     assert len(answers) == 9
     assert answers["longer-transfer"] == list(TASKS)
-    checkpoints, sizes = STUDY.summary(tmp_path, "smoke").tables
+    checkpoints, sizes = summary.tables
     columns, rows = checkpoints.cells()
     assert "trace (nats/token)" in columns
     assert {len(row) for row in rows} == {len(columns)}

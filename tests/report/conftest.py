@@ -19,10 +19,10 @@ def checkpoints(run="adamw-d64", group="AdamW", size="d64", parameters=182_944, 
 
 @pytest.fixture(scope="session")
 def table():
-    adamw = {"kl_nats": (0.11, 0.045, 0.0012), "trace": (300.0, 50.0, 4.0), "acc_root": (0.55, 0.62, 0.006)}
-    small = {"kl_nats": (0.14, 0.075, 0.0012), "trace": (420.0, 70.0, 4.0), "acc_root": (0.50, 0.568, 0.006)}
-    sgd = {"kl_nats": (0.053, 0.048, 0.0012), "trace": (22.0, 10.0, 0.6), "acc_root": (0.64, 0.644, 0.006)}
-    prefix = {"acc_prefix-4": (0.5, 0.61, 0.007)}
+    adamw = {"kl": (0.11, 0.045, 0.0012), "trace": (300.0, 50.0, 4.0), "probe-root": (0.55, 0.62, 0.006)}
+    small = {"kl": (0.14, 0.075, 0.0012), "trace": (420.0, 70.0, 4.0), "probe-root": (0.50, 0.568, 0.006)}
+    sgd = {"kl": (0.053, 0.048, 0.0012), "trace": (22.0, 10.0, 0.6), "probe-root": (0.64, 0.644, 0.006)}
+    prefix = {"probe-prefix-4": (0.5, 0.61, 0.007)}
     return pl.DataFrame(
         [
             *checkpoints("adamw-d16", "AdamW", "d16", 21_344, **small, **prefix),

@@ -23,22 +23,22 @@ CHARTS = pytest.mark.parametrize("name", ["scatter_pair", "curves", "sizes"])
 
 
 @CHARTS
-@pytest.mark.parametrize("colour", ["group", "size"])
-def test_every_point_names_its_run_its_numbers_and_its_config(table, name, colour):
-    spec = draw(name, table, style=Style.of(table, colour=colour))
+@pytest.mark.parametrize("color", ["group", "size"])
+def test_every_point_names_its_run_its_numbers_and_its_config(table, name, color):
+    spec = draw(name, table, style=Style.of(table, color=color))
     for panel in range(len(spec["concat"])):
         points = spec["concat"][panel]["layer"][-1]
         assert points["mark"]["type"] == "point"
         assert points["encoding"]["href"]["field"] == "href"
         shown = {item["field"]: item["title"] for item in points["encoding"]["tooltip"]}
-        texts = ["kl_nats_text", "trace_text", "acc_root_text", "acc_prefix_4_text"]
+        texts = ["kl_text", "trace_text", "probe_root_text", "probe_prefix_4_text"]
         assert {"run", "group", "size", "parameters", "step", *texts} == set(shown)
-        assert shown["kl_nats_text"] == "KL to the truth (nats per token)"
+        assert shown["kl_text"] == "KL to the truth (nats per token)"
         drawn = rows(spec, panel)
         assert len(drawn) == table.height
         assert set(shown) <= set(drawn[0])
         assert drawn[-1]["href"] == "runs/sgd-d64/run.json"
-        assert drawn[-1]["kl_nats_text"] == "0.0480 ± 0.0012"
+        assert drawn[-1]["kl_text"] == "0.0480 ± 0.0012"
 
 
 @CHARTS
@@ -68,11 +68,13 @@ def test_scatter_pair_has_one_vertical_axis_and_bars_both_ways(table):
     left, right = draw("scatter_pair", table)["concat"]
     assert left["layer"][-1]["encoding"]["y"]["scale"] == right["layer"][-1]["encoding"]["y"]["scale"]
     assert left["layer"][-1]["encoding"]["y"]["title"] == "Probe accuracy, root (%)"
-    assert [p["layer"][-1]["encoding"]["x"]["field"] for p in (left, right)] == ["kl_nats", "trace"]
+    assert [p["layer"][-1]["encoding"]["x"]["field"] for p in (left, right)] == ["kl", "trace"]
     assert right["layer"][-1]["encoding"]["x"]["scale"]["type"] == "log"
-    for panel, field in ((left, "kl_nats"), (right, "trace")):
+    for panel, field in ((left, "kl"), (right, "trace")):
         bars = [layer["encoding"] for layer in panel["layer"] if layer["mark"]["type"] == "rule"]
-        assert [(b["y"]["field"], b["y2"]["field"]) for b in bars if "y2" in b] == [("acc_root_low", "acc_root_high")]
+        assert [(b["y"]["field"], b["y2"]["field"]) for b in bars if "y2" in b] == [
+            ("probe_root_low", "probe_root_high")
+        ]
         assert [(b["x"]["field"], b["x2"]["field"]) for b in bars if "x2" in b] == [(f"{field}_low", f"{field}_high")]
 
 
@@ -80,7 +82,7 @@ def test_curves_have_a_band_a_line_and_a_logarithmic_trace(table):
     kl, trace, _ = draw("curves", table)["concat"]
     band = kl["layer"][0]
     assert band["mark"]["type"] == "area"
-    assert (band["encoding"]["y"]["field"], band["encoding"]["y2"]["field"]) == ("kl_nats_low", "kl_nats_high")
+    assert (band["encoding"]["y"]["field"], band["encoding"]["y2"]["field"]) == ("kl_low", "kl_high")
     assert band["encoding"]["detail"]["field"] == "run"
     assert kl["layer"][-1]["encoding"]["y"]["scale"]["type"] == "linear"
     assert trace["layer"][-1]["encoding"]["y"]["scale"]["type"] == "log"
@@ -88,15 +90,15 @@ def test_curves_have_a_band_a_line_and_a_logarithmic_trace(table):
 
 def test_sizes_have_a_line_through_the_means(table):
     spec = draw("sizes", table)
-    means = [row["kl_nats"] for row in rows(spec, 0, layer=0) if row["group"] == "AdamW"]
+    means = [row["kl"] for row in rows(spec, 0, layer=0) if row["group"] == "AdamW"]
     assert means == pytest.approx([0.1075, 0.0775])
     assert spec["concat"][0]["layer"][-1]["encoding"]["x"]["scale"]["type"] == "log"
 
 
-def test_colours_follow_the_style_even_if_the_table_is_cut(table):
+def test_colors_follow_the_style_even_if_the_table_is_cut(table):
     spec = draw("curves", table.filter(pl.col("group") != "AdamW"), style=Style.of(table))
     scale = spec["concat"][0]["layer"][-1]["encoding"]["color"]["scale"]
-    assert scale == {"domain": ["AdamW", "SGD continuation"], "range": list(data.COLOURS[:2])}
+    assert scale == {"domain": ["AdamW", "SGD continuation"], "range": list(data.COLORS[:2])}
 
 
 def test_one_size_needs_no_second_legend(table):
@@ -112,5 +114,5 @@ def test_one_checkpoint_is_enough(table, name):
 
 @CHARTS
 def test_a_bad_table_is_refused(table, name):
-    with pytest.raises(IsolossError, match="no column kl_nats_stderr"):
-        draw(name, table.drop("kl_nats_stderr"))
+    with pytest.raises(IsolossError, match="no column kl_stderr"):
+        draw(name, table.drop("kl_stderr"))

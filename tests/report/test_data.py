@@ -17,11 +17,11 @@ def changed(table, column, value, row=0):
 def test_intervals_and_texts_are_those_of_the_numbers(table):
     row = data.prepare(table, (KL, TRACE, accuracy("root"))).row(0, named=True)
     assert (row["run"], row["step"], row["href"]) == ("adamw-d16", 500, "runs/adamw-d16/run.json")
-    assert row["kl_nats_low"] == pytest.approx(0.14 - 1.959964 * 0.0012)
-    assert row["kl_nats_high"] == pytest.approx(0.14 + 1.959964 * 0.0012)
-    assert row["kl_nats_text"] == "0.1400 ± 0.0012"
-    assert row["acc_root"] == pytest.approx(50.0)
-    assert row["acc_root_text"] == "50.00 ± 0.60"
+    assert row["kl_low"] == pytest.approx(0.14 - 1.959964 * 0.0012)
+    assert row["kl_high"] == pytest.approx(0.14 + 1.959964 * 0.0012)
+    assert row["kl_text"] == "0.1400 ± 0.0012"
+    assert row["probe_root"] == pytest.approx(50.0)
+    assert row["probe_root_text"] == "50.00 ± 0.60"
 
 
 def test_rows_go_by_run_in_the_tables_order_and_by_step(table):
@@ -41,13 +41,13 @@ def test_a_measure_that_a_checkpoint_lacks_is_left_out_of_its_panel(table):
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("kl_nats", math.nan, r"kl_nats of run 'adamw-d16' at step 500 is nan"),
-        ("kl_nats", math.inf, "is inf"),
-        ("kl_nats", None, "is None with standard error 0.0012"),
-        ("kl_nats_stderr", None, "with standard error None"),
-        ("kl_nats_stderr", -0.1, "with standard error -0.1"),
-        ("kl_nats_stderr", math.nan, "with standard error nan"),
-        ("trace", 0.0, "trace of run 'adamw-d16' at step 500 is 0.0: a logarithmic axis has no place for it"),
+        ("kl", math.nan, r"kl of run 'adamw-d16' at step 500 is nan"),
+        ("kl", math.inf, "is inf"),
+        ("kl", None, "is None with standard error 0.0012"),
+        ("kl_stderr", None, "with standard error None"),
+        ("kl_stderr", -0.1, "with standard error -0.1"),
+        ("kl_stderr", math.nan, "with standard error nan"),
+        ("trace", 0.0, "trace of run 'adamw-d16' at step 500 is 0.0: it cannot be drawn on a logarithmic axis"),
         ("step", 2000, "step 2000 of run 'adamw-d16' twice"),
         ("group", None, "a row without its group"),
         ("path", "/etc/passwd", "not '/etc/passwd'"),
@@ -72,8 +72,10 @@ def test_missing_columns_no_rows_and_empty_panels_are_refused(table):
 
 
 def test_two_columns_that_become_one_field_are_refused(table):
-    twice = table.with_columns(pl.col("acc_prefix-4").alias("acc_prefix.4"), pl.lit(0.1).alias("acc_prefix.4_stderr"))
-    with pytest.raises(IsolossError, match="two measures share the field acc_prefix_4"):
+    twice = table.with_columns(
+        pl.col("probe-prefix-4").alias("probe-prefix.4"), pl.lit(0.1).alias("probe-prefix.4_stderr")
+    )
+    with pytest.raises(IsolossError, match="two measures share the field probe_prefix_4"):
         data.prepare(twice, (accuracy("prefix-4"), accuracy("prefix.4")))
 
 
@@ -82,8 +84,8 @@ def test_axes_hold_every_bar(table):
     for measure in (KL, TRACE):
         assert ends[measure][0] < rows[f"{measure.field}_low"].min()
         assert ends[measure][1] > rows[f"{measure.field}_high"].max()
-    single, ends = data.panel(data.prepare(changed(table[:1], "kl_nats_stderr", 0.0), (KL,)), KL)
-    assert ends[KL][0] < single["kl_nats"][0] < ends[KL][1]
+    single, ends = data.panel(data.prepare(changed(table[:1], "kl_stderr", 0.0), (KL,)), KL)
+    assert ends[KL][0] < single["kl"][0] < ends[KL][1]
 
 
 def test_a_bar_that_reaches_zero_runs_to_the_end_of_a_logarithmic_axis(table):
@@ -115,20 +117,20 @@ def test_size_means_average_over_runs(table):
     rows, _ = data.panel(data.prepare(table, (KL,)), KL)
     means = data.size_means(rows, KL).filter(pl.col("group") == "AdamW")
     assert means["parameters"].to_list() == [21_344, 182_944]
-    assert means["kl_nats"].to_list() == pytest.approx([(0.14 + 0.1075 + 0.075) / 3, (0.11 + 0.0775 + 0.045) / 3])
+    assert means["kl"].to_list() == pytest.approx([(0.14 + 0.1075 + 0.075) / 3, (0.11 + 0.0775 + 0.045) / 3])
 
 
-def test_colours_stay_with_their_group_and_run_out_loudly(table):
+def test_groups_keep_their_colors_and_too_many_are_refused(table):
     style = Style.of(table)
-    assert list(style.colours) == ["AdamW", "SGD continuation"]
+    assert list(style.colors) == ["AdamW", "SGD continuation"]
     assert list(style.markers) == ["d16", "d64"]
-    assert Style.of(table, colour="size").colours["d16"] == data.COLOURS[0]
-    assert len(set(data.COLOURS)) == len(data.COLOURS)
+    assert Style.of(table, color="size").colors["d16"] == data.COLORS[0]
+    assert len(set(data.COLORS)) == len(data.COLORS)
     many = pl.DataFrame({"group": [f"g{i}" for i in range(8)], "size": "d16", "parameters": 1})
-    with pytest.raises(IsolossError, match="8 values of group, but only 7 colours"):
+    with pytest.raises(IsolossError, match="8 values of group, but only 7 colors"):
         Style.of(many)
     with pytest.raises(IsolossError, match="8 values of group, but only 6 markers"):
-        Style.of(many, colour="size")
+        Style.of(many, color="size")
 
 
 def test_links_cannot_leave_the_page_as_another_scheme():

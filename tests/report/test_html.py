@@ -1,6 +1,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import jinja2
 import polars as pl
@@ -8,9 +9,7 @@ import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.report import charts, html
-from isoloss.report.claims import Claim, ClaimResult, judged, not_tested
 from isoloss.report.data import KL, TRACE, accuracy
-from isoloss.statistics.estimate import Estimate
 
 HOSTILE = '"><script>alert(1)</script>'
 
@@ -37,9 +36,16 @@ class Reader(HTMLParser):
         return [text for name, text in self.texts if name == tag]
 
 
+def answer(verdict, text, case=""):
+    return SimpleNamespace(case=case, verdict=verdict, explanation=text, lines=((text, "-40.0 ± 2.0 nats per token"),))
+
+
 def make_page(table, text="plain", path="figures/a b.pdf"):
-    difference = Estimate(value=-40.0, stderr=2.0, samples=5, unit="nats per token", num_inputs=9, method="fisher")
-    claim = Claim(id="flatter", statement=text, paper=text, direction="decrease")
+    claim = SimpleNamespace(id="flatter", statement=text, paper=text)
+    verdicts = {"shown": text, "not shown": "other", "contradicted": "third"}
+    mixed = "; ".join(f"{verdict} for {case}" for verdict, case in verdicts.items())
+    answers = [answer(verdict, text, case) for verdict, case in verdicts.items()]
+    untested = answer("not tested at this scale", text)
     figure = html.Figure(
         title=text,
         chart=charts.scatter_pair(table, accuracy("root")),
@@ -52,16 +58,10 @@ def make_page(table, text="plain", path="figures/a b.pdf"):
         lead=(text,),
         findings=(html.Finding(headline=text, detail=text),),
         claims=(
-            ClaimResult(
-                claim=claim,
-                answers=(
-                    judged(claim, difference, text, ours={text: difference}, case=text),
-                    judged(claim, Estimate(**{**difference.to_dict(), "stderr": 30.0}), text, case="other"),
-                    judged(claim, Estimate(**{**difference.to_dict(), "value": 40.0}), text, case="third"),
-                ),
-            ),
-            ClaimResult(claim=claim, answers=(not_tested(text),)),
+            SimpleNamespace(claim=claim, answers=answers, agree=False, verdict=mixed),
+            SimpleNamespace(claim=claim, answers=[untested], agree=True, verdict=untested.verdict),
         ),
+        rule="An interval decides.",
         figures=(figure, figure),
         checkpoints=html.checkpoint_table(table),
         command=text,
@@ -113,7 +113,7 @@ def test_every_claim_has_its_numbers_and_a_verdict_in_words(document):
     assert "plain: -40.0 ± 2.0 nats per token" in body
     for verdict in ("✓ shown", "○ not shown", "✗ contradicted", "– not tested at this scale"):
         assert verdict in body
-    assert "95 % confidence interval of the measured difference" in document
+    assert "An interval decides." in document
     assert "shown for plain; not shown for other; contradicted for third" in body
     assert document.count('class="verdict"') == 4  # each answer has a row of its own
     assert document.count('rowspan="3"') == 2

@@ -2,22 +2,23 @@
 
 import math
 
-import known_estimates as known
 import numpy as np
 import pytest
 from scipy import stats
 
+import known_estimates as known
 from isoloss.errors import IsolossError
-from isoloss.report.claims import Claim, Verdict
-from isoloss.studies.comparison import Contrast, Measured, answers, change, difference, over_seeds, ratio, same_loss
+from isoloss.studies.claims import Claim, Contrast, Verdict, same_loss
+from isoloss.studies.claims import answer as answers
+from isoloss.studies.comparison import Measured, change, difference, over_seeds, ratio
 
 FLATTER = Claim(id="flatter", statement="Flatter.", paper="", direction="decrease")
 BETTER = Claim(id="better", statement="Better.", paper="", direction="increase")
-TRACE, ROOT = {"": "trace"}, {"root": "root"}
+TRACE, ROOT = {"": "trace"}, {"root": "probe-root"}
 
 
 def at(kl=0.04, trace=40.0, root=0.5):
-    return known.found(("root",), kl, trace, (root,))
+    return known.checkpoint(("root",), kl, trace, (root,))
 
 
 def answer(claim, keys, pairs, where=""):
@@ -93,19 +94,22 @@ def test_differences_of_accuracies_are_in_points_and_paired_over_the_examples():
     gained = (nested.examples["predictions"][0, :200] != nested.examples["labels"][:200]).mean() / 20
     better = Measured(
         estimate=known.estimate(0.5 + gained, 0.005, "accuracy"),
-        on=known.ON,
+        **known.ON,
         examples={**nested.examples, "predictions": more},
     )
     moved = difference(better, nested)
     assert moved.value == pytest.approx(100 * gained)
     assert moved.stderr == pytest.approx(100 * math.sqrt(gained * (1 - gained) / known.EXAMPLES), rel=1e-3)
-    assert answer(BETTER, ROOT, [({**at(), "root": nested}, {**at(), "root": better})]).verdict is Verdict.SHOWN
+    assert (
+        answer(BETTER, ROOT, [({**at(), "probe-root": nested}, {**at(), "probe-root": better})]).verdict
+        is Verdict.SHOWN
+    )
 
 
 def test_what_was_measured_on_other_sentences_is_not_paired():
     a, b = known.measured(1.0), known.measured(2.0)
-    elsewhere = Measured(estimate=b.estimate, on="other sentences", examples=b.examples)
-    without = Measured(estimate=b.estimate, on=known.ON, examples={})
+    elsewhere = Measured(estimate=b.estimate, inputs="other sentences", settings=known.SETTINGS, examples=b.examples)
+    without = Measured(estimate=b.estimate, **known.ON, examples={})
     for other in (elsewhere, without, known.accuracy(0.5)):
         with pytest.raises(IsolossError, match="not made on the same examples"):
             difference(other, a)
@@ -126,11 +130,11 @@ def test_a_mean_over_seeds_is_that_of_a_paired_t_test():
 
 def test_one_pair_is_its_difference():
     pair = at(root=0.5), at(root=0.53)
-    assert change([pair], "root") == difference(pair[1]["root"], pair[0]["root"])
+    assert change([pair], "probe-root") == difference(pair[1]["probe-root"], pair[0]["probe-root"])
 
 
 def test_accuracies_keep_their_unit_in_a_mean():
-    shares = over_seeds([at(root=share)["root"].estimate for share in (0.5, 0.52, 0.54)])
+    shares = over_seeds([at(root=share)["probe-root"].estimate for share in (0.5, 0.52, 0.54)])
     assert str(shares) == "52.0 ± 1.2 %"
 
 
@@ -175,7 +179,7 @@ def test_a_claim_of_one_seed_says_what_it_is_paired_over():
     assert "other against plain, paired over 1,024 sentences." in answer(FLATTER, TRACE, [pair]).explanation
     found = answer(BETTER, ROOT, [pair])
     assert (found.case, found.verdict) == ("root", Verdict.SHOWN)
-    each = [(one["root"].examples["predictions"][0] == one["root"].examples["labels"]) for one in pair]
+    each = [(one["probe-root"].examples["predictions"][0] == one["probe-root"].examples["labels"]) for one in pair]
     won, lost = int((each[1] & ~each[0]).sum()), int((each[0] & ~each[1]).sum())
     p = stats.binomtest(won, won + lost).pvalue
     assert found.explanation == (

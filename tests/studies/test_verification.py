@@ -13,6 +13,7 @@ from isoloss.languages.config import PRESETS
 from isoloss.paper.same_loss.study import STUDY
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
+from isoloss.studies.folder import StudyFolder
 from isoloss.studies.verify import verify_run
 from isoloss.training import train
 
@@ -111,11 +112,10 @@ def test_no_run_is_found(tmp_path):
 
 
 def test_a_study_says_the_same_of_a_run_once(tmp_path):
-    STUDY.prepare(tmp_path, "smoke")
-    checks = list(STUDY.verify(tmp_path, "smoke"))  # one run has two measurements
-    names = [
-        unit.name.removeprefix("train ") for unit in STUDY.plan(tmp_path, "smoke") if unit.name.startswith("train")
-    ]
+    folder = StudyFolder(STUDY, tmp_path, "smoke")
+    folder.prepare()
+    checks = list(folder.verify())  # one run has two measurements
+    names = list(folder.scale.experiments)
     assert sorted(check for check, _ in checks) == sorted(f"{name}: run.json" for name in names)
     assert {problem for _, problem in checks} == {"it has not been made yet"}  # whatever stands beside it
-    assert len(STUDY.plan(tmp_path, "smoke")) > 2 * len(names)
+    assert len(folder.plan()) > 2 * len(names)

@@ -27,7 +27,7 @@ from isoloss.cli.arguments import read
 from isoloss.errors import IsolossError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from altair import ConcatChart
 
     from isoloss.paper.theory.statements import Statement
 
@@ -93,9 +93,9 @@ def check_figure(file: Path | None) -> None:
     files.check_writable(file.parent)
 
 
-def save_figure(file: Path, figure: Figure) -> None:
+def save_figure(file: Path, figure: ConcatChart) -> None:
     """Write a figure to its file, and say so."""
-    from isoloss.report.flatness import save
+    from isoloss.report.save import save
 
     save(figure, file)
     note(f"figure: {file}")

@@ -155,12 +155,13 @@ def _measures() -> list[Row]:
 
 
 def _studies() -> list[Row]:
-    from isoloss.studies import STUDIES, find
+    from isoloss.registry import STUDIES
+    from isoloss.studies.load import load_study
 
     return [
-        {"study": name, "scale": scale, "what": text, "size": size.text}
-        for name, text in STUDIES.items()
-        for scale, size in find(name).scales.items()
+        {"study": name, "scale": scale, "what": STUDIES.summary(name), "size": size.text}
+        for name in STUDIES
+        for scale, size in load_study(name).scales.items()
     ]
 
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
 from isoloss import files, interrupts
 from isoloss.cli import common
 from isoloss.errors import IsolossError
+from isoloss.registry import EXECUTORS
 from isoloss.runs import Run
-from isoloss.studies import find
-from isoloss.studies.executors import local
-from isoloss.studies.study import Study, Summary, found
+
+if TYPE_CHECKING:
+    from isoloss.studies.folder import StudyFolder
+    from isoloss.studies.plan import Executor, Unit
+    from isoloss.studies.results import Summary
 
 EXAMPLES = [
     ("isoloss study run same-loss --scale laptop", "everything, ending with a report; the same command resumes"),
-    ("isoloss study status same-loss --scale laptop", "what is done and what is not"),
+    ("isoloss study run my_study.py", "a study of your own: a Python file that has an isoloss.studies.Study"),
+    ("isoloss study status same-loss --scale laptop", "what is done, what is begun and what is not"),
     ("isoloss study verify same-loss --scale laptop", "check every file against what it was made from"),
 ]
 
@@ -33,54 +37,83 @@ class Args:
     action: tyro.conf.Positional[Action]
     """plan: what would be done; run: do it; status: how far it is; report: write the page; verify: check the files."""
     name: tyro.conf.Positional[str]
-    """The study (isoloss ls studies)."""
-    scale: str = "laptop"
-    """How large (isoloss ls studies)."""
+    """The study (isoloss ls studies), or the path of a Python file that has one."""
+    scale: str | None = None
+    """How large (isoloss ls studies); default: the study's first scale."""
     folder: Path | None = None
     """Where; default: runs/NAME-SCALE."""
     workers: int = 2
-    """Processes at a time, one thread each."""
+    """Units at a time, one thread each."""
+    executor: str = "local"
+    """What runs the units: local, or one that an installed package registers."""
     json: bool = False
     """Print one JSON document."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the subcommand."""
     args = common.parse(Args, "study", arguments, examples=EXAMPLES)
     if Run(Path(args.name)).exists:
         raise IsolossError(f"{args.name} is a run, not a study: {common.command('show', args.name)} says what it holds")
-    study = find(args.name)
-    study.check_scale(args.scale)
-    folder = args.folder or Path("runs") / f"{args.name}-{args.scale}"
-    return {"plan": _status, "status": _status, "run": _run, "report": _report, "verify": _verify}[args.action](
-        args, study, folder
+    from isoloss.studies.folder import StudyFolder
+    from isoloss.studies.load import load_study
+
+    study = load_study(args.name)
+    scale = args.scale or next(iter(study.scales))
+    folder = StudyFolder(study, args.folder or Path("runs") / f"{study.name}-{scale}", scale)
+    return {"plan": _plan, "status": _status, "run": _run, "report": _report, "verify": _verify}[args.action](
+        args, folder
     )
 
 
-def _status(args: Args, study: Study, folder: Path) -> int:
-    if not study.holds(folder, args.scale) and args.action == "status":
-        raise IsolossError(f"{folder} holds no study: {_run_command(args, folder)} starts one{files.nearest(folder)}")
-    units = study.plan(folder, args.scale)
-    states = ["done" if unit.done() else "to do" for unit in units]
+def _plan(args: Args, folder: StudyFolder) -> int:
+    folder.exists()  # or refuses
+    return _emit_units(args, folder)
+
+
+def _status(args: Args, folder: StudyFolder) -> int:
+    if not folder.exists():
+        start = f"{_run_command(args, folder)} starts one"
+        raise IsolossError(f"{folder.path} holds no study: {start}{files.nearest(folder.path)}")
+    return _emit_units(args, folder)
+
+
+def _emit_units(args: Args, folder: StudyFolder) -> int:
+    units = folder.plan()
+    progress = [(unit, *_state(unit)) for unit in units]
+    done = sum(state == "done" for _, state, _ in progress)
     if args.json:
         rows = [
-            {"unit": unit.name, "state": state, "after": list(unit.after), "arguments": unit.arguments}
-            for unit, state in zip(units, states, strict=True)
+            {
+                "unit": unit.name,
+                "state": state,
+                "progress": text,
+                "after": list(unit.after),
+                "arguments": list(unit.arguments),
+            }
+            for unit, state, text in progress
         ]
-        common.emit_json({"study": args.name, "scale": args.scale, "folder": str(folder), "units": rows})
+        common.emit_json(
+            {"study": folder.study.name, "scale": folder.scale_name, "folder": str(folder.path), "units": rows}
+        )
         return 0
     if args.action == "plan":
-        cells = [
-            (unit.name, state, ", ".join(unit.after), _command(unit.arguments))
-            for unit, state in zip(units, states, strict=True)
-        ]
+        cells = [(u.name, text or state, ", ".join(u.after), _command(u.arguments)) for u, state, text in progress]
         columns = ("unit", "state", "after", "command")
-        common.print_table(f"{args.name} at scale {args.scale}", columns, cells, key=1)
+        common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, cells, key=1)
     else:
-        lines = [(unit.name, state) for unit, state in zip(units, states, strict=True)]
-        common.print_table(str(folder), ("unit", "state"), lines, left=2)
-    common.say_wrapped(f"{states.count('done')} of {len(units)} units done in {folder}")
+        lines = [(unit.name, text or state) for unit, state, text in progress]
+        common.print_table(str(folder.path), ("unit", "state"), lines, left=2)
+    common.say_wrapped(f"{done} of {len(units)} units done in {folder.path}")
     return 0
+
+
+def _state(unit: Unit) -> tuple[str, str]:
+    """Return `done`, `begun` or `to do`, and how far a unit is that was begun."""
+    if unit.done():
+        return "done", ""
+    progress = unit.progress()
+    return ("begun", progress) if progress else ("to do", "")
 
 
 def _command(arguments: tuple[str, ...]) -> str:
@@ -88,50 +121,52 @@ def _command(arguments: tuple[str, ...]) -> str:
     return common.command(*arguments[:2])
 
 
-def _run(args: Args, study: Study, folder: Path) -> int:
-    study.holds(folder, args.scale)  # refuses another's folder before anything is written
-    with files.lock(folder):
-        study.prepare(folder, args.scale)
-        units = study.plan(folder, args.scale)
-        if args.workers > (os.cpu_count() or 1):
+def _run(args: Args, folder: StudyFolder) -> int:
+    folder.exists()  # refuses another's folder before anything is written
+    execute: Executor = EXECUTORS.load(args.executor)
+    with files.lock(folder.path):
+        folder.prepare()
+        units = folder.plan()
+        if args.executor == "local" and args.workers > (os.cpu_count() or 1):
             common.note(f"{args.workers} workers share {os.cpu_count()} cores: they will not be faster than those")
         try:
-            count = local.run(units, workers=args.workers, logs=folder / "logs", say=common.note)
+            count = execute(units, workers=args.workers, logs=folder.path / "logs", say=common.note)
         except KeyboardInterrupt:
             common.note("stopped, saved. To go on:")
-            words = ("study", "run", args.name, "--scale", args.scale, "--folder", folder, "--workers", args.workers)
-            common.note("  " + common.command(*words))
+            common.note(f"  {_run_command(args, folder)} --workers {args.workers}")
             return interrupts.status()
         if count:
             common.note(f"{count} units done; writing the report")
         else:
             common.note(f"all {len(units)} units were done already")
-        page = study.report(folder, args.scale)
-    return _emit_summary(args, study, folder, page)
+        page = folder.report()
+    return _emit_summary(args, folder, page)
 
 
-def _run_command(args: Args, folder: Path) -> str:
-    return common.command("study", "run", args.name, "--scale", args.scale, "--folder", folder)
+def _run_command(args: Args, folder: StudyFolder) -> str:
+    words = ["study", "run", args.name, "--scale", folder.scale_name, "--folder", folder.path]
+    return common.command(*words, *(["--executor", args.executor] if args.executor != Args.executor else []))
 
 
-def _report(args: Args, study: Study, folder: Path) -> int:
-    study.holds(folder, args.scale)  # or refuses
-    missing = [unit.name for unit in study.plan(folder, args.scale) if not unit.done()]
+def _report(args: Args, folder: StudyFolder) -> int:
+    folder.exists()  # or refuses
+    missing = [unit.name for unit in folder.plan() if not unit.done()]
     if missing:
         raise IsolossError(
             f"{len(missing)} units are not done ({missing[0]} first); {_run_command(args, folder)} goes on with them"
         )
-    with files.lock(folder):
-        page = study.report(folder, args.scale, force=True)
-    return _emit_summary(args, study, folder, page)
+    with files.lock(folder.path):
+        page = folder.report()
+    return _emit_summary(args, folder, page)
 
 
-def _emit_summary(args: Args, study: Study, folder: Path, page: Path) -> int:
-    summary = study.summary(folder, args.scale)
+def _emit_summary(args: Args, folder: StudyFolder, page: Path) -> int:
+    summary = folder.summary()
     if args.json:
-        common.emit_json({"study": args.name, "scale": args.scale, "report": str(page), **summary.to_dict()})
+        about = {"study": folder.study.name, "scale": folder.scale_name, "report": str(page)}
+        common.emit_json({**about, **summary.to_dict()})
         return 0
-    print_summary(f"{args.name} at scale {args.scale}", summary)
+    print_summary(f"{folder.study.name} at scale {folder.scale_name}", summary)
     common.say(f"\nreport: {page}")
     return 0
 
@@ -142,26 +177,28 @@ def print_summary(heading: str, summary: Summary) -> None:
         columns, rows = table.cells()
         common.print_table(f"{heading}, {table.title}", columns, rows, left=table.left)
         common.say("")
-    for result in summary.results:
+    for result in summary.claims:
         common.say_wrapped(f"{result.claim.id}: {result.verdict}")
         common.say_wrapped(result.claim.statement, indent=4)
         for answer in result.answers:
             if answer.case:
                 common.say_wrapped(f"{answer.case}: {answer.verdict}", indent=4)
-            for line in found(answer):
+            lines = [f"{name}: {estimate}" for name, estimate in answer.numbers.items()]
+            for line in lines or [answer.explanation]:
                 common.say_wrapped(line, indent=8)
 
 
-def _verify(args: Args, study: Study, folder: Path) -> int:
+def _verify(args: Args, folder: StudyFolder) -> int:
     """Check the files; status 1 if one of them is not what it should be."""
     checks = []
-    for name, problem in study.verify(folder, args.scale):
+    for name, problem in folder.verify():
         checks.append({"check": name, "problem": problem})
         if not args.json:
             common.say(f"{'ok  ' if problem is None else 'FAIL'}  {name}" + (f": {problem}" if problem else ""))
     failed = sum(check["problem"] is not None for check in checks)
     if args.json:
-        common.emit_json({"study": args.name, "folder": str(folder), "failed": failed, "checks": checks})
+        document = {"study": folder.study.name, "folder": str(folder.path), "failed": failed, "checks": checks}
+        common.emit_json(document)
     else:
         common.say(f"{len(checks)} checks, {failed} failed")
     return 1 if failed else 0

@@ -1,7 +1,8 @@
-"""The interactive charts of a page, as Altair (Vega-Lite) specifications: panels beside each other with shared legends.
+"""Charts of evaluated checkpoints, as Altair (Vega-Lite) specifications: panels beside each other with shared legends.
 
 Pointing at a checkpoint shows its numbers and brings its run forward in every panel; a click opens the run's config;
-a click on a legend entry keeps it in front (shift-click adds, double-click clears).
+a click on a legend entry keeps it in front (shift-click adds, double-click clears). `isoloss.report.save` writes the
+same chart for a paper.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import polars as pl
 
 from isoloss.report import data
 from isoloss.report.data import KL, TRACE, Measure, Style
+
+INTERVALS = ": 95 % confidence intervals"
+BARS = f"Bars{INTERVALS}"
+POINT, LINE, RULE = 70, 2, 1.2  # pixels of a marker's area and of strokes; they are no config, which legends would take
 
 _DIMMED = 0.12
 _INK = "currentColor"  # the page's ink, on light and on dark paper
@@ -34,7 +39,7 @@ def scatter_pair(
         accuracy: The measure of both vertical axes.
         loss: The left panel's horizontal axis.
         trace: The right panel's.
-        style: Colours and markers; by default those of this table.
+        style: Colors and markers; by default those of this table.
 
     Raises:
         IsolossError: The table lacks a column or holds a number that cannot be drawn.
@@ -53,7 +58,7 @@ def scatter(
     Args:
         table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
         axes: The measures of each panel.
-        style: Colours and markers; by default those of this table.
+        style: Colors and markers; by default those of this table.
 
     Raises:
         IsolossError: The table lacks a column or holds a number that cannot be drawn.
@@ -68,19 +73,19 @@ def scatter(
         _, ends = data.panel(frame, up)
         x = _x(across, own[across])
         y = _y(up, ends[up], titled=data.titled(axes, i))
-        base = alt.Chart(_values(rows)).encode(color=_colour(style), opacity=pick.opacity())
+        base = alt.Chart(_values(rows)).encode(color=_color(style), opacity=pick.opacity())
         panels.append(
             _layered(
                 base.mark_line(strokeWidth=1).encode(
                     x, y, opacity=pick.opacity(0.35), detail="run:N", order=alt.Order("step:Q")
                 ),
-                base.mark_rule(strokeWidth=1.2).encode(x, y=_field(up, "_low", y), y2=f"{up.field}_high"),
-                base.mark_rule(strokeWidth=1.2).encode(y, x=_field(across, "_low", x), x2=f"{across.field}_high"),
+                base.mark_rule(strokeWidth=RULE).encode(x, y=_field(up, "_low", y), y2=f"{up.field}_high"),
+                base.mark_rule(strokeWidth=RULE).encode(y, x=_field(across, "_low", x), x2=f"{across.field}_high"),
                 _points(base, style, tooltip).encode(x, y),
             )
         )
     words = " and ".join(f"{up.title} against {across.title}" for across, up in axes)
-    return _side_by_side(panels, pick, words)
+    return _side_by_side(panels, pick, words, note=BARS)
 
 
 def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:
@@ -89,7 +94,7 @@ def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None
     Args:
         table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
         shown: The measures, a panel each.
-        style: Colours and markers; by default those of this table.
+        style: Colors and markers; by default those of this table.
 
     Raises:
         IsolossError: The table lacks a column or holds a number that cannot be drawn.
@@ -103,18 +108,19 @@ def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None
     for measure in shown:
         rows, ends = data.panel(frame, measure)
         y = _y(measure, ends[measure])
-        base = alt.Chart(_values(rows)).encode(x, color=_colour(style), detail="run:N", opacity=pick.opacity())
+        base = alt.Chart(_values(rows)).encode(x, color=_color(style), detail="run:N", opacity=pick.opacity())
         panels.append(
             _layered(
                 base.mark_area().encode(
                     y=_field(measure, "_low", y), y2=f"{measure.field}_high", opacity=pick.opacity(0.2)
                 ),
-                base.mark_rule(strokeWidth=1.2).encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
-                base.mark_line(strokeWidth=2).encode(y),
+                base.mark_rule(strokeWidth=RULE).encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
+                base.mark_line(strokeWidth=LINE).encode(y),
                 _points(base, style, tooltip).encode(y),
             )
         )
-    return _side_by_side(panels, pick, f"{', '.join(m.title for m in shown)} over the steps of pre-training")
+    words = f"{', '.join(m.title for m in shown)} over the steps of pre-training"
+    return _side_by_side(panels, pick, words, note=f"Bars and bands{INTERVALS}")
 
 
 def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:
@@ -123,7 +129,7 @@ def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None 
     Args:
         table: The checkpoints to compare, e.g. each run's last (see `isoloss.report.data.prepare`).
         shown: The measures, a panel each.
-        style: Colours and markers; by default those of this table.
+        style: Colors and markers; by default those of this table.
 
     Raises:
         IsolossError: The table lacks a column or holds a number that cannot be drawn.
@@ -139,25 +145,26 @@ def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None 
     for measure in shown:
         rows, ends = data.panel(frame, measure)
         y = _y(measure, ends[measure])
-        base = alt.Chart(_values(rows)).encode(x, color=_colour(style), opacity=pick.opacity())
+        base = alt.Chart(_values(rows)).encode(x, color=_color(style), opacity=pick.opacity())
         means = alt.Chart(_values(data.size_means(rows, measure))).encode(x, y, detail="group:N")
         line = means.mark_line(strokeWidth=1.5, opacity=0.6)
-        line = line.encode(color=_colour(style)) if style.colour == "group" else line.encode(color=alt.value("#8C8C8C"))
+        line = line.encode(color=_color(style)) if style.color == "group" else line.encode(color=alt.value("#8C8C8C"))
         panels.append(
             _layered(
                 line,
-                base.mark_rule(strokeWidth=1.2).encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
+                base.mark_rule(strokeWidth=RULE).encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
                 _points(base, style, tooltip).encode(y),
             )
         )
-    return _side_by_side(panels, pick, f"{', '.join(m.title for m in shown)} against the number of parameters")
+    words = f"{', '.join(m.title for m in shown)} against the number of parameters"
+    return _side_by_side(panels, pick, words, note=f"{BARS}; lines: means of a group")
 
 
 class _Pick:
     """What is in front: the run under the pointer, and the legend entries that were clicked; the rest is dimmed."""
 
     def __init__(self, style: Style) -> None:
-        legends = [style.colour, style.marker] if len(style.markers) > 1 else [style.colour]
+        legends = [style.color, style.marker] if len(style.markers) > 1 else [style.color]
         self._selections = {
             "hovered": alt.PointSelectionConfig("point", fields=["run"], on="pointerover", clear="pointerout")
         }
@@ -232,26 +239,27 @@ def _field(measure: Measure, suffix: str, channel: Any) -> Any:
     return other
 
 
-def _colour(style: Style) -> alt.Color:
+def _color(style: Style) -> alt.Color:
     return alt.Color(
-        field=style.colour,
+        field=style.color,
         type="nominal",
-        title=style.colour.capitalize(),
-        scale=alt.Scale(domain=list(style.colours), range=list(style.colours.values())),
+        title=style.color.capitalize(),
+        scale=alt.Scale(domain=list(style.colors), range=list(style.colors.values())),
     )
 
 
 def _points(base: alt.Chart, style: Style, tooltip: list[alt.Tooltip]) -> alt.Chart:
-    points: alt.Chart = base.mark_point(filled=True, size=70, cursor="pointer").encode(tooltip=tooltip, href="href:N")
+    points: alt.Chart = base.mark_point(filled=True, size=POINT, cursor="pointer").encode(
+        tooltip=tooltip, href="href:N"
+    )
     points.name = "points"
     if len(style.markers) == 1:
         return points
-    shapes = [vega for vega, _ in style.markers.values()]
     shape = alt.Shape(
         field=style.marker,
         type="nominal",
         title=style.marker.capitalize(),
-        scale=alt.Scale(domain=list(style.markers), range=shapes),
+        scale=alt.Scale(domain=list(style.markers), range=list(style.markers.values())),
     )
     marked: alt.Chart = points.encode(shape=shape)
     return marked
@@ -261,12 +269,19 @@ def _layered(*layers: alt.Chart) -> alt.LayerChart:
     return alt.LayerChart(layer=list(layers))
 
 
-def _side_by_side(panels: list[alt.LayerChart], pick: _Pick, description: str) -> alt.ConcatChart:
+def _side_by_side(panels: list[alt.LayerChart], pick: _Pick, description: str, *, note: str) -> alt.ConcatChart:
     """Panels in a row; the page sets their width and, where it is narrow, puts them below each other."""
-    chart = alt.concat(*(p.properties(width=320, height=280) for p in panels), columns=len(panels), spacing=24)
+    chart = concat(panels, note)
     # the last layer of each panel holds its points; altair may have renamed it
     chart.params = pick.params([panel.layer[-1].name for panel in chart.concat])
-    return chart.properties(description=description, background="transparent", config=_config())
+    return chart.properties(description=description)
+
+
+def concat(panels: Sequence[alt.LayerChart], note: str) -> alt.ConcatChart:
+    """Return panels in a row, in the page's colors; `note` says what bars and lines are, in print below the panels."""
+    chart = alt.concat(*(p.properties(width=320, height=280) for p in panels), columns=len(panels), spacing=24)
+    done: alt.ConcatChart = chart.properties(background="transparent", config=_config(), usermeta={"note": note})
+    return done
 
 
 def _config() -> alt.Config:
@@ -295,6 +310,11 @@ def _config() -> alt.Config:
         symbolOpacity=1,
         symbolBaseFillColor=_INK,
         symbolBaseStrokeColor=_INK,
-        padding=8,  # sets the legends apart from each other
+        padding=8,  # keeps the legends away from each other
     )
-    return alt.Config(axis=axis, legend=legend, view=alt.ViewConfig(stroke=None), font="system-ui, sans-serif")
+    return alt.Config(
+        axis=axis,
+        legend=legend,
+        view=alt.ViewConfig(stroke=None),
+        font="system-ui, sans-serif",
+    )

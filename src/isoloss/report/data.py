@@ -1,4 +1,4 @@
-"""The table of evaluated checkpoints that charts, figures and pages are drawn from: its columns, checks and colours."""
+"""The table of evaluated checkpoints that charts and pages are drawn from: its columns, checks and colors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,9 @@ from isoloss.statistics.estimate import Z95, rounded
 
 COLUMNS = ("run", "group", "size", "parameters", "step", "path")
 
-# Okabe and Ito's colours without black and yellow, which vanish on dark and on white paper; grey comes last
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
-# the Vega and the matplotlib name of each marker
-MARKERS = (
-    ("circle", "o"),
-    ("square", "s"),
-    ("triangle-up", "^"),
-    ("diamond", "D"),
-    ("cross", "P"),
-    ("triangle-down", "v"),
-)
+# Okabe and Ito's colors without black and yellow, which vanish on dark and on white paper; gray comes last
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
+MARKERS = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
 _PADDING = 0.05  # of an axis, beyond the outermost error bar
 
@@ -40,7 +32,7 @@ class Measure:
         title: What it is, e.g. `KL to the truth`.
         unit: E.g. `nats per token`.
         log: Whether its axis is logarithmic; its values must then be above 0.
-        percent: Whether the column holds a share that is shown in percent.
+        percent: Whether the column holds a fraction that is shown in percent.
 
     Example:
         >>> accuracy("root").axis_title
@@ -66,23 +58,38 @@ class Measure:
     @property
     def axis_title(self) -> str:
         """The title with its unit."""
-        return f"{self.title} ({self.unit})"
+        return f"{self.title} ({self.unit})" if self.unit else self.title
 
 
-KL = Measure("kl_nats", "KL to the truth", "nats per token")
-LOSS = Measure("loss_nats", "Pre-training loss", "nats per token")
+KL = Measure("kl", "KL to the truth", "nats per token")
+LOSS = Measure("loss", "Pre-training loss", "nats per token")
 TRACE = Measure("trace", "Trace of the Fisher", "nats per token", log=True)
 
 
 def accuracy(task: str) -> Measure:
-    """Return the measure of the column `acc_<task>`: the accuracy of the linear probe on a task."""
-    return Measure(f"acc_{task}", f"Probe accuracy, {task}", "%", percent=True)
+    """Return the measure of the column `probe-<task>`: the accuracy of the linear probe on a task."""
+    return Measure(f"probe-{task}", f"Probe accuracy, {task}", "%", percent=True)
+
+
+def measure_of(column: str, unit: str = "") -> Measure:
+    """Return how to show a column: as one of those above, or under its own name.
+
+    Example:
+        >>> measure_of("sharpness", "nats").axis_title, measure_of("probe-root") == accuracy("root")
+        ('sharpness (nats)', True)
+    """
+    if column.startswith("probe-"):
+        return accuracy(column.removeprefix("probe-"))
+    known = {measure.column: measure for measure in (KL, LOSS, TRACE)}
+    if unit == "accuracy":
+        return Measure(column, column, "%", percent=True)
+    return known.get(column) or Measure(column, column, unit.replace("predicted token", "token"))
 
 
 def measures(table: pl.DataFrame) -> tuple[Measure, ...]:
-    """Return the measures whose columns `table` has: KL, loss, trace and each `acc_<task>`, in this order."""
-    tasks = [c.removeprefix("acc_") for c in table.columns if c.startswith("acc_") and not c.endswith("_stderr")]
-    return tuple(m for m in (KL, LOSS, TRACE, *map(accuracy, tasks)) if m.column in table.columns)
+    """Return those of KL, loss, trace and the probes' accuracies that a table has, in this order."""
+    probes = [c for c in table.columns if c.startswith("probe-") and not c.endswith("_stderr")]
+    return tuple(m for m in (KL, LOSS, TRACE, *map(measure_of, probes)) if m.column in table.columns)
 
 
 def href(path: str) -> str:
@@ -163,11 +170,11 @@ def _one(measure: Measure, run: str, step: int, value: float | None, stderr: flo
     """The value, the ends of its interval and its text, as `prepare` returns them."""
     if value is None and stderr is None:
         return None, None, None, "–"
-    place = f"{measure.column} of run {run!r} at step {step}"
+    where = f"{measure.column} of run {run!r} at step {step}"
     if value is None or stderr is None or not (math.isfinite(value) and 0 <= stderr < math.inf):
-        raise IsolossError(f"{place} is {value} with standard error {stderr}: both must be finite numbers, or null")
+        raise IsolossError(f"{where} is {value} with standard error {stderr}: both must be finite numbers, or null")
     if measure.log and value <= 0:
-        raise IsolossError(f"{place} is {value}: a logarithmic axis has no place for it")
+        raise IsolossError(f"{where} is {value}: it cannot be drawn on a logarithmic axis")
     scale = 100 if measure.percent else 1
     low, high = scale * (value - Z95 * stderr), scale * (value + Z95 * stderr)
     return scale * value, None if measure.log and low <= 0 else low, high, rounded(scale * value, scale * stderr)
@@ -184,8 +191,11 @@ def panel(frame: pl.DataFrame, *shown: Measure) -> tuple[pl.DataFrame, dict[Meas
     rows = frame.filter(*(pl.col(m.field).is_not_null() for m in shown))
     if not rows.height:
         raise IsolossError(f"no checkpoint has {' and '.join(m.column for m in shown)}")
-    ends = {measure: _ends(rows, measure) for measure in shown}
-    return rows.with_columns(pl.col(f"{m.field}_low").fill_null(ends[m][0]) for m in shown), ends
+    axes = {}
+    for measure in shown:
+        lows = rows.select(pl.coalesce(f"{measure.field}_low", measure.field)).to_series().to_list()
+        axes[measure] = ends([*lows, *rows.get_column(f"{measure.field}_high")], log=measure.log)
+    return rows.with_columns(pl.col(f"{m.field}_low").fill_null(axes[m][0]) for m in shown), axes
 
 
 def titled(axes: Sequence[tuple[Measure, Measure]], panel: int) -> bool:
@@ -246,10 +256,10 @@ def size_means(rows: pl.DataFrame, measure: Measure) -> pl.DataFrame:
     return means.sort("parameters", maintain_order=True)
 
 
-def _ends(rows: pl.DataFrame, measure: Measure) -> tuple[float, float]:
-    lows = rows.select(pl.coalesce(f"{measure.field}_low", measure.field)).to_series().to_list()
-    low, high = min(lows), max(rows.get_column(f"{measure.field}_high").to_list())
-    if measure.log:
+def ends(values: Sequence[float], *, log: bool) -> tuple[float, float]:
+    """Return the ends of an axis that holds these values with a little room."""
+    low, high = min(values), max(values)
+    if log:
         room = max((high / low) ** _PADDING, 1.05)
         return low / room, high * room
     room = (high - low) * _PADDING or abs(high) * _PADDING or 1.0
@@ -258,29 +268,29 @@ def _ends(rows: pl.DataFrame, measure: Measure) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Style:
-    """Which colour and marker stands for what, the same in every chart and figure of a page.
+    """Which color and marker stands for what, the same in every chart and figure of a page.
 
     Attributes:
-        colour: The column that decides the colour.
-        colours: Hexadecimal colour by value of that column.
+        color: The column that decides the color.
+        colors: Hexadecimal color by value of that column.
         marker: The other one of `group` and `size`, which decides the marker.
-        markers: Vega's and matplotlib's marker by value of that column.
+        markers: Vega's marker by value of that column.
     """
 
-    colour: Literal["group", "size"]
-    colours: Mapping[str, str]
+    color: Literal["group", "size"]
+    colors: Mapping[str, str]
     marker: Literal["group", "size"]
-    markers: Mapping[str, tuple[str, str]]
+    markers: Mapping[str, str]
 
     @classmethod
-    def of(cls, table: pl.DataFrame, *, colour: Literal["group", "size"] = "group") -> Style:
+    def of(cls, table: pl.DataFrame, *, color: Literal["group", "size"] = "group") -> Style:
         """Return the style for a table: groups in its order, sizes by number of parameters.
 
         Raises:
-            IsolossError: More values than there are colours or markers that stay apart.
+            IsolossError: More values than there are colors or markers to tell them apart.
         """
         _require(table, ("group", "size", "parameters"))
-        marker: Literal["group", "size"] = "size" if colour == "group" else "group"
+        marker: Literal["group", "size"] = "size" if color == "group" else "group"
         names = {
             "group": table.get_column("group").unique(maintain_order=True).to_list(),
             "size": table.sort("parameters", maintain_order=True)
@@ -288,16 +298,16 @@ class Style:
             .unique(maintain_order=True)
             .to_list(),
         }
-        for column, choices in ((colour, COLOURS), (marker, MARKERS)):
+        for column, choices in ((color, COLORS), (marker, MARKERS)):
             if len(names[column]) > len(choices):
-                kind = "colours" if choices is COLOURS else "markers"
+                kind = "colors" if choices is COLORS else "markers"
                 raise IsolossError(
-                    f"the table has {len(names[column])} values of {column}, but only {len(choices)} {kind} stay "
-                    "apart: show fewer, or colour by the other of group and size"
+                    f"the table has {len(names[column])} values of {column}, but only {len(choices)} {kind} can "
+                    "be told apart: show fewer, or color by the other of group and size"
                 )
         return cls(
-            colour=colour,
-            colours=dict(zip(names[colour], COLOURS, strict=False)),
+            color=color,
+            colors=dict(zip(names[color], COLORS, strict=False)),
             marker=marker,
             markers=dict(zip(names[marker], MARKERS, strict=False)),
         )

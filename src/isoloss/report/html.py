@@ -14,16 +14,15 @@ import polars as pl
 from markupsafe import Markup
 
 from isoloss.errors import IsolossError
-from isoloss.report import claims, data
-from isoloss.report.claims import ClaimResult, Verdict
+from isoloss.report import data
 from isoloss.report.data import Measure
 
 # the class and the sign of each verdict: the sign and the words carry it, not the colour
 _BADGES = {
-    Verdict.SHOWN: ("shown", "✓"),
-    Verdict.NOT_SHOWN: ("not-shown", "○"),
-    Verdict.CONTRADICTED: ("contradicted", "✗"),
-    Verdict.NOT_TESTED: ("not-tested", "–"),
+    "shown": ("shown", "✓"),
+    "not shown": ("not-shown", "○"),
+    "contradicted": ("contradicted", "✗"),
+    "not tested at this scale": ("not-tested", "–"),
 }
 
 
@@ -80,7 +79,8 @@ class Page:
         title: Heading.
         lead: What this is, a paragraph each.
         findings: The key findings, the most important first.
-        claims: What the paper claims and what was found.
+        claims: What the paper claims and what a study says to it (`isoloss.studies.claims.ClaimResult`).
+        rule: How the verdicts on the claims are reached.
         figures: The charts.
         tables: What was compared, by heading.
         checkpoints: Every evaluated checkpoint.
@@ -91,11 +91,12 @@ class Page:
     title: str
     lead: tuple[str, ...]
     findings: tuple[Finding, ...]
-    claims: tuple[ClaimResult, ...]
+    claims: tuple[Any, ...]
     figures: tuple[Figure, ...]
     checkpoints: Table
     command: str
     settings: Mapping[str, str]
+    rule: str = ""
     tables: Mapping[str, Table] = field(default_factory=dict)
 
 
@@ -143,7 +144,6 @@ def render(page: Page) -> str:
     return template.render(
         page=page,
         specs=[figure.chart.to_dict() for figure in page.figures],
-        rule=claims.RULE,
         badges=_BADGES,
         vega=_vega(),
     )

@@ -1,26 +1,38 @@
-"""Studies: plans of many runs and measures, the engines that carry them out, and what they conclude."""
+"""Studies: plans of many runs and measures, the executors that carry them out, and what they conclude.
 
-from __future__ import annotations
+A study is a Python file that returns a `Study`:
 
-import importlib
-from typing import TYPE_CHECKING
+    from isoloss.languages.config import LAPTOP_PCFG
+    from isoloss.run_config import TrainConfig
+    from isoloss.studies import Experiment, Measurement, Scale, Study
 
-from isoloss.errors import IsolossError, did_you_mean
-
-if TYPE_CHECKING:
-    from isoloss.studies.study import Study
-
-STUDIES = {
-    "same-loss": "models of the same pre-training loss: longer training, another step rule, other sizes",
-    "algorithms": "the paper's algorithms and others, several seeds of each: loss, flatness and transfer",
-}
-
-
-def find(name: str) -> Study:
-    """Return the study called `name`; an unknown name is an error that lists the studies."""
-    if name not in STUDIES:
-        raise IsolossError(
-            f"no study {name!r}{did_you_mean(name, STUDIES) or ';'} the studies are {', '.join(STUDIES)}"
+    RUNS = {
+        f"dropout-{rate}": Experiment(
+            config=TrainConfig(language=LAPTOP_PCFG, model=ModelConfig(dropout=rate), steps=2000, checkpoints=(1000,)),
+            measurements=(Measurement(measures=("loss", "trace", "probe-root")),),
         )
-    study: Study = importlib.import_module(f"isoloss.paper.{name.replace('-', '_')}.study").STUDY
-    return study
+        for rate in (0.0, 0.1)
+    }
+    STUDY = Study(name="dropout", scales={"laptop": Scale(text="five minutes", experiments=RUNS)})
+
+`isoloss study run dropout.py` trains, measures and writes the page. The file has the study as `STUDY`, or a function
+`study()` that returns it.
+"""
+
+from isoloss.lazy import exports
+from isoloss.studies.spec import Experiment, Measurement, Scale, Study
+
+__all__ = ["Claim", "Contrast", "Drawing", "Experiment", "Measurement", "PageParts", "Results", "Scale", "Study",
+           "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
+
+_EXPORTS = {
+    "Claim": "isoloss.studies.claims",
+    "Contrast": "isoloss.studies.claims",
+    "Drawing": "isoloss.studies.page",
+    "PageParts": "isoloss.studies.page",
+    "Results": "isoloss.studies.results",
+    "StudyFolder": "isoloss.studies.folder",
+    "SummaryTable": "isoloss.studies.results",
+    "load_study": "isoloss.studies.load",
+}
+__getattr__, __dir__ = exports(__name__, _EXPORTS)

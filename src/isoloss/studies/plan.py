@@ -1,9 +1,12 @@
-"""What an engine carries out: commands on directories, with what each has to wait for."""
+"""What an executor carries out: commands on directories, with what each has to wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Protocol
 
 from isoloss.errors import IsolossError
 
@@ -16,6 +19,7 @@ class Unit:
         name: What it is called, unique in a plan.
         arguments: Of the `isoloss` command.
         done: Whether its result is there; reads files only.
+        progress: How far a unit is that was begun and is not done, e.g. `step 100 of 300`; empty: not begun.
         after: Names of the units whose results it needs.
         cost: Expected duration, in any one unit of time for the whole plan; decides the order.
     """
@@ -23,12 +27,34 @@ class Unit:
     name: str
     arguments: tuple[str, ...]
     done: Callable[[], bool]
+    progress: Callable[[], str] = lambda: ""
     after: tuple[str, ...] = ()
     cost: float = 1.0
 
 
+class Executor(Protocol):
+    """Carries out a plan; registered in `isoloss.registry.EXECUTORS`. All state is in the files of the units."""
+
+    def __call__(self, units: Sequence[Unit], *, workers: int, logs: Path, say: Callable[[str], None]) -> int:
+        """Carry out the units that are not done, each after those it waits for.
+
+        Args:
+            units: The plan.
+            workers: How many units at a time.
+            logs: Folder for the units' output.
+            say: Told in one line what starts, ends and goes on.
+
+        Returns:
+            How many units were run.
+
+        Raises:
+            IsolossError: A unit failed.
+            KeyboardInterrupt: Passed on after the units have saved.
+        """
+
+
 def check(units: Sequence[Unit]) -> None:
-    """Refuse a plan with a repeated name, an unknown predecessor or a circle."""
+    """Refuse a plan with a repeated name, an unknown predecessor or a cycle."""
     names = [unit.name for unit in units]
     for name in names:
         if names.count(name) > 1:
@@ -37,13 +63,10 @@ def check(units: Sequence[Unit]) -> None:
         for name in unit.after:
             if name not in names:
                 raise IsolossError(f"unit {unit.name!r} waits for {name!r}, which is not in the plan")
-    placed: set[str] = set()
-    while len(placed) < len(units):
-        free = [u.name for u in units if u.name not in placed and placed.issuperset(u.after)]
-        if not free:
-            circle = ", ".join(sorted(set(names) - placed))
-            raise IsolossError(f"the units {circle} wait for each other")
-        placed.update(free)
+    try:
+        TopologicalSorter({unit.name: unit.after for unit in units}).prepare()
+    except CycleError as error:
+        raise IsolossError(f"the units {', '.join(sorted(set(error.args[1])))} wait for each other") from error
 
 
 def urgency(units: Sequence[Unit]) -> dict[str, float]:

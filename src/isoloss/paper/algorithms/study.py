@@ -1,27 +1,317 @@
-"""The study algorithms as the command line sees it."""
+"""The study: one model, seven algorithms, several seeds of each, compared where their losses are nearest."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from isoloss.paper.algorithms.design import NAME, SCALES, design, scale_of
-from isoloss.studies.study import Study, Summary
+from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.statistics.estimate import Estimate
+from isoloss.studies.spec import Experiment, Measurement, Study
+from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
+
+if TYPE_CHECKING:
+    from isoloss.studies.claims import Contrast
+    from isoloss.studies.comparison import Checkpoint, Pair
+    from isoloss.studies.page import PageParts
+    from isoloss.studies.results import Results, SummaryTable
+
+BASELINE = "adamw"
+
+# what each is called in figures and tables; all but SGD go with AdamW
+ALGORITHMS: Mapping[str, str] = {
+    BASELINE: "AdamW",
+    "regularized": "Dropout and weight decay",
+    "sam": "SAM",
+    "adversarial": "Adversary",
+    "exact": "Exact labels",
+    "fisher-penalty": "Fisher penalty",
+    "sgd": "SGD",
+}
 
 
-def summarise(folder: Path, scale_name: str) -> Summary:
-    """Return what the finished study in `folder` found."""
-    from isoloss.paper.algorithms.claims import judge_all
-    from isoloss.paper.algorithms.results import read, tables
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large the study is.
 
-    results = read(folder, scale_of(scale_name))
-    return Summary(tables(results), judge_all(results))
+    Attributes:
+        text: What it is for and how long it takes.
+        language: The grammar.
+        size: The model's size.
+        steps: Training steps.
+        watched: Steps at which each run is measured, besides the last.
+        early: Steps at which the runs with exact labels are measured, too: they reach AdamW's last loss so early.
+        batch_size: Sentences in a step.
+        warmup_steps: AdamW's; SGD's is 12 % of the steps (the paper's appendix B.2).
+        learning_rate: AdamW's, constant after the warm-up.
+        sgd_learning_rate: SGD's.
+        seeds: Of the runs of each algorithm. Runs of one seed have the same initial weights, sentences and masks.
+        tasks: Downstream tasks; the first is the one that the adversary spoils.
+        settings: Of the measures.
+        first_seed: Of the measures; that of the run is added to it, so that each seed is measured on sentences of its
+            own, and no probe is fitted on the sentences that the adversary has.
+    """
+
+    text: str
+    language: PCFGConfig
+    size: str
+    steps: int
+    watched: tuple[int, ...]
+    early: tuple[int, ...]
+    batch_size: int
+    warmup_steps: int
+    learning_rate: float = 1e-3
+    sgd_learning_rate: float = 0.4
+    seeds: tuple[int, ...]
+    tasks: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    first_seed: int = 100
+
+    @functools.cached_property
+    def experiments(self) -> dict[str, Experiment]:
+        """Every algorithm with every seed."""
+        measures = ("loss", "trace", *(f"probe-{task}" for task in self.tasks))
+        runs = {}
+        for algorithm, group in ALGORITHMS.items():
+            for seed in self.seeds:
+                settings = {**self.settings, "seed": self.first_seed + seed}
+                runs[run_name(algorithm, seed)] = Experiment(
+                    config=config_of(self, algorithm, seed),
+                    measurements=(Measurement(measures=measures, settings=settings),),
+                    group=group,
+                )
+        return runs
 
 
-def write_page(folder: Path, scale_name: str) -> Path:
-    """Write the report of the finished study in `folder`."""
-    from isoloss.paper.algorithms import page
+SCALES = {
+    "laptop": Scale(
+        text="about forty minutes of one core",
+        language=LAPTOP_PCFG,
+        size="d64",
+        steps=3_000,
+        watched=(700, 1_000, 1_400, 1_900, 2_400),
+        early=(200, 300, 400, 500),
+        batch_size=128,
+        warmup_steps=200,
+        seeds=(1, 2, 3),
+        tasks=("prefix-4", "root", "prefix-2"),
+        settings={"probe_seeds": 3},
+    ),
+    "smoke": Scale(
+        text="two minutes on two cores: every part runs, no result means anything",
+        language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
+        size="d16",
+        steps=100,
+        watched=(50,),
+        early=(25,),
+        batch_size=32,
+        warmup_steps=10,
+        seeds=(1, 2),
+        tasks=("prefix-2", "root", "prefix-1"),
+        settings={
+            "loss_sentences": 256,
+            "trace_sentences": 64,
+            "probe_train": 256,
+            "probe_test": 256,
+            "probe_seeds": 2,
+            "probe_epochs": 10,
+        },
+    ),
+}
 
-    return page.write(folder, scale_name)
+
+def run_name(algorithm: str, seed: int) -> str:
+    """The name of the run of an algorithm and a seed."""
+    return f"{algorithm}-{seed}"
 
 
-STUDY = Study(name=NAME, scales=SCALES, design=design, write_page=write_page, summarise=summarise)
+def config_of(scale: Scale, algorithm: str, seed: int) -> TrainConfig:
+    """Return what a run is trained with: AdamW without dropout and weight decay, but for what its algorithm changes."""
+    adamw = OptimizerConfig(learning_rate=scale.learning_rate, warmup_steps=scale.warmup_steps, weight_decay=0.0)
+    sgd = OptimizerConfig(
+        name="sgd", learning_rate=scale.sgd_learning_rate, warmup_steps=round(0.12 * scale.steps), weight_decay=0.0
+    )
+    own: dict[str, dict[str, Any]] = {
+        BASELINE: {},
+        "regularized": {
+            "model": ModelConfig(size=scale.size, dropout=0.1),
+            "optimizer": dataclasses.replace(adamw, weight_decay=0.01),
+        },
+        "sam": {"algorithm": SAMConfig()},
+        "adversarial": {"algorithm": AdversarialConfig(task=scale.tasks[0])},
+        "exact": {
+            "objective": ObjectiveConfig(labels="exact"),
+            "checkpoints": (*scale.early, *scale.watched),
+        },
+        "fisher-penalty": {"algorithm": FisherPenaltyConfig()},
+        "sgd": {"optimizer": sgd},
+    }
+    common: dict[str, Any] = {
+        "language": scale.language,
+        "model": ModelConfig(size=scale.size, dropout=0.0),
+        "optimizer": adamw,
+        "steps": scale.steps,
+        "batch_size": scale.batch_size,
+        "checkpoints": scale.watched,
+        "seed": seed,
+        "device": "cpu",
+        "threads": 1,
+    }
+    return TrainConfig(**{**common, **own[algorithm]})
+
+
+# --- what is compared ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Checkpoints of an algorithm beside those of AdamW, a pair for each seed.
+
+    Attributes:
+        pairs: AdamW's, the algorithm's.
+        steps: Their steps, in the same order.
+    """
+
+    pairs: tuple[Pair, ...]
+    steps: tuple[tuple[int, int], ...]
+
+    def ranges(self) -> tuple[str, str]:
+        """The algorithm's and AdamW's steps, each from first to last."""
+        own, control = ([pair[i] for pair in self.steps] for i in (1, 0))
+        return _range(own), _range(control)
+
+
+def matched(results: Results, algorithm: str) -> Matched:
+    """Return for each seed the pair of checkpoints at which an algorithm is compared with AdamW.
+
+    Of the two runs the one whose last KL is higher is taken at its last checkpoint, the other at the checkpoint whose
+    KL is nearest to that.
+    """
+    scale: Scale = results.scale
+    pairs, steps, last = [], [], scale.steps
+    for seed in scale.seeds:
+        control, own = (results.of_run(run_name(name, seed)) for name in (BASELINE, algorithm))
+        if own[last]["kl"].estimate.value >= control[last]["kl"].estimate.value:
+            pair = _nearest(control, own[last]), last
+        else:
+            pair = last, _nearest(own, control[last])
+        pairs.append((control[pair[0]], own[pair[1]]))
+        steps.append(pair)
+    return Matched(tuple(pairs), tuple(steps))
+
+
+def last_checkpoints(results: Results, algorithm: str) -> list[Checkpoint]:
+    """Return the last checkpoints of an algorithm, by seed."""
+    return [results.at(run_name(algorithm, seed)) for seed in results.scale.seeds]
+
+
+def means(results: Results, algorithm: str) -> dict[str, Estimate]:
+    """Return means over seeds of the estimates at the last checkpoints."""
+    from isoloss.studies.comparison import over_seeds
+
+    last = last_checkpoints(results, algorithm)
+    return {key: over_seeds([checkpoint[key].estimate for checkpoint in last]) for key in results.keys}
+
+
+def differences(results: Results, algorithm: str) -> dict[str, Estimate]:
+    """Return means over seeds of the differences from AdamW at the matched checkpoints, which are paired by seed."""
+    from isoloss.studies.comparison import change
+
+    pairs = matched(results, algorithm).pairs
+    return {key: change(pairs, key) for key in results.keys}
+
+
+def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
+    """Return the pairs of checkpoints that are compared, by what claims.toml calls them.
+
+    Each algorithm is compared with the baseline where their losses are nearest, and, as `<algorithm>, last step`, after
+    the same number of steps.
+    """
+    from isoloss.studies.claims import Contrast
+
+    by_name = {}
+    for algorithm, title in ALGORITHMS.items():
+        names, nearest = (ALGORITHMS[BASELINE], title), matched(results, algorithm)
+        own, control = nearest.ranges()
+        where = f"Where the KL is nearest: {title} at step {own}, AdamW at step {control}."
+        if algorithm == "adversarial":
+            where += f" The adversary's own task is {results.scale.tasks[0]}."
+        last = list(zip(last_checkpoints(results, BASELINE), last_checkpoints(results, algorithm), strict=True))
+        by_name[algorithm] = [Contrast(names=names, pairs=nearest.pairs, where=where)]
+        where = "Both after the same number of steps."
+        by_name[f"{algorithm}, last step"] = [Contrast(names=names, pairs=last, where=where)]
+    return by_name
+
+
+def tables(results: Results) -> tuple[SummaryTable, SummaryTable]:
+    """Return the means at the last checkpoints, and the differences from AdamW at the same loss."""
+    from isoloss.studies.claims import same_loss
+    from isoloss.studies.results import SummaryTable
+
+    seeds = len(results.scale.seeds)
+    last = SummaryTable(
+        "last",
+        f"last checkpoints, mean ± standard error over {seeds} seeds",
+        ("algorithm", "step"),
+        [((title, results.scale.steps), means(results, name)) for name, title in ALGORITHMS.items()],
+        "All after the same number of steps, whatever their loss. Accuracies are in percent.",
+    )
+    rows = []
+    for name, title in ALGORITHMS.items():
+        if name != BASELINE:
+            nearest = matched(results, name)
+            labels = (title, *nearest.ranges(), "yes" if same_loss(nearest.pairs) else "no")
+            rows.append((labels, differences(results, name)))
+    by_loss = SummaryTable(
+        "matched",
+        f"minus AdamW at the nearest KL, mean ± standard error of the differences paired over {seeds} seeds",
+        ("algorithm", "steps", "AdamW's steps", "same loss"),
+        rows,
+        "For each seed the run whose last KL is higher is taken at its last checkpoint, the other at the checkpoint "
+        "whose KL is nearest; only where that makes the loss the same do the other columns compare like with like. "
+        "Accuracies are in percentage points. Two standard errors over three seeds are no 95 % interval: Student's t "
+        "asks for 4.3.",
+    )
+    return last, by_loss
+
+
+def page(results: Results) -> PageParts:
+    """Return the findings, figures and settings of the page."""
+    from isoloss.paper.algorithms.page import parts
+
+    return parts(results)
+
+
+def _range(steps: list[int]) -> str:
+    low, high = min(steps), max(steps)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _nearest(checkpoints: Mapping[int, Checkpoint], target: Checkpoint) -> int:
+    """The step whose KL is nearest to that of `target`; of two as near, the later."""
+    kl = target["kl"].estimate.value
+    return min(checkpoints, key=lambda step: (abs(checkpoints[step]["kl"].estimate.value - kl), -step))
+
+
+STUDY = Study(
+    name="algorithms",
+    scales=SCALES,
+    title="What the algorithms do",
+    lead=(
+        "What a language model transfers depends on how it was trained, not only on its pre-training loss. This study "
+        "trains one small masked language model on sentences of a random grammar, whose true conditionals are known "
+        "exactly, with several algorithms and several seeds of each.",
+        "Models are compared at the same loss: for each seed, the checkpoint of an algorithm and that of plain AdamW "
+        "whose KL to the truth is nearest. Errors are standard errors over seeds, so they hold the chance of initial "
+        "weights, data, measurement and probes together. What does not show is reported as well.",
+    ),
+    claims=Path(__file__).with_name("claims.toml"),
+    contrasts=contrasts,
+    tables=tables,
+    page=page,
+)

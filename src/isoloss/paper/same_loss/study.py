@@ -1,30 +1,268 @@
-"""The study same-loss as the command line sees it."""
+"""The study: which models are pre-trained, what is measured of them, and which checkpoints its claims compare."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from isoloss.paper.same_loss.design import NAME, SCALES, design, scale_of
-from isoloss.studies.study import Study, Summary, SummaryTable
+from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
+from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
+from isoloss.studies.spec import Experiment, Measurement, Study
 
+if TYPE_CHECKING:
+    from isoloss.studies.claims import Contrast
+    from isoloss.studies.comparison import Checkpoint, Measured
+    from isoloss.studies.page import PageParts
+    from isoloss.studies.results import Results, SummaryTable
 
-def summarise(folder: Path, scale_name: str) -> Summary:
-    """Return what the finished study in `folder` found."""
-    from isoloss.paper.same_loss.claims import judge_all
-    from isoloss.paper.same_loss.results import read, size_table
-
-    results = read(folder, scale_of(scale_name))
-    shown = ("kl", "trace", *results.scale.tasks)
-    rows = [(place, {name: found[name].estimate for name in shown}) for place, found in results.estimates.items()]
-    table = SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows)
-    return Summary((table, size_table(results)), judge_all(results))
+EXPANSIONS = ("paper", "balanced", "exact")  # all values of isoloss expand --scale
 
 
-def write_page(folder: Path, scale_name: str) -> Path:
-    """Write the report of the finished study in `folder`."""
-    from isoloss.paper.same_loss import page
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large the study is.
 
-    return page.write(folder, scale_name)
+    Attributes:
+        text: What it is for and how long it takes.
+        language: The grammar.
+        sizes: Model sizes, ascending; the last is the main one, which is watched over time and continued with SGD.
+        adamw: AdamW's optimizer settings, the paper's but for the warm-up (appendix A.5).
+        steps: AdamW steps.
+        watched: Steps at which the main run is measured, besides the last.
+        batch_size: Sentences in an AdamW step.
+        sgd: SGD's settings; its warm-up is 12 % of its steps (appendix B.2).
+        sgd_steps: SGD steps, from the last AdamW checkpoint.
+        sgd_watched: Steps at which they are measured, besides the last.
+        sgd_batch_size: Sentences in an SGD step.
+        tasks: Downstream tasks.
+        settings: Of the measures.
+    """
+
+    text: str
+    language: PCFGConfig
+    sizes: tuple[str, ...]
+    adamw: OptimizerConfig
+    steps: int
+    watched: tuple[int, ...]
+    batch_size: int
+    sgd: OptimizerConfig
+    sgd_steps: int
+    sgd_watched: tuple[int, ...]
+    sgd_batch_size: int
+    tasks: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def main_run(self) -> str:
+        """The AdamW run that is watched over time."""
+        return adamw_run(self.sizes[-1])
+
+    @property
+    def sgd_run(self) -> str:
+        """Its continuation with SGD."""
+        return f"sgd-{self.sizes[-1]}"
+
+    @property
+    def expanded_traces(self) -> dict[str, str]:
+        """By each of `EXPANSIONS`: the measure of a trace after expanding a model into the largest size."""
+        return {scale: f"trace-in-{self.sizes[-1]}-{scale}" for scale in EXPANSIONS}
+
+    @functools.cached_property
+    def experiments(self) -> dict[str, Experiment]:
+        """AdamW at every size, and SGD on from the main run."""
+        runs = {
+            adamw_run(size): TrainConfig(
+                language=self.language,
+                model=ModelConfig(size=size, dropout=0.0),
+                optimizer=self.adamw,
+                steps=self.steps,
+                batch_size=self.batch_size,
+                checkpoints=self.watched,
+                device="cpu",
+                threads=1,
+            )
+            for size in self.sizes
+        }
+        runs[self.sgd_run] = TrainConfig(
+            language=self.language,
+            model=ModelConfig(size=self.sizes[-1], dropout=0.0),
+            optimizer=self.sgd,
+            steps=self.sgd_steps,
+            batch_size=self.sgd_batch_size,
+            checkpoints=self.sgd_watched,
+            initial=f"../{self.main_run}/checkpoints/step-{self.steps}",
+            seed=1,
+            device="cpu",
+            threads=1,
+        )
+        return {name: self._experiment(name, config) for name, config in runs.items()}
+
+    def _experiment(self, name: str, config: TrainConfig) -> Experiment:
+        measures = ("loss", "trace", *(f"probe-{task}" for task in self.tasks))
+        parts = [Measurement(measures=measures, settings=self.settings)]
+        if name == self.main_run:  # once: the look-up table is a function of the language alone
+            lookups = tuple(f"lookup-{task}" for task in self.tasks)
+            parts.append(self._at_last_step(config, lookups, "look-up table for"))
+        elif name != self.sgd_run:
+            parts.append(self._at_last_step(config, tuple(self.expanded_traces.values()), "expanded trace of"))
+        return Experiment(
+            config=config,
+            measurements=tuple(parts),
+            after=(self.main_run,) if name == self.sgd_run else (),
+            group="SGD from AdamW's last" if name == self.sgd_run else "AdamW",
+        )
+
+    def _at_last_step(self, config: TrainConfig, measures: tuple[str, ...], name: str) -> Measurement:
+        return Measurement(measures=measures, steps=(config.steps,), settings=self.settings, name=name)
 
 
-STUDY = Study(name=NAME, scales=SCALES, design=design, write_page=write_page, summarise=summarise)
+def adamw_run(size: str) -> str:
+    """The name of the AdamW run of a size."""
+    return f"adamw-{size}"
+
+
+def _sgd(steps: int, learning_rate: float) -> OptimizerConfig:
+    return OptimizerConfig(name="sgd", learning_rate=learning_rate, warmup_steps=round(0.12 * steps), weight_decay=0.0)
+
+
+SCALES = {
+    "laptop": Scale(
+        text="about five minutes on two cores",
+        language=LAPTOP_PCFG,
+        sizes=("d16", "d32", "d64"),
+        adamw=OptimizerConfig(warmup_steps=400),
+        steps=16_000,
+        watched=(500, 1_000, 2_000, 4_000, 8_000),
+        batch_size=128,
+        sgd=_sgd(8_000, 0.4),
+        sgd_steps=8_000,
+        sgd_watched=(1_000, 2_000, 4_000),
+        sgd_batch_size=128,
+        tasks=("root", "prefix-4"),
+    ),
+    "smoke": Scale(
+        text="a minute on two cores: every part runs, no result means anything",
+        language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
+        sizes=("d16", "d32"),
+        adamw=OptimizerConfig(warmup_steps=20),
+        steps=300,
+        watched=(100,),
+        batch_size=32,
+        sgd=_sgd(300, 0.2),
+        sgd_steps=300,
+        sgd_watched=(100,),
+        sgd_batch_size=16,
+        tasks=("root", "prefix-2"),
+        settings={
+            "loss_sentences": 256,
+            "trace_sentences": 64,
+            "probe_train": 256,
+            "probe_test": 256,
+            "probe_epochs": 10,
+        },
+    ),
+}
+
+
+def lookups(results: Results) -> dict[str, Measured]:
+    """Return the accuracy of the look-up table on each task, by the key of the probe."""
+    last = results.at(results.scale.main_run)
+    return {f"probe-{task}": last[f"lookup-{task}"] for task in results.scale.tasks}
+
+
+def sizes_expanded(results: Results) -> dict[str, Checkpoint]:
+    """Return AdamW's last checkpoints by size, each with its trace in the largest size's architecture.
+
+    The largest is in that architecture as it is.
+    """
+    scale: Scale = results.scale
+    checkpoints = {size: results.at(adamw_run(size)) for size in scale.sizes}
+    last = checkpoints[scale.sizes[-1]]
+    own = dict.fromkeys(scale.expanded_traces.values(), last["trace"])
+    return {**checkpoints, scale.sizes[-1]: {**last, **own}}
+
+
+def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
+    """Return what can be measured of two models, by what claims.toml calls it."""
+    from isoloss.studies.results import common_measures
+
+    expanded = {f"scale {name}": key for name, key in scale.expanded_traces.items()}
+    return {**common_measures(scale), "trace in one architecture": expanded}
+
+
+def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
+    """Return the pairs of checkpoints that are compared, by what claims.toml calls them."""
+    from isoloss.studies.claims import Contrast
+
+    scale: Scale = results.scale
+    last, earlier = results.at(scale.main_run), scale.watched[-1]
+    by_size = sizes_expanded(results)
+    return {
+        "sgd": [Contrast(names=("AdamW's last", "SGD's last"), pairs=[(last, results.at(scale.sgd_run))])],
+        "longer": [
+            Contrast(
+                names=(f"step {earlier:,}", f"step {scale.steps:,}"),
+                pairs=[(results.at(scale.main_run, earlier), last)],
+            )
+        ],
+        "larger": [
+            Contrast(names=(small, large), pairs=[(by_size[small], by_size[large])], case=f"{small} to {large}")
+            for small, large in itertools.pairwise(scale.sizes)
+        ],
+        "look-up table": [
+            Contrast(
+                names=("look-up table", "AdamW's last"),
+                pairs=[(lookups(results), last)],
+                where=f"The model's KL is {last['kl'].estimate}, the table's is 0.",
+                at_same_loss=False,
+            )
+        ],
+    }
+
+
+def tables(results: Results) -> Sequence[SummaryTable]:
+    """Return every checkpoint, and the traces of the sizes in their own architectures and in the largest."""
+    from isoloss.paper.same_loss.page import expansion_caption
+    from isoloss.studies.results import SummaryTable, checkpoint_tables
+
+    scale: Scale = results.scale
+    rows = []
+    for size, checkpoint in sizes_expanded(results).items():
+        traces = {"raw, not comparable": checkpoint["trace"].estimate}
+        for name, key in scale.expanded_traces.items():
+            traces[f"in {scale.sizes[-1]}, scale {name}"] = checkpoint[key].estimate
+        rows.append(((size,), traces))
+    title = f"traces of the sizes after {scale.steps:,} steps, value ± standard error"
+    return *checkpoint_tables(results), SummaryTable("sizes", title, ("size",), rows, expansion_caption(results))
+
+
+def page(results: Results) -> PageParts:
+    """Return the findings, figures and settings of the page."""
+    from isoloss.paper.same_loss.page import parts
+
+    return parts(results)
+
+
+STUDY = Study(
+    name="same-loss",
+    scales=SCALES,
+    title="Same loss, different models",
+    lead=(
+        "Language models are compared by their pre-training loss, yet models of the same loss differ in what they "
+        "transfer. This study trains small masked language models on sentences of a random grammar. Its true "
+        "conditionals are known exactly, so the loss is measured as the KL divergence from the truth, and “the same "
+        "loss” is a fact rather than an impression.",
+        "One model is trained with AdamW and watched over time; plain SGD goes on from its last checkpoint; smaller "
+        "models are trained alike. Each checkpoint gets its KL, the trace of the Fisher of its loss (its flatness: "
+        "smaller is flatter), and linear probes for symbols of the grammar.",
+    ),
+    claims=Path(__file__).with_name("claims.toml"),
+    contrasts=contrasts,
+    measures=measures,
+    tables=tables,
+    page=page,
+)

@@ -1,1 +1,1 @@
-"""Engines: they place commands on directories; all state is in the files that the commands leave."""
+"""Executors: they run commands on directories; all state is in the files that the commands leave."""

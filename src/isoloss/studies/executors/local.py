@@ -1,4 +1,4 @@
-"""The local engine: carries out a plan with a few worker processes of this machine."""
+"""The local executor: carries out a plan with a few worker processes of this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(units: Sequence[Unit], *, workers: int, logs: Path, say: Callable[[str],
     """Carry out what of the plan is not done yet, and return how many units were run.
 
     Each unit is a process of its own with one thread. If this process ends, however it ends, so do they: the commands
-    find their place again from their files. A failed unit stops the plan once the running ones have ended.
+    resume from their files. A failed unit stops the plan once the running ones have ended.
 
     Args:
         units: The plan.
@@ -94,11 +94,11 @@ def _start(unit: Unit, logs: Path) -> _Worker:
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "isoloss", *unit.arguments],
-            stdin=subprocess.PIPE,  # never written to: its end tells the worker that the engine is gone
+            stdin=subprocess.PIPE,  # never written to: its end tells the worker that the executor is gone
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches the engine alone, which passes it on
+            start_new_session=True,  # Ctrl-C reaches the executor alone, which passes it on
         )
     return _Worker(unit, process, log, time.monotonic())
 

@@ -1,8 +1,8 @@
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.report.claims import Claim, ClaimResult, Verdict, judge, judged, not_tested, read_claims
 from isoloss.statistics.estimate import Estimate
+from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict, answer_all, judge, read_claims
 
 
 def estimate(value, stderr):
@@ -84,22 +84,22 @@ def test_bad_margins_are_refused(direction, margin, message):
 CLAIM = Claim(id="flatter", statement="Flatter.", paper="19.8 to 12.6", direction="decrease")
 
 
-def test_results_show_the_numbers():
-    result = judged(CLAIM, estimate(-3.0, 1.0), "after minus before")
-    assert (result.verdict, result.lines) == (Verdict.SHOWN, (("", "-3.0 ± 1.0 points"),))
-    ours = {"before": estimate(5.0, 0.5), "after": estimate(4.9, 0.5)}
-    result = judged(CLAIM, estimate(-0.1, 0.7), "after minus before", ours=ours)
-    assert result.verdict is Verdict.NOT_SHOWN
-    assert result.lines == (("before", "5.00 ± 0.50 points"), ("after", "4.90 ± 0.50 points"))
-    assert result.difference == estimate(-0.1, 0.7)
-    assert not_tested("too small").verdict is Verdict.NOT_TESTED
+def answered(value, case=""):
+    measured = estimate(value, 1.0)
+    numbers = {"before": estimate(5.0, 0.5), "difference": measured}
+    verdict = judge(measured, CLAIM.direction)
+    return Answer(case=case, numbers=numbers, verdict=verdict, explanation="", difference=measured)
+
+
+def test_answers_show_their_numbers():
+    shown = answered(-3.0)
+    assert shown.verdict is Verdict.SHOWN
+    assert shown.lines == (("before", "5.00 ± 0.50 points"), ("difference", "-3.0 ± 1.0 points"))
+    assert Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation="").lines == (("", "–"),)
 
 
 def test_the_verdict_of_several_answers_names_those_that_differ():
-    up, down, wide = (
-        judged(CLAIM, estimate(*numbers), "", case=case)
-        for numbers, case in (((3.0, 1.0), "a"), ((-3.0, 1.0), "b"), ((-1.0, 1.0), "c"))
-    )
+    up, down, wide = answered(3.0, "a"), answered(-3.0, "b"), answered(-1.0, "c")
     assert ClaimResult(claim=CLAIM, answers=(down, down)).verdict == "shown"
     mixed = ClaimResult(claim=CLAIM, answers=(up, down, up, wide))
     assert (mixed.agree, mixed.verdict) == (False, "shown for b; not shown for c; contradicted for a, a")
@@ -144,3 +144,10 @@ def test_bad_claims_are_refused(tmp_path, old, new, message):
     file.write_text(TOML.replace(old, new))
     with pytest.raises(IsolossError, match=message):
         read_claims(file)
+
+
+def test_a_claim_about_what_the_study_does_not_have_is_refused(tmp_path):
+    file = tmp_path / "claims.toml"
+    file.write_text(TOML)
+    with pytest.raises(IsolossError, match="compares of the claim flatter is ''; the study has sgd, longer"):
+        answer_all(file, {"sgd": [], "longer": []}, {})

@@ -2,19 +2,19 @@
 
 import hashlib
 import itertools
-import json
 
 import numpy as np
 from safetensors.numpy import save as saved
 
+from isoloss import files
 from isoloss.runs import Evaluation
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.comparison import Measured
-from isoloss.studies.design import run_of
+from isoloss.studies.results import run_of
 
 CLUSTERS, EXAMPLES, PROBES = 1024, 4000, 2
 SETTINGS = {"seed": 0}
-ON = f"the same {json.dumps(SETTINGS)}"
+ON = {"inputs": "the same", "settings": SETTINGS}
 _numbers = itertools.count(1)
 
 
@@ -28,7 +28,7 @@ def measured(value, stderr=0.001, *, influence=None):
     if influence is None:
         wave = np.cos(2 * np.pi * (next(_numbers) % (CLUSTERS // 2 - 1) + 1) * np.arange(CLUSTERS) / CLUSTERS)
         influence = wave * stderr * np.sqrt(2 * (CLUSTERS - 1))
-    return Measured(estimate=estimate(value, stderr), on=ON, examples={"influence": np.asarray(influence, np.float32)})
+    return Measured(estimate=estimate(value, stderr), **ON, examples={"influence": np.asarray(influence, np.float32)})
 
 
 def accuracy(share, *, stderr=0.005):
@@ -38,23 +38,23 @@ def accuracy(share, *, stderr=0.005):
     labels = np.arange(EXAMPLES) % 2
     predictions = np.tile(np.where(correct, labels, 1 - labels), (PROBES, 1))
     examples = {"predictions": predictions.astype(np.uint8), "labels": labels.astype(np.uint8)}
-    return Measured(estimate=estimate(share, stderr, "accuracy"), on=ON, examples=examples)
+    return Measured(estimate=estimate(share, stderr, "accuracy"), **ON, examples=examples)
 
 
-def found(tasks, kl=0.04, trace=40.0, accuracies=()):
-    """What was found at a checkpoint: every task at 50 % unless `accuracies` are given."""
+def checkpoint(tasks, kl=0.04, trace=40.0, accuracies=()):
+    """The estimates of a checkpoint: every task at 50 % unless `accuracies` are given."""
     accuracies = accuracies or (0.5,) * len(tasks)
     return {
-        "entropy": Measured(estimate=estimate(2.0), on=ON, examples={}),
+        "entropy": Measured(estimate=estimate(2.0), **ON, examples={}),
         "kl": measured(kl, 0.0005),
         "loss": measured(2.0 + kl),
         "trace": measured(trace, 1.0),
-        **{task: accuracy(share) for task, share in zip(tasks, accuracies, strict=True)},
+        **{f"probe-{task}": accuracy(share) for task, share in zip(tasks, accuracies, strict=True)},
     }
 
 
 def save_evaluation(run, measure, step, given):
-    """Write what a measure found at a step, by the name of the estimate."""
+    """Write the evaluation of a measure at a step, given its estimates by name."""
     arrays = {f"{name}.{key}": each for name, one in given.items() for key, each in one.examples.items()}
     examples = saved(arrays)
     run.save(
@@ -72,13 +72,14 @@ def save_evaluation(run, measure, step, given):
 
 
 def save(folder, experiments, estimates, tasks):
-    """Write the runs of a study and what was found at each (run, step)."""
+    """Write the runs of a study and the estimates at each (run, step)."""
     for name, experiment in experiments.items():
         run = run_of(folder, name)
         run.create(experiment.config)
-        for step in experiment.measurements[0].steps:
+        files.write_json(run.path / "result.json", {"num_parameters": 1000 * int(experiment.config.model.size[1:])})
+        for step in experiment.steps(experiment.measurements[0]):
             at = estimates[name, step]
             save_evaluation(run, "loss", step, {key: at[key] for key in ("entropy", "kl", "loss")})
             save_evaluation(run, "trace", step, {"trace": at["trace"]})
             for task in tasks:
-                save_evaluation(run, f"probe-{task}", step, {"accuracy": at[task]})
+                save_evaluation(run, f"probe-{task}", step, {"accuracy": at[f"probe-{task}"]})

@@ -1,0 +1,148 @@
+"""Charts of plain series: points with error bars and curves in panels, each panel with a legend of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import altair as alt
+
+from isoloss.report import charts, data
+
+INK = "#444444"  # of what is no series of its own, e.g. a control
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis of a panel.
+
+    Attributes:
+        title: What it shows, with its unit.
+        log: Whether it is logarithmic; the values must then be above 0.
+        ticks: Where its ticks are; empty: chosen.
+    """
+
+    title: str
+    log: bool = False
+    ticks: Sequence[float] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """What is drawn in one color under one name.
+
+    Attributes:
+        name: In the legend.
+        color: Hexadecimal.
+        points: (x, y) drawn as markers.
+        errors: Half the length of each point's vertical bar; empty: no bars.
+        x_errors: Half the length of each point's horizontal bar; empty: no bars.
+        curve: (x, y) joined by a line.
+        marker: Vega's name of the marker.
+    """
+
+    name: str
+    color: str
+    points: Sequence[tuple[float, float]] = ()
+    errors: Sequence[float] = ()
+    x_errors: Sequence[float] = ()
+    curve: Sequence[tuple[float, float]] = ()
+    marker: str = "circle"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One panel.
+
+    Attributes:
+        x: The horizontal axis.
+        y: The vertical axis.
+        series: What is drawn, in the order of the legend.
+        title: Above the panel.
+        rule: A thin horizontal line at this value.
+    """
+
+    x: Axis
+    y: Axis
+    series: Sequence[Series] = field(default_factory=tuple)
+    title: str = ""
+    rule: float | None = None
+
+
+def draw(panels: Sequence[Panel], *, note: str) -> alt.ConcatChart:
+    """Return panels beside each other; a series without points has a line as its legend's symbol.
+
+    Args:
+        panels: The panels.
+        note: What their bars and lines are; printed below them.
+    """
+    chart = charts.concat([_panel(panel) for panel in panels], note)
+    done: alt.ConcatChart = chart.resolve_scale(color="independent", shape="independent")
+    return done
+
+
+def _panel(panel: Panel) -> alt.LayerChart:
+    points = [row for series in panel.series for row in _points(series)]
+    curves = [{"name": series.name, "x": x, "y": y} for series in panel.series for x, y in series.curve]
+    drawn = [*points, *curves, *([] if panel.rule is None else [{"y": panel.rule}])]
+    x, x_ends = _channel(alt.X, "x", panel.x, drawn)
+    y, y_ends = _channel(alt.Y, "y", panel.y, drawn)
+    for row in points:  # a bar that reaches 0 on a logarithmic axis runs to the end of the axis
+        for name, axis, ends in (("x", panel.x, x_ends), ("y", panel.y, y_ends)):
+            if axis.log and row[f"{name}_low"] <= 0:
+                row[f"{name}_low"] = ends[0]
+    names = [series.name for series in panel.series]
+    legend = alt.Legend(title=None, labelExpr="split(datum.label, '\\n')")
+    color = alt.Color("name:N", legend=legend, scale=alt.Scale(domain=names, range=[s.color for s in panel.series]))
+    markers = [series.marker if series.points else "stroke" for series in panel.series]
+    shape = alt.Shape("name:N", legend=legend, scale=alt.Scale(domain=names, range=markers))
+    base = alt.Chart(alt.InlineData(values=points)).encode(color=color)
+    layers = [
+        alt.Chart(alt.InlineData(values=curves))
+        .mark_line(strokeWidth=charts.LINE)
+        .encode(x, y, color=color, order="x:Q"),
+        base.mark_rule(strokeWidth=charts.RULE).encode(x, y=_end(y, "y_low"), y2="y_high"),
+        base.mark_rule(strokeWidth=charts.RULE).encode(y, x=_end(x, "x_low"), x2="x_high"),
+        base.mark_point(filled=False, fill="white", opacity=1, size=charts.POINT, strokeWidth=1.6).encode(
+            x, y, shape=shape
+        ),
+    ]
+    if panel.rule is not None:
+        line = (
+            alt.Chart(alt.InlineData(values=[{"y": panel.rule}]))
+            .mark_rule(color=INK, strokeWidth=charts.RULE)
+            .encode(y)
+        )
+        layers.insert(0, line)
+    done: alt.LayerChart = alt.LayerChart(layer=layers)
+    return done.properties(title=panel.title) if panel.title else done
+
+
+def _points(series: Series) -> list[dict[str, Any]]:
+    zeros = [0.0] * len(series.points)
+    bars = zip(series.points, series.errors or zeros, series.x_errors or zeros, strict=True)
+    rows = []
+    for (x, y), up, across in bars:
+        ends = {"x_low": x - across, "x_high": x + across, "y_low": y - up, "y_high": y + up}
+        rows.append({"name": series.name, "x": x, "y": y, **ends})
+    return rows
+
+
+def _channel(channel: Any, name: str, axis: Axis, rows: Sequence[Mapping[str, Any]]) -> tuple[Any, tuple[float, float]]:
+    """Return an encoding whose axis holds all points, bars and curves with a little room, and the ends of the axis."""
+    values = [row[key] for row in rows for key in (name, f"{name}_low", f"{name}_high") if key in row]
+    ends = data.ends([value for value in values if value > 0] if axis.log else values, log=axis.log)
+    ticks = list(axis.ticks) or (data.log_ticks(ends) if axis.log else [])
+    shown: dict[str, Any] = {"values": ticks} if ticks else {"tickCount": 5}
+    if axis.log:
+        shown["format"] = "~e" if ends[0] < 1e-4 or ends[1] > 1e6 else "~g"
+    scale = alt.Scale(type="log" if axis.log else "linear", domain=list(ends), nice=False)
+    marks = alt.Axis(labelOverlap="greedy", **shown)
+    return channel(field=name, type="quantitative", title=axis.title, scale=scale, axis=marks), ends
+
+
+def _end(channel: Any, field: str) -> Any:
+    other = channel.copy()
+    other.field = field
+    return other

@@ -1,0 +1,114 @@
+"""Charts as files for a paper: PNG, SVG and PDF by vl-convert, the same bytes every time."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.report import data
+
+PANEL = (172, 138)  # width and height of a panel in points, without axes
+AXES = 56  # points that the axis of a panel takes
+PIXELS_PER_INCH = 200  # of PNG files
+_INK, _AXIS = "#222222", "#888888"
+_THIN = 0.6  # of the page's strokes
+_LETTER = 4.7  # points of a letter of a legend, on average
+_SYMBOL = 26  # points that an entry of a legend takes beside its letters
+
+
+def save(chart: alt.ConcatChart, file: Path) -> None:
+    """Write a chart to a `.png`, `.svg` or `.pdf` file, whole or not at all.
+
+    It is drawn at the size of a paper: letters of 8 points, up to three panels of 2.4 by 1.9 inches in a row, a legend
+    above and a note below them that says what bars and lines are.
+
+    Args:
+        chart: A chart of `isoloss.report`.
+        file: Its ending decides the format.
+
+    Raises:
+        IsolossError: The name has another ending, or the folder cannot be written.
+    """
+    import vl_convert
+
+    major, minor, _ = alt.SCHEMA_VERSION.removeprefix("v").split(".")
+    given: dict[str, Any] = {"vl_spec": printed(chart), "vl_version": f"{major}.{minor}"}
+    match file.suffix.lower():
+        case ".png":
+            written: bytes = vl_convert.vegalite_to_png(**given, ppi=PIXELS_PER_INCH)
+        case ".svg":
+            written = vl_convert.vegalite_to_svg(**given).encode()
+        case ".pdf":
+            # entries of dictionaries come in another order every time: sorted, the bytes are the same
+            entries = rb"(?:\n +/\w+ \d+ 0 R)+"
+            pdf: bytes = vl_convert.vegalite_to_pdf(**given)
+            written = re.sub(entries, lambda match: b"\n".join(sorted(match[0].split(b"\n"))), pdf)
+        case _:
+            raise IsolossError(f"the figure is {file}; its name must end in .png, .svg or .pdf")
+    files.write_bytes(file, written)
+
+
+def printed(chart: alt.ConcatChart) -> dict[str, Any]:
+    """Return the Vega-Lite specification of a chart in the size, the letters and the ink of a paper."""
+    spec: dict[str, Any] = chart.to_dict()
+    has_own_legends = "resolve" in spec  # each panel has a legend, or all share one
+    columns = data.columns(len(spec["concat"]))
+    entries = _legend_entries(spec)
+    longest = max((len(line) for entry in entries for line in entry.splitlines()), default=1)
+    room = (1 if has_own_legends else columns) * (PANEL[0] + AXES)
+    legend_columns = max(1, min(len(entries), int(room / (longest * _LETTER + _SYMBOL))))
+    # one family in one weight, which vl-convert brings along: the same bytes on every machine
+    letters = {"labelFont": "Liberation Sans", "titleFont": "Liberation Sans", "titleFontWeight": "normal"}
+    ink = {"labelColor": _INK, "titleColor": _INK}
+    config = {
+        **spec["config"],
+        "font": "Liberation Sans",
+        "axis": {
+            **{**spec["config"]["axis"], **letters, **ink},
+            **{"domainColor": _AXIS, "tickColor": _AXIS, "gridColor": "#E0E0E0"},
+            **{"domainOpacity": 1, "tickOpacity": 1, "gridOpacity": 1},
+            **{"labelFontSize": 8, "titleFontSize": 9, "titlePadding": 5, "gridWidth": 0.5, "tickSize": 4},
+        },
+        "legend": {
+            **{**spec["config"]["legend"], **letters, **ink},
+            **{"labelFontSize": 8, "titleFontSize": 8, "symbolSize": 30, "padding": 0, "labelLimit": 0},
+            **{"columns": legend_columns, "titleOrient": "left", "symbolBaseStrokeColor": _INK},
+            "symbolBaseFillColor": "white" if has_own_legends else _INK,
+            **{"rowPadding": 2, "columnPadding": 8, "offset": 8},
+            "layout": {"top": {"anchor": "start", "direction": "vertical", "margin": 4}},
+        },
+        "title": {"font": "Liberation Sans", "fontSize": 9, "fontWeight": "normal", "color": _INK},
+    }
+    panels = [{**_thinned(panel), "width": PANEL[0], "height": PANEL[1]} for panel in spec["concat"]]
+    note = {"text": spec["usermeta"]["note"], "orient": "bottom", "anchor": "end", "fontSize": 7, "color": "#555555"}
+    return {
+        **{**spec, "concat": panels, "columns": columns, "spacing": 14, "background": "white"},
+        **{"config": config, "title": note, "padding": 4},
+    }
+
+
+def _thinned(panel: dict[str, Any]) -> dict[str, Any]:
+    """Return a panel with markers and strokes for a paper."""
+    factors = {"size": _THIN**2, "strokeWidth": _THIN}
+    layers = [
+        {**layer, "mark": {key: value * factors.get(key, 1) for key, value in layer["mark"].items()}}
+        for layer in panel["layer"]
+    ]
+    return {**panel, "layer": layers}
+
+
+def _legend_entries(spec: Any) -> list[str]:
+    """Return the entries of the color legend with the most letters that a specification has."""
+    if isinstance(spec, dict):
+        own = spec["color"]["scale"]["domain"] if "scale" in spec.get("color", ()) else []
+        lists = [own, *map(_legend_entries, spec.values())]
+    elif isinstance(spec, list):
+        lists = list(map(_legend_entries, spec))
+    else:
+        return []
+    return max(lists, key=lambda entries: max(map(len, entries), default=0), default=[])

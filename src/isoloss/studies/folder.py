@@ -1,0 +1,235 @@
+"""A study in a folder: the files of its plan, its units of work, its results and its page."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from isoloss import config as configs
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.evaluation.config import EvalConfig
+from isoloss.evaluation.evaluator import pending
+from isoloss.evaluation.evaluator import settings_of as measure_settings
+from isoloss.runs import Run
+from isoloss.studies.claims import ClaimResult, answer_all
+from isoloss.studies.plan import Unit
+from isoloss.studies.results import Results, Summary, checkpoint_tables, common_measures, run_of
+from isoloss.studies.spec import Experiment, Measurement, Study
+
+CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
+DEVICE = ("--device", "cpu", "--threads", "1")
+
+
+class StudyFolder:
+    """A study at one scale, in a folder.
+
+    Args:
+        study: The study.
+        path: The folder, which need not exist.
+        scale: The name of the scale; None: the study's first.
+
+    Raises:
+        IsolossError: There is no such scale.
+    """
+
+    def __init__(self, study: Study, path: Path, scale: str | None = None) -> None:
+        self.study, self.path = study, path
+        self.scale = study.scale(scale)
+        self.scale_name = next(name for name, each in study.scales.items() if each is self.scale)
+
+    @property
+    def page(self) -> Path:
+        """The page, there or not."""
+        return self.path / "report" / "index.html"
+
+    def document(self) -> dict[str, Any]:
+        """Return the content of study.json: enough to see whether a folder was made by this plan."""
+        experiments = self.scale.experiments
+        return {
+            "study": self.study.name,
+            "scale": self.scale_name,
+            "runs": {name: configs.fingerprint(experiment.config) for name, experiment in experiments.items()},
+            "measured": {
+                name: [
+                    {
+                        "measures": list(part.measures),
+                        "steps": list(experiment.steps(part)),
+                        "settings": dict(part.settings),
+                        "name": part.name,
+                    }
+                    for part in experiment.measurements
+                ]
+                for name, experiment in experiments.items()
+            },
+        }
+
+    def exists(self) -> bool:
+        """Return whether the folder holds this study; if not, it is new or empty. Reads files only.
+
+        Raises:
+            IsolossError: It holds something else: another study, another scale or another version of this plan; a run,
+                or other files.
+        """
+        folder, path = self.path, self.path / "study.json"
+        planned = self.document()
+        if path.is_file():
+            document = files.read_json(path)
+            if document != planned:
+                keys = [key for key in planned if document.get(key) != planned[key]]
+                raise IsolossError(
+                    f"{folder} was made by another plan (they differ in {', '.join(keys)}); choose another --folder"
+                )
+            return True
+        around = next((parent for parent in (folder, *folder.absolute().parents) if Run(parent).exists), None)
+        if around is not None:
+            what = "is a run" if around == folder else f"is inside the run {around}"
+            raise IsolossError(f"{folder} {what} and cannot hold a study: choose another --folder")
+        if folder.exists() and not folder.is_dir():
+            raise IsolossError(f"{folder} is a file: choose another --folder")
+        if folder.is_dir() and any(not p.name.startswith(".") and p.name != CONFIGS for p in folder.iterdir()):
+            raise IsolossError(f"{folder} is not empty and holds no study: choose another --folder")
+        return False
+
+    def prepare(self) -> None:
+        """Write the plan's files into the folder, or check that it was made by the same plan.
+
+        Raises:
+            IsolossError: As for `exists`; a config that cannot be trained, an unknown measure or setting, or more
+                groups of runs than figures have colors.
+        """
+        from isoloss.report.data import COLORS
+
+        groups = {one.group or name for name, one in self.scale.experiments.items()}
+        if len(groups) > len(COLORS):
+            raise IsolossError(
+                f"the study {self.study.name} has {len(groups)} groups of runs, and figures {len(COLORS)} colors: give "
+                "runs of one kind the same Experiment.group"
+            )
+        for experiment in self.scale.experiments.values():
+            configs.check(experiment.config)
+            for part in experiment.measurements:
+                for measure in part.measures:
+                    measure_settings(measure, settings_of(part))
+        if self.exists():
+            return
+        for name, experiment in self.scale.experiments.items():
+            files.write_text(self._config(name), configs.to_toml(experiment.config))
+        files.write_json(self.path / "study.json", self.document())
+
+    def plan(self) -> list[Unit]:
+        """Return the study's units: for each run its training, and the measuring of its checkpoints."""
+        units = []
+        for name, experiment in self.scale.experiments.items():
+            run, config = run_of(self.path, name), experiment.config
+            units.append(
+                Unit(
+                    name=f"train {name}",
+                    arguments=("train", str(run.path), "--config", str(self._config(name)), *DEVICE),
+                    done=functools.partial(_is_trained, run, experiment),
+                    progress=functools.partial(_training_progress, run, experiment),
+                    after=tuple(f"train {other}" for other in experiment.after),
+                    cost=config.steps * config.batch_size**0.5 / 1000,
+                )
+            )
+            units += [
+                Unit(
+                    name=f"{part.name} {name}",
+                    arguments=_eval_arguments(run, experiment, part),
+                    done=functools.partial(_is_measured, run, experiment, part),
+                    progress=functools.partial(_measuring_progress, run, experiment, part),
+                    after=(f"train {name}",),
+                    cost=10.0 * len(experiment.steps(part)),
+                )
+                for part in experiment.measurements
+            ]
+        return units
+
+    def results(self) -> Results:
+        """Return the results of the finished study; an evaluation that is missing is an error that names it."""
+        return Results.read(self.path, self.scale)
+
+    def claims(self, results: Results) -> tuple[ClaimResult, ...]:
+        """Return the result of every claim of the study."""
+        study = self.study
+        if study.claims is None:
+            return ()
+        contrasts = {} if study.contrasts is None else study.contrasts(results)
+        return answer_all(study.claims, contrasts, (study.measures or common_measures)(self.scale))
+
+    def summary(self, results: Results | None = None) -> Summary:
+        """Return what the finished study found."""
+        results = results or self.results()
+        return Summary((self.study.tables or checkpoint_tables)(results), self.claims(results))
+
+    def report(self) -> Path:
+        """Write report/index.html of the finished study, and its figures; return the page."""
+        from isoloss.studies import page
+
+        return page.write(self)
+
+    def verify(self) -> Iterator[tuple[str, str | None]]:
+        """Check every run of the study; see `isoloss.studies.verify.verify_run`.
+
+        Raises:
+            IsolossError: The folder holds no study.
+        """
+        if not (self.path / "study.json").is_file():
+            raise IsolossError(f"{self.path} holds no study: it has no study.json")
+        import torch
+
+        from isoloss.studies.verify import verify_run
+
+        torch.set_num_threads(1)  # as the study's workers have
+        said = set()
+        for name, experiment in self.scale.experiments.items():
+            for part in experiment.measurements:
+                run, steps = run_of(self.path, name), list(experiment.steps(part))
+                for check in verify_run(run, experiment.config, part.measures, steps, settings_of(part)):
+                    if check not in said:  # several measurements of one run look at the same files
+                        said.add(check)
+                        yield check
+
+    def _config(self, name: str) -> Path:
+        """The TOML file that a run is made from."""
+        return self.path / CONFIGS / f"{name}.toml"
+
+
+def settings_of(part: Measurement) -> EvalConfig:
+    """Return the settings of a measurement's measures.
+
+    Raises:
+        IsolossError: A setting that no measure has.
+    """
+    return configs.from_dict(EvalConfig, dict(part.settings))
+
+
+def _eval_arguments(run: Run, experiment: Experiment, part: Measurement) -> tuple[str, ...]:
+    settings = [word for name, value in part.settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    steps = map(str, experiment.steps(part))
+    return ("eval", str(run.path), "--measures", *part.measures, "--steps", *steps, *settings, *DEVICE)
+
+
+def _is_trained(run: Run, experiment: Experiment) -> bool:
+    return run.complete and run.record["fingerprint"] == configs.fingerprint(experiment.config)
+
+
+def _training_progress(run: Run, experiment: Experiment) -> str:
+    return f"step {max(run.steps(), default=0):,} of {experiment.config.steps:,}" if run.exists else ""
+
+
+def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:
+    return _is_trained(run, experiment) and not _pending(run, part, experiment.steps(part))
+
+
+def _measuring_progress(run: Run, experiment: Experiment, part: Measurement) -> str:
+    present = [step for step in experiment.steps(part) if step in run.steps()]
+    total = len(experiment.steps(part)) * len(part.measures)
+    made = len(present) * len(part.measures) - len(_pending(run, part, present))
+    return f"{made} of {total} evaluations" if made else ""
+
+
+def _pending(run: Run, part: Measurement, steps: Sequence[int]) -> list[tuple[int, str]]:
+    return pending(run, part.measures, steps, settings_of(part))

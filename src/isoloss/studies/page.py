@@ -1,0 +1,172 @@
+"""A study's page: what every page has, and what a study adds to it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import altair as alt
+
+from isoloss import config as configs
+from isoloss import files
+from isoloss.report import charts
+from isoloss.report.data import Measure, Style, measure_of
+from isoloss.report.html import Cell, Figure, Finding, Page, Table, checkpoint_table, render
+from isoloss.report.save import save
+from isoloss.statistics.estimate import Estimate
+from isoloss.studies.claims import RULE, SAME_LOSS_NATS, title
+from isoloss.studies.results import Results, SummaryTable
+
+if TYPE_CHECKING:
+    from isoloss.studies.folder import StudyFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A figure of a study's page.
+
+    Attributes:
+        name: Of its files, without an ending.
+        title: Heading.
+        chart: The chart (`isoloss.report.charts`).
+        caption: What is seen.
+    """
+
+    name: str
+    title: str
+    chart: alt.ConcatChart
+    caption: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageParts:
+    """What a study says on its page.
+
+    Attributes:
+        figures: The figures.
+        findings: The key findings, the most important first.
+        settings: How the study was made, by name, before what every page says of that.
+    """
+
+    figures: Sequence[Drawing]
+    findings: Sequence[Finding] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+def write(folder: StudyFolder) -> Path:
+    """Write report/index.html of a finished study, and its figures as PDF and PNG; return the page."""
+    study, results = folder.study, folder.results()
+    summary = folder.summary(results)
+    parts = (study.page or default_parts)(results)
+    document = render(
+        Page(
+            title=f"{study.title or study.name}: {study.name} at {folder.scale_name} scale",
+            lead=study.lead,
+            findings=tuple(parts.findings),
+            claims=tuple(summary.claims),
+            rule=RULE,
+            figures=tuple(_figure(folder.page.parent, drawing) for drawing in parts.figures),
+            tables={each.title[0].upper() + each.title[1:]: _table(each) for each in summary.tables if each.caption},
+            checkpoints=checkpoint_table(results.table(), shown(results)),
+            command=shlex.join(["isoloss", "study", "run", study.name, "--scale", folder.scale_name]),
+            settings={
+                "Scale": f"{folder.scale_name} ({folder.scale.text})",
+                "Language": "; ".join(dict.fromkeys(words(e.config.language) for e in results.experiments.values())),
+                **parts.settings,
+                **_measuring(results),
+                **_making(results),
+            },
+        )
+    )
+    files.write_text(folder.page, document)
+    return folder.page
+
+
+def default_parts(results: Results) -> PageParts:
+    """Return the figures of a study that draws none of its own: over the steps, and each estimate against the loss."""
+    table = results.table()
+    style, measures = Style.of(table), shown(results)
+    figures = [
+        Drawing(
+            name="over-time",
+            title="Over time",
+            chart=charts.curves(table, measures, style=style),
+            caption="Each run over the steps of pre-training.",
+        )
+    ]
+    loss = measures[results.keys.index(results.loss_key)] if results.loss_key in results.keys else None
+    others = [measure for measure in measures if measure != loss]
+    if loss and others:
+        chart = charts.scatter(table, [(loss, other) for other in others], style=style)
+        caption = f"Every checkpoint: its {loss.title} against what else was measured."
+        figures.append(Drawing(name="against-loss", title="At the same loss", chart=chart, caption=caption))
+    return PageParts(figures=figures)
+
+
+def shown(results: Results) -> tuple[Measure, ...]:
+    """Return how to show the estimates that every checkpoint has."""
+    first = next(iter(results.checkpoints.values()))
+    return tuple(measure_of(key, first[key].estimate.unit) for key in results.keys)
+
+
+def signed(difference: Estimate) -> str:
+    """Return a difference with its sign, also where it is above 0."""
+    return f"{'+' if difference.value > 0 else ''}{difference}"
+
+
+def _figure(folder: Path, drawing: Drawing) -> Figure:
+    """Write a figure's PDF and PNG under `folder`, the page's, and return it for the page."""
+    links = {kind.upper(): f"figures/{drawing.name}.{kind}" for kind in ("pdf", "png")}
+    for link in links.values():
+        save(drawing.chart, folder / link)
+    return Figure(
+        title=drawing.title,
+        chart=drawing.chart,
+        caption=f"{drawing.caption} Error bars and bands are 95 % confidence intervals.",
+        downloads=links,
+        image=links["PNG"],
+    )
+
+
+def _table(table: SummaryTable) -> Table:
+    """Return a summary's table for the page."""
+    columns, texts = table.cells()
+    rows = []
+    for row, (labels, estimates) in zip(texts, table.rows, strict=True):
+        numbers = [*(x if isinstance(x, int) else None for x in labels), *(e.value for e in estimates.values())]
+        rows.append(tuple(Cell(text=text, sort=number) for text, number in zip(row, numbers, strict=True)))
+    return Table(caption=table.caption, columns=tuple(columns), rows=tuple(rows))
+
+
+def words(config: Any) -> str:
+    """Return a config as its kind and its settings in words."""
+    settings = configs.to_dict(config)
+    kind = settings.pop("kind")
+    return f"{kind}: " + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
+
+
+def _measuring(results: Results) -> dict[str, str]:
+    """Return how checkpoints were measured, by measure, from the files of the first one."""
+    first = next(iter(results.checkpoints.values()))
+    lines = {}
+    for key in results.keys:
+        settings = {name: value for name, value in first[key].settings.items() if name != "seed"}
+        words = [f"{name.replace('_', ' ')} {value:,}" for name, value in settings.items()]
+        lines[title(key)] = "; ".join([first[key].estimate.method, *words])
+    return {
+        **lines,
+        "Same loss": f"two models whose loss differs by less than {SAME_LOSS_NATS} nats with 95 % confidence",
+    }
+
+
+def _making(results: Results) -> dict[str, str]:
+    """Return with what the runs were made, as the first of them says."""
+    record = results.run(next(iter(results.experiments))).record
+    return {
+        "Device": "CPU, one thread a process",
+        "Versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
+        "Commit": record["commit"] or "unknown",
+    }

@@ -1,0 +1,219 @@
+"""What a finished study found: the estimates of every checkpoint, read from its files, and tables of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isoloss.runs import Run
+from isoloss.statistics.estimate import Estimate, rounded
+from isoloss.studies.claims import ClaimResult, loss_key
+from isoloss.studies.comparison import Checkpoint, Measured, measured
+from isoloss.studies.spec import AnyScale, Experiment
+
+if TYPE_CHECKING:
+    import polars as pl
+
+UNITS = {"nats per predicted token": "nats/token", "accuracy": "accuracy, %", "percentage points": "points"}
+
+
+@dataclass(frozen=True)
+class Results:
+    """All evaluations of a finished study.
+
+    An estimate has the name of its measure as its key, e.g. `trace` or `probe-root`. Where a measure has several, each
+    has its own name: those of `loss` are `entropy`, `kl` and `loss`.
+
+    Attributes:
+        scale: The scale of the study.
+        checkpoints: The estimates of each checkpoint by key, by run and step.
+        folder: The study's folder.
+    """
+
+    scale: Any  # an `AnyScale`; a study knows its own class
+    checkpoints: Mapping[tuple[str, int], Checkpoint]
+    folder: Path
+
+    @classmethod
+    def read(cls, folder: Path, scale: AnyScale) -> Results:
+        """Return the results in `folder`; an evaluation that is missing is an error that names it."""
+        checkpoints: dict[tuple[str, int], dict[str, Measured]] = {}
+        for name, experiment in scale.experiments.items():
+            for step in experiment.kept_steps:
+                checkpoint: dict[str, Measured] = {}
+                for part in experiment.measurements:
+                    for measure in part.measures if step in experiment.steps(part) else ():
+                        _add(checkpoint, measure, measured(run_of(folder, name), measure, step))
+                if checkpoint:
+                    checkpoints[name, step] = checkpoint
+        return cls(scale, checkpoints, folder)
+
+    @property
+    def experiments(self) -> Mapping[str, Experiment]:
+        """The runs by name."""
+        scale: AnyScale = self.scale
+        return scale.experiments
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The estimates that every checkpoint has; entropy and loss are left out where the KL says as much."""
+        first, *rest = self.checkpoints.values()
+        common = [key for key in first if all(key in other for other in rest)]
+        return tuple(key for key in common if "kl" not in common or key not in ("entropy", "loss"))
+
+    @property
+    def loss_key(self) -> str:
+        """Which estimate is the loss: `kl`, or `loss` where the truth is not known."""
+        first = next(iter(self.checkpoints.values()))
+        return loss_key([(first, first)])
+
+    def run(self, name: str) -> Run:
+        """Return a run of the study."""
+        return run_of(self.folder, name)
+
+    def at(self, run: str, step: int | None = None) -> Checkpoint:
+        """Return the estimates of a run's checkpoint, by default its last."""
+        return self.checkpoints[run, self.experiments[run].config.steps if step is None else step]
+
+    def of_run(self, name: str) -> dict[int, Checkpoint]:
+        """Return the checkpoints of a run by step."""
+        return {step: checkpoint for (run, step), checkpoint in self.checkpoints.items() if run == name}
+
+    def table(self, keys: Sequence[str] | None = None) -> pl.DataFrame:
+        """Return a row a checkpoint, as `isoloss.report.data` takes it."""
+        import polars as pl
+
+        return pl.DataFrame([self.row(*place, each, keys or self.keys) for place, each in self.checkpoints.items()])
+
+    def row(self, run: str, step: int, checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, Any]:
+        """Return the row of one checkpoint: of these estimates of it, at this step."""
+        experiment = self.experiments[run]
+        cells: dict[str, Any] = {
+            "run": run,
+            "group": experiment.group or run,
+            "size": experiment.config.model.size or "free shape",
+            "parameters": self.run(run).result()["num_parameters"],
+            "step": step,
+            "path": str(Path("..") / "runs" / run / "run.json"),
+        }
+        for key in keys:
+            cells |= {key: checkpoint[key].estimate.value, f"{key}_stderr": checkpoint[key].estimate.stderr}
+        return cells
+
+
+def run_of(folder: Path, name: str) -> Run:
+    """Return the run called `name` of the study in `folder`."""
+    return Run(folder / "runs" / name)
+
+
+def _add(checkpoint: dict[str, Measured], measure: str, estimates: Mapping[str, Measured]) -> None:
+    """Add what a measure found to a checkpoint: one estimate under the measure's name, several under their own."""
+    for name, each in estimates.items():
+        key = measure if len(estimates) == 1 else name
+        checkpoint[f"{measure}.{name}" if key in checkpoint else key] = each
+
+
+@dataclass(frozen=True)
+class SummaryTable:
+    """Rows of estimates.
+
+    Attributes:
+        name: Its key in JSON, a plural word.
+        title: What is printed above it.
+        labels: What names a row, e.g. run and step.
+        rows: For each row its labels and its estimates, the same names in all.
+        caption: What to mind in reading it, for the page.
+    """
+
+    name: str
+    title: str
+    labels: tuple[str, ...]
+    rows: Sequence[tuple[tuple[str | int, ...], Mapping[str, Estimate]]]
+    caption: str = ""
+
+    @property
+    def left(self) -> int:
+        """How many of the first columns are text, not numbers."""
+        return sum(isinstance(label, str) for label in self.rows[0][0])
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Return columns and rows as text; accuracies are in percent."""
+        columns = [*self.labels, *(_column(key, estimate.unit) for key, estimate in self.rows[0][1].items())]
+        return columns, [[*map(_label, labels), *map(_cell, some.values())] for labels, some in self.rows]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return the rows as JSON types."""
+        return [
+            {**dict(zip(self.labels, labels, strict=True)), "estimates": {key: bare(e) for key, e in some.items()}}
+            for labels, some in self.rows
+        ]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a study found.
+
+    Attributes:
+        tables: Tables of estimates.
+        claims: How each claim fared.
+    """
+
+    tables: Sequence[SummaryTable]
+    claims: Sequence[ClaimResult]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary as JSON types."""
+        claims = [
+            {
+                "claim": result.claim.id,
+                "verdict": result.verdict,
+                "answers": [
+                    {
+                        "case": answer.case,
+                        "verdict": answer.verdict.value,
+                        "difference": None if answer.difference is None else bare(answer.difference),
+                        "numbers": {name: str(estimate) for name, estimate in answer.numbers.items()},
+                        "explanation": answer.explanation,
+                    }
+                    for answer in result.answers
+                ],
+            }
+            for result in self.claims
+        ]
+        return {**{table.name: table.to_dict() for table in self.tables}, "claims": claims}
+
+
+def checkpoint_tables(results: Results) -> tuple[SummaryTable, ...]:
+    """Return the table of every checkpoint: the tables of a study that names no others."""
+    rows = [(place, {key: each[key].estimate for key in results.keys}) for place, each in results.checkpoints.items()]
+    return (SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),)
+
+
+def common_measures(scale: AnyScale) -> dict[str, dict[str, str]]:
+    """Return what claims of any study can measure: each measure by its name, and `transfer`, all probes."""
+    measures = [measure for one in scale.experiments.values() for part in one.measurements for measure in part.measures]
+    probes = {m.removeprefix("probe-"): m for m in dict.fromkeys(measures) if m.startswith("probe-")}
+    return {"kl": {"": "kl"}, **{m: {"": m} for m in dict.fromkeys(measures)}, "transfer": probes}
+
+
+def bare(estimate: Estimate) -> dict[str, Any]:
+    """Return an estimate as JSON types, without its parts by parameter and layer."""
+    parts = ("by_parameter", "by_parameter_stderr", "by_layer", "by_layer_stderr")
+    return {**estimate.to_dict(), **dict.fromkeys(parts)}
+
+
+def _column(key: str, unit: str) -> str:
+    short = UNITS.get(unit, unit)
+    return f"{'KL' if key == 'kl' else key} ({short})" if short else key
+
+
+def _label(label: str | int) -> str:
+    return f"{label:,}" if isinstance(label, int) else label
+
+
+def _cell(estimate: Estimate) -> str:
+    """Return value ± standard error without the unit; an accuracy in percent."""
+    scale = 100 if estimate.unit == "accuracy" else 1
+    return rounded(scale * estimate.value, scale * estimate.stderr)

@@ -1,0 +1,132 @@
+"""What a study is: runs, what is measured of them, claims, and how its page looks. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from isoloss.errors import IsolossError
+from isoloss.run_config import TrainConfig
+
+if TYPE_CHECKING:
+    from isoloss.studies.claims import Contrast
+    from isoloss.studies.page import PageParts
+    from isoloss.studies.results import Results, SummaryTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one unit of work measures of a run.
+
+    Attributes:
+        measures: Names of registered measures (`isoloss ls measures`).
+        steps: Steps that have a checkpoint; empty: every checkpoint that the run keeps.
+        settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss eval`.
+        name: The unit is called by it and the run.
+    """
+
+    measures: tuple[str, ...]
+    steps: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "measure"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A pre-training run and what is measured of it.
+
+    Attributes:
+        config: What is trained.
+        measurements: What is measured, a unit of work each.
+        after: The runs of the study that must be trained before it.
+        group: What the run is called in figures and tables, the same for all seeds of one setting; empty: its name.
+    """
+
+    config: TrainConfig
+    measurements: tuple[Measurement, ...]
+    after: tuple[str, ...] = ()
+    group: str = ""
+
+    @property
+    def kept_steps(self) -> tuple[int, ...]:
+        """The steps whose checkpoint the run keeps, in order."""
+        return tuple(sorted({*self.config.checkpoints, self.config.steps}))
+
+    def steps(self, measurement: Measurement) -> tuple[int, ...]:
+        """The steps that a measurement is made at."""
+        return measurement.steps or self.kept_steps
+
+
+class AnyScale(Protocol):
+    """A scale of a study: `Scale`, or a study's own class with settings from which its experiments are made."""
+
+    @property
+    def text(self) -> str:
+        """What it is for and how long it takes."""
+
+    @property
+    def experiments(self) -> Mapping[str, Experiment]:
+        """The runs by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """One size of a study.
+
+    Attributes:
+        text: What it is for and how long it takes.
+        experiments: The runs by name.
+    """
+
+    text: str
+    experiments: Mapping[str, Experiment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study. Only `name` and `scales` are needed; the rest has defaults that fit any study.
+
+    Attributes:
+        name: What the command line and the page call it.
+        scales: Its scales by name; the first is the default.
+        title: The page's heading; empty: the name.
+        lead: What the study is about, a paragraph each, for the page.
+        claims: A `claims.toml` (`isoloss.studies.claims.Claim`); None: the study tests no claims.
+        contrasts: The pairs of checkpoints that claims compare, by what the claims call them.
+        measures: The keys of the estimates by case, by what claims call a measure; None: `common_measures`.
+        tables: The tables of the summary; None: every checkpoint.
+        page: What the page shows; None: a curve of every estimate over the steps, and each against the loss.
+
+    Example:
+        >>> from isoloss.languages.config import PCFGConfig
+        >>> config = TrainConfig(language=PCFGConfig(levels=2), steps=100)
+        >>> run = Experiment(config=config, measurements=(Measurement(measures=("loss", "trace")),))
+        >>> study = Study(name="small", scales={"smoke": Scale(text="a minute", experiments={"plain": run})})
+        >>> study.scale("smoke").experiments["plain"].kept_steps
+        (100,)
+    """
+
+    name: str
+    scales: Mapping[str, AnyScale]
+    title: str = ""
+    lead: tuple[str, ...] = ()
+    claims: Path | None = None
+    contrasts: Callable[[Results], Mapping[str, Sequence[Contrast]]] | None = None
+    measures: Callable[[Any], Mapping[str, Mapping[str, str]]] | None = None
+    tables: Callable[[Results], Sequence[SummaryTable]] | None = None
+    page: Callable[[Results], PageParts] | None = None
+
+    def scale(self, name: str | None = None) -> AnyScale:
+        """Return the scale called `name`, by default the first.
+
+        Raises:
+            IsolossError: There is no such scale.
+        """
+        chosen = next(iter(self.scales)) if name is None else name
+        if chosen not in self.scales:
+            raise IsolossError(
+                f"the study {self.name} has no scale {chosen!r}; its scales are {', '.join(self.scales)}"
+            )
+        return self.scales[chosen]

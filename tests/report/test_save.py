@@ -1,0 +1,98 @@
+"""Charts as files for a paper: the same bytes every time, and what a reader needs on them."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import polars as pl
+import pytest
+
+from isoloss.errors import IsolossError
+from isoloss.report import charts
+from isoloss.report.data import KL, TRACE, accuracy
+from isoloss.report.save import AXES, PANEL, printed, save
+
+ROOT = accuracy("root")
+
+
+def draw(name, table):
+    if name == "scatter_pair":
+        return charts.scatter_pair(table, ROOT)
+    return getattr(charts, name)(table, (KL, TRACE, ROOT, accuracy("prefix-4")))
+
+
+@pytest.mark.parametrize("name", ["scatter_pair", "curves", "sizes"])
+def test_the_same_table_gives_the_same_bytes(table, tmp_path, name):
+    for kind, start in (("pdf", b"%PDF"), ("png", b"\x89PNG"), ("svg", b"<svg")):
+        one, other = tmp_path / "a" / f"{name}.{kind}", tmp_path / "b" / f"{name}.{kind}"
+        save(draw(name, table), one)
+        save(draw(name, table), other)
+        written = one.read_bytes()
+        assert written == other.read_bytes()
+        assert written.startswith(start)
+        if kind == "pdf":
+            assert b"CreationDate" not in written
+            assert b"/Type3" not in written  # letters are fonts, not drawings
+            assert b"LiberationSans" in written
+
+
+def test_another_process_gives_the_same_bytes(table, tmp_path):
+    table.write_parquet(tmp_path / "table.parquet")
+    program = (
+        "import sys, polars as pl, pathlib\nfrom isoloss.report import charts, data, save\n"
+        "folder = pathlib.Path(sys.argv[1]); table = pl.read_parquet(folder / 'table.parquet')\n"
+        "for kind in ('pdf', 'png'):\n"
+        "    save.save(charts.scatter_pair(table, data.accuracy('root')), folder / f'other.{kind}')\n"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Pacific/Auckland"}
+    subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path)], check=True, env=environment)
+    for kind in ("pdf", "png"):
+        save(draw("scatter_pair", table), tmp_path / f"here.{kind}")
+        here, other = ((tmp_path / f"{name}.{kind}").read_bytes() for name in ("here", "other"))
+        assert hashlib.sha256(here).hexdigest() == hashlib.sha256(other).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("scatter_pair", "Bars: 95 % confidence intervals"),
+        ("curves", "Bars and bands: 95 % confidence intervals"),
+        ("sizes", "Bars: 95 % confidence intervals; lines: means of a group"),
+    ],
+)
+def test_a_figure_says_what_its_bars_are(table, name, text, tmp_path):
+    assert printed(draw(name, table))["title"]["text"] == text
+    save(draw(name, table), tmp_path / "a.svg")
+    assert text in (tmp_path / "a.svg").read_text()
+
+
+def test_panels_have_the_size_of_a_paper_in_equal_rows(table):
+    spec = printed(draw("curves", table))
+    assert {(panel["width"], panel["height"]) for panel in spec["concat"]} == {PANEL}
+    assert spec["columns"] == 2  # of four panels
+    assert spec["background"] == "white"
+    assert "currentColor" not in str(spec["config"])
+
+
+def test_a_legend_of_long_names_is_not_wider_than_the_panels(table):
+    groups = ["a name that is as long as some names are in practice, or longer", "another one"]
+    long = table.with_columns(
+        pl.when(pl.col("group") == "AdamW").then(pl.lit(groups[0])).otherwise(pl.lit(groups[1])).alias("group")
+    )
+    assert printed(draw("scatter_pair", table))["config"]["legend"]["columns"] == 2
+    assert printed(draw("scatter_pair", long))["config"]["legend"]["columns"] == 1
+    assert 4.7 * len(groups[0]) < 2 * (PANEL[0] + AXES)
+
+
+def test_names_with_markup_are_names(table, tmp_path):
+    save(draw("sizes", table.with_columns(pl.lit(r"$\frac{ $<script>").alias("group"))), tmp_path / "hostile.svg")
+    assert "<script>" not in (tmp_path / "hostile.svg").read_text()
+
+
+def test_what_cannot_be_written_is_an_error(table, tmp_path):
+    (tmp_path / "figure.pdf").mkdir()
+    with pytest.raises(IsolossError, match=r"cannot write .*figure\.pdf"):
+        save(draw("scatter_pair", table), tmp_path / "figure.pdf")
+    with pytest.raises(IsolossError, match=r"must end in .png, .svg or .pdf"):
+        save(draw("scatter_pair", table), tmp_path / "figure.gif")

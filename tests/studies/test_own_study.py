@@ -1,0 +1,152 @@
+"""A study of one's own: a Python file, with the machinery's tables and page, run by any executor."""
+
+import json
+
+import pytest
+
+from isoloss import registry
+from isoloss.cli import study as command
+from isoloss.errors import IsolossError
+from isoloss.studies.folder import StudyFolder
+from isoloss.studies.load import load_study
+
+FILE = """
+from isoloss.languages.config import PCFGConfig
+from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.studies import Experiment, Measurement, Scale, Study
+
+LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
+
+def run(dropout):
+    config = TrainConfig(
+        language=LANGUAGE, model=ModelConfig(size="d16", dropout=dropout), steps=6, batch_size=8, checkpoints=(3,)
+    )
+    settings = {"loss_sentences": 16, "trace_sentences": 8}
+    return Experiment(config=config, measurements=(Measurement(measures=("loss", "trace"), settings=settings),))
+
+STUDY = Study(
+    name="dropout",
+    scales={"tiny": Scale(text="seconds", experiments={"without": run(0.0), "with": run(0.1)})},
+)
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_study.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def executors(monkeypatch):
+    monkeypatch.setattr(registry.EXECUTORS, "_entries", dict(registry.EXECUTORS._entries))
+    return registry.EXECUTORS
+
+
+def call(capsys, *words, status=0):
+    capsys.readouterr()
+    assert command.main([str(word) for word in words]) == status
+    return capsys.readouterr().out
+
+
+def in_this_process(units, *, workers, logs, say):
+    """An executor of a few lines: every unit in turn, in this process."""
+    from isoloss.cli.main import main
+
+    todo = [unit for unit in units if not unit.done()]
+    for unit in todo:
+        say(unit.name)
+        assert main(list(unit.arguments)) == 0
+    return len(todo)
+
+
+def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_path, executors):
+    executors.register("here", in_this_process)
+    where = ("--folder", tmp_path / "out")
+    plan = json.loads(call(capsys, "plan", file, *where, "--json"))["units"]
+    assert [(unit["unit"], unit["state"]) for unit in plan] == [
+        (f"{verb} {name}", "to do") for name in ("without", "with") for verb in ("train", "measure")
+    ]
+    call(capsys, "run", file, *where, "--executor", "here")
+    document = json.loads(call(capsys, "report", file, *where, "--json"))
+    assert (document["study"], document["scale"], document["claims"]) == ("dropout", "tiny", [])
+    assert [(row["run"], row["step"], set(row["estimates"])) for row in document["checkpoints"]] == [
+        (run, step, {"kl", "trace"}) for run in ("without", "with") for step in (3, 6)
+    ]
+    page = (tmp_path / "out" / "report" / "index.html").read_text()
+    assert "dropout at tiny scale" in page
+    assert "../runs/with/run.json" in page
+    assert "loss sentences 16" in page
+    figures = {path.name for path in (tmp_path / "out" / "report" / "figures").iterdir()}
+    assert figures == {f"{name}.{kind}" for name in ("over-time", "against-loss") for kind in ("pdf", "png")}
+    assert call(capsys, "verify", file, *where).endswith("0 failed\n")
+    # half-done units are told from those that were not begun
+    run = tmp_path / "out" / "runs" / "with"
+    (run / "evaluations" / "trace@step-6.json").unlink()
+    assert states(capsys, file, *where) == {
+        "train without": ("done", ""),
+        "measure without": ("done", ""),
+        "train with": ("done", ""),
+        "measure with": ("begun", "3 of 4 evaluations"),
+    }
+    (run / "result.json").unlink()
+    assert states(capsys, file, *where)["train with"] == ("begun", "step 6 of 6")
+    assert "step 6 of 6" in call(capsys, "status", file, *where)
+
+
+def states(capsys, *words):
+    units = json.loads(call(capsys, "status", *words, "--json"))["units"]
+    return {unit["unit"]: (unit["state"], unit["progress"]) for unit in units}
+
+
+def test_a_function_may_return_the_study(file):
+    file.write_text(FILE.replace("STUDY = Study(", "def study():\n  return Study("))
+    assert load_study(file).name == "dropout"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "has no study: assign an isoloss.studies.Study to STUDY"),
+        ("STUDY = 3", "is a int, not an isoloss.studies.Study"),
+        ("import no_such_module", "cannot be run: ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_a_file_without_a_study_is_refused(file, text, message):
+    file.write_text(text)
+    with pytest.raises(IsolossError, match=message):
+        load_study(file)
+
+
+def test_what_is_not_there_is_refused(file, tmp_path):
+    with pytest.raises(IsolossError, match=r"my_studi\.py does not exist; did you mean .*my_study\.py"):
+        load_study(tmp_path / "my_studi.py")
+    with pytest.raises(IsolossError, match="no study 'same-los'; did you mean same-loss"):
+        load_study("same-los")
+    with pytest.raises(IsolossError, match="no executor 'cloud'; the executors are local"):
+        command.main(["run", str(file), "--folder", str(tmp_path / "out"), "--executor", "cloud"])
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(IsolossError, match="the study dropout has no scale 'huge'; its scales are tiny"):
+        command.main(["plan", str(file), "--scale", "huge"])
+
+
+def test_more_groups_than_colors_are_refused_before_anything_is_trained(file, tmp_path):
+    file.write_text(FILE.replace('{"without": run(0.0), "with": run(0.1)}', '{f"r{i}": run(0.0) for i in range(8)}'))
+    with pytest.raises(IsolossError, match="8 groups of runs, and figures 7 colors"):
+        StudyFolder(load_study(file), tmp_path / "out").prepare()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"trace_sentences"', '"trace_sentence"', "trace_sentence"),
+        ('"trace")', '"trice")', "no measure 'trice'"),
+        ("steps=6", 'steps=6, precision="fp99"', "precision is 'fp99'"),
+    ],
+)
+def test_what_could_not_be_carried_out_is_refused_before_anything_is_trained(file, tmp_path, old, new, message):
+    file.write_text(FILE.replace(old, new))
+    with pytest.raises(IsolossError, match=message):
+        StudyFolder(load_study(file), tmp_path / "out").prepare()
+    assert not (tmp_path / "out").exists()
