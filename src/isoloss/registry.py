@@ -292,6 +292,9 @@ TASKS = Registry(
             "sst2": "whether a review is positive",
             "wnli": "whether a sentence with a pronoun entails one with the pronoun replaced",
         }.items()
+    },
+)
+
 EXECUTORS = Registry(
     "executor",
     "executors",

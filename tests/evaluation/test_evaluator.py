@@ -26,7 +26,7 @@ from isoloss.statistics.paired import paired_difference
 from isoloss.studies.comparison import difference, measured, ratio
 from isoloss.text.masking import IGNORED
 from isoloss.training import train
-from isoloss.transfer.compare import paired_difference
+from isoloss.transfer.compare import paired_difference as accuracy_difference
 from isoloss.transfer.linear_probing import linear_probe, lookup_probe
 from isoloss.transfer.tasks import make_task
 
@@ -111,7 +111,7 @@ def test_the_trace_is_that_of_fisher_trace(run, models):
 def test_the_paired_error_of_a_probe_is_that_of_its_predictions(run, models, language):
     task = make_task(language, "prefix-4", num_train=300, num_test=120, seed=7)
     results = {step: linear_probe(model, task, **PROBE) for step, model in models.items()}
-    expected = paired_difference(results[60].correct, results[30].correct)
+    expected = accuracy_difference(results[60].correct, results[30].correct)
     found = moved(run, "probe-prefix-4", "accuracy")
     assert found.value == pytest.approx(100 * expected.value)
     assert found.stderr == pytest.approx(100 * expected.stderr)
@@ -120,7 +120,7 @@ def test_the_paired_error_of_a_probe_is_that_of_its_predictions(run, models, lan
     assert kept.examples["labels"].tolist() == results[60].labels.tolist()
     table = lookup_probe(language, task, **PROBE)
     against = difference(kept, measured(run, "lookup-prefix-4", 60)["accuracy"])
-    assert against.stderr == pytest.approx(100 * paired_difference(results[60].correct, table.correct).stderr)
+    assert against.stderr == pytest.approx(100 * accuracy_difference(results[60].correct, table.correct).stderr)
 
 
 @pytest.mark.parametrize("scale", ["paper", "balanced", "exact"])
