@@ -1,13 +1,11 @@
 """Reading a real run back: everything in order, and each kind of damage found."""
 
-import dataclasses
 import shutil
 
 import pytest
 import torch
 
 from isoloss import files
-from isoloss.evaluation.config import EvalConfig
 from isoloss.evaluation.evaluator import Evaluator, pending
 from isoloss.languages.config import PRESETS
 from isoloss.paper.same_loss.study import STUDY
@@ -25,7 +23,7 @@ CONFIG = TrainConfig(
     checkpoints=(10,),
     device="cpu",
 )
-SETTINGS = EvalConfig(loss_sentences=32, trace_sentences=16, probe_train=100, probe_test=100, probe_epochs=2)
+SETTINGS = dict(loss_sentences=32, trace_sentences=16, probe_train=100, probe_test=100, probe_epochs=2)
 MEASURES = ("loss", "trace", "probe-prefix-4")
 
 
@@ -33,8 +31,8 @@ MEASURES = ("loss", "trace", "probe-prefix-4")
 def original(tmp_path_factory):
     run = Run(tmp_path_factory.mktemp("runs") / "run")
     train(run, CONFIG, CONFIG.language.build())
-    evaluator = Evaluator(run, dataclasses.asdict(SETTINGS))
-    for step, measure in pending(run, MEASURES, [10, 20], dataclasses.asdict(SETTINGS)):
+    evaluator = Evaluator(run, SETTINGS)
+    for step, measure in pending(run, MEASURES, [10, 20], SETTINGS):
         evaluator.evaluate(measure, step)
     return run
 

@@ -10,9 +10,8 @@ from typing import Any
 from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.evaluation.config import EvalConfig
 from isoloss.evaluation.evaluator import pending
-from isoloss.evaluation.evaluator import settings_of as measure_settings
+from isoloss.evaluation.measures.base import settings_of
 from isoloss.runs import Run
 from isoloss.studies.claims import ClaimResult, answer_all
 from isoloss.studies.plan import Unit
@@ -112,7 +111,7 @@ class StudyFolder:
             configs.check(experiment.config)
             for part in experiment.measurements:
                 for measure in part.measures:
-                    measure_settings(measure, settings_of(part))
+                    settings_of(measure, part.settings)
         if self.exists():
             return
         for name, experiment in self.scale.experiments.items():
@@ -187,7 +186,7 @@ class StudyFolder:
         for name, experiment in self.scale.experiments.items():
             for part in experiment.measurements:
                 run, steps = run_of(self.path, name), list(experiment.steps(part))
-                for check in verify_run(run, experiment.config, part.measures, steps, settings_of(part)):
+                for check in verify_run(run, experiment.config, part.measures, steps, part.settings):
                     if check not in said:  # several measurements of one run look at the same files
                         said.add(check)
                         yield check
@@ -195,15 +194,6 @@ class StudyFolder:
     def _config(self, name: str) -> Path:
         """The TOML file that a run is made from."""
         return self.path / CONFIGS / f"{name}.toml"
-
-
-def settings_of(part: Measurement) -> EvalConfig:
-    """Return the settings of a measurement's measures.
-
-    Raises:
-        IsolossError: A setting that no measure has.
-    """
-    return configs.from_dict(EvalConfig, dict(part.settings))
 
 
 def _eval_arguments(run: Run, experiment: Experiment, part: Measurement) -> tuple[str, ...]:
@@ -232,4 +222,4 @@ def _measuring_progress(run: Run, experiment: Experiment, part: Measurement) -> 
 
 
 def _pending(run: Run, part: Measurement, steps: Sequence[int]) -> list[tuple[int, str]]:
-    return pending(run, part.measures, steps, settings_of(part))
+    return pending(run, part.measures, steps, part.settings)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.evaluation.config import EvalConfig
 from isoloss.evaluation.evaluator import Evaluator, pending
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
@@ -16,7 +15,7 @@ Check = tuple[str, str | None]  # what was checked, and what is wrong with it, i
 
 
 def verify_run(
-    run: Run, config: TrainConfig, measures: Sequence[str], steps: Sequence[int], settings: EvalConfig
+    run: Run, config: TrainConfig, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any]
 ) -> Iterator[Check]:
     """Check a run's files against its config, its checkpoints and each other, and measure its last checkpoint again.
 
@@ -54,17 +53,15 @@ def verify_run(
     for step in present:
         same = recorded.get(str(step)) == run.weights(step)
         yield f"{run.name}: weights at step {step}", None if same else "not those that training saved"
-    todo = [
-        f"{measure} at step {step}" for step, measure in pending(run, measures, present, dataclasses.asdict(settings))
-    ]
+    todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, present, settings)]
     wrong = "missing, made with other weights or settings, or without the file of examples they were saved with"
     yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
     if not todo and not missing:
         yield from _measured_again(run, measures, steps[-1], settings)
 
 
-def _measured_again(run: Run, measures: Sequence[str], step: int, settings: EvalConfig) -> Iterator[Check]:
-    evaluator = Evaluator(run, dataclasses.asdict(settings), device="cpu")
+def _measured_again(run: Run, measures: Sequence[str], step: int, settings: Mapping[str, Any]) -> Iterator[Check]:
+    evaluator = Evaluator(run, settings, device="cpu")
     for measure in measures:
         kept, (again, _) = run.evaluation(measure, step), evaluator.measure(measure, step)
         same = kept is not None and kept.to_dict() == again.to_dict()
