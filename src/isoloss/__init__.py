@@ -1,5 +1,87 @@
-"""isoloss: tell apart language models that the pre-training loss cannot."""
+"""isoloss: tell apart language models that the pre-training loss cannot.
 
-from importlib.metadata import version
+The names in `__all__` are the public ones; other modules are internal unless a page of the documentation names them.
+Each is loaded on first use, so that `import isoloss` takes no time.
+"""
 
-__version__ = version("isoloss")
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from isoloss import lazy
+
+if TYPE_CHECKING:
+    from isoloss.evaluation.evaluator import evaluate
+    from isoloss.evaluation.pretraining import pretrain
+    from isoloss.flatness.compare import compare
+    from isoloss.flatness.fisher import fisher_trace
+    from isoloss.languages.specs import load_language
+    from isoloss.loading import load_model
+    from isoloss.registry import (
+        register_algorithm,
+        register_executor,
+        register_language,
+        register_measure,
+        register_model,
+        register_study,
+        register_task,
+    )
+    from isoloss.statistics.estimate import Estimate
+    from isoloss.transfer.compare import compare_accuracy
+    from isoloss.transfer.finetuning import finetune
+    from isoloss.transfer.linear_probing import linear_probe
+    from isoloss.transfer.tasks import make_task
+
+    __version__: str
+
+__all__ = [
+    "Estimate",
+    "__version__",
+    "compare",
+    "compare_accuracy",
+    "evaluate",
+    "finetune",
+    "fisher_trace",
+    "linear_probe",
+    "load_language",
+    "load_model",
+    "make_task",
+    "pretrain",
+    "register_algorithm",
+    "register_executor",
+    "register_language",
+    "register_measure",
+    "register_model",
+    "register_study",
+    "register_task",
+]
+
+_load, _ = lazy.exports(
+    __name__,
+    {
+        "Estimate": "isoloss.statistics.estimate",
+        "compare": "isoloss.flatness.compare",
+        "compare_accuracy": "isoloss.transfer.compare",
+        "evaluate": "isoloss.evaluation.evaluator",
+        "finetune": "isoloss.transfer.finetuning",
+        "fisher_trace": "isoloss.flatness.fisher",
+        "linear_probe": "isoloss.transfer.linear_probing",
+        "load_language": "isoloss.languages.specs",
+        "load_model": "isoloss.loading",
+        "make_task": "isoloss.transfer.tasks",
+        "pretrain": "isoloss.evaluation.pretraining",
+        **dict.fromkeys((name for name in __all__ if name.startswith("register_")), "isoloss.registry"),
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":  # reads the metadata of the installed package
+        from importlib.metadata import version
+
+        return version("isoloss")
+    return _load(name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

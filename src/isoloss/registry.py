@@ -315,3 +315,124 @@ STUDIES = Registry(
         ),
     },
 )
+
+
+def register_language(kind: str, config: Any, *, summary: str = "") -> None:
+    """Add a language for this process; another package adds one by an entry point of the group `isoloss.languages`.
+
+    Args:
+        kind: What configs and the command line call it.
+        config: A subclass of `isoloss.config.LanguageConfig`, or where it is: `"module:attribute"`.
+        summary: One line for lists; empty: the first line of the docstring.
+
+    Raises:
+        IsolossError: Another language has the name.
+
+    Example:
+        >>> register_language("my-dyck", "isoloss.languages.config:DyckConfig", summary="nested brackets")
+        >>> LANGUAGES.load("my-dyck")(kinds=3).build()
+        PCFG(6 tokens, up to 16 in a sentence)
+    """
+    LANGUAGES.register(kind, config, summary=summary)
+
+
+def register_model(name: str, architecture: Any, *, summary: str = "") -> None:
+    """Add an architecture, as `register_language` adds a language; the group is `isoloss.models`.
+
+    Args:
+        name: What `ModelConfig.architecture` and the command line call it.
+        architecture: An `isoloss.models.architectures.Architecture`, or where it is.
+        summary: As for `register_language`.
+
+    Example:
+        >>> register_model("my-bert", "isoloss.models.architectures:BERT", summary="BERT by another name")
+        >>> MODELS.load("my-bert").objective
+        'masked'
+    """
+    MODELS.register(name, architecture, summary=summary)
+
+
+def register_measure(name: str, measure: Any, *, summary: str = "") -> None:
+    """Add a measure, as `register_language` adds a language; the group is `isoloss.measures`.
+
+    Args:
+        name: What `isoloss eval` calls it; parts in capital letters are fields of the measure, e.g. `probe-TASK`.
+        measure: A subclass of `isoloss.evaluation.measures.base.Measure`, or where it is.
+        summary: As for `register_language`.
+
+    Example:
+        >>> register_measure("my-trace", "isoloss.evaluation.measures.flatness:Trace")
+        >>> MEASURES.load("my-trace")().trace_sentences
+        2048
+    """
+    MEASURES.register(name, measure, summary=summary)
+
+
+def register_task(name: str, labeling: Any, *, summary: str = "") -> None:
+    """Add a task of all languages, as `register_language` adds a language; the group is `isoloss.tasks`.
+
+    Args:
+        name: The task; parts in capital letters are arguments, e.g. `parity-TOKEN`.
+        labeling: A function of a language and these arguments, in small letters, that returns an
+            `isoloss.languages.api.Labeling`; or where it is.
+        summary: As for `register_language`.
+
+    Example:
+        >>> def starts_with(language, token):
+        ...     from isoloss.languages.api import Labeling
+        ...     index = language.vocabulary.index(token)
+        ...     return Labeling(classes=("no", "yes"), label=lambda s: (s.tokens[:, 0] == index).long())
+        >>> register_task("starts-with-TOKEN", starts_with)
+        >>> from isoloss import make_task
+        >>> make_task("brackets-8", "starts-with-<", num_train=10, num_test=10).classes
+        ('no', 'yes')
+    """
+    TASKS.register(name, labeling, summary=summary)
+
+
+def register_algorithm(kind: str, config: Any, *, summary: str = "") -> None:
+    """Add a training algorithm, as `register_language` adds a language; the group is `isoloss.algorithms`.
+
+    Args:
+        kind: What configs and `isoloss train --algorithm` call it.
+        config: A subclass of `isoloss.config.AlgorithmConfig`, or where it is.
+        summary: As for `register_language`.
+
+    Example:
+        >>> register_algorithm("my-sam", "isoloss.training.algorithms.config:SAMConfig")
+        >>> ALGORITHMS.load("my-sam")().rho
+        0.05
+    """
+    ALGORITHMS.register(kind, config, summary=summary)
+
+
+def register_executor(name: str, run: Any, *, summary: str = "") -> None:
+    """Add an executor of studies, as `register_language` adds a language; the group is `isoloss.executors`.
+
+    Args:
+        name: What `isoloss study run --executor` calls it.
+        run: A function `(units, *, workers, logs, say) -> int` (`isoloss.studies.executors.local.run`), or where it is.
+        summary: As for `register_language`.
+
+    Example:
+        >>> register_executor("my-local", "isoloss.studies.executors.local:run")
+        >>> EXECUTORS.load("my-local")([], workers=1, logs=None, say=print)
+        0
+    """
+    EXECUTORS.register(name, run, summary=summary)
+
+
+def register_study(name: str, study: Any, *, summary: str = "") -> None:
+    """Add a study, as `register_language` adds a language; the group is `isoloss.studies`.
+
+    Args:
+        name: What `isoloss study` calls it.
+        study: An `isoloss.studies.spec.Study`, a function that returns one, or where it is.
+        summary: As for `register_language`.
+
+    Example:
+        >>> register_study("my-study", "isoloss.paper.same_loss.study:STUDY")
+        >>> list(STUDIES.load("my-study").scales)
+        ['laptop', 'smoke']
+    """
+    STUDIES.register(name, study, summary=summary)

@@ -1,0 +1,41 @@
+"""The language itself: it draws sentences and knows the exact probability of every token."""
+
+import torch
+
+from isoloss.languages.api import ExactLanguage, Labeling, Sentences, cpu_generator
+from mylab.dice import DiceConfig
+
+
+class Dice(ExactLanguage):
+    """Sentences of `length` rolls, each side with its own probability."""
+
+    def __init__(self, config: DiceConfig) -> None:
+        self._config, self.max_length = config, config.length
+        self._set_vocabulary(tuple(str(side + 1) for side in range(config.sides)))
+        self.device, self.dtype = torch.device("cpu"), torch.float64
+        weights = 1 + config.bias * torch.arange(config.sides, dtype=torch.float64)
+        self.probs = weights / weights.sum()
+
+    def sample(self, n, *, generator=None, latent=False):
+        rolls = torch.multinomial(self.probs, n * self.max_length, True, generator=cpu_generator(n, generator))
+        return Sentences(rolls.view(n, self.max_length), torch.full((n,), self.max_length))
+
+    def log_prob(self, tokens, lengths, *, mask=None):
+        log_probs = self.probs.log()[tokens.clamp(max=self.vocab_size - 1)]
+        return log_probs.sum(1) if mask is None else log_probs.masked_fill(mask, 0).sum(1)
+
+    def log_conditionals(self, tokens, lengths, *, mask=None, positions=None):
+        shape = tokens.shape if positions is None else positions.shape
+        return self.probs.log().expand(*shape, self.vocab_size).clone()
+
+    def conditional_entropy(self, tokens, lengths, *, mask=None, positions=None):
+        shape = tokens.shape if positions is None else positions.shape
+        return torch.special.entr(self.probs).sum().expand(shape).clone()
+
+    def tasks(self):
+        return {"total": "whether the rolls add up to an even number"}
+
+    def labeling(self, name):
+        if name != "total":
+            return super().labeling(name)
+        return Labeling(classes=("even", "odd"), label=lambda sentences: (sentences.tokens + 1).sum(1) % 2)

@@ -1,0 +1,29 @@
+"""A study: does noise on the gradient find a flatter model of the same loss?"""
+
+from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.studies.spec import Experiment, Measurement, Scale, Study
+from mylab.dice import DiceConfig
+from mylab.noise import GradientNoiseConfig
+
+
+def _experiments(steps: int) -> dict[str, Experiment]:
+    measured = Measurement(
+        measures=("loss", "trace", "top1", "probe-total"),
+        settings={"loss_sentences": 256, "trace_sentences": 128, "top1_inputs": 256, "probe_train": 256,
+                  "probe_test": 256, "probe_seeds": 2, "probe_epochs": 5},
+    )
+    common = {"language": DiceConfig(), "model": ModelConfig(size="d16"), "steps": steps, "batch_size": 32}
+    return {
+        "plain": Experiment(config=TrainConfig(**common), measurements=(measured,)),
+        "noisy": Experiment(config=TrainConfig(**common, algorithm=GradientNoiseConfig()), measurements=(measured,)),
+    }
+
+
+STUDY = Study(
+    name="noise",
+    scales={
+        "smoke": Scale(text="a test of seconds", experiments=_experiments(20)),
+        "full": Scale(text="a minute", experiments=_experiments(2000)),
+    },
+    title="Noise on the gradient",
+)

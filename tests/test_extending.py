@@ -1,0 +1,84 @@
+"""Components of a package outside of isoloss: named by entry points, used through the command line."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(__file__).parent / "plugin"
+PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+COMMANDS = [shlex.split(line) for line in re.findall(r"^isoloss .*$", PAGE, flags=re.MULTILINE)]
+ADDED = {
+    "languages": "dice",
+    "models": "distilbert",
+    "measures": "top1",
+    "tasks": "parity-TOKEN",
+    "algorithms": "gradient-noise",
+    "executors": "sequential",
+    "studies": "noise",
+}
+
+
+def isoloss(*words, folder):
+    environment = {**os.environ, "PYTHONPATH": f"{PLUGIN}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "isoloss", *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder in which every command of the page was run, in order."""
+    folder = tmp_path_factory.mktemp("extending")
+    for command in COMMANDS:
+        done = isoloss(*command[1:], folder=folder)
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+    return folder
+
+
+def test_the_page_shows_the_package():
+    shown = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```\n", PAGE, flags=re.DOTALL))
+    assert shown == {str(path.relative_to(PLUGIN)): path.read_text() for path in (PLUGIN / "mylab").glob("[!_]*.py")}
+    table = (PLUGIN / "mylab-1.0.dist-info" / "entry_points.txt").read_text()
+    assert set(re.findall(r"^(\S+) = (\S+)$", table, flags=re.MULTILINE)) == set(
+        re.findall(r'^(\S+) = "(mylab\S+)"$', PAGE, flags=re.MULTILINE)
+    )
+
+
+def test_one_of_each_is_listed(folder):
+    lists = json.loads(isoloss("ls", "--json", folder=folder).stdout)
+    for name, component in ADDED.items():
+        assert component in json.dumps(lists[name]), name
+
+
+def test_the_language_is_measured_against_its_truth(folder):
+    document = json.loads(isoloss("eval", "runs/dice", "--measures", "loss", "top1", "--json", folder=folder).stdout)
+    estimates = {name: e for each in document["evaluations"] for name, e in each["estimates"].items()}
+    assert estimates["kl"]["value"] > 0
+    assert estimates["entropy"]["stderr"] == 0 or estimates["entropy"]["value"] > 1
+    assert 0 < estimates["top1"]["value"] < 1
+    assert estimates["top1"]["stderr"] > 0
+
+
+def test_the_algorithm_changed_the_training(folder):
+    lines = (folder / "runs/dice/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["noise"] == pytest.approx((0.1 / 21**0.55) ** 0.5)
+
+
+def test_options_of_components_are_options_of_the_commands(folder):
+    assert "--gradient-noise-variance" in isoloss("train", "--help", folder=folder).stdout
+    assert "--top1-inputs" in isoloss("eval", "--help", folder=folder).stdout
+    wrong = isoloss("train", "runs/x", "--language", "dice", "--algorithm", "gradient-noise",
+                    "--gradient-noise-variance", "0", folder=folder)
+    assert wrong.returncode == 2
+    assert "variance is 0.0; it must be above 0" in wrong.stderr
+
+
+def test_the_study_is_verified_and_has_a_page(folder):
+    done = isoloss("study", "verify", "noise", "--scale", "smoke", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "runs/noise-smoke/report/index.html").stat().st_size > 0
