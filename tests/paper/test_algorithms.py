@@ -12,7 +12,6 @@ from isoloss.paper.algorithms.study import STUDY
 from isoloss.report.claims import Verdict
 from isoloss.studies.design import run_of
 from isoloss.studies.plan import check
-from isoloss.training.trainer import validate
 from isoloss.transfer.tasks import make_task
 
 SCALE = design.scale_of("laptop")
@@ -186,7 +185,7 @@ def test_seeds_are_measured_on_sentences_of_their_own(name):
 def test_every_run_can_be_trained_and_every_task_be_made(name):
     scale = design.scale_of(name)
     for experiment in design.experiments(scale).values():
-        validate(experiment.config)
+        configs.check(experiment.config)
     language = languages.make(scale.language)
     for task in scale.tasks:
         assert make_task(language, task, num_train=50, num_test=50, seed=1).majority_rate < 1
