@@ -82,7 +82,7 @@ UNDONE = {
 }
 
 
-class Clock(TrainerCallback):
+class StepTimes(TrainerCallback):
     """Notes the process's time at the start of every step of the Trainer."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class Workload:
 
     def trainer(self, steps: int, *, attention: str, loss: str = "own", bf16: bool = False) -> list[float]:
         """Train with the Trainer, on the batches of the same steps, which are in memory."""
-        config, clock = self.config, Clock()
+        config, times = self.config, StepTimes()
         batches = [training_batch(self.language, config, number, CPU).inputs for number in range(1, steps + 1)]
         model = self._model(loss == "ours")
         if loss != "ours":
@@ -223,10 +223,10 @@ class Workload:
                 bf16=bf16,
             )
             kind = OurLoss if loss == "ours" else Trainer
-            made = kind(model=model, args=arguments, train_dataset=batches, data_collator=_only, callbacks=[clock])
+            made = kind(model=model, args=arguments, train_dataset=batches, data_collator=_only, callbacks=[times])
             made.remove_callback(PrinterCallback)
             made.train()
-        return differences(clock.times)
+        return differences(times.times)
 
 
 class OurLoss(Trainer):

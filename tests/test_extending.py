@@ -72,8 +72,17 @@ def test_the_algorithm_changed_the_training(folder):
 def test_options_of_components_are_options_of_the_commands(folder):
     assert "--gradient-noise-variance" in isoloss("train", "--help", folder=folder).stdout
     assert "--top1-inputs" in isoloss("eval", "--help", folder=folder).stdout
-    wrong = isoloss("train", "runs/x", "--language", "dice", "--algorithm", "gradient-noise",
-                    "--gradient-noise-variance", "0", folder=folder)
+    wrong = isoloss(
+        "train",
+        "runs/x",
+        "--language",
+        "dice",
+        "--algorithm",
+        "gradient-noise",
+        "--gradient-noise-variance",
+        "0",
+        folder=folder,
+    )
     assert wrong.returncode == 2
     assert "variance is 0.0; it must be above 0" in wrong.stderr
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from public_api import lines
 
 import isoloss
+from public_api import lines
 
 ANNOUNCED = Path(__file__).with_name("public_api.txt")
 FUNCTIONS = [name for name in isoloss.__all__ if callable(getattr(isoloss, name))]

@@ -75,6 +75,6 @@ def test_several_parts_of_a_pattern_are_read_from_the_end():
 
 
 def test_reading_names_costs_no_import_of_torch():
-    names = "r.LANGUAGES.names(), r.ALGORITHMS.names()"
+    names = "r.LANGUAGES.names(), r.MODELS.names(), r.ALGORITHMS.names()"
     code = f"import sys, isoloss.registry as r; {names}; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

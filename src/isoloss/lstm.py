@@ -167,7 +167,7 @@ class LSTMForMaskedLM(LSTMPreTrainedModel):
         Args:
             input_ids: (n, T) int64.
             attention_mask: (n, T), 1 at tokens and 0 at padding; None: there is no padding.
-            labels: (n, T), the hidden tokens, and -100 where nothing is scored.
+            labels: (n, T), the masked tokens, and -100 where nothing is scored.
             output_hidden_states: As for `LSTMModel`.
 
         Returns:
@@ -180,17 +180,17 @@ class LSTMForMaskedLM(LSTMPreTrainedModel):
 
 
 def _orders(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return two (n, T) of places: which token comes t-th with padding moved to the end, and a reversal of the tokens.
+    """Return two (n, T) of indices: which token comes t-th with padding moved to the end, and a reversal of the tokens.
 
     The reversal is of rows that are already in that order, and its own inverse. The first is None where nothing moves.
     """
-    places = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
     if attention_mask is None:
-        return None, places.flip(1)
+        return None, positions.flip(1)
     present = attention_mask.bool()
     lengths = present.sum(dim=1, keepdim=True)
     order = (~present).long().argsort(dim=1, stable=True)
-    return order, torch.where(places < lengths, lengths - 1 - places, places)
+    return order, torch.where(positions < lengths, lengths - 1 - positions, positions)
 
 
 @contextlib.contextmanager

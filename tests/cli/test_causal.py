@@ -126,7 +126,7 @@ def test_a_causal_model_reads_a_task_from_the_start(drawn):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--architecture", "opt", "--masking", "fraction"), "hides no tokens: leave out --masking"),
+        (("--architecture", "opt", "--masking", "fraction"), "masks no tokens: leave out masking"),
         (("--architecture", "opt", "--objective", "masked"), "the architecture opt learns 'causal'"),
         (("--objective", "causal"), "the architecture bert learns 'masked'"),
     ],

@@ -132,6 +132,15 @@ def test_a_complete_run_is_returned_as_it_is(tmp_path, monkeypatch):
         pretrain(run, dataclasses.replace(CONFIG, steps=9))
 
 
+def test_a_run_says_in_a_line_what_it_is(tmp_path):
+    assert repr(Run(tmp_path / "run")) == f"Run('{tmp_path}/run', not begun)"
+    assert "<td>not begun</td>" in Run(tmp_path / "run")._repr_html_()
+    run = trained(tmp_path / "run", CONFIG)
+    assert repr(run) == f"Run('{tmp_path}/run', complete, checkpoints at steps [4, 8])"
+    for cell in ("bert d16", "pcfg", "gradient", "nats at step 8"):
+        assert cell in run._repr_html_()
+
+
 def test_a_measure_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(IsolossError, match="measure_every is 5; it must be a multiple of log_every, 2"):
         trained(tmp_path / "run", dataclasses.replace(CONFIG, measure_every=5))

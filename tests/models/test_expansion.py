@@ -199,7 +199,7 @@ def test_the_papers_way_to_add_post_layer_norm_layers_changes_the_function(kind)
     assert gap(small, large, padded()) > 0.01
 
 
-def normalised(small, inputs):
+def normalized(small, inputs):
     """The states after the small model's last layer norm without its gamma and beta, and the variance before it."""
     seen = []
     norm = small.base_model.encoder.layer[-1].output.LayerNorm
@@ -216,7 +216,7 @@ def test_added_post_layer_norm_layers_rescale_by_what_eps_does(eps):
     """Each layer norm after the small model's last divides by sqrt(v + eps), v the variance that the last one left."""
     small = built("bert", layer_norm_eps=eps)
     large = expand(small, LARGE).model
-    hat, variance = normalised(small, padded())
+    hat, variance = normalized(small, padded())
     v = variance / (variance + eps)
     factor = torch.ones_like(v)
     for _ in range(2 * (LARGE.num_layers - SMALL.num_layers)):

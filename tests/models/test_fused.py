@@ -195,7 +195,7 @@ def test_a_model_in_training_has_the_values_and_gradients_of_transformers_own(ar
     inputs = batch(is_one_each)
     if not is_padded:
         del inputs["attention_mask"]
-    got, expected = (predicted_states(m, inputs, causal=False) for m in (model, exact))
+    got, expected = (predicted_states(m, inputs) for m in (model, exact))
     cotangent = normal(*got.shape, seed=5)
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
     got.backward(cotangent)
@@ -210,7 +210,7 @@ def test_a_model_in_training_has_the_values_and_gradients_of_transformers_own(ar
 
 def in_training(model, seed=0):
     torch.manual_seed(seed)
-    return predicted_states(model, batch(False), causal=False)
+    return predicted_states(model, batch(False))
 
 
 def test_a_step_repeats_bit_for_bit():

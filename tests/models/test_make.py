@@ -5,12 +5,16 @@ import types
 
 import pytest
 import torch
-from transformers import BertForMaskedLM, OPTForCausalLM, RobertaPreLayerNormForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, OPTForCausalLM, RobertaPreLayerNormForMaskedLM
 
+from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PRESETS
 from isoloss.lstm import LSTMForMaskedLM
+from isoloss.models.architectures import BERT
 from isoloss.models.make import make_model, predicted_logits, predicted_states
+from isoloss.models.sizes import Shape
+from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.text.causal import objective_batch
@@ -93,3 +97,39 @@ def test_any_module_with_logits_will_do(causal):
     labels = torch.tensor([[-100, 1, -100, 2], [-100, -100, 0, -100]])
     got = predicted_logits(Position(), {"input_ids": labels, "labels": labels}, causal=causal)
     assert got[:, 0].tolist() == ([0, 2, 1] if causal else [1, 3, 2])
+
+
+def test_an_architecture_from_outside_is_registered_built_and_checked(monkeypatch):
+    class Deep(type(BERT)):
+        default_size = "two"
+        sizes = {"two": Shape(8, 1, 2, 16)}  # noqa: RUF012
+
+        def build(self, config, language, *, seed):
+            shape = self.shape(config)
+            own = BertConfig(
+                vocab_size=language.model_vocab_size,
+                hidden_size=shape.d_model,
+                num_hidden_layers=shape.num_layers,
+                num_attention_heads=shape.num_heads,
+                intermediate_size=shape.intermediate,
+                max_position_embeddings=language.max_length,
+            )
+            return BertForMaskedLM(own)
+
+    monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
+    MODELS.register("deep", Deep())
+    config = ModelConfig(architecture="deep")
+    assert str(config) == "deep two"
+    configs.check(config)
+    model = make_model(config, LANGUAGE, seed=0)
+    assert model.num_parameters() == MODELS.load("deep").num_parameters(
+        Shape(8, 1, 2, 16), LANGUAGE.model_vocab_size, LANGUAGE.max_length
+    )
+    assert predicted_logits(model, batch_of("bert"), causal=False).shape[1] == LANGUAGE.model_vocab_size
+    with pytest.raises(IsolossError, match="deep has no model size 'd64'; its sizes are two"):
+        configs.check(ModelConfig(architecture="deep", size="d64"))
+
+
+def test_states_of_a_class_that_is_not_registered_are_refused():
+    with pytest.raises(IsolossError, match="Linear is the class of no registered architecture"):
+        predicted_states(torch.nn.Linear(1, 1), {"labels": torch.zeros(1, 1)})

@@ -12,7 +12,6 @@ from isoloss.studies.claims import Verdict
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
 from isoloss.studies.results import Results, run_of
-from isoloss.training.trainer import validate
 from isoloss.transfer.tasks import make_task
 
 SCALE = design.SCALES["laptop"]
@@ -186,7 +185,7 @@ def test_seeds_are_measured_on_sentences_of_their_own(name):
 def test_every_run_can_be_trained_and_every_task_be_made(name):
     scale = design.SCALES[name]
     for experiment in scale.experiments.values():
-        validate(experiment.config)
+        configs.check(experiment.config)
     language = scale.language.build()
     for task in scale.tasks:
         assert make_task(language, task, num_train=50, num_test=50, seed=1).majority_rate < 1

@@ -9,6 +9,8 @@ from toy_language import PairLanguage
 
 from isoloss.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
+from isoloss.runs import Run
+from isoloss.training import train
 
 
 def small(**changes):
@@ -24,6 +26,12 @@ def small(**changes):
         **changes,
     }
     return TrainConfig(**arguments)
+
+
+def trained(path, config=None, language=None):
+    run = Run(path)
+    train(run, config or small(), language or PairLanguage())
+    return run
 
 
 class Signalling(PairLanguage):

@@ -40,9 +40,9 @@ def drawn(n, d, seed):
 def least_squares_predictions(train_x, train_y, test_x, ridge):
     """Return the predictions of the ridge regression as a least-squares problem with a row a penalized weight."""
     n, d = train_x.shape
-    centre = train_x.mean(0)
-    scale = ((train_x - centre) ** 2).sum(1).mean().sqrt()
-    train_z, test_z = (train_x - centre) / scale, (test_x - centre) / scale
+    center = train_x.mean(0)
+    scale = ((train_x - center) ** 2).sum(1).mean().sqrt()
+    train_z, test_z = (train_x - center) / scale, (test_x - center) / scale
     penalty = (n * ridge) ** 0.5 * torch.eye(d, dtype=train_x.dtype)
     rows = torch.cat([train_z, penalty])
     targets = torch.cat([train_y - train_y.mean(0), train_y.new_zeros(d, train_y.shape[1])])

@@ -120,16 +120,16 @@ def rewritten(folder, change):
 
 
 def test_a_record_of_another_version_names_the_fields(folder):
-    rewritten(folder, lambda document: document.update(colour=3))
-    with pytest.raises(IsolossError, match=r"of another version of isoloss \(it also has colour\): delete its folder"):
+    rewritten(folder, lambda document: document.update(color=3))
+    with pytest.raises(IsolossError, match=r"of another version of isoloss \(it also has color\): delete its folder"):
         load(folder, model(), config=CONFIG)
 
 
 def test_a_config_of_another_version_names_the_fields(folder):
-    rewritten(folder, lambda document: document["config"].update(colour="red"))
-    with pytest.raises(IsolossError, match=r"of another config \(colour: None != 'red'\)"):
+    rewritten(folder, lambda document: document["config"].update(color="red"))
+    with pytest.raises(IsolossError, match=r"of another config \(color: None != 'red'\)"):
         load(folder, model(), config=CONFIG)
-    rewritten(folder, lambda document: document["config"].pop("colour") and document["config"].pop("seed"))
+    rewritten(folder, lambda document: document["config"].pop("color") and document["config"].pop("seed"))
     with pytest.raises(IsolossError, match=r"of another config \(seed: 0 != None\)"):
         load(folder, model(), config=CONFIG)
 

@@ -1,5 +1,8 @@
 """Which algorithm a config builds, what is refused, and that each goes on bit for bit and trains through the loop."""
 
+import dataclasses
+from typing import Literal
+
 import pytest
 import torch
 from running import Signalling, content, small
@@ -7,11 +10,14 @@ from stepping import context
 from toy_language import PairLanguage
 
 from isoloss import config as configs
+from isoloss.config import AlgorithmConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PCFGConfig
 from isoloss.models.make import make_model
+from isoloss.registry import ALGORITHMS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run
+from isoloss.seeds import generator
 from isoloss.training.algorithms.adversarial import Adversarial
 from isoloss.training.algorithms.base import Examples, TrainingAlgorithm
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, GradientConfig, SAMConfig
@@ -20,7 +26,7 @@ from isoloss.training.algorithms.sam import SAM
 from isoloss.training.trainer import Interrupted, train
 
 ADVERSARIAL = AdversarialConfig(head_examples=8, loss_examples=4, task_examples=40)
-ALGORITHMS = [GradientConfig(), SAMConfig(), SAMConfig(batch="same"), ADVERSARIAL, FisherPenaltyConfig(sentences=3)]
+EACH = [GradientConfig(), SAMConfig(), SAMConfig(batch="same"), ADVERSARIAL, FisherPenaltyConfig(sentences=3)]
 
 
 def examples(task="root", n=40):
@@ -30,7 +36,7 @@ def examples(task="root", n=40):
 
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
-    list(zip(ALGORITHMS, [TrainingAlgorithm, SAM, SAM, Adversarial, FisherPenalty], strict=True)),
+    list(zip(EACH, [TrainingAlgorithm, SAM, SAM, Adversarial, FisherPenalty], strict=True)),
 )
 def test_a_config_builds_its_algorithm(algorithm, expected):
     config = small(algorithm=algorithm)
@@ -43,7 +49,7 @@ def test_a_config_builds_its_algorithm(algorithm, expected):
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"algorithm": algorithm} for algorithm in ALGORITHMS[1:]),
+        *({"algorithm": algorithm} for algorithm in EACH[1:]),
         {"algorithm": SAMConfig(), "optimizer": OptimizerConfig(name="sgd", momentum=0.9, warmup_steps=3)},
         {"optimizer": OptimizerConfig(warmup_proportion=0.3, schedule="cosine", max_grad_norm=0.5)},
         {"optimizer": OptimizerConfig(warmup_steps=3, schedule="linear"), "micro_batch": 3},
@@ -137,3 +143,46 @@ def test_an_unknown_algorithm_or_field_is_refused():
         configs.from_dict(TrainConfig, {**document, "algorithm": {"kind": "lion"}})
     with pytest.raises(IsolossError, match="rho"):
         configs.from_dict(TrainConfig, {**document, "algorithm": {"kind": "gradient", "rho": 0.1}})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Noisy(AlgorithmConfig):
+    """The gradient plus noise: an algorithm of another package, in one place."""
+
+    kind: Literal["noisy"] = "noisy"
+    scale: float = configs.setting(0.1, above=0)
+
+    def build(self, model, context):
+        config = self
+
+        class Algorithm(TrainingAlgorithm):
+            def add_gradient(self, number, batch, loss):
+                loss_nats = self.add_loss_gradient(batch, loss)
+                draws = generator(self.context.seed, "noise", number)
+                for p in self.optimizer.parameters:
+                    p.grad.add_(config.scale * torch.randn(p.shape, generator=draws))
+                return loss_nats, {"scale": config.scale}
+
+        return Algorithm(model, context)
+
+    def check_run(self, run, *, num_processes=1):
+        if run.batch_size > 100:
+            raise IsolossError("too many")
+
+
+def test_an_algorithm_from_outside_is_registered_trained_and_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ALGORITHMS, "_entries", dict(ALGORITHMS._entries))
+    ALGORITHMS.register("noisy", Noisy)
+    config = configs.from_dict(TrainConfig, configs.to_dict(small(algorithm=Noisy(scale=0.01))))
+    assert config.algorithm == Noisy(scale=0.01)
+    whole, stopped = Run(tmp_path / "whole"), Run(tmp_path / "stopped")
+    train(whole, config, PairLanguage())
+    with pytest.raises(Interrupted):
+        train(stopped, config, Signalling({3}))
+    train(stopped, config, PairLanguage())
+    assert content(stopped) == content(whole)
+    assert whole.metrics()[0]["scale"] == 0.01
+    with pytest.raises(IsolossError, match=r"algorithm.scale is 0\.0; it must be above 0"):
+        configs.check(small(algorithm=Noisy(scale=0.0)))
+    with pytest.raises(IsolossError, match="too many"):
+        configs.check(small(algorithm=Noisy(), batch_size=101))

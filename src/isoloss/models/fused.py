@@ -207,13 +207,13 @@ def _add_norm(
 
 
 def _add_norm_backward(
-    d_y: torch.Tensor, dropped: Dropped, normalised: torch.Tensor, inverse: torch.Tensor, weight: torch.Tensor
+    d_y: torch.Tensor, dropped: Dropped, normalized: torch.Tensor, inverse: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients (N, d) of x and residual, and (3, d) those of bias, weight and shift."""
     from isoloss.models import fused_kernels
 
-    d_x, d_residual, sums = torch.empty_like(normalised), torch.empty_like(normalised), d_y.new_zeros(3, d_y.shape[1])
-    operands = (d_y.contiguous().numpy(), normalised.numpy(), inverse.numpy(), *dropped, _copied(weight))
+    d_x, d_residual, sums = torch.empty_like(normalized), torch.empty_like(normalized), d_y.new_zeros(3, d_y.shape[1])
+    operands = (d_y.contiguous().numpy(), normalized.numpy(), inverse.numpy(), *dropped, _copied(weight))
     fused_kernels.add_norm_backward(*operands, d_x.numpy(), d_residual.numpy(), sums.numpy())
     return d_x, d_residual, sums
 

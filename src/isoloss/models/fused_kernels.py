@@ -106,7 +106,7 @@ def add_norm(
 ) -> None:
     """Set y (N, d) to the layer norm of residual + dropout(x + bias), with `weight` and `shift`.
 
-    What the backward pass needs is left in x, the normalised rows, and in `inverse` (N,), by which they were scaled.
+    What the backward pass needs is left in x, the normalized rows, and in `inverse` (N,), by which they were scaled.
     """
     width = x.shape[1]
     one = _F(1) / _F(width)
@@ -135,7 +135,7 @@ def add_norm(
 @_compiled
 def add_norm_backward(
     d_y: Floats,
-    normalised: Floats,
+    normalized: Floats,
     inverse: Floats,
     bits: Bits,
     level: np.int16,
@@ -153,12 +153,12 @@ def add_norm_backward(
         for j in range(width):
             v = d_y[i, j] * weight[j]
             plain += v
-            along += v * normalised[i, j]
+            along += v * normalized[i, j]
         plain *= one
         along *= one
         r = inverse[i]
         for j in range(width):
-            g, u = d_y[i, j], normalised[i, j]
+            g, u = d_y[i, j], normalized[i, j]
             v = r * (g * weight[j] - plain - u * along)
             d_residual[i, j] = v
             if level != _KEEP_ALL:

@@ -25,7 +25,9 @@ class GradientNoiseConfig(AlgorithmConfig):
             def add_gradient(self, number: int, batch: Any, loss: Any) -> Any:
                 loss_nats, details = super().add_gradient(number, batch, loss)
                 scale = (variance / (1 + number) ** 0.55) ** 0.5
-                draws = generator(context.seed, "gradient noise", number)  # a function of seed and step: resumes exactly
+                draws = generator(
+                    context.seed, "gradient noise", number
+                )  # a function of seed and step: resumes exactly
                 for parameter in self.model.parameters():
                     noise = torch.randn(parameter.shape, generator=draws)
                     parameter.grad.add_(noise.to(parameter.device), alpha=scale)

@@ -9,8 +9,15 @@ from mylab.noise import GradientNoiseConfig
 def _experiments(steps: int) -> dict[str, Experiment]:
     measured = Measurement(
         measures=("loss", "trace", "top1", "probe-total"),
-        settings={"loss_sentences": 256, "trace_sentences": 128, "top1_inputs": 256, "probe_train": 256,
-                  "probe_test": 256, "probe_seeds": 2, "probe_epochs": 5},
+        settings={
+            "loss_sentences": 256,
+            "trace_sentences": 128,
+            "top1_inputs": 256,
+            "probe_train": 256,
+            "probe_test": 256,
+            "probe_seeds": 2,
+            "probe_epochs": 5,
+        },
     )
     common = {"language": DiceConfig(), "model": ModelConfig(size="d16"), "steps": steps, "batch_size": 32}
     return {
