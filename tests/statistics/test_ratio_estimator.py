@@ -252,7 +252,7 @@ def auxiliary_of(covariance, num_sequences, number=None):
 
 
 def auxiliary_rows(n, seed=0):
-    """Rows whose norms lean on 3 controls, the last 2 of a auxiliary, and documents of two sequences."""
+    """Rows whose norms lean on 3 controls, the last 2 of an auxiliary, and documents of two sequences."""
     a, m, d = random_rows(n, controls=3, seed=seed)
     a = a + 3 * (d[:, 1:].sum(dim=1, keepdim=True) + 2) * m[:, None]
     return a, m, d, torch.arange(n) // 2

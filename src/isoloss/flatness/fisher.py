@@ -16,6 +16,7 @@ from torch import nn
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
+from isoloss.flatness.engine.backward import intermediates_of, tail_cotangents
 from isoloss.flatness.engine.batches import CheckedBatch
 from isoloss.flatness.engine.measurement import Measurement, Source, Terms, at_least_one
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
@@ -266,7 +267,7 @@ class ExactLabels(_PerSequence):
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the first intermediate's cotangent (m, d) and `squares` (B, 2), for each affordable further probe."""
         number = self.choices.setdefault("tail_probes", _tail_probes(self._predictor.tail_fraction))
-        intermediates = self._predictor.intermediates(predictions)
+        intermediates = intermediates_of(predictions)
         if not number or not intermediates:
             return []
         logits, indices = predictions.logits, range(first, first + len(positions))
@@ -274,7 +275,7 @@ class ExactLabels(_PerSequence):
         results = []
         for octets in control_variates.packed_probes(streams, logits.device, self.seed, copies=number):
             cotangent = control_variates.with_probe_(control_variates.root_probabilities(logits), positions, octets)
-            hidden, intermediate = self._predictor.tail_cotangents(predictions, intermediates[0], cotangent)
+            hidden, intermediate = tail_cotangents(predictions, intermediates[0], cotangent)
             results.append((intermediate, controls.squares(cotangent, hidden)))
         return results
 
