@@ -142,12 +142,14 @@ def compare(
         ...     models[name] = BertForMaskedLM(config).eval()
         >>> input_ids = torch.randint(0, 8, (64, 4))
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
-        >>> found = compare(models, [{"input_ids": input_ids, "labels": labels}])
-        >>> [model.name for model in found.models], sum(model.flattest for model in found.models)
+        >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
+        >>> [model.name for model in comparison.models], sum(model.flattest for model in comparison.models)
         (['a', 'b'], 1.0)
-        >>> difference = found.pair("a", "b").trace
-        >>> round(difference.value - (found.models[0].trace.value - found.models[1].trace.value), 9)
+        >>> difference = comparison.pair("a", "b").trace
+        >>> round(difference.value - (comparison.models[0].trace.value - comparison.models[1].trace.value), 9)
         0.0
+        >>> print(str(comparison).splitlines()[0])
+        model  trace (nats per predicted token)  loss (nats per predicted token)  flattest
     """
     named = _named(models)
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)

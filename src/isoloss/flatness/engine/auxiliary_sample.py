@@ -17,7 +17,7 @@ from torch import nn
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.bigrams import Bigrams
 from isoloss.model_checks import unwrapped
-from isoloss.statistics.ratio_estimator import Clusters
+from isoloss.statistics.clusters import Clusters
 from isoloss.text.masking import IGNORED
 
 _DIRECTIONS = 16
