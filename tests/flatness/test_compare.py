@@ -332,7 +332,7 @@ def test_an_interruption_keeps_what_is_done():
 def test_models_that_do_not_compare_are_refused():
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0)
-    with pytest.raises(IsolossError, match="b predicts next tokens and a hidden ones"):
+    with pytest.raises(IsolossError, match="b predicts next tokens and a masked ones"):
         compare({"a": bert(), "b": GPT2LMHeadModel(config).eval()}, inputs(8))
     with pytest.raises(IsolossError, match="a has a vocabulary of 5 tokens and b of 6"):
         compare({"a": bert(), "b": bert(vocab=6)}, inputs(8))

@@ -269,8 +269,8 @@ class ClusteredRatioEstimator:
         wanted = (0, 1, available) if self._auxiliary.number is None else (self._auxiliary.number,)
         numbers = sorted({min(number, available) for number in wanted})
         order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
-        found = [self._fitted(rows, used & (order <= number), unlike=unlike) for number in numbers]
-        return min(found, key=lambda result: result.stderr)
+        fitted = [self._fitted(rows, used & (order <= number), unlike=unlike) for number in numbers]
+        return min(fitted, key=lambda result: result.stderr)
 
     def _fitted(self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool) -> ClusteredRatio:
         """Return the result of closed clusters with these controls (C,)."""
@@ -352,8 +352,8 @@ def _add_moments(moments: torch.Tensor, folds: torch.Tensor, a: torch.Tensor, re
     """Add clusters' a (n, K) and m, d (n, 1 + C) to the sums of a, a^2, a m and a d by fold, in place."""
     moments[:, 0].index_add_(0, folds, a)
     moments[:, 1].index_add_(0, folds, a.square())
-    for place in range(rest.shape[1]):
-        moments[:, 2 + place].index_add_(0, folds, a * rest[:, place, None])
+    for column in range(rest.shape[1]):
+        moments[:, 2 + column].index_add_(0, folds, a * rest[:, column, None])
 
 
 @dataclass(frozen=True)

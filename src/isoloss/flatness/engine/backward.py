@@ -53,8 +53,8 @@ def tail_cotangents(
     """
     assert predictions.hidden_states is not None
     ends = [get_gradient_edge(predictions.hidden_states), GradientEdge(intermediate.node, intermediate.number)]
-    found = torch.autograd.grad(predictions.logits, ends, cotangent.to(predictions.logits), retain_graph=True)
-    hidden, outer = (values.reshape(len(predictions.rows), -1) for values in found)
+    cotangents = torch.autograd.grad(predictions.logits, ends, cotangent.to(predictions.logits), retain_graph=True)
+    hidden, outer = (values.reshape(len(predictions.rows), -1) for values in cotangents)
     return hidden, outer
 
 

@@ -40,7 +40,7 @@ class CheckedPasses(PositionSearch):
         self._since_check, self._skipped_checks = _EVERY, False  # the first batch is checked
 
     def _calibrate(self, batch: Batch) -> None:
-        """Find the earliest place to select the positions, and check it and the rules."""
+        """Search for the earliest position selection, and check it and the rules."""
         two = batch.rows(torch.arange(FEWEST_CHECKED) % len(batch.predicted))
         self.selection = self._earliest(two.every_other())
         self._check(batch)
@@ -74,7 +74,7 @@ class CheckedPasses(PositionSearch):
     def _is_like_alone(self, batch: Batch, predictions: Predictions) -> bool:
         """Whether the last sequence has the logits that it has by itself with all its positions.
 
-        On a later batch, positions or sequences may meet behind the place where they are selected: a branch that the
+        On a later batch, positions or sequences may meet behind the selection: a branch that the
         data decides, a cap on how many positions pass. At most one sequence in 32 is run for it, the last of a batch,
         which a cap meets first. Where it differs, the whole batch decides: sequences may meet in the model itself.
         """
@@ -123,13 +123,13 @@ class CheckedPasses(PositionSearch):
             torch.autograd.grad(logits, edges, values, retain_graph=True, allow_unused=True)
             for values in (cotangent, scaled)
         )
-        found = set()
+        misplaced = set()
         for use, one, two in zip(doubtful, plain, other, strict=True):
             if one is not None and two is not None:
                 expected = one.reshape(number, -1) * factors_of[:, None].to(one)
                 if not agree(two.reshape(number, -1), expected):
-                    found |= set(use.contributions)
-        return found
+                    misplaced |= set(use.contributions)
+        return misplaced
 
     def _plainly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits (m, V), a random cotangent (m, V) and (B, P) squared norms, with no rule and no selection."""
@@ -157,12 +157,12 @@ class CheckedPasses(PositionSearch):
             predictions = self._run(batch)
         capture = predictions.capture
         agrees = agree(predictions.logits, logits)
-        found = self._all_norms(predictions, cotangent)
+        norms = self._all_norms(predictions, cotangent)
         works = [(use.work, use.work * use.selected) for use in capture.uses]
         self.tail_fraction = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
         precision = torch.finfo(logits.dtype).eps
         total = exact.sum(dim=1, keepdim=True)
-        near = (found - exact).abs() <= max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
+        near = (norms - exact).abs() <= max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
         self._checked |= {(name, predictions.num_sequences > 1) for name in used_in(capture)}
         is_near = near.all(dim=0).tolist()
         return agrees, {name for name, near_enough in zip(self.names, is_near, strict=True) if not near_enough}

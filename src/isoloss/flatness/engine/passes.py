@@ -138,9 +138,9 @@ class Passes:
         keep: bool = True,
     ) -> Collector:
         """Return what a backward pass by the rules gives: norms (B, P), zero for slow parameters, and cotangents."""
-        found = collect(predictions, self.names, cotangent, intermediates, separate=separate, keep=keep)
-        self._reached |= found.reached
-        return found
+        result = collect(predictions, self.names, cotangent, intermediates, separate=separate, keep=keep)
+        self._reached |= result.reached
+        return result
 
     def _all_norms(self, predictions: Predictions, cotangent: torch.Tensor) -> torch.Tensor:
         """Return (B, P) norms, those of slow parameters by automatic differentiation."""

@@ -48,7 +48,7 @@ class Predictor(CheckedPasses):
     automatic differentiation of all positions, and a parameter that disagrees takes the slow path too; so do parameters
     that a later batch reaches first.
 
-    It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the model is as found.
+    It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the model is as result.
 
     Args:
         model: A language model, a module whose output has `logits` (B, T, V).
@@ -147,10 +147,10 @@ class Predictor(CheckedPasses):
         cotangent = cotangent.to(predictions.logits)
         intermediates = intermediates_of(predictions)
         keep = keep or bool(self._slow)
-        found = self._collect(predictions, cotangent, intermediates, separate=separate, keep=keep)
-        norms = found.norms.cpu()
+        result = self._collect(predictions, cotangent, intermediates, separate=separate, keep=keep)
+        norms = result.norms.cpu()
         self._fill_slow(norms, predictions, cotangent)
-        hidden = found.hidden
+        hidden = result.hidden
         if predictions.decoder is not None and hidden is None:
             hidden = cotangent @ predictions.decoder.weight.to(cotangent)
-        return SquaredNorms(norms, hidden, [found.intermediates[index] for index in sorted(found.intermediates)])
+        return SquaredNorms(norms, hidden, [result.intermediates[index] for index in sorted(result.intermediates)])

@@ -1,4 +1,4 @@
-"""The search for the earliest place in a model at which the predicted positions can be selected from all.
+"""The search for the earliest point of a model where the predicted positions can be selected.
 
 Shapes: m predicted positions, V vocabulary.
 """
@@ -69,7 +69,7 @@ class PositionSearch(Passes):
             return False
 
     def _separates(self, plain: Predictions, batch: Batch, selection: PositionSelection) -> bool:
-        """Whether positions keep their logits where the first and the last one are NaN from the place on.
+        """Whether positions keep their logits where the first and the last one are NaN from there on.
 
         NaN times zero is NaN: neither a weight that is zero nor a unit that is off hides that positions meet.
         """
@@ -92,8 +92,8 @@ def _separates_positions(predictions: Predictions) -> bool:
     cotangent = torch.zeros_like(logits)
     cotangent[-1] = torch.randn(logits.shape[1:], generator=seeds.generator(0, "check of the rules")).to(logits)
     edges = [GradientEdge(use.node, use.number) for use in uses]
-    found = torch.autograd.grad(logits, edges, cotangent, allow_unused=True)
-    rows = [values.reshape(len(logits), -1) for values in found if values is not None]
+    cotangents = torch.autograd.grad(logits, edges, cotangent, allow_unused=True)
+    rows = [values.reshape(len(logits), -1) for values in cotangents if values is not None]
     return not any(bool(values[:-1].any()) for values in rows)
 
 
