@@ -322,7 +322,7 @@ def test_an_interrupted_comparison_prints_what_is_done(capsys, folder, monkeypat
 
 def test_models_without_a_common_meaning_are_refused(capsys, folder, tmp_path):
     data = ("--data", folder / "ids.npy")
-    assert "hidden ones" in refusal(capsys, folder / "a", folder / "bert", *data)
+    assert "masked ones" in refusal(capsys, folder / "a", folder / "bert", *data)
     llama(16, vocab=21).save_pretrained(tmp_path / "more")
     assert "a vocabulary of 20 tokens" in refusal(capsys, folder / "a", tmp_path / "more", *data)
     assert "named twice" in refusal(capsys, folder / "a", folder / "a", *data)
