@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from speaking import as_json, refusal
+from speaking import as_json, refusal, trace_of
 from transformers import AutoModelForCausalLM
 
 from isoloss.cli.main import main
@@ -73,8 +73,8 @@ def test_a_task_of_a_synthetic_language_says_what_a_model_of_text_takes(capsys, 
 def test_flatness_measures_a_causal_checkpoint_on_its_own_text(capsys, run):
     document = as_json(capsys, "flatness", Run(run).checkpoint(20), "--num-inputs", "16")
     assert document["architecture"] == "OPTForCausalLM"
-    assert document["fisher_trace"]["num_inputs"] == 6 * min(16, len(held_out(run)[0]))
-    assert document["fisher_trace"]["value"] > 0
+    assert trace_of(document)["num_inputs"] == 6 * min(16, len(held_out(run)[0]))
+    assert trace_of(document)["value"] > 0
 
 
 def test_the_checkpoint_starts_from_cls_and_writes(run):

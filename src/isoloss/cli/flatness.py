@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from isoloss import config as configs
 from isoloss import files, interrupts
 from isoloss.cli import common, comparison, estimates
 from isoloss.cli.measures import measure_configs, with_options
@@ -186,6 +187,7 @@ def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
     from isoloss.evaluation import data
 
     reading = select(args.reading, ReadingConfig)
+    configs.check(reading)
     shuffled = args.rtol is not None or args.seconds is not None  # it may stop before the end of the inputs
     if args.data is not None:
         context = data.data_context(args.data, models, reading, shuffled=shuffled)
@@ -201,7 +203,10 @@ def _print(args: Any, results: FlatnessResults) -> None:
 
     if results.interrupted is not None:
         measure, model, partial_estimate = results.interrupted
-        common.note(f"interrupted while {measure} of {model} was measured")
+        so_far = ""
+        if partial_estimate is not None:
+            so_far = f"; the estimate from the first {partial_estimate.details['sequences']:,} sequences:"
+        common.note(f"interrupted while {measure} of {model} was measured{so_far}")
         if partial_estimate is not None:
             common.say(f"{measure} of {model} so far: {partial_estimate}")
             if len(args.models) == 1:

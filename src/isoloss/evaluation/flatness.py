@@ -156,6 +156,7 @@ class FlatnessResults:
                 },
             }
             for model, measures in self.estimates.items()
+            if measures
         ]
         comparisons = {}
         for measure, comparison in self.comparisons.items():
