@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from speaking import trace_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 

@@ -54,7 +54,7 @@ def test_a_run_on_text_is_measured(capsys, tmp_path, monkeypatch, vocab, words, 
     assert 3 < loss["loss"]["value"] < 5  # log 60 is 4.09
     assert trace["trace"]["value"] > 0
     document = as_json(capsys, "flatness", run.checkpoint(20), "--num-inputs", "16")
-    assert document["architecture"] == CLASSES[architecture]
+    assert document["models"][0]["architecture"] == CLASSES[architecture]
     assert trace_of(document)["details"]["parameters_by_autograd"] == []
     # what the command measures is the checkpoint that anyone loads
     tokens = run.config.language.build().held_out().tokens[:4]

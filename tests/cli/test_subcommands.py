@@ -246,12 +246,12 @@ def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--measures"], ["--measures", "trace"]),
+        (["--measures"], ["no measure is named", "trace"]),
         (["--threads", "-1"], ["--threads", "-1"]),
         (["--measures", "los"], ["'los'", "trace"]),
         (["--measures", "probe-nothing"], ["nothing", "root"]),
         (["--steps", "7"], ["7", "10, 30"]),
-        (["--loss-sentences", "0"], ["loss-sentences", "0"]),
+        (["--loss-sentences", "0"], ["loss_sentences is 0"]),
     ],
 )
 def test_a_measure_that_cannot_be(capsys, run, options, words):

@@ -117,7 +117,10 @@ def main(arguments: list[str]) -> int:
         short = comparison.short_names([model.name for model in found.models])
         common.save_figure(args.figure, trace_against_loss(found, short))
     if args.json:
-        common.emit_json({"data": inputs.description, "measures": list(args.measures), **results.to_dict()})
+        document = results.to_dict()
+        architectures = {model.name: {"architecture": model.architecture} for model in models}
+        document["models"] = [{**model, **architectures[model["model"]]} for model in document["models"]]
+        common.emit_json({"data": inputs.description, "measures": list(args.measures), **document})
     else:
         _print(args, results)
     return 0 if results.interrupted is None else interrupts.status()
