@@ -113,9 +113,9 @@ def main(arguments: list[str]) -> int:
     if args.figure is not None and "trace" in results.comparisons:
         from isoloss.report.flatness import trace_against_loss
 
-        found: Any = results.comparisons["trace"]
-        short = comparison.short_names([model.name for model in found.models])
-        common.save_figure(args.figure, trace_against_loss(found, short))
+        traces: Any = results.comparisons["trace"]
+        short = comparison.short_names([model.name for model in traces.models])
+        common.save_figure(args.figure, trace_against_loss(traces, short))
     if args.json:
         document = results.to_dict()
         architectures = {model.name: {"architecture": model.architecture} for model in models}
@@ -214,12 +214,14 @@ def _print(args: Any, results: FlatnessResults) -> None:
             common.say(f"{measure} of {model} so far: {partial_estimate}")
             if len(args.models) == 1:
                 estimates.print_details(args, partial_estimate)
-    for measure in args.measures:
-        found = results.comparisons.get(measure)
-        if isinstance(found, Comparison):
-            comparison.print_tables(found)
-        elif found is not None:
-            common.say(f"{found}\n")
+    for number, measure in enumerate(args.measures):
+        if number:
+            common.say("")
+        compared = results.comparisons.get(measure)
+        if isinstance(compared, Comparison):
+            comparison.print_tables(compared)
+        elif compared is not None:
+            common.say(str(compared))
         for model, by_measure in results.estimates.items():
             for name, estimate in by_measure.get(measure, {}).items():
                 if len(args.models) == 1:
