@@ -23,3 +23,8 @@ def refusal(capsys, *words, alone=False):
     assert "Traceback" not in err
     assert not alone or len(lines) == 1
     return lines[-1]
+
+
+def trace_of(document, model=0):
+    """The trace of a model in what `isoloss flatness --json` prints."""
+    return document["models"][model]["estimates"]["trace"]["trace"]

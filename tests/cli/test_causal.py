@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from speaking import as_json, refusal
+from speaking import as_json, refusal, trace_of
 from transformers import AutoModelForCausalLM
 
 from isoloss.cli.main import main
@@ -72,9 +72,9 @@ def test_a_task_of_a_synthetic_language_says_what_a_model_of_text_takes(capsys, 
 
 def test_flatness_measures_a_causal_checkpoint_on_its_own_text(capsys, run):
     document = as_json(capsys, "flatness", Run(run).checkpoint(20), "--num-inputs", "16")
-    assert document["architecture"] == "OPTForCausalLM"
-    assert document["fisher_trace"]["num_inputs"] == 6 * min(16, len(held_out(run)[0]))
-    assert document["fisher_trace"]["value"] > 0
+    assert document["models"][0]["architecture"] == "OPTForCausalLM"
+    assert trace_of(document)["num_inputs"] == 6 * min(16, len(held_out(run)[0]))
+    assert trace_of(document)["value"] > 0
 
 
 def test_the_checkpoint_starts_from_cls_and_writes(run):
@@ -93,7 +93,7 @@ def test_probes_read_a_causal_model_and_the_exact_loss_is_refused(capsys, drawn)
     assert trace["estimates"]["trace"]["details"]["predicts"] == "next token"
     assert 0 < probe["estimates"]["accuracy"]["value"] <= 1
     message = refusal(capsys, "eval", drawn, "--measures", "loss", alone=True)
-    assert "gives exact conditionals of hidden tokens, not of next ones" in message
+    assert "gives exact conditionals of masked tokens, not of next ones" in message
 
 
 def test_eval_of_what_has_no_exact_loss_measures_the_trace(capsys, drawn):
@@ -102,7 +102,7 @@ def test_eval_of_what_has_no_exact_loss_measures_the_trace(capsys, drawn):
     out, err = capsys.readouterr()
     assert {e["measure"] for e in json.loads(out)["evaluations"]} >= {"trace"}
     assert not any(e["measure"] == "loss" for e in json.loads(out)["evaluations"])
-    assert err.startswith("the loss is left out: PCFG gives exact conditionals of hidden tokens, not of next ones")
+    assert "warning: loss is left out: PCFG gives exact conditionals of masked tokens, not of next ones" in err
 
 
 def test_a_causal_model_reads_a_task_from_the_start(drawn):

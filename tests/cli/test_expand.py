@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from speaking import trace_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
@@ -71,7 +72,7 @@ def test_what_is_written_is_what_is_printed_and_other_verbs_read_it(run, tmp_pat
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 2, (16, 6)))
     data = ("--data", tmp_path / "ids.npy", "--mask-id", "3", "--device", "cpu", "--json")
     flatness = json.loads(call(capsys, "flatness", out, *data).out)
-    assert flatness["fisher_trace"]["value"] > 0
+    assert trace_of(flatness)["value"] > 0
     further = json.loads(call(capsys, "expand", out, "--into", "d256", *data).out)
     assert further["before"]["num_inputs"] == 16
     config = json.loads((run / "run.json").read_text())["config"]

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from speaking import trace_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -20,9 +21,9 @@ from transformers import (
 
 from isoloss.cli import comparison
 from isoloss.cli.main import main
+from isoloss.evaluation import data as data_contexts
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
 from isoloss.flatness.compare import compare
-from isoloss.flatness.engine import auxiliary_sample
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.ratio_estimator import ClusteredRatio
 from isoloss.text import inputs
@@ -79,16 +80,16 @@ def test_the_output_says_what_was_measured(capsys, folder):
     out, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--by-parameter", "--batch-size", "30")
     assert "LlamaForCausalLM, causal; all 200 sequences of 8 tokens" in err
     lines = out.splitlines()
-    assert lines[0].startswith("trace of the Fisher: ")
+    assert lines[0].startswith("trace: ")
     assert lines[1].endswith("over 200 sequences")
     assert "1,400 predicted tokens in 200 sequences" in lines[2]
-    assert "fisher, exact expectation over labels, 1 sign vector per token; cpu, float32, attention sdpa" in lines[3]
+    assert "fisher, exact expectation over labels, 1 probe per token; cpu, float32, attention sdpa" in lines[3]
     assert "model.embed_tokens.weight" in out
 
 
 def test_the_largest_shares_and_the_trace_without_embeddings_are_printed(capsys, folder):
     data = ("--data", folder / "ids.npy", "--mask-id", "19")
-    trace = json.loads(call(capsys, folder / "bert", *data, "--json").out)["fisher_trace"]
+    trace = trace_of(json.loads(call(capsys, folder / "bert", *data, "--json").out))
     details = trace["details"]
     assert [name.split(".")[2] for name in details["embeddings"]] == [
         "word_embeddings",
@@ -98,7 +99,7 @@ def test_the_largest_shares_and_the_trace_without_embeddings_are_printed(capsys,
     rest = sum(share for name, share in trace["by_parameter"].items() if name not in details["embeddings"])
     assert details["without_embeddings"] == pytest.approx(rest, rel=1e-9)
     lines = call(capsys, folder / "bert", *data).out.splitlines()
-    table = lines[lines.index("largest shares by parameter") + 2 :]
+    table = lines[lines.index("largest parts by parameter") + 2 :]
     largest = sorted(trace["by_parameter"].items(), key=lambda item: -item[1])[:3]
     names, values = [name for name, _ in largest], [value for _, value in largest]
     errors = [trace["by_parameter_stderr"][name] for name in names]
@@ -120,7 +121,7 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
     ids = np.where(draws.random((4000, 1)) < 0.5, draws.integers(0, 2, (4000, 8)), draws.integers(2, VOCAB, (4000, 8)))
     np.save(tmp_path / "ids.npy", ids)
     data = ("--data", tmp_path / "ids.npy", "--num-inputs", "400")
-    details = json.loads(call(capsys, tmp_path / "loud", *data, "--json").out)["fisher_trace"]["details"]
+    details = trace_of(json.loads(call(capsys, tmp_path / "loud", *data, "--json").out))["details"]
     assert (details["sequences"], details["auxiliary_sequences"], details["auxiliary_directions"]) == (400, 4000, 16)
     assert details["auxiliary_bigrams"]
     sentence = (
@@ -130,25 +131,25 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
     assert sentence in " ".join(call(capsys, tmp_path / "loud", *data).out.split())
     assert sentence in " ".join(call(capsys, tmp_path / "loud", folder / "b", *data).out.split())
     masked = (folder / "bert", *data, "--mask-id", "19", "--masking", "one", "--json")
-    assert json.loads(call(capsys, *masked).out)["fisher_trace"]["details"]["auxiliary_sequences"] == 4000
+    assert trace_of(json.loads(call(capsys, *masked).out))["details"]["auxiliary_sequences"] == 4000
     assert "adjusted" not in call(capsys, folder / "a", "--data", folder / "ids.npy").out  # all that there is
 
 
 def test_a_model_without_input_embeddings_is_measured_alone(capsys, folder, tmp_path, monkeypatch):
     np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(0, VOCAB, (4000, 8)))
     data = ("--data", tmp_path / "ids.npy", "--num-inputs", "100", "--json")
-    monkeypatch.setattr(auxiliary_sample, "input_embeddings", lambda model: None)
-    details = json.loads(call(capsys, folder / "a", *data).out)["fisher_trace"]["details"]
+    monkeypatch.setattr(data_contexts, "input_embeddings", lambda model: None)
+    details = trace_of(json.loads(call(capsys, folder / "a", *data).out))["details"]
     assert (details["sequences"], details["auxiliary_sequences"]) == (100, 0)
-    found = json.loads(call(capsys, folder / "a", folder / "b", *data).out)["models"]
-    assert [model["trace"]["details"]["auxiliary_sequences"] for model in found] == [0, 0]
+    found = json.loads(call(capsys, folder / "a", folder / "b", *data).out)
+    assert [trace_of(found, model)["details"]["auxiliary_sequences"] for model in (0, 1)] == [0, 0]
 
 
 def test_sequences_unlike_the_rest_are_said(capsys, folder, tmp_path, monkeypatch):
     ids = np.random.default_rng(1).integers(0, VOCAB // 2, (4000, 8))
     np.save(tmp_path / "ids.npy", ids)
     monkeypatch.setattr(inputs.Rows, "__iter__", lambda rows: iter([{"input_ids": torch.from_numpy(ids) + VOCAB // 2}]))
-    sentence = "not adjusted to the rest of the data by its tokens: those that were measured are not like them"
+    sentence = "not adjusted to the rest of the data by its tokens: those that were measured differ from them"
     for names in ((folder / "a",), (folder / "a", folder / "b")):
         out = call(capsys, *names, "--data", tmp_path / "ids.npy", "--num-inputs", "400").out
         assert sentence in " ".join(out.split())
@@ -156,11 +157,11 @@ def test_sequences_unlike_the_rest_are_said(capsys, folder, tmp_path, monkeypatc
 
 def test_a_tolerance_stops_early_or_says_that_it_was_not_reached(capsys, folder):
     words = (folder / "a", "--data", folder / "ids.npy", "--batch-size", "16")
-    stopped = json.loads(call(capsys, *words, "--rtol", "0.5", "--json").out)["fisher_trace"]
+    stopped = trace_of(json.loads(call(capsys, *words, "--rtol", "0.5", "--json").out))
     assert stopped["details"]["ended"] == "rtol"
     assert stopped["details"]["sequences"] == 64
     assert "above --rtol 1e-06: give more --num-inputs" in call(capsys, *words, "--rtol", "1e-6").out
-    timed = json.loads(call(capsys, *words, "--seconds", "1e-9", "--json").out)["fisher_trace"]
+    timed = trace_of(json.loads(call(capsys, *words, "--seconds", "1e-9", "--json").out))
     assert (timed["details"]["ended"], timed["samples"]) == ("seconds", 64)
 
 
@@ -168,12 +169,12 @@ def test_inputs_come_in_random_order_where_it_may_stop_early(capsys, folder, tmp
     ids = np.load(folder / "ids.npy")
     np.save(tmp_path / "ids.npy", np.concatenate([np.zeros_like(ids), ids]))  # the first half is all one token
     words = (folder / "a", "--data", tmp_path / "ids.npy", "--batch-size", "64", "--json")
-    whole = json.loads(call(capsys, *words).out)["fisher_trace"]
-    part = json.loads(call(capsys, *words, "--seconds", "1e-9").out)["fisher_trace"]
+    whole = trace_of(json.loads(call(capsys, *words).out))
+    part = trace_of(json.loads(call(capsys, *words, "--seconds", "1e-9").out))
     assert part["details"]["sequences"] == 64
     assert abs(part["value"] - whole["value"]) < 3 * part["stderr"]
     order = json.loads(call(capsys, folder / "a", "--data", tmp_path / "ids.npy", "--num-inputs", "400", "--json").out)
-    assert order["fisher_trace"]["value"] == whole["value"]
+    assert trace_of(order)["value"] == whole["value"]
 
 
 def test_it_resumes_from_its_file(capsys, folder, tmp_path, monkeypatch):
@@ -181,7 +182,7 @@ def test_it_resumes_from_its_file(capsys, folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
     words = (folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--json", "--resume", tmp_path / "half")
-    whole = json.loads(call(capsys, *words[:-2]).out)["fisher_trace"]
+    whole = trace_of(json.loads(call(capsys, *words[:-2]).out))
     calls = []
     measure = fisher.ExactLabels.measure
 
@@ -194,10 +195,11 @@ def test_it_resumes_from_its_file(capsys, folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fisher.ExactLabels, "measure", stop)
         partial = json.loads(call(capsys, *words, status=130).out)
-    assert partial["interrupted"]
-    assert partial["fisher_trace"]["samples"] == 100
+    assert partial["interrupted"]["estimate"]["samples"] == 100
+    assert partial["interrupted"]["measure"] == "trace"
+    assert partial["models"] == []
     assert (tmp_path / "half").exists()
-    resumed = json.loads(call(capsys, *words).out)["fisher_trace"]
+    resumed = trace_of(json.loads(call(capsys, *words).out))
     assert (resumed["value"], resumed["stderr"]) == (whole["value"], whole["stderr"])
     assert not (tmp_path / "half").exists()
 
@@ -210,7 +212,7 @@ def test_an_interruption_prints_the_estimate_so_far(capsys, folder, monkeypatch)
 
     monkeypatch.setattr(package, "fisher_trace", stopped)
     out, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", status=130)
-    assert "interrupted; the estimate from the first 50 sequences:" in err
+    assert "was measured; the estimate from the first 50 sequences:" in err
     assert "over 50 sequences" in out
 
 
@@ -230,7 +232,7 @@ def test_a_trained_llama_agrees_with_plain_gradients_of_every_label(capsys, tmp_
             ]
             exact.append(float((log_p.detach().double().exp() * torch.tensor(norms, dtype=torch.float64)).sum()))
     words = (checkpoint, "--data", tmp_path / "ids.npy", "--num-probes", "100", "--json")
-    values = [json.loads(call(capsys, *words, "--seed", seed).out)["fisher_trace"]["value"] for seed in range(8)]
+    values = [trace_of(json.loads(call(capsys, *words, "--seed", seed).out))["value"] for seed in range(8)]
     # the inputs are fixed, so the seeds differ by their signs alone; 5.4 is the 99.9 % point of Student's t with 7
     assert abs(np.mean(values) - np.mean(exact)) < 5.4 * np.std(values, ddof=1) / 8**0.5
     assert np.std(values, ddof=1) < 0.1 * np.mean(exact)
@@ -245,15 +247,18 @@ def test_several_models_are_compared_on_the_same_inputs(capsys, folder):
     ids = torch.from_numpy(np.load(folder / "ids.npy"))
     expected = compare({names[0]: llama(16), names[2]: llama(32)}, [{"input_ids": ids, "labels": ids}], causal=True)
     for found, wanted in zip((document["models"][0], document["models"][2]), expected.models, strict=True):
-        assert found["trace"]["value"] == pytest.approx(wanted.trace.value, rel=1e-5)
-        assert found["loss"]["value"] == pytest.approx(wanted.loss.value, rel=1e-6)
-    assert [(pair["first"], pair["second"]) for pair in document["pairs"]] == [
+        estimates = found["estimates"]["trace"]
+        assert estimates["trace"]["value"] == pytest.approx(wanted.trace.value, rel=1e-5)
+        assert estimates["loss"]["value"] == pytest.approx(wanted.loss.value, rel=1e-6)
+    compared = document["comparisons"]["trace"]
+    assert [(pair["first"], pair["second"]) for pair in compared["pairs"]] == [
         (names[0], names[1]),
         (names[0], names[2]),
         (names[1], names[2]),
     ]
-    assert sorted(document["ranking"]) == names
-    assert not document["interrupted"]
+    assert sorted(compared["ranking"]) == names
+    assert list(compared["flattest"]) == names
+    assert document["interrupted"] is None
 
 
 def test_the_tables_use_short_names_and_end_with_a_verdict(capsys, folder, tmp_path):
@@ -264,7 +269,7 @@ def test_the_tables_use_short_names_and_end_with_a_verdict(capsys, folder, tmp_p
     assert [line.split()[0] for line in lines[2:4]] == ["a", "c"]
     models = json.loads(call(capsys, folder / "a", folder / "c", "--data", folder / "ids.npy", "--json").out)
     for line, model in zip(lines[2:4], models["models"], strict=True):
-        trace, rest = model["trace"], model["without_embeddings"]
+        trace, rest = (model["estimates"]["trace"][key] for key in ("trace", "without_embeddings"))
         shares = [share for name, share in trace["by_parameter"].items() if "embed_tokens" not in name]
         assert rest["value"] == pytest.approx(sum(shares), rel=1e-9)
         assert re.split(r"\s{2,}", line)[3:5] == [rounded(part["value"], part["stderr"]) for part in (trace, rest)]
@@ -307,14 +312,13 @@ def test_an_interrupted_comparison_prints_what_is_done(capsys, folder, monkeypat
     words = [folder / name for name in "abc"]
     out, err = call(capsys, *words, "--data", folder / "ids.npy", "--batch-size", "50", status=130)
     assert "a less b" in out
-    assert f"trace of the Fisher of {folder / 'c'} so far: " in out
-    assert f"interrupted while {folder / 'c'} was measured" in err
+    assert f"trace of {folder / 'c'} so far: " in out
+    assert f"interrupted while trace of {folder / 'c'} was measured" in err
     widths.clear()
     words = [*words, "--data", folder / "ids.npy", "--batch-size", "50", "--json"]
     document = json.loads(call(capsys, *words, status=130).out)
-    assert document["interrupted"]
-    assert len(document["models"]) == 2
-    assert document["partial"]["fisher_trace"]["samples"] == 150
+    assert [model["model"] for model in document["models"]] == [str(folder / name) for name in "ab"]
+    assert document["interrupted"]["estimate"]["samples"] == 150
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -345,8 +349,8 @@ def test_checkpoints_of_runs_are_compared_on_the_language_they_share(capsys, tmp
         assert main([*words, "--steps", "4", "--checkpoints", "2", "--batch-size", "4", "--threads", "1"]) == 0
     x, y = (tmp_path / name / "checkpoints" for name in "xy")
     document = json.loads(call(capsys, x / "step-2", x / "step-4", "--num-inputs", "32", "--json").out)
-    alone = json.loads(call(capsys, x / "step-4", "--num-inputs", "32", "--json").out)["fisher_trace"]
-    assert document["models"][1]["trace"]["value"] == alone["value"]
+    alone = trace_of(json.loads(call(capsys, x / "step-4", "--num-inputs", "32", "--json").out))
+    assert trace_of(document, 1)["value"] == alone["value"]
     assert "different languages or objectives" in refusal(capsys, x / "step-2", y / "step-2")
     shutil.copytree(x / "step-2", tmp_path / "alone")
     assert "is not a checkpoint of a run" in refusal(capsys, x / "step-2", tmp_path / "alone")
@@ -355,12 +359,15 @@ def test_checkpoints_of_runs_are_compared_on_the_language_they_share(capsys, tmp
 def test_options_without_a_meaning_are_refused(capsys, folder, tmp_path):
     one, data = (folder / "a",), ("--data", folder / "ids.npy")
     several = (folder / "a", folder / "b")
-    assert "--figure shows several models" in refusal(capsys, *one, *data, "--figure", "x.png")
+    assert "--figure shows the traces of several models" in refusal(capsys, *one, *data, "--figure", "x.png")
     assert "must end in .png, .svg, .pdf" in refusal(capsys, *several, *data, "--figure", "x.gif")
-    assert "--resume, --by-parameter: only for one model" in refusal(
-        capsys, *several, *data, "--resume", tmp_path / "x", "--by-parameter"
+    for words in (several, (*one, "--measures", "trace", "squared-norm")):
+        sentence = "a measurement can be resumed where one measure of one model is taken"
+        assert sentence in refusal(capsys, *words, *data, "--resume", tmp_path / "x")
+    assert "loss is no measure of flatness, and isoloss eval measures it: choose trace, " in refusal(
+        capsys, *one, *data, "--measures", "loss"
     )
-    assert "--batch-size is 0" in refusal(capsys, *one, *data, "--batch-size", "0")
+    assert "batch_size is 0" in refusal(capsys, *one, *data, "--batch-size", "0")
     assert "rtol is 2" in refusal(capsys, *one, *data, "--rtol", "2")
     assert "no checkpoint is named" in refusal(capsys, *data)
 
@@ -398,7 +405,7 @@ def test_a_sequence_that_decides_the_error_is_told(capsys, folder, monkeypatch):
 
 def test_shares_by_layer_add_up(capsys, folder):
     words = (folder / "a", "--data", folder / "ids.npy", "--num-inputs", 64)
-    document = json.loads(call(capsys, *words, "--json").out)["fisher_trace"]
+    document = trace_of(json.loads(call(capsys, *words, "--json").out))
     assert sum(document["by_layer"].values()) == pytest.approx(document["value"], rel=1e-12)
     table = call(capsys, *words, "--by-layer").out
     assert all(layer in table for layer in ("by layer", "model.layers.0", "model.embed_tokens", "model.norm"))

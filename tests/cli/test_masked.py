@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from speaking import as_json
+from speaking import as_json, trace_of
 from transformers import AutoModelForMaskedLM
 
 from isoloss.cli.main import main
@@ -54,8 +54,8 @@ def test_a_run_on_text_is_measured(capsys, tmp_path, monkeypatch, vocab, words, 
     assert 3 < loss["loss"]["value"] < 5  # log 60 is 4.09
     assert trace["trace"]["value"] > 0
     document = as_json(capsys, "flatness", run.checkpoint(20), "--num-inputs", "16")
-    assert document["architecture"] == CLASSES[architecture]
-    assert document["fisher_trace"]["details"]["parameters_by_autograd"] == []
+    assert document["models"][0]["architecture"] == CLASSES[architecture]
+    assert trace_of(document)["details"]["parameters_by_autograd"] == []
     # what the command measures is the checkpoint that anyone loads
     tokens = run.config.language.build().held_out().tokens[:4]
     labels = tokens.masked_fill(torch.arange(8) != 3, -100)

@@ -11,7 +11,7 @@ import nltk
 import numpy as np
 import pytest
 import torch
-from speaking import as_json, refusal
+from speaking import as_json, refusal, trace_of
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from isoloss.cli.main import SUBCOMMANDS, main
@@ -118,7 +118,7 @@ def test_show_and_ls_find_the_run(capsys, run):
 
 def test_flatness_of_a_checkpoint_on_its_own_language_is_what_eval_measures(capsys, run):
     checkpoint = run / "checkpoints" / "step-30"
-    alone = as_json(capsys, "flatness", checkpoint, "--num-inputs", "32")["fisher_trace"]
+    alone = trace_of(as_json(capsys, "flatness", checkpoint, "--num-inputs", "32"))
     document = as_json(capsys, "eval", run, "--measures", "trace", "--steps", "30", "--trace-sentences", "32")
     assert document["evaluations"][0]["estimates"]["trace"]["value"] == alone["value"]
 
@@ -149,7 +149,7 @@ def test_flatness_of_a_causal_model_on_token_ids(capsys, tmp_path):
     ids = torch.randint(0, 20, (40, 8), generator=torch.Generator().manual_seed(1))
     np.save(tmp_path / "ids.npy", ids.numpy())
     words = ("flatness", tmp_path / "llama", "--data", tmp_path / "ids.npy")
-    found = as_json(capsys, *words)["fisher_trace"]
+    found = trace_of(as_json(capsys, *words))
     assert found["num_inputs"] == 40 * 7
     expected = fisher_trace(model, [{"input_ids": ids, "labels": ids}], causal=True)
     assert found["value"] == pytest.approx(expected.value, rel=1e-5)
@@ -160,7 +160,7 @@ def test_stories260k_on_token_ids(capsys, tmp_path, shared_data):
     ids = np.random.default_rng(0).integers(3, 512, (16, 32))
     np.save(tmp_path / "ids.npy", ids)
     found = as_json(capsys, "flatness", shared_data / "stories260K" / "hf", "--data", tmp_path / "ids.npy")
-    trace = found["fisher_trace"]
+    trace = trace_of(found)
     assert trace["num_inputs"] == 16 * 31
     assert 0 < trace["stderr"] < trace["value"]
 
@@ -247,12 +247,12 @@ def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--measures"], ["--measures", "trace"]),
+        (["--measures"], ["no measure is named", "trace"]),
         (["--threads", "-1"], ["--threads", "-1"]),
         (["--measures", "los"], ["'los'", "trace"]),
         (["--measures", "probe-nothing"], ["nothing", "root"]),
         (["--steps", "7"], ["7", "10, 30"]),
-        (["--loss-sentences", "0"], ["loss-sentences", "0"]),
+        (["--loss-sentences", "0"], ["loss_sentences is 0"]),
     ],
 )
 def test_a_measure_that_cannot_be(capsys, run, options, words):

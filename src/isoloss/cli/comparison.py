@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 _SURE = 0.975  # the probability from which the verdict names a model
 
 
-def print_tables(found: Comparison) -> None:
+def print_tables(comparison: Comparison) -> None:
     """Print the models, their differences where there are several, what they rest on, and a verdict."""
-    short = short_names([model.name for model in found.models])
-    split = any(model.trace.details["embeddings"] for model in found.models)
+    short = short_names([model.name for model in comparison.models])
+    split = any(model.trace.details["embeddings"] for model in comparison.models)
     rows = [
         (
             short[model.name],
@@ -30,16 +30,16 @@ def print_tables(found: Comparison) -> None:
             *([rounded(model.without_embeddings.value, model.without_embeddings.stderr)] if split else []),
             _probability(model.flattest),
         )
-        for model in found.models
+        for model in comparison.models
     ]
     rest = ["without embeddings"] if split else []
-    trace = found.models[0].trace
+    trace = comparison.models[0].trace
     common.print_table(
         "loss and trace of the Fisher, nats per predicted token",
         ("model", "parameters", "loss", "trace", *rest, "probability of being the flattest"),
         rows,
     )
-    if found.pairs:
+    if comparison.pairs:
         differences = [
             (
                 f"{short[pair.first]} less {short[pair.second]}",
@@ -50,7 +50,7 @@ def print_tables(found: Comparison) -> None:
                 "{:.3f} to {:.3f}".format(*pair.ratio_ci95),
                 *([rounded(pair.without_embeddings.value, pair.without_embeddings.stderr)] if split else []),
             )
-            for pair in found.pairs
+            for pair in comparison.pairs
         ]
         common.print_table(
             "\ndifferences, paired by input",
@@ -64,16 +64,16 @@ def print_tables(found: Comparison) -> None:
     )
     for line in (*skipped(trace), *adjustment(trace)):
         common.say_wrapped(line)
-    if found.pairs:
-        for sentence in _verdict(found, short):
+    if comparison.pairs:
+        for sentence in _verdict(comparison, short):
             common.say_wrapped(sentence)
 
 
-def _verdict(found: Comparison, short: dict[str, str]) -> list[str]:
+def _verdict(comparison: Comparison, short: dict[str, str]) -> list[str]:
     """Say in one sentence which model is the flattest, and in another what the losses do to this."""
-    best, second = found.ranking[:2]
-    pair = found.pair(best, second)
-    chance = next(model.flattest for model in found.models if model.name == best)
+    best, second = comparison.ranking[:2]
+    pair = comparison.pair(best, second)
+    chance = next(model.flattest for model in comparison.models if model.name == best)
     if chance >= _SURE:
         sentences = [
             f"{short[best]} is the flattest, with probability {_probability(chance)}: the next, {short[second]}, has "
@@ -90,10 +90,10 @@ def _verdict(found: Comparison, short: dict[str, str]) -> list[str]:
     return sentences
 
 
-def _probability(share: float) -> str:
-    if 0.001 <= share <= 0.999:
-        return f"{share:.3f}"
-    return "above 0.999" if share > 0.5 else "below 0.001"
+def _probability(fraction: float) -> str:
+    if 0.001 <= fraction <= 0.999:
+        return f"{fraction:.3f}"
+    return "above 0.999" if fraction > 0.5 else "below 0.001"
 
 
 def _ratio_of(pair: Pair, name: str) -> str:

@@ -54,13 +54,13 @@ def _remarks(args: Any, estimate: Estimate) -> Iterator[str]:
     yield from comparison.adjustment(estimate)
     method = estimate.method
     if estimate.num_probes:
-        drawn = "label" if "sampled labels" in method else "Rademacher probe"
+        drawn = "label" if "sampled labels" in method else "probe"
         each = " per token" if "clusters" in details else ""
         method += f", {estimate.num_probes} {drawn}{'s' * (estimate.num_probes > 1)}{each}"
     if "device" in details:
         method += f"; {details['device']}, {details['dtype']}, attention {details['attention']}"
     yield method + (f"; {estimate.seconds:.1f} s" if estimate.seconds is not None else "")
-    if "error_covers" in details:
+    if "error_covers" in details and not estimate.is_exact:
         yield f"the error covers {details['error_covers']}"
     if details.get("parameters_by_autograd"):
         yield f"by automatic differentiation, a sequence at a time: {', '.join(details['parameters_by_autograd'])}"

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
             bar = bar or stack.enter_context(common.Progress("measuring", total, "evaluations"))
             bar(done, note)
 
-        found = evaluate(
+        evaluations = evaluate(
             args.models,
             args.measures,
             data=args.data,
@@ -86,8 +86,8 @@ def main(arguments: list[str]) -> int:
             progress=show,
         )
     if args.json:
-        common.emit_json({"evaluations": found.to_dict()})
+        common.emit_json({"evaluations": evaluations.to_dict()})
     else:
-        columns, rows, num_text = found.table()
+        columns, rows, num_text = evaluations.table()
         common.print_table(", ".join(args.models), columns, rows, left=num_text)
     return 0

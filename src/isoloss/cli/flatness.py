@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from isoloss import config as configs
 from isoloss import files, interrupts
 from isoloss.cli import common, comparison, estimates
 from isoloss.cli.measures import measure_configs, with_options
@@ -112,11 +113,14 @@ def main(arguments: list[str]) -> int:
     if args.figure is not None and "trace" in results.comparisons:
         from isoloss.report.flatness import trace_against_loss
 
-        found: Any = results.comparisons["trace"]
-        short = comparison.short_names([model.name for model in found.models])
-        common.save_figure(args.figure, trace_against_loss(found, short))
+        traces: Any = results.comparisons["trace"]
+        short = comparison.short_names([model.name for model in traces.models])
+        common.save_figure(args.figure, trace_against_loss(traces, short))
     if args.json:
-        common.emit_json({"data": inputs.description, "measures": list(args.measures), **results.to_dict()})
+        document = results.to_dict()
+        architectures = {model.name: {"architecture": model.architecture} for model in models}
+        document["models"] = [{**model, **architectures[model["model"]]} for model in document["models"]]
+        common.emit_json({"data": inputs.description, "measures": list(args.measures), **document})
     else:
         _print(args, results)
     return 0 if results.interrupted is None else interrupts.status()
@@ -186,6 +190,7 @@ def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
     from isoloss.evaluation import data
 
     reading = select(args.reading, ReadingConfig)
+    configs.check(reading)
     shuffled = args.rtol is not None or args.seconds is not None  # it may stop before the end of the inputs
     if args.data is not None:
         context = data.data_context(args.data, models, reading, shuffled=shuffled)
@@ -201,17 +206,22 @@ def _print(args: Any, results: FlatnessResults) -> None:
 
     if results.interrupted is not None:
         measure, model, partial_estimate = results.interrupted
-        common.note(f"interrupted while {measure} of {model} was measured")
+        so_far = ""
+        if partial_estimate is not None:
+            so_far = f"; the estimate from the first {partial_estimate.details['sequences']:,} sequences:"
+        common.note(f"interrupted while {measure} of {model} was measured{so_far}")
         if partial_estimate is not None:
             common.say(f"{measure} of {model} so far: {partial_estimate}")
             if len(args.models) == 1:
                 estimates.print_details(args, partial_estimate)
-    for measure in args.measures:
-        found = results.comparisons.get(measure)
-        if isinstance(found, Comparison):
-            comparison.print_tables(found)
-        elif found is not None:
-            common.say(f"{found}\n")
+    for number, measure in enumerate(args.measures):
+        if number:
+            common.say("")
+        compared = results.comparisons.get(measure)
+        if isinstance(compared, Comparison):
+            comparison.print_tables(compared)
+        elif compared is not None:
+            common.say(str(compared))
         for model, by_measure in results.estimates.items():
             for name, estimate in by_measure.get(measure, {}).items():
                 if len(args.models) == 1:

@@ -81,7 +81,11 @@ class MeasureComparison:
             ),
             smallest={
                 name: dict(
-                    zip(models, probabilities_of_smallest([found[name] for found in models.values()]), strict=True)
+                    zip(
+                        models,
+                        probabilities_of_smallest([estimates[name] for estimates in models.values()]),
+                        strict=True,
+                    )
                 )
                 for name in paired
             },
@@ -95,8 +99,8 @@ class MeasureComparison:
         for name, estimate in next(iter(self.models.values())).items():
             chances = self.smallest.get(name, {})
             rows = [
-                [model, number(found[name]), *([f"{chances[model]:.3f}"] if chances else [])]
-                for model, found in self.models.items()
+                [model, number(estimates[name]), *([f"{chances[model]:.3f}"] if chances else [])]
+                for model, estimates in self.models.items()
             ]
             header = [f"{name}, {estimate.unit}", "value", *(["probability of the smallest"] if chances else [])]
             tables.append(columns([header, *rows]))
@@ -151,11 +155,12 @@ class FlatnessResults:
             {
                 "model": model,
                 "estimates": {
-                    measure: {name: estimate.to_dict() for name, estimate in found.items()}
-                    for measure, found in measures.items()
+                    measure: {name: estimate.to_dict() for name, estimate in estimates.items()}
+                    for measure, estimates in measures.items()
                 },
             }
             for model, measures in self.estimates.items()
+            if measures
         ]
         comparisons = {}
         for measure, comparison in self.comparisons.items():
@@ -286,7 +291,7 @@ def _measure_each(
         results.estimates[model][name] = result.estimates
         if isinstance(own, SampledFlatness) and own_context is context:
             own, own_context = own.continued(context, next(iter(result.estimates.values())))
-    done = {model: found[name] for model, found in results.estimates.items() if name in found}
+    done = {model: estimates[name] for model, estimates in results.estimates.items() if name in estimates}
     if len(done) > 1:
         results.comparisons[name] = MeasureComparison.of(name, done)
 

@@ -87,11 +87,11 @@ def pretraining_loss(
     details = {**_details(model), **_predicted(truth.objective), "seed": truth.seed}
     sums = {"entropy": truth.entropy, "kl": kl, "loss": truth.entropy + kl}
     seconds = time.perf_counter() - started
-    found = {
+    estimates = {
         name: _estimate(values, truth.counts, method=f"exact conditionals, {name}", details=details, seconds=seconds)
         for name, values in sums.items()
     }
-    return {**found, "entropy": dataclasses.replace(found["entropy"], influence=None)}
+    return {**estimates, "entropy": dataclasses.replace(estimates["entropy"], influence=None)}
 
 
 # --- text ------------------------------------------------------------------------------------------------------------

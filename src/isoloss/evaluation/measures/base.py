@@ -89,7 +89,7 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
 
     Example:
         >>> make_measure("probe-root", {"probe_seeds": 3, "loss_sentences": 100})
-        Probe(seed=0, probe_train=4096, probe_test=4096, probe_seeds=3, probe_epochs=100, task='root')
+        Probe(seed=0, probe_train=4096, probe_test=4096, task='root', probe_seeds=3, probe_epochs=100)
     """
     pattern, parts = MEASURES.match(name)
     if missing := name_fields(pattern) - {part.lower() for part in parts}:

@@ -37,16 +37,18 @@ class Loss(SeededMeasure):
         objective, num, seed = context.objective, self.loss_sentences, self.seed
         if context.language is not None and not context.language.num_held_out:
             truth = context.truth(num, seed)
-            found = loss.pretraining_loss(model, truth, progress=context.progress)
-            return MeasureResult(estimates=found, arrays=influences(found), inputs=digest(*truth.batch.values()))
+            estimates = loss.pretraining_loss(model, truth, progress=context.progress)
+            return MeasureResult(
+                estimates=estimates, arrays=influences(estimates), inputs=digest(*truth.batch.values())
+            )
         if context.language is not None:
             sentences = context.language.held_out(num)
             inputs = digest(sentences.tokens, sentences.lengths, more=dataclasses.asdict(objective))
-            found = loss.held_out_loss(
+            estimates = loss.held_out_loss(
                 model, context.language, num_sequences=num, objective=objective, seed=seed, progress=context.progress
             )
         else:
             read = context.inputs(num, seed)
             inputs = digest_batches(read.batches)
-            found = loss.text_loss(model, read.batches, objective=objective, seed=seed, progress=context.progress)
-        return MeasureResult(estimates=found, arrays=influences(found), inputs=inputs)
+            estimates = loss.text_loss(model, read.batches, objective=objective, seed=seed, progress=context.progress)
+        return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=inputs)
