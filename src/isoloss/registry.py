@@ -331,7 +331,7 @@ def register_language(kind: str, config: Any, *, summary: str = "") -> None:
     Example:
         >>> register_language("my-dyck", "isoloss.languages.config:DyckConfig", summary="nested brackets")
         >>> LANGUAGES.load("my-dyck")(kinds=3).build()
-        PCFG(6 tokens, up to 16 in a sentence)
+        PCFG(18 symbols, 6 tokens, at most 16 tokens a sentence, torch.float64 on cpu)
     """
     LANGUAGES.register(kind, config, summary=summary)
 

@@ -88,7 +88,9 @@ class Newcomer:
         began = time.monotonic()
         try:
             if block.mark == "file":
-                (self.folder / block.reason).write_text(block.text)
+                path = self.folder / block.reason
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(block.text)
             elif block.is_python:
                 self.python(block)
             else:
