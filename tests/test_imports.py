@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,11 @@ MODULES = sorted(
 )
 
 
+NAMES = {  # by dotted name; a package's __init__ only hands names on
+    ".".join(("isoloss", *path.with_suffix("").parts)): SOURCE / path for path in MODULES if path.name != "__init__.py"
+}
+
+
 def imported_layers(path: Path) -> set[str]:
     """The layers of isoloss that a file imports, anywhere in it."""
     found = set()
@@ -49,6 +55,35 @@ def imported_layers(path: Path) -> set[str]:
             continue
         found |= {name.split(".")[1] for name in names if name.startswith("isoloss.")}
     return found - {"__version__"}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The modules of isoloss that a file imports when it runs, also inside functions; not those for annotations alone."""
+    tree = ast.parse(path.read_text())
+    unused = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in unused:
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names & NAMES.keys()
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {name: imported_modules(path) for name, path in NAMES.items()}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_no_file_is_long(module):
+    assert len((SOURCE / module).read_text().splitlines()) < 450
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)

@@ -14,11 +14,9 @@ from isoloss.runs import commit, versions
 EXAMPLES = [("isoloss doctor", "versions, devices, threads, kernels and optional parts")]
 
 OPTIONAL = {
-    "ray": "studies on a cluster",
-    "submitit": "studies under Slurm",
-    "tensorboard": "a mirror of the metrics",
-    "trackio": "a mirror of the metrics",
-    "wandb": "a mirror of the metrics",
+    "tensorboard": "logs the metrics",
+    "trackio": "logs the metrics",
+    "wandb": "logs the metrics",
 }
 
 
