@@ -60,7 +60,7 @@ class Stored:
         kind: The name of the config in `isoloss.registry.LANGUAGES` whose `from_tables` reads it back.
         max_length: The longest sentence, in tokens.
         vocabulary: The token strings, by id.
-        symbols: Names of what is hidden behind a sentence, by id, where the tables refer to them.
+        symbols: Names of what produces a sentence, by id, where the tables refer to them.
         tables: The arrays by name.
     """
 

@@ -324,9 +324,9 @@ class HMM(ExactLanguage):
         out = torch.zeros(*ids.shape, len(self.states), dtype=self.dtype, device=self.device)
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         for rows, model in self._chunks(ids, spare=0):
-            found = model.posterior(ids[rows])
-            possible[rows] = found.possible
-            _put(out, rows, model.states, found.states.transpose(0, 1), others=0.0)
+            given_all = model.posterior(ids[rows])
+            possible[rows] = given_all.possible
+            _put(out, rows, model.states, given_all.states.transpose(0, 1), others=0.0)
         _check_possible(possible)
         return _zero_padding(out, lengths)
 
@@ -336,9 +336,7 @@ class HMM(ExactLanguage):
         """Yield rows, their model, (rows, T or k, its tokens) conditionals; at the end, complain of impossible rows."""
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         for rows, model in self._chunks(ids, spare=1):
-            found = model.leave_one_out(ids[rows])
-            possible[rows] = found.possible
-            states = found.states
+            states, possible[rows] = model.leave_one_out(ids[rows])
             if positions is not None:
                 states = states[positions[rows].T, torch.arange(states.shape[1], device=self.device)]
             yield rows, model, (states @ model.emission).transpose(0, 1)

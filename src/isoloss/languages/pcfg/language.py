@@ -294,8 +294,8 @@ class PCFG(ExactLanguage):
 
         Example:
             >>> language = PCFG.from_text("S A B 1\nA a 0.5\nA b 0.5\nB a 0.25\nB b 0.75")
-            >>> hidden = torch.tensor([[True, True]])
-            >>> given = {"mask": hidden, "positions": torch.tensor([1])}
+            >>> masked = torch.tensor([[True, True]])
+            >>> given = {"mask": masked, "positions": torch.tensor([1])}
             >>> language.log_conditionals(torch.tensor([[0, 0]]), torch.tensor([2]), **given).exp()
             tensor([[0.2500, 0.7500]], dtype=torch.float64)
         """
