@@ -43,11 +43,8 @@ class HMM(ExactLanguage):
         transition: (S, S) likewise; row: state, column: next state.
         emission: (S, V) likewise; row: state, column: token.
         states: Names of the states, by id: s0, s1, ...
-        vocabulary: The token strings, by id.
-        vocab_size: V.
-        max_length: Tokens of a sentence.
-        device: Where exact computations run.
-        dtype: What they run in: float64 or float32.
+
+    The other attributes are those of `ExactLanguage`.
 
     Example:
         >>> language = HMM([0.5, 0.5], [[1.0, 0.0], [0.0, 1.0]], [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]], length=2)
@@ -133,8 +130,7 @@ class HMM(ExactLanguage):
 
     def describe(self) -> str:
         """Return the numbers of states and tokens, and the length."""
-        sizes = f"{len(self.states)} states over {self.vocab_size:,} tokens"
-        return f"a hidden Markov model of {sizes}; {self._describe_lengths()}"
+        return f"a hidden Markov model of {len(self.states)} states over {super().describe()}"
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 

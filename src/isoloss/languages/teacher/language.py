@@ -157,7 +157,7 @@ class Teacher(ExactLanguage):
 
     def describe(self) -> str:
         """Return what the sentences are, and their length."""
-        return f"what a causal language model writes over {self.vocab_size:,} tokens; {self._describe_lengths()}"
+        return f"what a causal language model writes over {super().describe()}"
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._move(device, dtype)
