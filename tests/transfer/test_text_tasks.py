@@ -10,7 +10,7 @@ import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.registry import TASKS
-from isoloss.text.text_classification import Coverage, encode_labelled_text, read_labelled_text
+from isoloss.text.text_classification import Coverage, encode_labeled_text, read_labeled_text
 from isoloss.text.tokenizers import load_tokenizer
 from isoloss.transfer.text_sources import MNLI, TextTask, registered_text_task
 from isoloss.transfer.text_tasks import make_text_task
@@ -150,12 +150,12 @@ def test_glue_tasks_have_their_columns() -> None:
 def test_real_glue(shared_data: Path, name: str) -> None:
     tokenizer = load_tokenizer(str(shared_data / "bert-uncased-vocab" / "vocab.txt"))
     folder = shared_data / f"glue-{name}"
-    source = registered_text_task(name, str(folder))
-    task = make_text_task(source, tokenizer, num_train=200, max_length=64)
-    dev = read_labelled_text(folder, text=source.text, pair=source.pair, split="dev")
+    task = make_text_task(glue_task(name, str(folder)), tokenizer, num_train=200, max_length=64)
+    text, pair = GLUE[name]
+    dev = read_labeled_text(folder, text=text, pair=pair, split="dev")
     assert task.classes == dev.label_names
     assert task.test_labels.tolist() == list(dev.labels)
-    encoded = encode_labelled_text(tokenizer, dev, max_length=64)
+    encoded = encode_labeled_text(tokenizer, dev, max_length=64)
     width = encoded["input_ids"].shape[1]
     assert task.test.tokens[:, :width].tolist() == encoded["input_ids"].tolist()
     assert int((task.test.tokens[:, width:] != tokenizer.pad_token_id).sum()) == 0
