@@ -58,7 +58,7 @@ def imported_layers(path: Path) -> set[str]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """The modules of isoloss that a file imports when it runs, also inside functions; not those for annotations alone."""
+    """The modules of isoloss that a file imports when it runs, also inside functions; not for annotations alone."""
     tree = ast.parse(path.read_text())
     unused = {
         id(inner)

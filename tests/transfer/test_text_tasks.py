@@ -150,9 +150,9 @@ def test_glue_tasks_have_their_columns() -> None:
 def test_real_glue(shared_data: Path, name: str) -> None:
     tokenizer = load_tokenizer(str(shared_data / "bert-uncased-vocab" / "vocab.txt"))
     folder = shared_data / f"glue-{name}"
-    task = make_text_task(glue_task(name, str(folder)), tokenizer, num_train=200, max_length=64)
-    text, pair = GLUE[name]
-    dev = read_labeled_text(folder, text=text, pair=pair, split="dev")
+    source = registered_text_task(name, str(folder))
+    task = make_text_task(source, tokenizer, num_train=200, max_length=64)
+    dev = read_labeled_text(folder, text=source.text, pair=source.pair, split="dev")
     assert task.classes == dev.label_names
     assert task.test_labels.tolist() == list(dev.labels)
     encoded = encode_labeled_text(tokenizer, dev, max_length=64)
