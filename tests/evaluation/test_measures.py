@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import isoloss.flatness
 from isoloss.cli.main import main
@@ -218,3 +219,44 @@ def test_results_of_estimates_alone_have_their_influences():
     result = MeasureResult.of({"x": estimate, "y": dataclasses.replace(estimate, influence=None)})
     assert list(result.arrays) == ["x.influence"]
     assert result.arrays["x.influence"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        *((name, ("--rtol", 0.5)) for name in ("trace", "largest-eigenvalue", "fisher-rao")),
+        *((name, ("--seconds", 1e-9)) for name in ("trace", "noise-sharpness", "weighted-trace")),
+    ],
+)
+def test_the_first_model_decides_where_a_measurement_stops_and_pairs_stay(capsys, checkpoints, tmp_path, name, rule):
+    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(0, LANGUAGE.vocab_size, (200, 4)))
+    data = ("--data", tmp_path / "ids.npy", "--mask-id", "9", "--batch-size", "16", *rule)
+    document = as_json(capsys, "flatness", checkpoints / "a", checkpoints / "b", *data, "--measures", name)
+    first, second = (model["estimates"][name][name] for model in document["models"])
+    assert (first["samples"], first["num_inputs"]) == (second["samples"], second["num_inputs"])
+    assert first["samples"] < 200 or name == "largest-eigenvalue"
+    assert document["comparisons"][name]["pairs"]
+
+
+def test_a_rule_that_a_measure_has_no_use_for_is_refused(checkpoints):
+    words = ["flatness", str(checkpoints / "a"), "--data", str(checkpoints / "ids.npy"), "--mask-id", "9"]
+    assert main([*words, "--measures", "squared-norm", "--rtol", "0.1"]) == 2
+
+
+def test_the_loss_on_token_ids_is_their_cross_entropy(checkpoints):
+    reading = ReadingConfig(mask_id=9)
+    (found,) = evaluate(checkpoints / "a", ["loss"], data=checkpoints / "ids.npy", reading=reading)
+    loaded = load(checkpoints / "a")
+    masking = ObjectiveConfig(masking="fraction")
+    options = {"checkpoint": loaded.name, "config": loaded.model.config, "kind": "masked", "mask_id": 9}
+    (batch,) = read_inputs(checkpoints / "ids.npy", masking=masking, **options).cut(48).batches
+    with torch.no_grad():
+        logits = loaded.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    expected = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), batch["labels"].flatten())
+    assert found.estimates["loss"].value == pytest.approx(float(expected), rel=1e-5)
+    assert found.estimates["loss"].samples == 48
+
+
+def test_a_model_that_does_not_know_the_language_is_refused(checkpoints):
+    with pytest.raises(IsolossError, match="knows 10 ids, and a model of the language 34"):
+        evaluate(checkpoints / "a", ["loss"], language="pcfg-laptop")
