@@ -130,7 +130,7 @@ def say_statements(statements: Iterable[Statement]) -> None:
     for statement in statements:
         say("")
         say_wrapped(f"{statement.verdict}: {statement.text}")
-        say_wrapped(statement.found, indent=4)
+        say_wrapped(statement.evidence, indent=4)
 
 
 def note(text: str) -> None:

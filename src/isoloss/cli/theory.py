@@ -25,30 +25,24 @@ The paper's statements as programs: a table, and a verdict on each statement.
 
 statements:
   bartlett    the covariance of the gradient is the Hessian where the model is right (Lemma 3.2)
-  sgd-flow    SGD on the minimisers follows the flow that lowers the Hessian's trace (Theorem 3.3)
+  sgd-flow    SGD on the minimizers follows the flow that lowers the Hessian's trace (Theorem 3.3)
   brackets    in a language of brackets the flattest solution is the one that transfers (Theorem 5.1)
 
 examples:
   isoloss theory bartlett
-      both sides exactly, at minimisers and away from them
+      both sides exactly, at minimizers and away from them
   isoloss theory sgd-flow --figure flow.pdf
       two models, three step sizes, three batch sizes, and a control without label noise
   isoloss theory brackets
       two solutions at zero loss, the flattest by descent, and what a head on each learns downstream"""
 
 
-@dataclass(frozen=True)
-class BartlettArgs:
-    """Compare the gradient's covariance with the Hessian of the loss (Lemma 3.2), on models small enough to enumerate:
-    a softmax over a few contexts, and a tiny BERT on all bracket sentences of one length.
-    """
+@dataclass(frozen=True, kw_only=True)
+class CommonArgs:
+    """What every statement takes."""
 
-    length: int = 4
-    """Brackets in a sentence: 2, 4, 6 or 8."""
-    directions: int = 4
-    """Minimisers for each model, each left in a random direction."""
     seed: int = 0
-    """Decides minimisers and directions."""
+    """Decides all random numbers."""
     threads: int = 0
     """CPU threads; 0: all cores."""
     figure: Path | None = None
@@ -57,9 +51,21 @@ class BartlettArgs:
     """Print one JSON document."""
 
 
-@dataclass(frozen=True)
-class FlowArgs:
-    """Simulate SGD from a minimiser of a loss that has many, against the flow -(1/(4B)) grad Tr along the minimisers
+@dataclass(frozen=True, kw_only=True)
+class BartlettArgs(CommonArgs):
+    """Compare the gradient's covariance with the Hessian of the loss (Lemma 3.2), on models small enough to enumerate:
+    a softmax over a few contexts, and a tiny BERT on all bracket sentences of one length.
+    """
+
+    length: int = 4
+    """Brackets in a sentence: 2, 4, 6 or 8."""
+    directions: int = 4
+    """Minimizers for each model, each left in a random direction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowArgs(CommonArgs):
+    """Simulate SGD from a minimizer of a loss that has many, against the flow -(1/(4B)) grad Tr along the minimizers
     (Theorem 3.3): one answer with logit a * b, and a masked language model of 88 parameters on nine sentences.
     """
 
@@ -68,7 +74,7 @@ class FlowArgs:
     probability: float = 0.7
     """two-parameters: of the first of the two answers."""
     start: float = 2.0
-    """two-parameters: a at the start; b is such that the start is a minimiser."""
+    """two-parameters: a at the start; b is such that the start is a minimizer."""
     step_sizes: tuple[float, ...] = ()
     """From large to small; none: 0.1 0.05 0.025 for two-parameters, 0.05 0.025 0.0125 for masked-lm."""
     times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
@@ -79,18 +85,10 @@ class FlowArgs:
     """For each step size and batch size; 0: 65536 for two-parameters, 1024 for masked-lm."""
     coefficient: float = 0.25
     """The coefficient to check."""
-    seed: int = 0
-    """Decides the examples that are drawn; masked-lm: the language and the start too."""
-    threads: int = 0
-    """CPU threads; 0: all cores."""
-    figure: Path | None = None
-    """Draw to this .png, .svg or .pdf file."""
-    json: bool = False
-    """Print one JSON document."""
 
 
-@dataclass(frozen=True)
-class BracketsArgs:
+@dataclass(frozen=True, kw_only=True)
+class BracketsArgs(CommonArgs):
     """Compare solutions of a language of brackets at zero loss: their traces of the Hessian by visiting every input,
     the flattest by descent on the trace, and heads on each downstream (Theorem 5.1, Lemmas G.1 to G.5, Theorem G.6).
     """
@@ -107,18 +105,10 @@ class BracketsArgs:
     """Training sets of each size."""
     draws: int = 3
     """Draws of random features for the width that they need."""
-    seed: int = 0
-    """Decides features, initial weights and training sets."""
-    threads: int = 0
-    """CPU threads; 0: all cores."""
-    figure: Path | None = None
-    """Draw to this .png, .svg or .pdf file."""
-    json: bool = False
-    """Print one JSON document."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the subcommand."""
     if not arguments or arguments[0] in ("--help", "-h"):
         common.say(HELP)
         return 0
@@ -137,17 +127,17 @@ def _bartlett(arguments: list[str]) -> int:
     from isoloss.paper.theory import bartlett
 
     with common.Progress("bartlett", bartlett.num_points(max(args.directions, 0)), "points") as progress:
-        found = bartlett.study(length=args.length, directions=args.directions, seed=args.seed, progress=progress)
+        result = bartlett.study(length=args.length, directions=args.directions, seed=args.seed, progress=progress)
     if args.figure is not None:
         from isoloss.paper.theory.figures import bartlett_gap
 
-        common.save_figure(args.figure, bartlett_gap(found))
+        common.save_figure(args.figure, bartlett_gap(result))
     if args.json:
-        common.emit_json(_document(args, found.statements, rows=[dataclasses.asdict(row) for row in found.rows]))
+        common.emit_json(_document(args, result.statements, rows=[dataclasses.asdict(row) for row in result.rows]))
         return 0
     columns = ("distance", "KL", "|Cov-H|/|H|", "|Tr Cov-Tr H|", "Tr Cov", "Tr H", "Tr Fisher")
     common.say("Lemma 3.2: KL and traces in nats per predicted token; means over the directions")
-    for model in dict.fromkeys(row.model for row in found.rows):
+    for model in dict.fromkeys(row.model for row in result.rows):
         cells = [
             (
                 f"{row.radius:g}",
@@ -156,12 +146,12 @@ def _bartlett(arguments: list[str]) -> int:
                 f"{row.trace_gap:.1e} ± {row.trace_gap_stderr:.0e}",
                 *(f"{trace:.5g}" for trace in (row.covariance_trace, row.hessian_trace, row.fisher_trace)),
             )
-            for row in found.rows
+            for row in result.rows
             if row.model == model
         ]
         common.say("")
         common.print_table(model, columns, cells, left=0)
-    common.say_statements(found.statements)
+    common.say_statements(result.statements)
     return 0
 
 
@@ -175,34 +165,34 @@ def _sgd_flow(arguments: list[str]) -> int:
     common.use_threads(args.threads)
     from isoloss.paper.theory.sgd_flow.study import study
 
-    found: list[tuple[Settings, FlowResult]] = []
+    results: list[tuple[Settings, FlowResult]] = []
     for settings in _flow_settings(args):
         with common.Progress(f"sgd-flow, {settings.model.name}", settings.num_steps, "steps") as progress:
-            found.append((settings, study(settings, progress=progress)))
-    statements = [statement for _, result in found for statement in result.statements]
+            results.append((settings, study(settings, progress=progress)))
+    statements = [statement for _, result in results for statement in result.statements]
     if args.figure is not None:
         from isoloss.paper.theory.figures import sgd_and_flow
 
-        common.save_figure(args.figure, sgd_and_flow(found))
+        common.save_figure(args.figure, sgd_and_flow(results))
     if args.json:
         tables = {
             part: [
                 {"model": settings.model.name, **dataclasses.asdict(row)}
-                for settings, result in found
+                for settings, result in results
                 for row in getattr(result, part)
             ]
             for part in ("rows", "limits")
         }
-        control = {settings.model.name: result.control for settings, result in found}
+        control = {settings.model.name: result.control for settings, result in results}
         common.emit_json(_document(args, statements, **tables, control=control))
         return 0
-    for place, (settings, result) in enumerate(found):
-        if place:
+    for index, (settings, result) in enumerate(results):
+        if index:
             common.say("")
         _print_flow(settings, result)
     common.say("")
     common.say_wrapped(
-        "-> 0: extrapolated from all step sizes. distance^2: of SGD's parameters from the flow's, as a share of the "
+        "-> 0: extrapolated from all step sizes. distance^2: of SGD's parameters from the flow's, as a fraction of the "
         "squared distance of the flow from the start. Other times: --json, or --figure."
     )
     common.say_statements(statements)
@@ -224,9 +214,11 @@ def _flow_settings(args: FlowArgs) -> list[Settings]:
     return settings if args.model == "two-parameters" else [*settings, masked_lm(**given)]
 
 
-def _print_flow(settings: Settings, found: FlowResult) -> None:
+def _print_flow(settings: Settings, result: FlowResult) -> None:
     """Print the rows of the last time; those of the others are in the JSON document."""
-    at_end = {(row.batch_size, row.step_size): row for row in [*found.rows, *found.limits]}  # a later time replaces one
+    at_end = {
+        (row.batch_size, row.step_size): row for row in [*result.rows, *result.limits]
+    }  # a later time replaces one
     cells = [
         (
             size,
@@ -258,21 +250,21 @@ def _brackets(arguments: list[str]) -> int:
     names = [field.name for field in dataclasses.fields(study.Settings)]
     settings = study.Settings(**{name: getattr(args, name) for name in names})
     with common.Progress("brackets", settings.num_steps, "steps") as progress:
-        found = study.study(settings, progress=progress)
-    statements = verdicts.judge(found)
+        result = study.study(settings, progress=progress)
+    statements = verdicts.judge(result)
     if args.figure is not None:
         from isoloss.paper.theory.figures import bracket_solutions
 
-        common.save_figure(args.figure, bracket_solutions(found))
+        common.save_figure(args.figure, bracket_solutions(result))
     if args.json:
-        common.emit_json(_document(args, statements, **dataclasses.asdict(found)))
+        common.emit_json(_document(args, statements, **dataclasses.asdict(result)))
         return 0
-    _print_brackets(found)
+    _print_brackets(result)
     common.say_statements(statements)
     return 0
 
 
-def _print_brackets(found: Result) -> None:
+def _print_brackets(result: Result) -> None:
     from isoloss.paper.theory.bracket_language.heads import ZERO
     from isoloss.paper.theory.bracket_language.study import LOSSES
 
@@ -285,9 +277,9 @@ def _print_brackets(found: Result) -> None:
             f"{row.flatness.loss:.1e}",
             f"{row.flatness.trace:.4g}",
             *(f"{value:.3f}" for value in (row.flatness.ratio, row.flatness.balance)),
-            *(f"{value:.3f}" for value in (row.flatness.cancellation, row.flatness.spread)),
+            *(f"{value:.3f}" for value in (row.flatness.cancellation, row.flatness.evenness)),
         )
-        for row in found.solutions
+        for row in result.solutions
     ]
     title = "Solutions: loss, trace of the Hessian (squared answers), excess by condition"
     common.print_table(title, columns, cells)
@@ -302,7 +294,7 @@ def _print_brackets(found: Result) -> None:
             f"{100 * row.expected:.3g}",
             rounded(row.loss, row.loss_stderr) if row.loss > ZERO else f"{row.loss:.0e}",
         )
-        for row in found.heads
+        for row in result.heads
     ]
     common.say("")
     common.print_table(
@@ -316,7 +308,7 @@ def _print_brackets(found: Result) -> None:
             row.predicted,
             *(rounded(value, stderr) for value, stderr in zip(row.widths, row.widths_stderr, strict=True)),
         )
-        for row in found.widths
+        for row in result.widths
     ]
     common.say("")
     common.print_table("Random features needed for a loss", columns, cells, left=0)

@@ -17,7 +17,7 @@ from isoloss.errors import IsolossError
 from isoloss.report import data
 from isoloss.report.data import Measure
 
-# the class and the sign of each verdict: the sign and the words carry it, not the colour
+# the class and the sign of each verdict: the sign and the words carry it, not the color
 _BADGES = {
     "shown": ("shown", "✓"),
     "not shown": ("not-shown", "○"),

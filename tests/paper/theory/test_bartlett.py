@@ -1,4 +1,4 @@
-"""Bartlett's identity: both sides against loops over every answer, at minimisers and away from them."""
+"""Bartlett's identity: both sides against loops over every answer, at minimizers and away from them."""
 
 import math
 
@@ -37,7 +37,7 @@ def loss(model, theta, truth):
     return -(model.weights[:, None] * truth * model.log_probs(theta)).sum()
 
 
-def test_equal_at_a_minimiser(model):
+def test_equal_at_a_minimizer(model):
     found = curvature(model, model.teacher, truth_of(model))
     assert found.gap < 1e-10
     assert found.trace_gap < 1e-10
@@ -113,7 +113,7 @@ def test_a_wrong_covariance_is_not_shown(monkeypatch):
     assert verdicts == ["not shown"] * 4
 
 
-def test_a_point_that_is_no_minimiser_is_not_shown(monkeypatch):
+def test_a_point_that_is_no_minimizer_is_not_shown(monkeypatch):
     def beside(model, theta, truth, original=curvature):
         return original(model, theta + 1e-4, truth)
 

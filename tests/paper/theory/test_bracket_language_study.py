@@ -87,7 +87,7 @@ def test_blocks_of_training_sets_change_nothing(monkeypatch):
 def test_two_neurons_fail_exactly_where_a_sign_is_missing():
     inputs = downstream_inputs(6)
     for samples in (1, 3, 6):
-        row = heads.try_heads("two", solutions.two_neurons(6, 2), inputs, samples=samples, trials=500, seed=0)
+        row = heads.try_heads({"two": solutions.two_neurons(6, 2)}, inputs, samples=samples, trials=500, seed=0)[0]
         error = math.sqrt(row.expected * (1 - row.expected) / 500)
         assert abs(row.failures - row.expected) <= 4 * error
         assert row.worst_covered is None if samples == 1 else row.worst_covered < 1e-20
@@ -95,6 +95,16 @@ def test_two_neurons_fail_exactly_where_a_sign_is_missing():
     chosen = torch.tensor([[int(inputs.y.argmax())] * 4, [int(inputs.y.argmin())] * 4])
     losses = heads.population_losses(heads.kernel(solutions.two_neurons(6, 2), inputs), inputs.y, chosen)
     assert losses.tolist() == pytest.approx([3, 3], rel=1e-12)
+
+
+def test_heads_are_compared_on_the_same_training_sets():
+    inputs = downstream_inputs(4)
+    models = {"two": solutions.two_neurons(4, 2), "kinks": solutions.on_the_kink(4)}
+    two, kinks = heads.try_heads(models, inputs, samples=3, trials=400, seed=0)
+    alone = heads.try_heads({"kinks": models["kinks"]}, inputs, samples=3, trials=400, seed=0)[0]
+    assert (two.excess, two.excess_stderr, alone.loss) == (0, 0, kinks.loss)
+    assert kinks.excess == pytest.approx(kinks.loss - two.loss)
+    assert 0 < kinks.excess_stderr < math.hypot(kinks.loss_stderr, two.loss_stderr)
 
 
 def test_descent_moves_the_attention_too_and_ends_at_the_bound():
@@ -112,7 +122,7 @@ def test_descent_moves_the_attention_too_and_ends_at_the_bound():
     assert [point.step for point in path[:3]] == [0, 15, 30]
     assert after.ratio == pytest.approx(1, abs=0.01)
     assert after.loss < 1e-9
-    assert after.spread == pytest.approx(1, abs=1e-4)
+    assert after.evenness == pytest.approx(1, abs=1e-4)
 
 
 def test_everything_that_is_true_is_shown(found):
@@ -130,14 +140,14 @@ def test_rows(found):
     assert len(found.heads) == 2 * 4 * 3
     two = next(row for row in found.solutions if row.solution == study.TWO and row.length == 6 and row.width == 2)
     assert two.hessian == pytest.approx(2 / math.sqrt(6), rel=1e-10)
-    assert two.stray < 1e-12
+    assert two.off_axis < 1e-12
 
 
-def test_stray_is_the_weight_off_the_direction():
+def test_off_axis_is_the_weight_off_the_direction():
     value = torch.tensor([[2.0, 2, 2, 2, 0, 0, 0, 0], [1, -1, 0, 0, 0, 0, 0, 2]], dtype=torch.float64)
     model = solutions.with_even_attention(value, torch.tensor([-3.0, 1.0], dtype=torch.float64))
-    assert study._stray(model, 8) == pytest.approx(math.sqrt(6) / (12 + math.sqrt(6)))
-    assert study._stray(model, 4) == pytest.approx(math.sqrt(2) / (12 + math.sqrt(2)))
+    assert study._off_axis(model, 8) == pytest.approx(math.sqrt(6) / (12 + math.sqrt(6)))
+    assert study._off_axis(model, 4) == pytest.approx(math.sqrt(2) / (12 + math.sqrt(2)))
 
 
 def spoil(found, name, **changes):
@@ -167,7 +177,7 @@ def spoil_heads(found, name, samples, **changes):
         (study.BALANCED, {"trace": 0.03}, {3, 4}),
         (study.DESCENT, {"trace": 0.127}, {5}),
         (study.DESCENT, {"loss": 1e-8}, {5}),
-        (study.FROM_FEATURES, {"stray": 0.02}, {5}),
+        (study.FROM_FEATURES, {"off_axis": 0.02}, {5}),
         (study.TWO, {"balance": 1.001}, {6}),
         (study.FEATURES, {"cancellation": 1.0}, {6}),
     ],
@@ -200,7 +210,7 @@ def test_the_negative_verdicts_can_turn(found):
 def test_heads_and_widths_that_are_not_shown(found):
     assert not verdicts(spoil_heads(found, study.TWO, 8, worst_covered=1e-3))[10]
     assert not verdicts(spoil_heads(found, study.TWO, 2, failures=0.5))[12]
-    assert not verdicts(spoil_heads(found, study.BALANCED, 8, loss=0.1))[13]
+    assert not verdicts(spoil_heads(found, study.BALANCED, 8, excess=0.0))[13]
     widths = (dataclasses.replace(found.widths[0], widths=(20.0, 30.0, 31.0)), *found.widths[1:])
     assert not verdicts(dataclasses.replace(found, widths=widths))[14]
     widths = (dataclasses.replace(found.widths[0], rank=7), *found.widths[1:])

@@ -75,7 +75,7 @@ def test_squared_gradients_are_autograds():
 def test_factors_multiply_to_the_ratio_and_are_the_inequalities():
     model, inputs = random_model(6, seed=1), pretraining_inputs(6)
     found = flatness(model, inputs)
-    product = found.heads * found.balance * found.cancellation * found.spread
+    product = found.heads * found.balance * found.cancellation * found.evenness
     assert found.ratio == pytest.approx(product, rel=1e-12)
     weights, h = (value.detach() for value in attend(model, inputs.z))
     assert weights.sum(dim=1).tolist() == pytest.approx([1.0] * len(weights))
@@ -85,7 +85,7 @@ def test_factors_multiply_to_the_ratio_and_are_the_inequalities():
     assert found.cancellation == pytest.approx(float((norms * (values @ u.abs())).mean() / with_signs), rel=1e-12)
     assert found.cancellation > 1.01 < found.balance
     assert found.heads > 1.001
-    assert found.spread == pytest.approx(float(math.sqrt(6) * (norms * (values @ u).abs()).mean() / 5), rel=1e-12)
+    assert found.evenness == pytest.approx(float(math.sqrt(6) * (norms * (values @ u).abs()).mean() / 5), rel=1e-12)
 
 
 def test_blocks_change_nothing(monkeypatch):

@@ -132,7 +132,7 @@ def test_study(kind):
     assert (same.shown, factors.shown) == (True, True)
     matrices = 6 * 16 + 16 * (kind == "bert") + 5 * (kind == "bert")
     kept = f"{matrices:,} ({100 * matrices / small.num_parameters():.1f} %"
-    assert kept in most.found
+    assert kept in most.evidence
     assert most.shown == (2 * matrices > small.num_parameters())
 
 
@@ -199,7 +199,7 @@ def test_a_wrong_rule_is_not_shown(kind, dtype):
     wrong = dataclasses.replace(embedded, parts={**embedded.parts, name: miscounted})
     found = study(small, wrong, [sentences(kind)], causal=kind == "opt")
     assert [statement.shown for statement in found.statements[:2]] == [True, False]
-    assert f"({name.replace('.0.', '.*.')})" in found.statements[1].found
+    assert f"({name.replace('.0.', '.*.')})" in found.statements[1].evidence
 
 
 def test_another_expansion_with_the_same_function_is_not_shown():

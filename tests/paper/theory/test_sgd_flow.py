@@ -91,12 +91,12 @@ def test_a_row_by_hand():
     row = study(FEW).rows[1]  # B = 1, the smaller step size
     model, eta, n = FEW.model, 0.1, FEW.trajectories
     generator = np.random.default_rng(seeds.derive(1, "sgd-flow", 1, "0.1", 0))
-    (theta,) = simulate(model, np.tile(model.minimiser, (n, 1)), step_size=eta, times=[0.5], generator=generator)
+    (theta,) = simulate(model, np.tile(model.minimizer, (n, 1)), step_size=eta, times=[0.5], generator=generator)
     assert row.time == pytest.approx(0.5)
     assert row.trace.value == pytest.approx(np.mean(model.trace(theta)))
     assert row.trace.stderr == pytest.approx(np.std(model.trace(theta), ddof=1) / math.sqrt(n))
     point = model.flow(0.125)
-    squares = [math.dist(one, point) ** 2 / math.dist(point, model.minimiser) ** 2 for one in theta]
+    squares = [math.dist(one, point) ** 2 / math.dist(point, model.minimizer) ** 2 for one in theta]
     assert row.distance.value == pytest.approx(np.mean(squares))
     assert row.coefficient.value == pytest.approx(model.reached(theta).value / 0.5)
     assert row.error == pytest.approx(row.trace.value / row.flow_trace - 1)
@@ -186,7 +186,7 @@ def test_a_control_that_drifts_is_not_shown(found):
     assert judged(found, control=(lost, lost, lost - 0.001)) == [True] * 5 + [False]
 
 
-def test_the_control_comes_back_to_the_minimisers(found, found_masked):
+def test_the_control_comes_back_to_the_minimizers(found, found_masked):
     for result, settings in ((found, SMALL), (found_masked, MASKED)):
         assert len(result.control) == 1 + len(settings.times)
         off = float(settings.model.trace(settings.model.beside).mean())

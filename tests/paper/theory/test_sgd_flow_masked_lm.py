@@ -56,27 +56,27 @@ def test_contexts_and_conditionals_are_those_of_the_language(model):
 
 
 def test_log_probs_are_those_of_loops(model):
-    theta = torch.tensor(model.minimiser) + 0.1
+    theta = torch.tensor(model.minimizer) + 0.1
     expected = torch.stack([slow_logits(model, theta, masked).log_softmax(dim=0) for masked in contexts_of(model)])
-    torch.testing.assert_close(model.minimisers.model.log_probs(theta), expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(model.minimizers.model.log_probs(theta), expected, rtol=0, atol=1e-13)
 
 
-def test_start_is_a_minimiser_far_from_the_flattest(model):
-    theta = torch.tensor(model.minimiser)
-    found = curvature(model.minimisers.model, theta, torch.tensor(model.conditionals))
+def test_start_is_a_minimizer_far_from_the_flattest(model):
+    theta = torch.tensor(model.minimizer)
+    found = curvature(model.minimizers.model, theta, torch.tensor(model.conditionals))
     assert abs(found.kl_nats) < 1e-14
     assert found.gradient_norm < 1e-11
     assert found.gap < 1e-10  # Bartlett's identity
-    rank = len(model.minimisers.normals(theta))
+    rank = len(model.minimizers.normals(theta))
     assert rank == len(model.weights) * (model.joint.shape[0] - 1) < len(theta)
-    assert model.trace(model.flow(0.5)[None])[0] < 0.7 * model.trace(model.minimiser[None])[0]
+    assert model.trace(model.flow(0.5)[None])[0] < 0.7 * model.trace(model.minimizer[None])[0]
 
 
-def test_trace_is_the_hessians_on_the_minimisers_and_off(model):
+def test_trace_is_the_hessians_on_the_minimizers_and_off(model):
     rng = np.random.default_rng(0)
-    points = model.minimiser + np.array([0.0, 0.1, 0.5])[:, None] * rng.standard_normal((3, len(model.minimiser)))
+    points = model.minimizer + np.array([0.0, 0.1, 0.5])[:, None] * rng.standard_normal((3, len(model.minimizer)))
     truth = torch.tensor(model.conditionals)
-    expected = [float(curvature(model.minimisers.model, torch.tensor(x), truth).hessian.trace()) for x in points]
+    expected = [float(curvature(model.minimizers.model, torch.tensor(x), truth).hessian.trace()) for x in points]
     assert model.trace(points) == pytest.approx(np.array(expected), rel=1e-10)
 
 
@@ -85,7 +85,7 @@ def test_trace_is_the_hessians_on_the_minimisers_and_off(model):
 def test_steps_are_sgd_by_loops_and_autograd(model, batch_size, exact):
     """Each trajectory alone, each example alone, with the same random numbers."""
     eta, steps, n = 0.1, 5, 3
-    starts = model.minimiser + 0.1 * np.random.default_rng(1).standard_normal((n, len(model.minimiser)))
+    starts = model.minimizer + 0.1 * np.random.default_rng(1).standard_normal((n, len(model.minimizer)))
     before = starts.copy()
     (found,) = simulate(
         model,
@@ -121,30 +121,30 @@ def test_steps_are_sgd_by_loops_and_autograd(model, batch_size, exact):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_mean_squared_step_at_a_minimiser_is_the_trace(model, batch_size):
+def test_mean_squared_step_at_a_minimizer_is_the_trace(model, batch_size):
     """Bartlett's identity by sampling: the gradient's covariance has the trace of the Hessian, over B."""
     n, eta = 20_000, 0.01
-    starts = np.tile(model.minimiser, (n, 1))
+    starts = np.tile(model.minimizer, (n, 1))
     generator = np.random.default_rng(0)
     (moved,) = simulate(model, starts, step_size=eta, times=[eta**2], generator=generator, batch_size=batch_size)
     gradients = (starts - moved) / eta
     squares = (gradients**2).sum(axis=1)
-    expected = model.trace(model.minimiser[None])[0] / batch_size
+    expected = model.trace(model.minimizer[None])[0] / batch_size
     assert abs(squares.mean() - expected) < 4 * squares.std() / math.sqrt(n)
     mean = gradients.mean(axis=0)
     assert (mean**2).sum() < 2 * expected / n
 
 
-def test_without_label_noise_a_minimiser_does_not_move(model):
-    starts = np.tile(model.minimiser, (4, 1))
+def test_without_label_noise_a_minimizer_does_not_move(model):
+    starts = np.tile(model.minimizer, (4, 1))
     (end,) = simulate(model, starts, step_size=0.05, times=[1.0], generator=np.random.default_rng(0), exact=True)
     assert end == pytest.approx(starts, abs=1e-9)
 
 
-def test_the_control_starts_off_the_minimisers(model):
+def test_the_control_starts_off_the_minimizers(model):
     beside = model.beside
-    assert np.linalg.norm(beside - model.minimiser, axis=1) == pytest.approx(np.full(len(beside), 0.3))
-    errors = model.minimisers.model.log_probs(torch.tensor(beside[0])).exp() - torch.tensor(model.conditionals)
+    assert np.linalg.norm(beside - model.minimizer, axis=1) == pytest.approx(np.full(len(beside), 0.3))
+    errors = model.minimizers.model.log_probs(torch.tensor(beside[0])).exp() - torch.tensor(model.conditionals)
     assert errors.abs().max() > 1e-3
 
 
@@ -158,7 +158,7 @@ def test_reached_is_the_time_of_the_flow(model):
 
 def test_seeds_decide_language_and_start():
     one, again, other = (MaskedLM.random(seed=seed) for seed in (0, 0, 1))
-    assert (one.minimiser == again.minimiser).all()
+    assert (one.minimizer == again.minimizer).all()
     assert abs(one.joint - other.joint).max() > 0.01
     assert one.joint.sum() == pytest.approx(1)
 

@@ -53,7 +53,7 @@ def test_flow_is_the_projected_gradient_flow(p, start):
         null = vectors[:, 0]
         return -(null @ gradient) * null
 
-    theta, step = torch.tensor(model.minimiser), 0.005
+    theta, step = torch.tensor(model.minimizer), 0.005
     for _ in range(25):
         k1 = velocity(theta)
         k2 = velocity(theta + step / 2 * k1)
@@ -61,7 +61,7 @@ def test_flow_is_the_projected_gradient_flow(p, start):
         k4 = velocity(theta + step * k3)
         theta = theta + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
     assert model.flow(0.125) == pytest.approx(theta.numpy(), rel=1e-6, abs=1e-6)
-    assert model.flow(0.0) == pytest.approx(model.minimiser, rel=1e-12, abs=1e-12)
+    assert model.flow(0.0) == pytest.approx(model.minimizer, rel=1e-12, abs=1e-12)
 
 
 def test_reached_is_the_time_of_the_flow():
@@ -103,9 +103,9 @@ def test_a_step_is_sgd_by_autograd():
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 def test_mean_gradient_noise_is_the_answers(batch_size):
-    """One step from a minimiser: its mean is 0 and its variance v b^2 / B."""
-    n, (a, b) = 200_000, MODEL.minimiser
-    starts = np.tile(MODEL.minimiser, (n, 1))
+    """One step from a minimizer: its mean is 0 and its variance v b^2 / B."""
+    n, (a, b) = 200_000, MODEL.minimizer
+    starts = np.tile(MODEL.minimizer, (n, 1))
     (end,) = simulate(MODEL, starts, step_size=0.1, times=[0.01], batch_size=batch_size, generator=rng())
     noise = (a - end[:, 0]) / 0.1 / b
     variance = MODEL.variance / batch_size
@@ -114,13 +114,13 @@ def test_mean_gradient_noise_is_the_answers(batch_size):
     assert abs(noise.var() - variance) < 4 * math.sqrt((fourth - variance**2) / n) + 1 / n
 
 
-def test_without_noise_a_minimiser_does_not_move():
+def test_without_noise_a_minimizer_does_not_move():
     starts = np.array([[a, MODEL.logit / a] for a in (2.0, 0.5, -3.0)])
     (end,) = simulate(MODEL, starts, step_size=0.05, times=[4.0], generator=rng(), exact=True)
     assert end == pytest.approx(starts, abs=1e-10)
 
 
-def test_the_control_starts_off_the_minimisers():
+def test_the_control_starts_off_the_minimizers():
     ((a, b),) = MODEL.beside
     assert a * b == pytest.approx(MODEL.logit + 0.5)
 
@@ -131,7 +131,7 @@ def test_the_control_starts_off_the_minimisers():
         (1.0, 2.0, "the probability is 1.0"),
         (math.nan, 2.0, "the probability is nan"),
         (0.7, 0.0, "the start is 0.0"),
-        (0.7, math.sqrt(math.log(0.7 / 0.3)), "is the flattest minimiser"),
+        (0.7, math.sqrt(math.log(0.7 / 0.3)), "is the flattest minimizer"),
     ],
 )
 def test_what_is_refused(p, start, message):

@@ -1,1 +1,1 @@
-"""Theory: the paper's statements as programs, each ending with what was found and a verdict."""
+"""Theory: the paper's statements as programs, each ending with evidence and a verdict."""

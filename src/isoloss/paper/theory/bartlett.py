@@ -1,4 +1,4 @@
-"""Lemma 3.2, Bartlett's identity: at a minimiser of the loss the covariance of its gradients is its Hessian.
+"""Lemma 3.2, Bartlett's identity: at a minimizer of the loss the covariance of its gradients is its Hessian.
 
 Shapes: P parameters, n contexts, V token ids. Everything is summed over all contexts and ids, in float64.
 """
@@ -21,8 +21,8 @@ from isoloss.languages.config import BracketsConfig
 from isoloss.models.initial import seeded_weights
 from isoloss.paper.theory.statements import Statement
 
-TOLERANCE = 1e-10  # relative gap at a minimiser that rounding in float64 may leave
-RADII = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # distances from the minimiser
+TOLERANCE = 1e-10  # relative gap at a minimizer that rounding in float64 may leave
+RADII = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # distances from the minimizer
 EXPONENT_TOLERANCE = 0.05  # of the power of the KL, measured at radii that are small but not 0
 MAX_LENGTH = 8  # brackets in a sentence of the enumerated language
 
@@ -34,7 +34,7 @@ class EnumerableModel:
     Attributes:
         name: What it is.
         log_probs: From (P,) parameters to (n, V) log-probabilities in nats, differentiable twice.
-        teacher: (P,) float64: the parameters whose predictions are the true conditionals, so that they minimise the
+        teacher: (P,) float64: the parameters whose predictions are the true conditionals, so that they minimize the
             loss.
         weights: (n,) float64, with sum 1: the probability of each context.
     """
@@ -65,7 +65,7 @@ class Curvature:
 
     @property
     def gap(self) -> float:
-        """Frobenius norm of covariance minus Hessian, as a share of the Hessian's."""
+        """Frobenius norm of covariance minus Hessian, as a fraction of the Hessian's."""
         return float((self.covariance - self.hessian).norm() / self.hessian.norm())
 
     @property
@@ -76,11 +76,11 @@ class Curvature:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Means over the directions at one distance from a minimiser, with standard errors over the directions.
+    """Means over the directions at one distance from a minimizer, with standard errors over the directions.
 
     Attributes:
         model: Name of the model.
-        radius: Euclidean distance from the minimiser.
+        radius: Euclidean distance from the minimizer.
         kl_nats: KL divergence, nats per predicted token.
         gap: See `Curvature.gap`.
         gap_stderr: Its standard error.
@@ -105,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What `study` found: the table and the statements."""
+    """The results of `study`: the table and the statements."""
 
     rows: tuple[Row, ...]
     statements: tuple[Statement, ...]
@@ -219,12 +219,12 @@ def curvature(model: EnumerableModel, theta: torch.Tensor, conditionals: torch.T
 def study(
     *, length: int = 4, directions: int = 4, seed: int = 0, progress: Callable[[int], None] | None = None
 ) -> Result:
-    """Check the identity at minimisers of two models, and follow the gap along straight lines away from them.
+    """Check the identity at minimizers of two models, and follow the gap along straight lines away from them.
 
     Args:
         length: Brackets in a sentence of the tiny masked language model's language.
-        directions: Random directions for each model, each with a minimiser of its own; at least 2.
-        seed: Decides minimisers and directions.
+        directions: Random directions for each model, each with a minimizer of its own; at least 2.
+        seed: Decides minimizers and directions.
         progress: Called with the number of points that are done, of `num_points(directions)`.
 
     Raises:
@@ -249,9 +249,7 @@ def study(
                 if progress is not None:
                     progress(done)
             paths.append(path)
-        rows += [
-            _row(model.name, radius, [path[place] for path in paths]) for place, radius in enumerate((0.0, *RADII))
-        ]
+        rows += [_row(model.name, radius, [path[i] for path in paths]) for i, radius in enumerate((0.0, *RADII))]
         statements += _judge(model.name, paths)
     return Result(rows=tuple(rows), statements=tuple(statements))
 
@@ -287,24 +285,24 @@ def _row(name: str, radius: float, points: Sequence[Curvature]) -> Row:
 
 
 def _judge(name: str, paths: Sequence[Sequence[Curvature]]) -> list[Statement]:
-    """Return the statements on the minimisers and on the lines away from them."""
-    minimisers = [path[0] for path in paths]
-    worst = max(point.gap for point in minimisers)
-    slope = max(point.gradient_norm for point in minimisers)
-    lowest = min(float(torch.linalg.eigvalsh(point.hessian)[0] / point.hessian.norm()) for point in minimisers)
+    """Return the statements on the minimizers and on the lines away from them."""
+    minimizers = [path[0] for path in paths]
+    worst = max(point.gap for point in minimizers)
+    slope = max(point.gradient_norm for point in minimizers)
+    lowest = min(float(torch.linalg.eigvalsh(point.hessian)[0] / point.hessian.norm()) for point in minimizers)
     equal = Statement(
         text=f"{name}: where the model's predictions are the true conditionals, the covariance of the gradient on one "
         "example equals the Hessian of the loss.",
-        found=f"largest relative gap of {len(paths)} minimisers {worst:.1e}, at most {TOLERANCE:.0e} allowed; gradient "
-        f"{slope:.1e}; lowest eigenvalue of the Hessian {lowest:.1e} of its norm",
+        evidence=f"largest relative gap of {len(paths)} minimizers {worst:.1e}, at most {TOLERANCE:.0e} allowed; "
+        f"gradient {slope:.1e}; lowest eigenvalue of the Hessian {lowest:.1e} of its norm",
         shown=worst <= TOLERANCE and slope <= TOLERANCE and lowest >= -TOLERANCE,
     )
     # KL grows with the square of the distance and the gap with the distance itself
     powers = [math.log(path[2].gap / path[1].gap) / math.log(path[2].kl_nats / path[1].kl_nats) for path in paths]
     power, stderr = mean_and_stderr(powers)
     grows = Statement(
-        text=f"{name}: away from a minimiser they differ, at first in proportion to the square root of the KL.",
-        found=f"the gap grows as the KL to the power {power:.4f} ± {stderr:.4f} between the radii {RADII[0]:g} and "
+        text=f"{name}: away from a minimizer they differ, at first in proportion to the square root of the KL.",
+        evidence=f"the gap grows as the KL to the power {power:.4f} ± {stderr:.4f} between the radii {RADII[0]:g} and "
         f"{RADII[1]:g}; 0.5 ± {EXPONENT_TOLERANCE:g} allowed",
         shown=abs(power - 0.5) <= EXPONENT_TOLERANCE and all(path[1].gap > 100 * path[0].gap for path in paths),
     )

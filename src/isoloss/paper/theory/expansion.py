@@ -213,8 +213,8 @@ def _same_function(found: Differences, dtype: torch.dtype) -> Statement:
     allowed = TOLERANCE[dtype]
     return Statement(
         text="The large model has the function of the small one, and copies of its hidden states.",
-        found=f"largest difference of logits {found.logits:.1e}, of hidden states {found.hidden:.1e}, as shares of the "
-        f"largest of these; at most {allowed:.0e} allowed in {_name(dtype)}",
+        evidence=f"largest difference of logits {found.logits:.1e}, of hidden states {found.hidden:.1e}, as shares of "
+        f"the largest of these; at most {allowed:.0e} allowed in {_name(dtype)}",
         shown=max(found.logits, found.hidden) <= allowed,
     )
 
@@ -238,7 +238,7 @@ def _factors(rows: Sequence[Share], trace: float, dtype: torch.dtype) -> Stateme
     worst = max(gaps, key=lambda name: gaps[name])
     return Statement(
         text="A parameter that becomes n copies divided by c has c^2 / n times its share of the trace.",
-        found=f"square roots of the shares differ by at most {gaps[worst]:.1e} of the root of the trace ({worst}); "
+        evidence=f"square roots of the shares differ by at most {gaps[worst]:.1e} of the root of the trace ({worst}); "
         "both models are measured with the same signs, so there is no sampling error; at most "
         f"{allowed:.0e} allowed in {_name(dtype)}",
         shown=gaps[worst] <= allowed,
@@ -259,6 +259,6 @@ def _most(rows: Sequence[Share], trace: float) -> Statement:
     kept = sum(row.parameters for row in by_factor.get(1.0, []))
     return Statement(
         text="Most of the small model's parameters keep their share of the trace.",
-        found=f"of {parameters:,} parameters " + ", ".join(found),
+        evidence=f"of {parameters:,} parameters " + ", ".join(found),
         shown=2 * kept > parameters,
     )

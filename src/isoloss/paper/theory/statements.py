@@ -1,4 +1,4 @@
-"""A statement of the theory beside what a program found, and the verdict that follows."""
+"""A statement of the theory, the evidence of a program, and the verdict that follows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class Statement:
 
     Attributes:
         text: What is claimed, in one sentence.
-        found: The figures, and the rule that they are held against.
+        evidence: The figures, and the rule that they are held against.
         shown: Whether the figures obey the rule.
 
     Example:
-        >>> Statement(text="one is less than two", found="1 < 2", shown=1 < 2).verdict
+        >>> Statement(text="one is less than two", evidence="1 < 2", shown=1 < 2).verdict
         'shown'
     """
 
     text: str
-    found: str
+    evidence: str
     shown: bool
 
     @property
@@ -31,4 +31,4 @@ class Statement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statement as JSON types."""
-        return {"statement": self.text, "found": self.found, "verdict": self.verdict}
+        return {"statement": self.text, "evidence": self.evidence, "verdict": self.verdict}

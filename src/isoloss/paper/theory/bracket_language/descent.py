@@ -41,7 +41,7 @@ def initial(length: int, width: int, *, seed: int) -> BracketAttention:
 def descend(
     model: BracketAttention, inputs: Inputs, *, steps: int, progress: Callable[[], None] | None = None
 ) -> list[PathPoint]:
-    """Minimise `trace / bound + weight * loss` in place, the weight growing with the steps; return the path.
+    """Minimize `trace / bound + weight * loss` in place, the weight growing with the steps; return the path.
 
     The trace is `2 E |grad f|^2`, differentiated once more; the relu's kinks, where it jumps, have no derivative.
 
@@ -55,15 +55,15 @@ def descend(
     least, path = bound(inputs.length, len(model.output)), []
     first, last = map(math.log, WEIGHTS)
     for step in range(steps):
-        share = step / steps
-        optimizer.param_groups[0]["lr"] = RATE * min(1, 2 * (1 - share))
-        found = squares(model, inputs.z)
-        ratio = 2 * (found.neurons + found.attention).mean() / least
-        loss = (found.outputs - inputs.y).square().mean()
+        fraction = step / steps
+        optimizer.param_groups[0]["lr"] = RATE * min(1, 2 * (1 - fraction))
+        at = squares(model, inputs.z)
+        ratio = 2 * (at.neurons + at.attention).mean() / least
+        loss = (at.outputs - inputs.y).square().mean()
         if step % max(1, steps // KEPT) == 0:
             path.append(PathPoint(step=step, ratio=float(ratio.detach()), loss=float(loss.detach())))
         optimizer.zero_grad()
-        (ratio + math.exp(first + share * (last - first)) * loss).backward()  # type: ignore[no-untyped-call]
+        (ratio + math.exp(first + fraction * (last - first)) * loss).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if progress is not None:
             progress()

@@ -6,6 +6,7 @@ Shapes: N = 2^T strings, m neurons, n strings of a training set.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from isoloss.paper.theory.bracket_language.inputs import Inputs
 from isoloss.paper.theory.bracket_language.trace import attend
 
 ZERO = 1e-6  # population loss that counts as 0: a descent leaves some 1e-8, and a head that fails has 0.01 or more
-CUTOFF = 1e-9  # share of the largest eigenvalue of the strings' products below which an eigenvalue counts as 0
+CUTOFF = 1e-9  # fraction of the largest eigenvalue of the strings' products below which an eigenvalue counts as 0
 _BLOCK = 1 << 23  # numbers of a (training sets, strings, n) table that are held together
 
 
@@ -29,9 +30,11 @@ class HeadRow:
         length: T.
         samples: n.
         trials: Training sets.
-        failures: Share of them after which the population loss is not 0.
+        failures: Fraction of them after which the population loss is not 0.
         loss: Mean population loss, squared answers; an answer of 0 for every string has loss T.
         loss_stderr: Its standard error over the training sets.
+        excess: Mean of the loss minus that of the heads on two neurons after the same training sets.
+        excess_stderr: Its standard error over the training sets, which are paired.
         worst_covered: Largest population loss after a training set with answers of both signs; None: there was none.
         expected: Probability that the set lacks a sign.
     """
@@ -43,6 +46,8 @@ class HeadRow:
     failures: float
     loss: float
     loss_stderr: float
+    excess: float
+    excess_stderr: float
     worst_covered: float | None
     expected: float
 
@@ -57,9 +62,9 @@ class HeadRow:
         return 2.0**-self.samples
 
 
-def binomial_stderr(share: float, trials: int) -> float:
-    """Return the standard error of a share."""
-    return math.sqrt(share * (1 - share) / trials)
+def binomial_stderr(frequency: float, trials: int) -> float:
+    """Return the standard error of a frequency."""
+    return math.sqrt(frequency * (1 - frequency) / trials)
 
 
 def sign_missing(length: int, samples: int) -> float:
@@ -108,12 +113,13 @@ def population_losses(products: torch.Tensor, answers: torch.Tensor, chosen: tor
     return torch.cat(losses)
 
 
-def try_heads(name: str, model: BracketAttention, inputs: Inputs, *, samples: int, trials: int, seed: int) -> HeadRow:
+def try_heads(
+    models: Mapping[str, BracketAttention], inputs: Inputs, *, samples: int, trials: int, seed: int
+) -> list[HeadRow]:
     """Return how heads on `trials` training sets of `samples` strings, drawn with replacement, do on all strings.
 
     Args:
-        name: Name of the solution.
-        model: The solution.
+        models: Solutions by name, all with the same training sets; the first is that of two neurons.
         inputs: All strings of the downstream task.
         samples: n.
         trials: Training sets, at least 2.
@@ -122,17 +128,27 @@ def try_heads(name: str, model: BracketAttention, inputs: Inputs, *, samples: in
     length = inputs.length
     generator = seeds.generator(seed, "brackets", "heads", length, samples)
     chosen = torch.randint(len(inputs.y), (trials, samples), generator=generator)
-    losses = population_losses(kernel(model, inputs), inputs.y, chosen)
     signs = inputs.y[chosen].sign()
     covered = (signs > 0).any(dim=1) & (signs < 0).any(dim=1)
-    return HeadRow(
-        solution=name,
-        length=length,
-        samples=samples,
-        trials=trials,
-        failures=float((losses > ZERO).double().mean()),
-        loss=float(losses.mean()),
-        loss_stderr=float(losses.std() / math.sqrt(trials)),
-        worst_covered=float(losses[covered].max()) if covered.any() else None,
-        expected=sign_missing(length, samples),
-    )
+    rows: list[HeadRow] = []
+    first: torch.Tensor | None = None
+    for name, model in models.items():
+        losses = population_losses(kernel(model, inputs), inputs.y, chosen)
+        first = losses if first is None else first
+        excess = losses - first
+        rows.append(
+            HeadRow(
+                solution=name,
+                length=length,
+                samples=samples,
+                trials=trials,
+                failures=float((losses > ZERO).double().mean()),
+                loss=float(losses.mean()),
+                loss_stderr=float(losses.std() / math.sqrt(trials)),
+                excess=float(excess.mean()),
+                excess_stderr=float(excess.std() / math.sqrt(trials)),
+                worst_covered=float(losses[covered].max()) if covered.any() else None,
+                expected=sign_missing(length, samples),
+            )
+        )
+    return rows

@@ -92,7 +92,7 @@ class SolutionRow:
         flatness: Loss, trace and factors; a neuron counts as active where V_i h > 0.
         closed_trace: The trace where a neuron with V_i h = 0 counts too.
         hessian: Trace of the Hessian by differentiating the loss twice; None where that was not done.
-        stray: Share of the neurons' weight, `|u_i| |V_i|`, that is not along [1; 0].
+        off_axis: Fraction of the neurons' weight, `|u_i| |V_i|`, that is not along [1; 0].
         uneven: The same among the first T coordinates alone, which are all that a string without a hidden token has.
     """
 
@@ -102,7 +102,7 @@ class SolutionRow:
     flatness: Flatness
     closed_trace: float
     hessian: float | None
-    stray: float
+    off_axis: float
     uneven: float
 
 
@@ -133,7 +133,7 @@ class WidthRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What `study` found.
+    """The results of `study`.
 
     Attributes:
         solutions: One row for each solution and length.
@@ -202,14 +202,14 @@ def _row(name: str, model: BracketAttention, inputs: Inputs, *, differentiate: b
         flatness=flatness(model, inputs),
         closed_trace=flatness(model, inputs, count_kink=True).trace,
         hessian=hessian_trace(model, inputs) if differentiate else None,
-        stray=_stray(model, 2 * inputs.length),
-        uneven=_stray(model, inputs.length),
+        off_axis=_off_axis(model, 2 * inputs.length),
+        uneven=_off_axis(model, inputs.length),
     )
 
 
 @torch.no_grad()
-def _stray(model: BracketAttention, coordinates: int) -> float:
-    """Return the share of |u_i| |V_i|, V_i cut to its first coordinates, that is not along [1; 0]."""
+def _off_axis(model: BracketAttention, coordinates: int) -> float:
+    """Return the fraction of |u_i| |V_i|, V_i cut to its first coordinates, that is not along [1; 0]."""
     value, length = model.value[:, :coordinates], model.value.shape[1] // 2
     rest = value.clone()
     rest[:, :length] -= rest[:, :length].mean(dim=1, keepdim=True)
@@ -238,11 +238,9 @@ def _width_row(settings: Settings, inputs: Inputs, features: BracketAttention) -
 
 def _heads(settings: Settings, length: int, models: Mapping[str, BracketAttention]) -> list[heads.HeadRow]:
     inputs = downstream_inputs(length)
-    return [
-        heads.try_heads(name, model, inputs, samples=samples, trials=settings.trials, seed=settings.seed)
-        for name, model in models.items()
-        for samples in settings.samples
-    ]
+    given = {"trials": settings.trials, "seed": settings.seed}
+    rows = [row for n in settings.samples for row in heads.try_heads(models, inputs, samples=n, **given)]
+    return sorted(rows, key=lambda row: list(models).index(row.solution))  # by solution, then by n
 
 
 def _list(values: Sequence[int]) -> str:

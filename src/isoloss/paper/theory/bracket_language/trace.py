@@ -41,7 +41,7 @@ class Squares:
 
 @dataclass(frozen=True, kw_only=True)
 class Flatness:
-    r"""Loss, trace, and why the trace is above the bound: `trace = bound * heads * balance * cancellation * spread`.
+    r"""Loss, trace, and why the trace is above the bound: `trace = bound * heads * balance * cancellation * evenness`.
 
     Each of the four factors is at least 1 where the loss is 0. They are the inequalities (6) to (9) of the paper's
     proof of Lemma G.1, and each is 1 exactly where its condition holds.
@@ -53,8 +53,8 @@ class Flatness:
         heads: What the gradients of Q and K add.
         balance: 1 where every active neuron has `V_i h = |u_i| |h|`: condition (3).
         cancellation: 1 where no two active neurons have different signs of u: condition (4).
-        spread: 1 where the attention is even: condition (5).
-        kink: Share of the inputs that lie on the kink of a neuron.
+        evenness: 1 where the attention is even: condition (5).
+        kink: Fraction of the inputs that lie on the kink of a neuron.
     """
 
     loss: float
@@ -63,7 +63,7 @@ class Flatness:
     heads: float
     balance: float
     cancellation: float
-    spread: float
+    evenness: float
     kink: float
 
     @property
@@ -156,8 +156,8 @@ def flatness(model: BracketAttention, inputs: Inputs, *, count_kink: bool = Fals
         >>> from isoloss.paper.theory.bracket_language.inputs import pretraining_inputs
         >>> model = BracketAttention(length=6, width=2, seed=0).double()
         >>> model.use_two_neurons()
-        >>> found = flatness(model, pretraining_inputs(6))
-        >>> found.loss < 1e-9, round(found.trace * math.sqrt(6), 9)
+        >>> result = flatness(model, pretraining_inputs(6))
+        >>> result.loss < 1e-9, round(result.trace * math.sqrt(6), 9)
         (True, 2.0)
     """
     m = len(model.output)
@@ -175,7 +175,7 @@ def flatness(model: BracketAttention, inputs: Inputs, *, count_kink: bool = Fals
         heads=float((neurons + attention).mean() / neurons.mean()),
         balance=float(neurons.mean() / products.mean()),
         cancellation=float(products.mean() / without_cancelling),
-        spread=float(2 * without_cancelling / least),
+        evenness=float(2 * without_cancelling / least),
         kink=float(on_kink.double().mean()),
     )
 

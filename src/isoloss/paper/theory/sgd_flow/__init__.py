@@ -1,1 +1,1 @@
-"""Theorem 3.3: SGD among the minimisers of a loss, against the flow that lowers the Hessian's trace along them."""
+"""Theorem 3.3: SGD among the minimizers of a loss, against the flow that lowers the Hessian's trace along them."""

@@ -19,12 +19,12 @@ import torch
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.paper.theory.bartlett import EnumerableModel
-from isoloss.paper.theory.sgd_flow.minimisers import Flow, Minimisers
+from isoloss.paper.theory.sgd_flow.minimizers import Flow, Minimizers
 from isoloss.paper.theory.sgd_flow.model import Array, mean
 from isoloss.statistics.estimate import Estimate
 
-KICK = 0.3  # length of the random step off the minimisers from which the control starts
-EMBEDDING = 0.3  # standard deviation of the embedding that is drawn, before it is brought to the minimisers
+KICK = 0.3  # length of the random step off the minimizers from which the control starts
+EMBEDDING = 0.3  # standard deviation of the embedding that is drawn, before it is brought to the minimizers
 DECODER = 1.0  # the same of the decoder: far larger, so that the trace is far from its least
 _CONTROLS = 8  # starts of the control
 
@@ -40,11 +40,11 @@ class MaskedLM:
     Attributes:
         joint: (V,) * T probabilities of the sentences, all positive.
         width: d.
-        minimiser: (P,) parameters, R d of the embedding and then V d of the decoder: where SGD and the flow start.
+        minimizer: (P,) parameters, R d of the embedding and then V d of the decoder: where SGD and the flow start.
 
     Example:
         >>> model = MaskedLM.random(seed=0)
-        >>> model.joint.shape, len(model.minimiser), model.conditionals.shape
+        >>> model.joint.shape, len(model.minimizer), model.conditionals.shape
         ((3, 3), 88, (6, 3))
         >>> flow = np.stack([model.flow(0.0), model.flow(1.0)])
         >>> bool(model.trace(flow)[1] < 0.6 * model.trace(flow)[0])
@@ -53,17 +53,17 @@ class MaskedLM:
 
     joint: Array
     width: int
-    minimiser: Array
+    minimizer: Array
 
     unit = "nats per predicted token"
     block = 1024
 
     @classmethod
     def random(cls, *, seed: int, vocab: int = 3, length: int = 2, width: int = 8) -> MaskedLM:
-        """Return a model at a minimiser whose decoder is large: brought there from normal parameters.
+        """Return a model at a minimizer whose decoder is large: brought there from normal parameters.
 
         Args:
-            seed: Decides the language, whose log-probabilities are standard normal up to a constant, and the minimiser.
+            seed: Decides the language, whose log-probabilities are standard normal up to a constant, and the minimizer.
             vocab: V.
             length: T.
             width: d.
@@ -81,18 +81,18 @@ class MaskedLM:
         embedding = EMBEDDING * rng.standard_normal(length * (vocab + 1) * width)
         decoder = DECODER * rng.standard_normal(vocab * width)
         model = cls(joint / joint.sum(), width, np.concatenate([embedding, decoder]))
-        return dataclasses.replace(model, minimiser=model.minimisers.retract(torch.tensor(model.minimiser)).numpy())
+        return dataclasses.replace(model, minimizer=model.minimizers.retract(torch.tensor(model.minimizer)).numpy())
 
     @property
     def name(self) -> str:
         """What it is."""
-        return f"masked LM, {len(self.minimiser)} parameters"
+        return f"masked LM, {len(self.minimizer)} parameters"
 
     @functools.cached_property
     def rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """(C, T): which row of the embedding each position of each context takes."""
         vocab = self.joint.shape[0]
-        masked = [(*rest[:place], vocab, *rest[place:]) for place, rest in self._contexts()]
+        masked = [(*rest[:position], vocab, *rest[position:]) for position, rest in self._contexts()]
         rows: np.ndarray[Any, np.dtype[np.int64]] = np.array(masked) + np.arange(self.joint.ndim) * (vocab + 1)
         return rows
 
@@ -109,8 +109,8 @@ class MaskedLM:
         return conditionals
 
     @functools.cached_property
-    def minimisers(self) -> Minimisers:
-        """All minimisers of the loss."""
+    def minimizers(self) -> Minimizers:
+        """All minimizers of the loss."""
         rows, width, vocab = torch.tensor(self.rows), self.width, self.joint.shape[0]
 
         def log_probs(theta: torch.Tensor) -> torch.Tensor:
@@ -118,15 +118,15 @@ class MaskedLM:
             hidden = torch.tanh(table[rows].sum(dim=1))
             return (hidden @ table[-vocab:].T).log_softmax(dim=-1)
 
-        model = EnumerableModel(self.name, log_probs, torch.tensor(self.minimiser), torch.tensor(self.weights))
-        return Minimisers(model, torch.tensor(self.conditionals))
+        model = EnumerableModel(self.name, log_probs, torch.tensor(self.minimizer), torch.tensor(self.weights))
+        return Minimizers(model, torch.tensor(self.conditionals))
 
     @property
     def beside(self) -> Array:
-        """(n, P) the start, moved by `KICK` in random directions."""
+        """(n, P) the start, displaced by `KICK` in random directions."""
         rng = np.random.default_rng(seeds.derive(0, "sgd-flow", "beside"))
-        draw = rng.standard_normal((_CONTROLS, len(self.minimiser)))
-        beside: Array = self.minimiser + KICK * draw / np.linalg.norm(draw, axis=1, keepdims=True)
+        draw = rng.standard_normal((_CONTROLS, len(self.minimizer)))
+        beside: Array = self.minimizer + KICK * draw / np.linalg.norm(draw, axis=1, keepdims=True)
         return beside
 
     def move(
@@ -157,7 +157,7 @@ class MaskedLM:
 
         With f the predictions in a context, S their covariance, h the hidden units and `D = 1 - h^2`, the Gauss-Newton
         part is `Tr(S) |h|^2 + T sum_i D_i^2 (U^T S U)_ii`. The rest comes from the second derivatives of the logits,
-        those of tanh: `-2 T sum_i h_i D_i (U^T (f - q))_i`. It is 0 at a minimiser.
+        those of tanh: `-2 T sum_i h_i D_i (U^T (f - q))_i`. It is 0 at a minimizer.
         """
         (n, _), vocab, length = theta.shape, self.joint.shape[0], self.joint.ndim
         table = theta.reshape(n, -1, self.width)
@@ -185,12 +185,12 @@ class MaskedLM:
 
     @functools.cached_property
     def _flow(self) -> Flow:
-        return Flow(self.minimisers, torch.tensor(self.minimiser))
+        return Flow(self.minimizers, torch.tensor(self.minimizer))
 
     @functools.cached_property
     def _joint_by_context(self) -> Array:
         """(C, V): the probability that a context is drawn and that this token is the answer."""
-        axes = [np.moveaxis(self.joint, place, -1)[rest] for place, rest in self._contexts()]
+        axes = [np.moveaxis(self.joint, position, -1)[rest] for position, rest in self._contexts()]
         return np.array(axes) / self.joint.ndim
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""What SGD among the minimisers asks of a model, and SGD itself: many trajectories that move together.
+"""What SGD among the minimizers asks of a model, and SGD itself: many trajectories that move together.
 
 Shapes: n trajectories, P parameters.
 """
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Model(Protocol):
-    """A model whose loss has many minimisers, and one of them to start from."""
+    """A model whose loss has many minimizers, and one of them to start from."""
 
     @property
     def name(self) -> str:
@@ -32,12 +32,12 @@ class Model(Protocol):
         """Trajectories that move together, so that they stay in the cache; part of what a seed stands for."""
 
     @property
-    def minimiser(self) -> Array:
+    def minimizer(self) -> Array:
         """(P,) where SGD and the flow start."""
 
     @property
     def beside(self) -> Array:
-        """(n, P) points off the minimisers, from which the control without label noise starts."""
+        """(n, P) points off the minimizers, from which the control without label noise starts."""
 
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
@@ -49,11 +49,11 @@ class Model(Protocol):
             step_size: eta.
             batch_size: B: fresh examples that the step averages.
             generator: Of the examples.
-            exact: Whether the exact conditionals stand in the place of the drawn answers: no label noise.
+            exact: Whether the exact conditionals replace the drawn answers: no label noise.
         """
 
     def trace(self, theta: Array) -> Array:
-        """Return the (n,) traces of the Hessian of the loss at (n, P) points, minimisers or not."""
+        """Return the (n,) traces of the Hessian of the loss at (n, P) points, minimizers or not."""
 
     def flow(self, time: float) -> Array:
         """Return the (P,) point of the projected flow `-grad Tr` at a time; the theorem's flow runs 1/(4B) as fast."""
@@ -89,10 +89,10 @@ def simulate(
         times: K, increasing: K / eta^2 steps are taken.
         generator: Of the examples.
         batch_size: B.
-        exact: Whether the exact conditionals stand in the place of the drawn answers.
+        exact: Whether the exact conditionals replace the drawn answers.
         progress: Called with each number of further steps.
     """
-    theta, found, done = theta.copy(), [], 0
+    theta, points, done = theta.copy(), [], 0
     for time in times:
         until = steps_until(time, step_size)
         for _ in range(until - done):
@@ -100,8 +100,8 @@ def simulate(
         if progress is not None:
             progress(until - done)
         done = until
-        found.append(theta.copy())
-    return found
+        points.append(theta.copy())
+    return points
 
 
 def mean(values: Array, unit: str, method: str) -> Estimate:

@@ -20,8 +20,8 @@ class Row:
         trace: Mean trace of the Hessian where SGD is, over the trajectories.
         flow_trace: The flow's, with the coefficient that is checked.
         coefficient: Of the flow that is where SGD is, times B.
-        distance: Mean squared distance of SGD's parameters from the flow's, as a share of the squared distance that the
-            flow is from the start.
+        distance: Mean squared distance of SGD's parameters from the flow's, as a fraction of the squared distance that
+            the flow is from the start.
     """
 
     batch_size: int
@@ -34,7 +34,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Mean trace of SGD less the flow's, as a share of the flow's."""
+        """Mean trace of SGD less the flow's, as a fraction of the flow's."""
         return self.trace.value / self.flow_trace - 1
 
     @property

@@ -60,7 +60,7 @@ class Settings:
         if not (math.isfinite(self.coefficient) and self.coefficient > 0):
             raise IsolossError(f"the coefficient is {self.coefficient}; it must be a positive number")
         with np.errstate(over="ignore"):  # infinity is too steep as well
-            steepest = float(self.model.trace(self.model.minimiser[None])[0])
+            steepest = float(self.model.trace(self.model.minimizer[None])[0])
         if etas[0] * steepest >= 1:
             raise IsolossError(
                 f"{self.model.name}: the step size {etas[0]:g} is too large for a Hessian of trace {steepest:.3g}: it "
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def num_steps(self) -> int:
-        """Steps of blocks of trajectories that `study` takes, the control apart."""
+        """Steps of blocks of trajectories that `study` takes, without the control."""
         blocks = -(-self.trajectories // self.model.block)
         return sum(steps_until(self.times[-1], eta) for eta in self.step_sizes) * len(self.batch_sizes) * blocks
 
@@ -81,12 +81,12 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What `study` found.
+    """The results of `study`.
 
     Attributes:
         rows: One for each batch size, step size and time.
         limits: One for each batch size and time: what the rows say at step size 0.
-        control: Mean trace where every step sees the exact conditionals: once it is back on the minimisers, and at each
+        control: Mean trace where every step sees the exact conditionals: once it is back on the minimizers, and at each
             time from then on.
         statements: The verdicts.
     """
@@ -162,7 +162,7 @@ def _rows(settings: Settings, batch_size: int, step_size: float, count: Callable
         blocks.append(
             simulate(
                 model,
-                np.tile(model.minimiser, (n, 1)),
+                np.tile(model.minimizer, (n, 1)),
                 step_size=step_size,
                 times=settings.times,
                 batch_size=batch_size,
@@ -175,7 +175,7 @@ def _rows(settings: Settings, batch_size: int, step_size: float, count: Callable
         elapsed = steps_until(time, step_size) * step_size**2
         reached = model.reached(theta)
         point = model.flow(settings.coefficient * elapsed / batch_size)
-        squares = ((theta - point) ** 2).sum(axis=1) / ((point - model.minimiser) ** 2).sum()
+        squares = ((theta - point) ** 2).sum(axis=1) / ((point - model.minimizer) ** 2).sum()
         rows.append(
             Row(
                 batch_size=batch_size,
@@ -193,22 +193,22 @@ def _rows(settings: Settings, batch_size: int, step_size: float, count: Callable
 def _limit(settings: Settings, rows: Sequence[Row], time: float) -> Row:
     """Return what the rows of all step sizes say at step size 0: by the polynomial through all of them.
 
-    The traces are extrapolated as shares of the flow's, whose times differ where no whole number of steps fits.
+    The traces are extrapolated as fractions of the flow's, whose times differ where no whole number of steps fits.
     """
     flow_trace = settings.flow_trace(time, rows[0].batch_size)
-    shares = extrapolated(settings.step_sizes, [_times(row.trace, 1 / row.flow_trace) for row in rows])
+    fractions = extrapolated(settings.step_sizes, [_times(row.trace, 1 / row.flow_trace) for row in rows])
     return Row(
         batch_size=rows[0].batch_size,
         step_size=0.0,
         time=time,
-        trace=_times(shares, flow_trace),
+        trace=_times(fractions, flow_trace),
         flow_trace=flow_trace,
         coefficient=extrapolated(settings.step_sizes, [row.coefficient for row in rows]),
         distance=extrapolated(settings.step_sizes, [row.distance for row in rows]),
     )
 
 
-def extrapolated(step_sizes: Sequence[float], found: Sequence[Estimate]) -> Estimate:
+def extrapolated(step_sizes: Sequence[float], estimates: Sequence[Estimate]) -> Estimate:
     """Return the value at step size 0 of the polynomial through estimates at some step sizes.
 
     Example:
@@ -217,24 +217,24 @@ def extrapolated(step_sizes: Sequence[float], found: Sequence[Estimate]) -> Esti
         1.0
     """
     weights = [math.prod(other / (other - eta) for other in step_sizes if other != eta) for eta in step_sizes]
-    pairs = list(zip(weights, found, strict=True))
+    pairs = list(zip(weights, estimates, strict=True))
     return Estimate(
         value=math.fsum(weight * estimate.value for weight, estimate in pairs),
         stderr=math.hypot(*(weight * estimate.stderr for weight, estimate in pairs)),
-        samples=found[0].samples,
-        unit=found[0].unit,
-        num_inputs=found[0].num_inputs,
-        method=f"{found[0].method}, extrapolated to step size 0",
+        samples=estimates[0].samples,
+        unit=estimates[0].unit,
+        num_inputs=estimates[0].num_inputs,
+        method=f"{estimates[0].method}, extrapolated to step size 0",
     )
 
 
 def _control(settings: Settings) -> tuple[float, ...]:
-    """Return the mean trace at each time without label noise, from points off the minimisers.
+    """Return the mean trace at each time without label noise, from points off the minimizers.
 
     It is left for as long as the last time to come back to them, and only then does its time begin.
     """
     model, ahead = settings.model, settings.times[-1]
-    found = simulate(
+    points = simulate(
         model,
         model.beside,
         step_size=settings.step_sizes[-1],
@@ -242,18 +242,18 @@ def _control(settings: Settings) -> tuple[float, ...]:
         generator=np.random.default_rng(seeds.derive(settings.seed, "sgd-flow", "control")),
         exact=True,
     )
-    return tuple(float(model.trace(theta).mean()) for theta in found)
+    return tuple(float(model.trace(theta).mean()) for theta in points)
 
 
-def _times(found: Estimate, factor: float) -> Estimate:
+def _times(estimate: Estimate, factor: float) -> Estimate:
     """Return an estimate times a number without unit."""
     return Estimate(
-        value=factor * found.value,
-        stderr=abs(factor) * found.stderr,
-        samples=found.samples,
-        unit=found.unit,
-        num_inputs=found.num_inputs,
-        method=found.method,
+        value=factor * estimate.value,
+        stderr=abs(factor) * estimate.stderr,
+        samples=estimate.samples,
+        unit=estimate.unit,
+        num_inputs=estimate.num_inputs,
+        method=estimate.method,
     )
 
 

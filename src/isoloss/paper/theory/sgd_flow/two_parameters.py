@@ -1,4 +1,4 @@
-"""The smallest model with many minimisers: one answer of two, with logit a * b; all is closed form."""
+"""The smallest model with many minimizers: one answer of two, with logit a * b; all is closed form."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from isoloss.errors import IsolossError
 from isoloss.paper.theory.sgd_flow.model import Array, mean
 from isoloss.statistics.estimate import Estimate
 
-KICK = 0.5  # of the logit: how far from the minimisers the control starts
+KICK = 0.5  # of the logit: how far from the minimizers the control starts
 
 
 @dataclass(frozen=True)
 class TwoParameters:
-    r"""The loss `-p log s(ab) - (1 - p) log(1 - s(ab))`, s the logistic function, and a start on its minimisers.
+    r"""The loss `-p log s(ab) - (1 - p) log(1 - s(ab))`, s the logistic function, and a start on its minimizers.
 
-    With v = p (1 - p) the trace of the Hessian at a minimiser is `v (a^2 + b^2)`. Its gradient `2v (a, b)`, projected
+    With v = p (1 - p) the trace of the Hessian at a minimizer is `v (a^2 + b^2)`. Its gradient `2v (a, b)`, projected
     on the tangent `(a, -b) / |(a, b)|`, moves `D = a^2 - b^2` at rate `-4 v D` under the flow `-grad Tr`.
     As `(a^2 + b^2)^2 = D^2 + 4 (ab)^2`, the flow is closed: `D(t) = D(0) exp(-4 v t)` and
     `Tr(t) = v sqrt(D(t)^2 + 4 logit(p)^2)`.
@@ -51,13 +51,13 @@ class TwoParameters:
         square = self.start * self.start
         if abs(square - abs(self.logit)) < 1e-3 * square:
             raise IsolossError(
-                f"the start {self.start} is the flattest minimiser, where the flow rests: start elsewhere than at "
+                f"the start {self.start} is the flattest minimizer, where the flow rests: start elsewhere than at "
                 f"{math.sqrt(abs(self.logit)):.4g}"
             )
 
     @property
     def logit(self) -> float:
-        """The logarithm of p / (1 - p): a * b at every minimiser."""
+        """The logarithm of p / (1 - p): a * b at every minimizer."""
         return math.log(self.probability / (1 - self.probability))
 
     @property
@@ -66,7 +66,7 @@ class TwoParameters:
         return self.probability * (1 - self.probability)
 
     @property
-    def minimiser(self) -> Array:
+    def minimizer(self) -> Array:
         """(2,) a and b at the start."""
         return np.array([self.start, self.logit / self.start])
 
@@ -100,7 +100,7 @@ class TwoParameters:
 
     def flow(self, time: float) -> Array:
         """Return a and b of the flow `-grad Tr` at a time."""
-        a, b = (float(x) for x in self.minimiser)
+        a, b = (float(x) for x in self.minimizer)
         difference = (a * a - b * b) * math.exp(-4 * self.variance * time)  # a power would raise where this is infinite
         larger = math.sqrt((math.hypot(difference, 2 * self.logit) + abs(difference)) / 2)
         smaller = abs(self.logit) / larger
@@ -110,9 +110,9 @@ class TwoParameters:
     def reached(self, theta: Array) -> Estimate:
         """Return the mean of `-log(D / D(0)) / (4 v)` over (n, 2) points.
 
-        Gradient flow of the loss keeps D, so the oscillation around the minimisers does not matter.
+        Gradient flow of the loss keeps D, so the oscillation around the minimizers does not matter.
         """
-        a, b = self.minimiser
+        a, b = self.minimizer
         differences = theta[:, 0] ** 2 - theta[:, 1] ** 2
         times = -np.log(differences / (a * a - b * b)) / (4 * self.variance)
         return mean(times, "", "-log(D / D(0)) / (4v)")

@@ -12,8 +12,8 @@ from isoloss.paper.theory.statements import Statement
 from isoloss.statistics.estimate import Estimate, rounded
 
 ERRORS = 3.0  # standard errors that a statistical figure may be off
-PRECISION = 0.1  # standard error of a coefficient, as a share of it, above which nothing can be told
-CONTROL_ALLOWED = 1e-3  # change of the control's trace, as a share of what label noise takes off it
+PRECISION = 0.1  # standard error of a coefficient, as a fraction of it, above which nothing can be concluded
+CONTROL_ALLOWED = 1e-3  # change of the control's trace, as a fraction of what label noise takes off it
 
 
 def judge(
@@ -60,7 +60,7 @@ def _trace(final: Sequence[Row], coefficient: float, allowed: float) -> Statemen
     return Statement(
         text=f"SGD's mean trace after K / eta^2 steps is near that of the flow -({coefficient:g} / B) grad Tr at time "
         "K.",
-        found=f"at eta = {final[0].step_size:g} and B = {final[0].batch_size} it is off by {_errors(final)}; "
+        evidence=f"at eta = {final[0].step_size:g} and B = {final[0].batch_size} it is off by {_errors(final)}; "
         f"{100 * allowed:g} % or {ERRORS:g} standard errors allowed",
         shown=all(agrees),
     )
@@ -72,31 +72,31 @@ def _limit(by_step: Sequence[Sequence[Row]], at_zero: Sequence[Row]) -> Statemen
     etas = [some[0].step_size for some in by_step]
     return Statement(
         text="the error of SGD's mean trace is one of the step size: it goes to 0 with it.",
-        found=f"root mean square over K: {_over_steps([f'{100 * spread:.2f} %' for spread in spreads], etas)}; "
+        evidence=f"root mean square over K: {_over_steps([f'{100 * spread:.2f} %' for spread in spreads], etas)}; "
         f"extrapolated to eta = 0: {_errors(at_zero)}; it must fall faster than the root of the step size, and be "
         f"within {ERRORS:g} standard errors of 0 there",
         shown=_falls(spreads, etas) and all(agrees),
     )
 
 
-def _coefficient(found: dict[int, Estimate], wanted: float) -> Statement:
-    least = next(iter(found))
+def _coefficient(coefficients: dict[int, Estimate], wanted: float) -> Statement:
+    least = next(iter(coefficients))
     return Statement(
         text=f"the coefficient of the flow that SGD follows is -{wanted:g} / B.",
-        found=f"B = {least}: {_minus(found[least])} times 1 / B, extrapolated to eta = 0; {ERRORS:g} standard errors "
-        f"allowed, the error at most {100 * PRECISION:g} %",
-        shown=_is_near(found[least], wanted),
+        evidence=f"B = {least}: {_minus(coefficients[least])} times 1 / B, extrapolated to eta = 0; {ERRORS:g} "
+        f"standard errors allowed, the error at most {100 * PRECISION:g} %",
+        shown=_is_near(coefficients[least], wanted),
     )
 
 
-def _batch_sizes(found: dict[int, Estimate], wanted: float) -> Statement:
+def _batch_sizes(coefficients: dict[int, Estimate], wanted: float) -> Statement:
     return Statement(
         text="with B examples a step the flow is B times slower.",
-        found="coefficient times B: "
-        + ", ".join(f"{_minus(value)} (B = {size})" for size, value in found.items())
+        evidence="coefficient times B: "
+        + ", ".join(f"{_minus(value)} (B = {size})" for size, value in coefficients.items())
         + f"; {ERRORS:g} standard errors from {-wanted:g} allowed for each of at least 2, each error at most "
         f"{100 * PRECISION:g} %",
-        shown=len(found) > 1 and all(_is_near(value, wanted) for value in found.values()),
+        shown=len(coefficients) > 1 and all(_is_near(value, wanted) for value in coefficients.values()),
     )
 
 
@@ -107,9 +107,10 @@ def _parameters(by_step: Sequence[Sequence[Row]], at_zero: Sequence[Row]) -> Sta
     limit = at_zero[-1].distance
     return Statement(
         text="not only the trace: SGD's parameters themselves become those of the flow.",
-        found=f"mean squared distance over the squared distance of the flow from the start, at K = {last[-1].time:g}: "
-        f"{_over_steps(shown, etas)}; extrapolated to eta = 0: {rounded(limit.value, limit.stderr)}; it must fall "
-        f"faster than the root of the step size, and be within {ERRORS:g} standard errors of 0 there",
+        evidence=f"mean squared distance over the squared distance of the flow from the start, at K = "
+        f"{last[-1].time:g}: {_over_steps(shown, etas)}; extrapolated to eta = 0: "
+        f"{rounded(limit.value, limit.stderr)}; it must fall faster than the "
+        f"root of the step size, and be within {ERRORS:g} standard errors of 0 there",
         shown=_falls(values, etas) and abs(limit.value) <= ERRORS * limit.stderr,
     )
 
@@ -117,8 +118,8 @@ def _parameters(by_step: Sequence[Sequence[Row]], at_zero: Sequence[Row]) -> Sta
 def _control(control: Sequence[float], fall: float) -> Statement:
     drift = max(abs(trace - control[0]) for trace in control) / abs(fall)
     return Statement(
-        text="without label noise, with the exact conditionals as targets, nothing drifts along the minimisers.",
-        found=f"from off the minimisers it is back on them at a trace of {control[0]:.6g}, which then changes by "
+        text="without label noise, with the exact conditionals as targets, nothing drifts along the minimizers.",
+        evidence=f"from off the minimizers it is back on them at a trace of {control[0]:.6g}, which then changes by "
         f"{drift:.1e} of the {fall:.3g} that sampled answers take off in as long; {CONTROL_ALLOWED:.0e} allowed",
         shown=fall > 0 and drift <= CONTROL_ALLOWED,
     )
@@ -130,12 +131,12 @@ def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
     return all(error < before * math.sqrt(eta / larger) for (before, larger), (error, eta) in pairs)
 
 
-def _is_near(found: Estimate, wanted: float) -> bool:
-    return abs(found.value - wanted) <= ERRORS * found.stderr and found.stderr <= PRECISION * wanted
+def _is_near(estimate: Estimate, wanted: float) -> bool:
+    return abs(estimate.value - wanted) <= ERRORS * estimate.stderr and estimate.stderr <= PRECISION * wanted
 
 
-def _minus(found: Estimate) -> str:
-    return rounded(-found.value, found.stderr)
+def _minus(estimate: Estimate) -> str:
+    return rounded(-estimate.value, estimate.stderr)
 
 
 def _errors(rows: Iterable[Row]) -> str:

@@ -1,4 +1,4 @@
-"""The minimisers of an enumerable model's loss as a manifold, numerically: tangents, retraction, the flow along them.
+"""The minimizers of an enumerable model's loss as a manifold, numerically: tangents, retraction, the flow along them.
 
 Shapes: P parameters, n contexts, V token ids. Everything is summed over all contexts and ids, in float64.
 """
@@ -10,24 +10,25 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.interpolate import CubicHermiteSpline
 
 from isoloss.errors import IsolossError
 from isoloss.paper.theory.bartlett import EnumerableModel
 from isoloss.paper.theory.sgd_flow.model import Array
 
-RANK_TOLERANCE = 1e-6  # singular values below this share of the largest are those of the null space
-RETRACTED = 1e-12  # root of the weighted square of the log-probabilities' errors on the minimisers
-TOLERANCE = 1e-9  # error of one step of the flow, as a share of the largest parameter
+RANK_TOLERANCE = 1e-6  # singular values below this fraction of the largest are those of the null space
+RETRACTED = 1e-12  # root of the weighted square of the log-probabilities' errors on the minimizers
+TOLERANCE = 1e-9  # error of one step of the flow, as a fraction of the largest parameter
 LONGEST_STEP = 0.05  # of the flow: the cubics between its knots are then exact to about the same
-FLAT = 1e-3  # share of the trace that the flow takes off in a unit of time, below which it is nearly at rest
+FLAT = 1e-3  # fraction of the trace that the flow takes off in a unit of time, below which it is nearly at rest
 _RETRACTIONS = 100  # steps that retraction may take
 
 
 @dataclass(frozen=True)
-class Minimisers:
+class Minimizers:
     r"""The parameters whose predictions are the true conditionals q.
 
-    With A the `(nV, P)` matrix of the rows `sqrt(w(x) q(y|x)) grad log f(y|x)`, the Hessian of the loss at a minimiser
+    With A the `(nV, P)` matrix of the rows `sqrt(w(x) q(y|x)) grad log f(y|x)`, the Hessian of the loss at a minimizer
     is `A^T A` (Lemma 3.2). So its trace is the sum of A's squares, its null space that of A, and a Gauss-Newton step on
     the errors r of the log-probabilities, weighted alike, is `-A^+ r`.
 
@@ -38,11 +39,11 @@ class Minimisers:
     Example:
         >>> from isoloss.paper.theory.bartlett import softmax_model
         >>> model = softmax_model(seed=0)
-        >>> found = Minimisers(model, model.log_probs(model.teacher).exp())
-        >>> back = found.retract(model.teacher + 0.1)
+        >>> minimizers = Minimizers(model, model.log_probs(model.teacher).exp())
+        >>> back = minimizers.retract(model.teacher + 0.1)
         >>> bool((model.log_probs(back) - model.log_probs(model.teacher)).abs().max() < 1e-10)
         True
-        >>> len(back) - len(found.normals(back))  # dimensions of the manifold
+        >>> len(back) - len(minimizers.normals(back))  # dimensions of the manifold
         12
     """
 
@@ -57,7 +58,7 @@ class Minimisers:
         return rows
 
     def trace(self, theta: torch.Tensor) -> torch.Tensor:
-        """Return the trace of the Hessian at a minimiser, (), differentiable in theta."""
+        """Return the trace of the Hessian at a minimizer, (), differentiable in theta."""
         return self.root(theta).square().sum()
 
     def normals(self, theta: torch.Tensor) -> torch.Tensor:
@@ -67,20 +68,20 @@ class Minimisers:
         return normals
 
     def project(self, theta: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-        """Return the part of a (P,) vector in the null space of the Hessian at a minimiser: along the manifold."""
+        """Return the part of a (P,) vector in the null space of the Hessian at a minimizer: along the manifold."""
         normals = self.normals(theta)
         return vector - normals.T @ (normals @ vector)
 
     def velocity(self, theta: torch.Tensor) -> torch.Tensor:
-        """Return the projected `-grad Tr`, (P,), at a minimiser."""
+        """Return the projected `-grad Tr`, (P,), at a minimizer."""
         gradient: torch.Tensor = torch.func.grad(self.trace)(theta)
         return -self.project(theta, gradient)
 
     def retract(self, theta: torch.Tensor) -> torch.Tensor:
-        """Return a minimiser near (P,) parameters, by Gauss-Newton steps of length 1 at most.
+        """Return a minimizer near (P,) parameters, by Gauss-Newton steps of length 1 at most.
 
         Raises:
-            IsolossError: They lead to no minimiser.
+            IsolossError: They lead to no minimizer.
         """
         weights, target = self._root_weights, self.conditionals.log()
         for _ in range(_RETRACTIONS):
@@ -90,7 +91,7 @@ class Minimisers:
             step = torch.linalg.pinv(self.root(theta), rtol=RANK_TOLERANCE) @ errors
             theta = theta - step / max(1.0, float(step.norm()))
         raise IsolossError(
-            f"{self.model.name}: Gauss-Newton steps lead to no minimiser; the error is {errors.norm():.1e}"
+            f"{self.model.name}: Gauss-Newton steps lead to no minimizer; the error is {errors.norm():.1e}"
         )
 
     @property
@@ -99,16 +100,16 @@ class Minimisers:
 
 
 class Flow:
-    """The projected flow `-grad Tr` along the minimisers, solved as far as it is asked for.
+    """The projected flow `-grad Tr` along the minimizers, solved as far as it is asked for.
 
     Classical Runge-Kutta steps, each with a retraction, of a length at which one step and two of half the length
     agree. Between the knots the path is the cubic with the right ends and the right velocities there.
     """
 
-    def __init__(self, minimisers: Minimisers, start: torch.Tensor) -> None:
-        """Start at a (P,) minimiser, where the flow's time is 0."""
-        self.minimisers = minimisers
-        self.rank = len(minimisers.normals(start))
+    def __init__(self, minimizers: Minimizers, start: torch.Tensor) -> None:
+        """Start at a (P,) minimizer, where the flow's time is 0."""
+        self.minimizers = minimizers
+        self.rank = len(minimizers.normals(start))
         self._step = LONGEST_STEP
         self._times: list[float] = []
         self._points: list[torch.Tensor] = []
@@ -122,13 +123,8 @@ class Flow:
             self._advance()
         left = max(0, bisect.bisect_left(self._times, time) - 1)
         ends = slice(left, left + 2)
-        point = _cubic(
-            time,
-            self._times[ends],
-            [x.numpy() for x in self._points[ends]],
-            [x.numpy() for x in self._velocities[ends]],
-        )
-        return np.asarray(point)
+        points, velocities = ([x.numpy() for x in knots[ends]] for knots in (self._points, self._velocities))
+        return np.asarray(CubicHermiteSpline(self._times[ends], points, velocities)(time))
 
     def time_of(self, trace: float) -> tuple[float, float]:
         """Return the time at which the trace is this, and how much of the trace a unit of time takes off there.
@@ -145,25 +141,24 @@ class Flow:
         ends = slice(right - 1, right + 1)
         falls = [self._fall(right - 1), self._fall(right)]
         # time over minus the trace: it increases too
-        time = float(
-            _cubic(-trace, [-value for value in self._traces[ends]], self._times[ends], [1 / x for x in falls])
-        )
+        curve = CubicHermiteSpline([-value for value in self._traces[ends]], self._times[ends], [1 / x for x in falls])
+        time = float(curve(-trace))
         return time, float(np.interp(time, self._times[ends], falls))
 
     def _fall(self, knot: int) -> float:
         return float(self._velocities[knot].square().sum())
 
     def _append(self, time: float, point: torch.Tensor) -> None:
-        rank = len(self.minimisers.normals(point))
+        rank = len(self.minimizers.normals(point))
         if rank != self.rank:
             raise IsolossError(
-                f"{self.minimisers.model.name}: the Hessian's rank is {self.rank} at the start and {rank} at time "
-                f"{time:g} of the flow: its minimisers are no manifold"
+                f"{self.minimizers.model.name}: the Hessian's rank is {self.rank} at the start and {rank} at time "
+                f"{time:g} of the flow: its minimizers are no manifold"
             )
         self._times.append(time)
         self._points.append(point)
-        self._velocities.append(self.minimisers.velocity(point))
-        self._traces.append(float(self.minimisers.trace(point)))
+        self._velocities.append(self.minimizers.velocity(point))
+        self._traces.append(float(self.minimizers.trace(point)))
 
     def _advance(self) -> None:
         point, velocity = self._points[-1], self._velocities[-1]
@@ -171,7 +166,7 @@ class Flow:
             step = self._step
             once = self._runge_kutta(point, velocity, step)
             middle = self._runge_kutta(point, velocity, step / 2)
-            twice = self._runge_kutta(middle, self.minimisers.velocity(middle), step / 2)
+            twice = self._runge_kutta(middle, self.minimizers.velocity(middle), step / 2)
             error = float((twice - once).abs().max() / 15 / point.abs().max())  # of `twice`, whose order is 4
             self._step = min(LONGEST_STEP, step * min(2.0, max(0.2, 0.9 * (TOLERANCE / max(error, 1e-30)) ** 0.2)))
             if error <= TOLERANCE:
@@ -179,20 +174,7 @@ class Flow:
                 return
 
     def _runge_kutta(self, point: torch.Tensor, velocity: torch.Tensor, step: float) -> torch.Tensor:
-        second = self.minimisers.velocity(point + step / 2 * velocity)
-        third = self.minimisers.velocity(point + step / 2 * second)
-        fourth = self.minimisers.velocity(point + step * third)
-        return self.minimisers.retract(point + step / 6 * (velocity + 2 * second + 2 * third + fourth))
-
-
-def _cubic(x: float, ends: list[float], values: list[Array] | list[float], slopes: list[Array] | list[float]) -> Array:
-    """Return at x the cubic with these values and slopes at its two ends."""
-    width = ends[1] - ends[0]
-    share = (x - ends[0]) / width
-    rise = share * share * (3 - 2 * share)
-    found: Array = (
-        (1 - rise) * np.asarray(values[0])
-        + rise * np.asarray(values[1])
-        + width * share * (1 - share) * ((1 - share) * np.asarray(slopes[0]) - share * np.asarray(slopes[1]))
-    )
-    return found
+        second = self.minimizers.velocity(point + step / 2 * velocity)
+        third = self.minimizers.velocity(point + step / 2 * second)
+        fourth = self.minimizers.velocity(point + step * third)
+        return self.minimizers.retract(point + step / 6 * (velocity + 2 * second + 2 * third + fourth))

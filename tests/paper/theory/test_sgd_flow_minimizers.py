@@ -1,4 +1,4 @@
-"""Tangents, retraction and the flow along minimisers: against closed forms, null spaces and finite differences."""
+"""Tangents, retraction and the flow along minimizers: against closed forms, null spaces and finite differences."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,9 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.paper.theory.bartlett import EnumerableModel, curvature, softmax_model
-from isoloss.paper.theory.sgd_flow import minimisers as module
+from isoloss.paper.theory.sgd_flow import minimizers as module
 from isoloss.paper.theory.sgd_flow.masked_lm import MaskedLM
-from isoloss.paper.theory.sgd_flow.minimisers import Flow, Minimisers
+from isoloss.paper.theory.sgd_flow.minimizers import Flow, Minimizers
 from isoloss.paper.theory.sgd_flow.two_parameters import TwoParameters
 
 PROBLEMS = [TwoParameters(p, start) for p in (0.7, 0.2) for start in (2.0, 0.4, -1.5)]
@@ -21,19 +21,19 @@ def numerical(problem):
         return torch.stack([theta[0] * theta[1], torch.zeros_like(theta[0])]).log_softmax(dim=0)[None]
 
     weights = torch.ones(1, dtype=torch.float64)
-    model = EnumerableModel("two", log_probs, torch.tensor(problem.minimiser), weights)
+    model = EnumerableModel("two", log_probs, torch.tensor(problem.minimizer), weights)
     p = problem.probability
-    return Minimisers(model, torch.tensor([[p, 1 - p]], dtype=torch.float64))
+    return Minimizers(model, torch.tensor([[p, 1 - p]], dtype=torch.float64))
 
 
 def softmax():
     model = softmax_model(seed=2)
-    return Minimisers(model, model.log_probs(model.teacher).exp()), model.teacher
+    return Minimizers(model, model.log_probs(model.teacher).exp()), model.teacher
 
 
 def masked():
     model = MaskedLM.random(seed=3)
-    return model.minimisers, torch.tensor(model.minimiser)
+    return model.minimizers, torch.tensor(model.minimizer)
 
 
 @pytest.fixture(scope="module", params=[softmax, masked], ids=["softmax", "masked LM"])
@@ -67,10 +67,10 @@ def test_projection_is_on_the_null_space_of_the_hessian(manifold):
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_projection_is_on_the_tangent_of_the_hyperbola(problem):
-    a, b = problem.minimiser
+    a, b = problem.minimizer
     tangent = np.array([a, -b]) / np.hypot(a, b)
     vector = np.array([0.3, -1.1])
-    found = numerical(problem).project(torch.tensor(problem.minimiser), torch.tensor(vector))
+    found = numerical(problem).project(torch.tensor(problem.minimizer), torch.tensor(vector))
     assert found.numpy() == pytest.approx(tangent * (tangent @ vector), abs=1e-12)
 
 
@@ -99,7 +99,7 @@ def test_velocity_is_the_projected_gradient_of_the_hessians_own_trace(manifold):
     assert found.velocity(theta).norm() > 0.1
 
 
-def test_retraction_reaches_the_truth_and_leaves_minimisers_alone(manifold):
+def test_retraction_reaches_the_truth_and_leaves_minimizers_alone(manifold):
     found, theta = manifold
     moved = theta + 0.05 * torch.randn(len(theta), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     back = found.retract(moved)
@@ -110,20 +110,20 @@ def test_retraction_reaches_the_truth_and_leaves_minimisers_alone(manifold):
     assert found.project(back, way).norm() < 0.1 * way.norm()
 
 
-def test_a_truth_out_of_reach_has_no_minimiser():
+def test_a_truth_out_of_reach_has_no_minimizer():
     def log_probs(theta):  # the logit is not negative
         return torch.stack([theta[0] ** 2, torch.zeros_like(theta[0])]).log_softmax(dim=0)[None]
 
     ones = torch.ones(1, dtype=torch.float64)
     model = EnumerableModel("squares", log_probs, ones, ones)
-    found = Minimisers(model, torch.tensor([[0.1, 0.9]], dtype=torch.float64))
-    with pytest.raises(IsolossError, match="squares: Gauss-Newton steps lead to no minimiser; the error is"):
+    found = Minimizers(model, torch.tensor([[0.1, 0.9]], dtype=torch.float64))
+    with pytest.raises(IsolossError, match="squares: Gauss-Newton steps lead to no minimizer; the error is"):
         found.retract(ones)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_flow_is_the_closed_form_of_two_parameters(problem):
-    flow = Flow(numerical(problem), torch.tensor(problem.minimiser))
+    flow = Flow(numerical(problem), torch.tensor(problem.minimizer))
     for time in (0.0, 0.013, 0.4):
         point = problem.flow(time)
         assert flow.at(time) == pytest.approx(point, rel=1e-6, abs=1e-6)
@@ -134,7 +134,7 @@ def test_flow_is_the_closed_form_of_two_parameters(problem):
         assert fall == pytest.approx((near[0] - near[1]) / 2e-4, rel=1e-3)
 
 
-def test_flow_stays_on_the_minimisers_and_lowers_the_trace():
+def test_flow_stays_on_the_minimizers_and_lowers_the_trace():
     found, theta = masked()
     flow = Flow(found, theta)
     points = [torch.tensor(flow.at(time)) for time in (0.0, 0.11, 0.25)]
@@ -167,8 +167,8 @@ def test_what_the_flow_has_answered_does_not_depend_on_the_order():
 def test_traces_beyond_the_flow_are_met_by_a_line(monkeypatch):
     monkeypatch.setattr(module, "FLAT", 0.1)
     problem = PROBLEMS[0]
-    flow = Flow(numerical(problem), torch.tensor(problem.minimiser))
-    start = float(problem.trace(problem.minimiser[None])[0])
+    flow = Flow(numerical(problem), torch.tensor(problem.minimizer))
+    start = float(problem.trace(problem.minimizer[None])[0])
     time, fall = flow.time_of(1.01 * start)
     assert time == pytest.approx(-0.01 * start / fall)
     least = 2 * problem.variance * abs(problem.logit)
@@ -184,6 +184,6 @@ def test_a_rank_that_falls_ends_the_flow():
 
     start = torch.tensor([1.2 * module.RANK_TOLERANCE, 0.0, 0.0], dtype=torch.float64)
     half = torch.full((2, 2), 0.5, dtype=torch.float64)
-    flow = Flow(Minimisers(EnumerableModel("cross", log_probs, start, half[0]), half), start)
+    flow = Flow(Minimizers(EnumerableModel("cross", log_probs, start, half[0]), half), start)
     with pytest.raises(IsolossError, match="cross: the Hessian's rank is 2 at the start and 1 at time"):
         flow.at(3.0)
