@@ -82,7 +82,14 @@ class Registry:
     def summary(self, name: str) -> str:
         """Return one line about a component."""
         entry = self._all()[name]
-        return entry.summary or (inspect.getdoc(self.load(name)) or "").partition("\n")[0]
+        if entry.summary:
+            return entry.summary
+        component = self.load(name)
+        if not (inspect.isclass(component) or callable(component)):  # an object, which its module describes
+            component = (
+                importlib.import_module(entry.target.partition(":")[0]) if isinstance(entry.target, str) else None
+            )
+        return (inspect.getdoc(component) or "").partition("\n")[0]
 
     def load(self, name: str) -> Any:
         """Return the component called `name`.

@@ -246,7 +246,7 @@ def test_a_rule_that_a_measure_has_no_use_for_is_refused(checkpoints):
 def test_the_loss_on_token_ids_is_their_cross_entropy(checkpoints):
     reading = ReadingConfig(mask_id=9)
     (found,) = evaluate(checkpoints / "a", ["loss"], data=checkpoints / "ids.npy", reading=reading)
-    loaded = load(checkpoints / "a")
+    loaded = load_model(checkpoints / "a")
     masking = ObjectiveConfig(masking="fraction")
     options = {"checkpoint": loaded.name, "config": loaded.model.config, "kind": "masked", "mask_id": 9}
     (batch,) = read_inputs(checkpoints / "ids.npy", masking=masking, **options).cut(48).batches

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import tyro
 
 from isoloss.cli import common
+from isoloss.registry import ALGORITHMS, EXECUTORS, LANGUAGES, MEASURES, MODELS, STUDIES, TASKS, Registry
 
 EXAMPLES = [
     ("isoloss ls", "everything that can be named on the command line"),
@@ -19,7 +20,7 @@ EXAMPLES = [
 ]
 
 Row = dict[str, Any]
-What = Literal["all", "languages", "models", "sizes", "tasks", "measures", "studies", "runs"]
+What = Literal["all", "languages", "models", "sizes", "tasks", "measures", "algorithms", "executors", "studies", "runs"]
 
 VOCABULARY, LENGTH = 30_522, 128  # that sizes are given for: BERT's vocabulary, and its usual sequences
 TRAINING_BYTES = 16  # a parameter's value, gradient and AdamW's two moments, in float32
@@ -34,10 +35,10 @@ COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 
 @dataclass(frozen=True)
 class Args:
-    """List what can be named: languages, models and their sizes, tasks, measures, studies, and the runs in a folder."""
+    """List what can be named: languages, models, tasks, measures, training algorithms, studies, the runs in a folder."""
 
     what: tyro.conf.Positional[What] = "all"
-    """all, languages, models, sizes, tasks, measures, studies or runs."""
+    """What to list."""
     folder: Path = Path("runs")
     """Where runs are looked for."""
     json: bool = False
@@ -52,7 +53,9 @@ def main(arguments: list[str]) -> int:
         "models": _models,
         "sizes": _sizes,
         "tasks": _tasks,
-        "measures": _measures,
+        "measures": lambda: _components(MEASURES),
+        "algorithms": lambda: _components(ALGORITHMS),
+        "executors": lambda: _components(EXECUTORS),
         "studies": _studies,
         "runs": lambda: _runs(args.folder),
     }
@@ -79,12 +82,11 @@ def _languages() -> list[Row]:
     files = "a grammar (NLTK's PCFG text or rule lines), a stored language (.safetensors), or a config (.toml)"
     texts = "text (.txt, .jsonl or a folder) together with --tokenizer"
     rows: list[Row] = [{"language": name, "what": text} for name, (_, text) in PRESETS.items()]
+    rows += [{"language": name, "what": f"{LANGUAGES.summary(name)}, or its settings in a .toml"} for name in LANGUAGES]
     return [*rows, {"language": "FILE", "what": files}, {"language": "TEXT", "what": texts}]
 
 
 def _models() -> list[Row]:
-    from isoloss.registry import MODELS
-
     rows: list[Row] = []
     for name in MODELS:
         architecture = MODELS.load(name)
@@ -94,7 +96,7 @@ def _models() -> list[Row]:
             {
                 "architecture": name,
                 "objective": architecture.objective,
-                "sizes": f"{min(sizes, key=_number)} to {max(sizes, key=_number)}",
+                "sizes": "{0} to {1}".format(*(end(zip(counts, sizes, strict=True))[1] for end in (min, max))),
                 "parameters": f"{min(counts):,} to {max(counts):,}",
                 MEMORY: f"{_training_memory(min(counts))} to {_training_memory(max(counts))}",
                 "what": MODELS.summary(name),
@@ -104,22 +106,19 @@ def _models() -> list[Row]:
 
 
 def _sizes() -> list[Row]:
-    from isoloss.models.sizes import LSTM_SIZES, SIZES, LSTMShape, Shape
-    from isoloss.registry import MODELS
-
     rows: list[Row] = []
-    shapes: dict[str, Shape | LSTMShape] = {**SIZES, **LSTM_SIZES}
     architectures = {name: MODELS.load(name) for name in MODELS}
+    shapes = {name: shape for architecture in architectures.values() for name, shape in architecture.sizes.items()}
     for name, shape in shapes.items():
         having = {a: architecture for a, architecture in architectures.items() if name in architecture.sizes}
         counts = {a: own.num_parameters(shape, VOCABULARY, LENGTH) for a, own in having.items()}
         rows.append(
             {
                 "size": name,
-                "width": shape.d_model if isinstance(shape, Shape) else shape.hidden,
-                "layers": shape.num_layers,
-                "heads": shape.num_heads if isinstance(shape, Shape) else None,
-                "feed-forward": shape.intermediate if isinstance(shape, Shape) else None,
+                "width": getattr(shape, "d_model", None) or getattr(shape, "hidden", None),
+                "layers": getattr(shape, "num_layers", None),
+                "heads": getattr(shape, "num_heads", None),
+                "feed-forward": getattr(shape, "intermediate", None),
                 **{f"{a} parameters": f"{counts[a]:,}" if a in counts else None for a in architectures},
                 MEMORY: _training_memory(max(counts.values())),
             }
@@ -127,17 +126,11 @@ def _sizes() -> list[Row]:
     return rows
 
 
-def _number(size: str) -> int:
-    return int(size[1:])
-
-
 def _training_memory(parameters: int) -> str:
     return f"{TRAINING_BYTES * parameters / 1e9:.2f} GB"
 
 
 def _tasks() -> list[Row]:
-    from isoloss.registry import LANGUAGES, TASKS
-
     own: dict[str, str] = {}
     for kind in LANGUAGES:
         own |= LANGUAGES.load(kind).tasks
@@ -148,14 +141,11 @@ def _tasks() -> list[Row]:
     ]
 
 
-def _measures() -> list[Row]:
-    from isoloss.registry import MEASURES
-
-    return [{"measure": name, "what": MEASURES.summary(name)} for name in MEASURES]
+def _components(registry: Registry) -> list[Row]:
+    return [{registry.kind: name, "what": registry.summary(name)} for name in registry]
 
 
 def _studies() -> list[Row]:
-    from isoloss.registry import STUDIES
     from isoloss.studies.load import load_study
 
     return [

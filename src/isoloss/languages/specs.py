@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def resolve(
     """Return the config of the language that `spec` names.
 
     Args:
-        spec: A preset (`isoloss ls languages`), a `.toml` file with a language's config, a `.safetensors` file
+        spec: A preset or a registered kind with its defaults (`isoloss ls languages`), a `.toml` file with a language's config, a `.safetensors` file
             (see `save`), a grammar file (NLTK's PCFG text or rule lines), the folder of a causal checkpoint, or,
             together with a tokenizer, a text file, JSON lines, a folder of them or a dataset (`hf:NAME`, see
             `isoloss.text.hub_datasets`); or what a registered kind of another package reads.
@@ -69,6 +70,9 @@ def resolve(
     if spec in PRESETS:
         refuse_options(spec, options)
         return PRESETS[spec][0]
+    if spec in LANGUAGES and not path.exists():
+        refuse_options(spec, options)
+        return _with_defaults(spec)
     if path.suffix == ".toml" and path.exists():
         refuse_options(spec, options)
         config: LanguageConfig = configs.read_toml(LanguageConfig, path)
@@ -79,6 +83,16 @@ def resolve(
         if own is not None:
             return own
     raise IsolossError(
-        f"no language {spec!r}{did_you_mean(spec, PRESETS) or files.nearest(spec) or ':'} it is neither a preset "
-        f"({', '.join(PRESETS)}), a file or folder that exists, nor a dataset hf:NAME"
+        f"no language {spec!r}{did_you_mean(spec, [*PRESETS, *LANGUAGES]) or files.nearest(spec) or ':'} it is neither a "
+        f"preset ({', '.join(PRESETS)}), a registered kind ({', '.join(LANGUAGES)}), a file or folder that exists, nor a "
+        "dataset hf:NAME"
     )
+
+
+def _with_defaults(kind: str) -> LanguageConfig:
+    config = LANGUAGES.load(kind)
+    required = [field.name for field in dataclasses.fields(config) if field.default is dataclasses.MISSING]
+    if missing := [name for name in required if name != "kind"]:
+        raise IsolossError(f"a language of the kind {kind} needs {', '.join(missing)}: give them in a .toml file")
+    made: LanguageConfig = config()
+    return made
