@@ -72,7 +72,7 @@ def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> 
         >>> from isoloss.languages.brackets import Brackets
         >>> found = entropy(Brackets(4))  # one of 6 sentences
         >>> print(found.sentence, found.sentence.method, found.masked_token.value)
-        1.791759469 nats per sentence exact 0.0
+        1.791759469 (exact) nats per sentence exact 0.0
     """
     if not isinstance(language, ExactLanguage):
         raise IsolossError(f"the probabilities of {language!r} are not known, and so neither is its entropy")
