@@ -1,4 +1,4 @@
-"""Pools of sequences that are only read: against plain loops, in the estimate, and everything that they refuse."""
+"""Auxiliary samples: against plain loops, in the estimate, and everything that they refuse."""
 
 import dataclasses
 import itertools
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import cut, failing
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
@@ -54,11 +55,6 @@ def topical(n, *names, documents=None, hide=True):
         ids = ids.scatter(1, places, MASK)
     batch = {"input_ids": ids, "labels": labels}
     return batch if documents is None else {**batch, "documents": documents}
-
-
-def cut(batch, sizes):
-    parts = {name: value.split(sizes) for name, value in batch.items()}
-    return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
 
 
 # --- what is read ----------------------------------------------------------------------------------------------------
@@ -399,17 +395,12 @@ def test_the_first_model_decides_for_all(names, used):
 # --- going on --------------------------------------------------------------------------------------------------------
 
 
-def failing(batches, after):
-    yield from batches[:after]
-    raise RuntimeError("killed")
-
-
 def test_a_resume_file_knows_its_auxiliary_sample(tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
     model, path = Topical(), tmp_path / "record"
     batches, pool = cut(topical(300, "measured"), [100, 100, 100]), [topical(3000, "pool")]
     straight = fisher_trace(model, batches, causal=False, auxiliary_sample=pool)
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(RuntimeError, match="went down"):
         fisher_trace(model, failing(batches, 2), causal=False, auxiliary_sample=pool, resume=path)
     for other in (None, [topical(3000, "another pool")]):
         with pytest.raises(IsolossError, match=r"it differs in .*auxiliary sample; remove it"):

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 from plain_gradients import ARCHITECTURES, assert_norms, batch_of, build, make, measure, packed
-from test_fisher import exact
+from small_models import exact
 from torch import nn
 
 from isoloss.flatness import fisher_trace

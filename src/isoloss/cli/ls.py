@@ -35,7 +35,7 @@ COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 
 @dataclass(frozen=True)
 class Args:
-    """List what can be named: languages, models, tasks, measures, training algorithms, studies, the runs in a folder."""
+    """List what can be named: languages, models, tasks, measures, algorithms, executors, studies, and runs."""
 
     what: tyro.conf.Positional[What] = "all"
     """What to list."""
@@ -82,7 +82,7 @@ def _languages() -> list[Row]:
     files = "a grammar (NLTK's PCFG text or rule lines), a stored language (.safetensors), or a config (.toml)"
     texts = "text (.txt, .jsonl or a folder) together with --tokenizer"
     rows: list[Row] = [{"language": name, "what": text} for name, (_, text) in PRESETS.items()]
-    rows += [{"language": name, "what": f"{LANGUAGES.summary(name)}, or its settings in a .toml"} for name in LANGUAGES]
+    rows += [{"language": name, "what": f"a kind for .toml files: {LANGUAGES.summary(name)}"} for name in LANGUAGES]
     return [*rows, {"language": "FILE", "what": files}, {"language": "TEXT", "what": texts}]
 
 

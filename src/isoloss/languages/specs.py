@@ -50,10 +50,10 @@ def resolve(
     """Return the config of the language that `spec` names.
 
     Args:
-        spec: A preset or a registered kind with its defaults (`isoloss ls languages`), a `.toml` file with a language's config, a `.safetensors` file
-            (see `save`), a grammar file (NLTK's PCFG text or rule lines), the folder of a causal checkpoint, or,
-            together with a tokenizer, a text file, JSON lines, a folder of them or a dataset (`hf:NAME`, see
-            `isoloss.text.hub_datasets`); or what a registered kind of another package reads.
+        spec: A preset, or a registered kind, which has its defaults then (`isoloss ls languages`), a `.toml` file
+            with a language's config, a `.safetensors` file (see `save`), a grammar file (NLTK's PCFG text or rule
+            lines), the folder of a causal checkpoint, or, together with a tokenizer, a text file, JSON lines, a folder
+            of them or a dataset (`hf:NAME`, see `isoloss.text.hub_datasets`); or what a registered kind of another package reads.
         tokenizer: For text: a Hugging Face folder or name, or a `vocab.txt`.
         length: For text: the length that tokens are packed to. For a grammar file: the longest sentence. For a
             checkpoint: tokens of a sentence.
@@ -83,9 +83,9 @@ def resolve(
         if own is not None:
             return own
     raise IsolossError(
-        f"no language {spec!r}{did_you_mean(spec, [*PRESETS, *LANGUAGES]) or files.nearest(spec) or ':'} it is neither a "
-        f"preset ({', '.join(PRESETS)}), a registered kind ({', '.join(LANGUAGES)}), a file or folder that exists, nor a "
-        "dataset hf:NAME"
+        f"no language {spec!r}{did_you_mean(spec, [*PRESETS, *LANGUAGES]) or files.nearest(spec) or ':'} it is "
+        f"neither a preset ({', '.join(PRESETS)}), a registered kind ({', '.join(LANGUAGES)}), a file or folder that "
+        "exists, nor a dataset hf:NAME"
     )
 
 

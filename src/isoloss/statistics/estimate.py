@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Z95 = 1.959963984540054  # the 97.5 % point of the standard normal
+_ROUNDING = 1e-14  # of a value, below which an error is that of floating-point sums
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -179,7 +180,7 @@ def rounded(value: float, stderr: float) -> str:
         >>> rounded(0.0464321, 0.00118), rounded(1234.5, 120.0), rounded(3.0, 0.0)
         ('0.0464 ± 0.0012', '1230 ± 120', '3')
     """
-    if stderr == 0:
+    if stderr <= _ROUNDING * abs(value):  # exact, but for the rounding of sums
         return f"{value:.10g}"
     decimals = 1 - math.floor(math.log10(stderr))
     if decimals > 0:

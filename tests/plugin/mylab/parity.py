@@ -3,12 +3,12 @@
 from typing import Any
 
 
-def parity(language: Any, *, TOKEN: str) -> Any:
+def parity(language: Any, *, token: str) -> Any:
     """Whether a token occurs an even or an odd number of times; `parity-a` asks about the token `a`."""
     from isoloss.errors import IsolossError
     from isoloss.languages.api import Labeling
 
-    if TOKEN not in language.vocabulary:
-        raise IsolossError(f"the language has no token {TOKEN!r}; it has {', '.join(language.vocabulary)}")
-    token = language.vocabulary.index(TOKEN)
-    return Labeling(classes=("even", "odd"), label=lambda sentences: (sentences.tokens == token).sum(1) % 2)
+    if token not in language.vocabulary:
+        raise IsolossError(f"the language has no token {token!r}; it has {', '.join(language.vocabulary)}")
+    index = language.vocabulary.index(token)
+    return Labeling(classes=("even", "odd"), label=lambda sentences: (sentences.tokens == index).sum(1) % 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +68,9 @@ class Probe(_TaskMeasure):
     """Passes of a probe over its training sentences."""
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        from isoloss.transfer.linear_probe import probe_task
+        from isoloss.transfer.linear_probing import linear_probe
 
-        return probe_task(model, self._read(context), **self._probe_options())
+        return linear_probe(model, self._read(context), **self._probe_options())
 
     def _probe_options(self) -> dict[str, Any]:
         return {"seeds": self.probe_seeds, "epochs": self.probe_epochs, "seed": self.seed}
@@ -82,9 +81,9 @@ class Lookup(Probe):
     """Accuracy of the same probe on the true conditionals: the look-up table, a model without parameters."""
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        from isoloss.transfer.lookup import lookup_task
+        from isoloss.transfer.linear_probing import lookup_probe
 
-        return lookup_task(context.language, data, **self._probe_options())
+        return lookup_probe(context.language, data, **self._probe_options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +98,16 @@ class Finetune(_TaskMeasure):
     """Steps of the warm-up of the learning rate."""
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        from isoloss.transfer.finetune import FinetuneConfig, finetune
+        from isoloss.transfer.finetuning import finetune
 
-        optimizer = dataclasses.replace(FinetuneConfig().optimizer, warmup_steps=self.finetune_warmup_steps)
-        config = FinetuneConfig(
-            epochs=self.finetune_epochs, seeds=self.finetune_seeds, optimizer=optimizer, seed=self.seed
+        return finetune(
+            model,
+            self._read(context),
+            epochs=self.finetune_epochs,
+            seeds=self.finetune_seeds,
+            warmup_steps=self.finetune_warmup_steps,
+            seed=self.seed,
         )
-        return finetune(model, self._read(context), config)
 
 
 def _predictions(result: TransferResult) -> dict[str, Any]:

@@ -1,0 +1,149 @@
+"""Small BERT, GPT-2 and Llama models, batches for them, and the trace by enumeration."""
+
+import types
+
+import torch
+from plain_gradients import packed
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from isoloss.flatness.engine import control_variates
+
+
+def bert(
+    vocab=3, *, tied=True, attention="eager", dropout=0.0, size=8, layers=2, dtype=torch.float64, cls=BertForMaskedLM
+):
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=vocab,
+        hidden_size=size,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=2 * size,
+        max_position_embeddings=16,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        pad_token_id=None,
+        attn_implementation=attention,
+    )
+    return cls(config).to(dtype).eval()
+
+
+def gpt2(vocab=3, *, spread=0.2):
+    torch.manual_seed(4)
+    config = GPT2Config(
+        vocab_size=vocab,
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        n_positions=8,
+        initializer_range=spread,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).double().eval()
+
+
+def llama(vocab=3):
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8,
+        initializer_range=0.2,
+        pad_token_id=None,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    # transformers' own RMSNorm computes in float32 whatever the model's dtype, too coarse for a check in float64
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, LlamaRMSNorm):
+                setattr(parent, name, nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+    return model.double().eval()
+
+
+MODELS = {
+    "bert": (bert, False),
+    "bert untied": (lambda vocab=3: bert(vocab, tied=False), False),
+    "gpt2": (gpt2, True),
+    "llama": (llama, True),
+}
+
+
+def rows(n, length, vocab, seed=0, predicted=((1,),)):
+    """A batch of n rows; row i predicts the positions predicted[i % len(predicted)]."""
+    tokens = torch.randint(0, vocab, (n, length), generator=torch.Generator().manual_seed(seed))
+    labels = torch.full_like(tokens, -100)
+    for i in range(n):
+        for position in predicted[i % len(predicted)]:
+            labels[i, position] = tokens[i, position]
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+def exact(model, batch, *, causal):
+    """sum_y p_y ||grad log p_y||^2 by one gradient a label, for each predicted position; and by parameter."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    values, split = [], torch.zeros(len(parameters), dtype=torch.float64)
+    for i in range(len(batch["labels"])):
+        inputs = {name: value[i : i + 1] for name, value in batch.items() if name != "labels"}
+        for t in (batch["labels"][i] != -100).nonzero()[:, 0].tolist():
+            log_p = model(**inputs).logits[0, t - causal].log_softmax(-1)
+            total = 0.0
+            for y in range(len(log_p)):
+                gradients = torch.autograd.grad(log_p[y], parameters, retain_graph=True, allow_unused=True)
+                norms = torch.stack(
+                    [torch.zeros((), dtype=split.dtype) if g is None else (g * g).sum() for g in gradients]
+                )
+                total += log_p[y].exp().item() * float(norms.sum())
+                split += log_p[y].exp().item() * norms
+            values.append(total)
+    return values, split / len(values)
+
+
+def cut(batch, sizes):
+    return [
+        dict(zip(batch, parts, strict=True)) for parts in zip(*(v.split(sizes) for v in batch.values()), strict=True)
+    ]
+
+
+class Windows(nn.Module):
+    """A tiny masked model without a config: an embedding, a product of the neighbours, a tied head."""
+
+    def __init__(self, vocab, size):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, size)
+        self.mix = nn.Linear(size, size)
+
+    def forward(self, input_ids):
+        states = torch.tanh(self.mix(self.embedding(input_ids)))
+        return types.SimpleNamespace(logits=states.cumsum(dim=1) @ self.embedding.weight.T)
+
+
+def patch_probes(monkeypatch, chosen):
+    """Let every sequence have the signs of `chosen[0]`, as many as it needs."""
+
+    def signs(streams, device, seed, *, copies=1):
+        return packed([chosen[0][:count] for count, _ in streams], copies)
+
+    monkeypatch.setattr(control_variates, "packed_probes", signs)
+
+
+def failing(batches, after):
+    yield from batches[:after]
+    raise RuntimeError("the machine went down")
