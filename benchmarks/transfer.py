@@ -49,14 +49,14 @@ def planted(n: int, width: int, classes: int, *, decay: float) -> tuple[torch.Te
 
 def extracted(path: Path, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token states, side by side, of a run's last checkpoint on n sentences, and their prefix-4 labels."""
-    from isoloss.loading import load
+    from isoloss.loading import load_model
     from isoloss.runs import Run
     from isoloss.transfer.features import extract
     from isoloss.transfer.tasks import make_task
 
     run = Run(path)
     task = make_task(run.config.language.build(), "prefix-4", num_train=n, num_test=1, seed=0)
-    x = extract(load(run.checkpoint(run.steps()[-1]), device="cpu").model.eval(), task.train)
+    x = extract(load_model(run.checkpoint(run.steps()[-1]), device="cpu").model.eval(), task.train)
     # of the classes, those that each fold's training rows have
     seen, y = task.train_labels.unique(return_inverse=True)
     common = [c for c in range(len(seen)) if int((y == c).sum()) >= 20]

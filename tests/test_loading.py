@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from isoloss.errors import IsolossError
-from isoloss.loading import load, quiet, resolve_device
+from isoloss.loading import load_model, quiet, resolve_device
 from isoloss.models.bert import build
 from isoloss.run_config import ModelConfig
 
@@ -62,7 +62,7 @@ def edit_weights(folder, edit):
 
 
 def test_a_masked_model_loads_with_its_weights(bert_folder):
-    loaded = load(bert_folder)
+    loaded = load_model(bert_folder)
     assert (loaded.kind, loaded.architecture, loaded.name) == ("masked", "BertForMaskedLM", str(bert_folder))
     assert not loaded.model.training
     expected = build(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).eval()
@@ -70,10 +70,10 @@ def test_a_masked_model_loads_with_its_weights(bert_folder):
 
 
 def test_dtype_and_attention_are_those_asked_for(bert_folder):
-    loaded = load(str(bert_folder), dtype=torch.float64, attention="eager")
+    loaded = load_model(str(bert_folder), dtype=torch.float64, attention="eager")
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float64}
     assert loaded.model.config._attn_implementation == "eager"
-    assert load(bert_folder).model.config._attn_implementation == "sdpa"
+    assert load_model(bert_folder).model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_dtype_and_attention_are_those_asked_for(bert_folder):
     ids=lambda model: type(model).__name__,
 )
 def test_a_causal_model_loads_and_is_causal(model, tmp_path):
-    loaded = load(saved(model, tmp_path / "model"))
+    loaded = load_model(saved(model, tmp_path / "model"))
     assert (loaded.kind, loaded.architecture) == ("causal", type(model).__name__)
     changed = INPUT.clone()
     changed[0, -1] = 9
@@ -95,14 +95,14 @@ def test_a_causal_model_loads_and_is_causal(model, tmp_path):
 
 
 def test_a_published_checkpoint_loads(shared_data):
-    loaded = load(shared_data / "stories260K" / "hf")
+    loaded = load_model(shared_data / "stories260K" / "hf")
     assert (loaded.kind, loaded.architecture) == ("causal", "LlamaForCausalLM")
     assert loaded.model(INPUT).logits.isfinite().all()
 
 
 def test_bert_as_google_trained_it_loads_as_a_masked_model(tmp_path):
     model = BertForPreTraining(BertConfig(vocab_size=12, **TINY)).eval()
-    loaded = load(saved(model, tmp_path / "model"))
+    loaded = load_model(saved(model, tmp_path / "model"))
     assert loaded.kind == "masked"
     torch.testing.assert_close(loaded.model(INPUT).logits, model(INPUT).prediction_logits)
 
@@ -110,7 +110,7 @@ def test_bert_as_google_trained_it_loads_as_a_masked_model(tmp_path):
 def test_loading_writes_nothing_to_the_terminal(tmp_path, capfd):
     folder = saved(BertForPreTraining(BertConfig(vocab_size=12, **TINY)), tmp_path / "model")
     capfd.readouterr()
-    load(folder)  # drops the next-sentence head, which transformers reports at length
+    load_model(folder)  # drops the next-sentence head, which transformers reports at length
     assert capfd.readouterr() == ("", "")
 
 
@@ -128,7 +128,7 @@ def test_quiet_restores_what_it_silenced():
 
 def refused(message, source, **arguments):
     with pytest.raises(IsolossError, match=message) as caught:
-        load(source, **arguments)
+        load_model(source, **arguments)
     assert "\n" not in str(caught.value)
 
 
@@ -176,10 +176,10 @@ def test_a_path_is_never_asked_for_on_the_hub_and_a_name_once(tmp_path):
     code = """
 import sys
 from isoloss.errors import IsolossError
-from isoloss.loading import load
+from isoloss.loading import load_model
 for name in sys.argv[1:]:
     try:
-        load(name)
+        load_model(name)
     except IsolossError as error:
         print(error, flush=True)
 """
@@ -223,21 +223,40 @@ def test_the_hubs_models_are_taken_from_its_cache_and_never_as_a_pickle(bert_fol
     pickled = repository / "snapshots" / "1"
     torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
+    tagged = tmp_path / "hub" / "models--owner--good"
+    shutil.copytree(bert_folder, tagged / "snapshots" / "2")
+    weights = load_file(bert_folder / "model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, tagged / "snapshots" / "2" / "model.safetensors")
+    (tagged / "refs" / "tagged").write_text("2")
     code = """
 from isoloss.errors import IsolossError
-from isoloss.loading import load
-print(load("owner/good").kind)
+from isoloss.loading import load_model
+good, older, again = (
+    load_model(name, revision=revision)
+    for name, revision in (("owner/good", None), ("owner/good@tagged", None), ("owner/good", "tagged"))
+)
+print(good.kind, older.name, again.name, older)
+for loaded in (older, again):
+    for a, b in zip(good.model.parameters(), loaded.model.parameters(), strict=True):
+        assert (b - a - 1).abs().max() < 1e-5
 try:
-    load("owner/pickled")
+    load_model("owner/pickled")
 except IsolossError as error:
     print(error)
 """
     env = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     kind, refusal = done.stdout.splitlines()
-    assert kind == "masked"
+    number = sum(value.numel() for value in load_model(bert_folder).model.parameters())
+    name = "owner/good@tagged"
+    assert kind == f"masked {name} {name} Loaded({name}: BertForMaskedLM, masked, {number:,} parameters)"
     assert refusal.startswith("owner/pickled cannot be loaded from what was downloaded before")
     assert "safetensors" in refusal
+
+
+def test_a_folder_has_no_revision_and_a_name_one(bert_folder):
+    refused("the revision is 'main', and .* is a folder", bert_folder, revision="main")
+    refused("the revision is 'a', and owner/model@b names another one", "owner/model@b", revision="a")
 
 
 def test_a_folder_without_a_config(tmp_path):
@@ -266,7 +285,7 @@ def test_no_weights_at_all(bert_folder):
 @pytest.mark.parametrize("kind", [BertModel, BertForSequenceClassification])
 def test_no_language_modelling_head(kind, tmp_path):
     folder = saved(kind(BertConfig(vocab_size=12, **TINY)), tmp_path / "model")
-    refused(f"is a {kind.__name__}: a model with a language-modelling head is needed", folder)
+    refused(f"is a {kind.__name__}: a model with a language-modeling head is needed", folder)
 
 
 def test_no_architecture(bert_folder):
@@ -319,7 +338,7 @@ def test_remote_code_runs_only_when_trusted(bert_folder, tmp_path):
     edit_config(bert_folder, model_type="own", auto_map=auto_map, architectures=["OwnForMaskedLM"])
     refused("brings its own code for its model type 'own'", bert_folder)
     assert not marker.exists()
-    loaded = load(bert_folder, trust_remote_code=True)
+    loaded = load_model(bert_folder, trust_remote_code=True)
     assert marker.exists()
     assert type(loaded.model).__name__ == "OwnForMaskedLM"
     expected = build(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).eval()
@@ -332,7 +351,7 @@ def test_an_unknown_attention_kernel(bert_folder):
 
 def test_a_copy_is_loaded_from_any_place(bert_folder, tmp_path):
     shutil.copytree(bert_folder, tmp_path / "a b" / "ü")
-    assert load(tmp_path / "a b" / "ü").kind == "masked"
+    assert load_model(tmp_path / "a b" / "ü").kind == "masked"
 
 
 # --- devices
@@ -368,12 +387,12 @@ def test_layers_that_the_config_does_not_declare_are_not_dropped(tmp_path):
     folder = saved(model, tmp_path / "model")
     edit_config(folder, num_hidden_layers=1)
     with pytest.raises(IsolossError, match=r"holds more layers than its config\.json says: .*layer\.1\."):
-        load(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 65}, {"hidden_size": "a"}, {"hidden_act": "blah"}])
 def test_a_config_that_makes_no_model_is_one_sentence(bert_folder, change):
     edit_config(bert_folder, **change)
     with pytest.raises(IsolossError, match=r"cannot be loaded|another shape") as error:
-        load(bert_folder)
+        load_model(bert_folder)
     assert "\n" not in str(error.value)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.lstm import LSTMConfig, LSTMForMaskedLM, LSTMModel
 
 LENGTHS = (6, 1, 3, 6, 4)
@@ -163,11 +163,11 @@ def test_a_checkpoint_loads_as_any_other(tmp_path, directions):
     assert "decoder.weight" not in load_file(tmp_path / "model.safetensors")  # the embedding, kept once
     ids, mask = padded()
     expected = model(input_ids=ids, attention_mask=mask).logits
-    loaded = load(tmp_path)
+    loaded = load_model(tmp_path)
     assert (loaded.kind, loaded.architecture) == ("masked", "LSTMForMaskedLM")
     for other in (
         loaded.model,
-        load(tmp_path, attention="eager").model,
+        load_model(tmp_path, attention="eager").model,
         AutoModelForMaskedLM.from_pretrained(tmp_path),
     ):
         assert other.decoder.weight is other.lstm.embeddings.weight
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_does_not_name_directions_reads_both_ways(tmp_path):
     document = json.loads(path.read_text())
     document.pop("num_directions", None)
     path.write_text(json.dumps(document))
-    assert len(load(tmp_path).model.lstm.backwards) == 3
+    assert len(load_model(tmp_path).model.lstm.backwards) == 3
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
@@ -193,14 +193,14 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
     with pytest.raises(IsolossError, match=r"lacks weights of LSTMForMaskedLM: .*lstm\.backwards\.2"):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_an_untied_decoder_has_weights_of_its_own(tmp_path):
     model = tiny(tie_word_embeddings=False)
     assert model.decoder.weight is not model.lstm.embeddings.weight
     model.save_pretrained(tmp_path)
-    loaded = load(tmp_path, dtype=torch.float64).model
+    loaded = load_model(tmp_path, dtype=torch.float64).model
     ids, mask = padded()
     expected = model(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(loaded(input_ids=ids, attention_mask=mask).logits, expected, rtol=0, atol=0)

@@ -38,13 +38,13 @@ _STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Loaded:
     """A language model ready to be measured.
 
     Attributes:
         model: The transformers model, in evaluation mode.
-        kind: `masked`: it predicts hidden tokens from both sides; `causal`: each token from those before it.
+        kind: `masked`: it predicts masked tokens from both sides; `causal`: each token from those before it.
         name: What it was loaded by.
         architecture: The class that the checkpoint names, e.g. LlamaForCausalLM.
     """
@@ -53,6 +53,10 @@ class Loaded:
     kind: Kind
     name: str
     architecture: str
+
+    def __repr__(self) -> str:
+        number = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"Loaded({self.name}: {self.architecture}, {self.kind}, {number:,} parameters)"
 
 
 def resolve_device(name: str) -> torch.device:
@@ -85,23 +89,23 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load(
-    path_or_name: str | Path,
+def load_model(
+    checkpoint: str | Path,
     *,
     revision: str | None = None,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "auto",
+    dtype: torch.dtype | None = None,
     attention: Attention = "sdpa",
     trust_remote_code: bool = False,
 ) -> Loaded:
-    """Load a checkpoint that has a language-modelling head.
+    """Load a checkpoint that has a language-modeling head.
 
     Args:
-        path_or_name: A folder as `save_pretrained` writes it, or the name of a model on the Hugging Face hub, also as
+        checkpoint: A folder as `save_pretrained` writes it, or the name of a model on the Hugging Face hub, `NAME` or
             `NAME@REVISION`.
-        revision: Branch, tag or commit on the hub; None: the newest, unless the name has one.
+        revision: A branch, tag or commit of a model on the hub; None: what `checkpoint` says, else the main branch.
         device: Where the model goes; a name as for `resolve_device`.
-        dtype: Type of the weights.
+        dtype: Type of the weights; None: float32.
         attention: Attention kernel; second derivatives need `eager`.
         trust_remote_code: Whether code that comes with the checkpoint may run.
 
@@ -109,43 +113,56 @@ def load(
         The model in evaluation mode, every weight of it from the checkpoint.
 
     Raises:
-        IsolossError: No checkpoint there, weights only as a pickle, no language-modelling head, weights missing or of
-            another shape, code of its own that was not trusted, or a kernel or device that is not available.
+        IsolossError: No checkpoint there, weights only as a pickle, no language-modeling head, weights missing or of
+            another shape, a revision of a folder, code of its own that was not trusted, or a kernel or device that is
+            not available.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                     intermediate_size=16, max_position_embeddings=8)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     BertForMaskedLM(config).save_pretrained(folder)
+        ...     loaded = load_model(folder, device="cpu")
+        >>> loaded.architecture, loaded.kind
+        ('BertForMaskedLM', 'masked')
     """
-    name = str(path_or_name)
+    name = str(checkpoint)
     target = device if isinstance(device, torch.device) else resolve_device(device)
-    folder = Path(path_or_name).expanduser()
+    folder = Path(checkpoint).expanduser()
     is_online = False
     if folder.is_dir():
-        name = repository = str(folder)
-        _check_folder(folder, trust_remote_code=trust_remote_code)
+        name = str(folder)
         if revision is not None:
-            raise IsolossError(f"{name} is a folder, which has no revision {revision}")
+            raise IsolossError(f"the revision is {revision!r}, and {name} is a folder: only models on the hub have one")
+        _check_folder(folder, trust_remote_code=trust_remote_code)
     else:
-        repository, named = split_revision(name)
-        if isinstance(path_or_name, Path) or not may_be_hub_name(repository):
+        on_hub, _, named = name.partition("@")
+        if isinstance(checkpoint, Path) or not may_be_hub_name(on_hub):
             raise IsolossError(f"there is no checkpoint {name}: it is not a folder{files.nearest(folder)}")
-        revision = revision or named
-        name = repository if revision is None else f"{repository}@{revision}"
-        is_online = hub_answers(repository, revision=revision)
-    chosen = {} if revision is None else {"revision": revision}
-    with quiet(), _clear_errors(name, is_online=is_online):
-        config = AutoConfig.from_pretrained(
-            repository, trust_remote_code=trust_remote_code, local_files_only=not is_online, **chosen
-        )
+        if named and revision not in (None, named):
+            raise IsolossError(f"the revision is {revision!r}, and {name} names another one")
+        name, revision = on_hub, revision or named or None
+        is_online = hub_answers(name, revision=revision)
+    with quiet(), _clear_errors(name, revision, is_online=is_online):
+        options = {
+            "trust_remote_code": trust_remote_code,
+            "local_files_only": not is_online,
+            "revision": revision or "main",
+        }
+        config = AutoConfig.from_pretrained(name, **options)
         kind, architecture = _kind(config, name)
         auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
         model, info = auto.from_pretrained(
-            repository,
+            name,
             config=config,
-            dtype=dtype,
+            dtype=dtype or torch.float32,
             attn_implementation=attention,
             use_safetensors=True,
-            trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # told below, by name
             output_loading_info=True,
-            local_files_only=not is_online,
-            **chosen,
+            **options,
         )
     mismatched = {key for key, *_ in info["mismatched_keys"]}
     if mismatched:
@@ -160,7 +177,8 @@ def load(
         raise IsolossError(
             f"{name} is a {architecture} without is_decoder in its config.json, so it sees the tokens it predicts"
         )
-    return Loaded(model=model.to(target).eval(), kind=kind, name=name, architecture=architecture)
+    full_name = name if revision is None else f"{name}@{revision}"
+    return Loaded(model=model.to(target).eval(), kind=kind, name=full_name, architecture=architecture)
 
 
 def max_length(config: Any) -> int | None:
@@ -208,30 +226,19 @@ def may_be_hub_name(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None and not is_path
 
 
-def split_revision(name: str) -> tuple[str, str | None]:
-    """Return the name of a repository on the hub, and the revision behind its @.
-
-    Example:
-        >>> split_revision("EleutherAI/pythia-14m@step1000"), split_revision("gpt2")
-        (('EleutherAI/pythia-14m', 'step1000'), ('gpt2', None))
-    """
-    repository, _, revision = name.partition("@")
-    return repository, revision or None
-
-
 def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:
     """Ask the Hugging Face hub once for a model, as transformers would repeat the question for half a minute.
 
     Args:
         name: The name of its repository.
         what: What of the model is wanted, for the message.
-        revision: Branch, tag or commit; None: the newest.
+        revision: Of the repository; None: the main branch.
 
     Returns:
         Whether the hub can be reached.
 
     Raises:
-        IsolossError: It can, and has no model of this name or no such revision of it.
+        IsolossError: It can, and has no model of this name, or not this revision.
     """
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -239,7 +246,7 @@ def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = N
     try:
         huggingface_hub.model_info(name, revision=revision, timeout=20)
     except RevisionNotFoundError as error:
-        raise IsolossError(f"{name} on the Hugging Face hub has no revision {revision}") from error
+        raise IsolossError(f"there is no revision {revision} of {name} on the Hugging Face hub") from error
     except RepositoryNotFoundError as error:
         raise IsolossError(
             f"there is no {what} {name}, neither a folder here nor on the Hugging Face hub{files.nearest(name)}"
@@ -250,7 +257,7 @@ def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = N
 
 
 @contextlib.contextmanager
-def _clear_errors(name: str, *, is_online: bool) -> Iterator[None]:
+def _clear_errors(name: str, revision: str | None, *, is_online: bool) -> Iterator[None]:
     """Turn what transformers raises about a checkpoint into one sentence."""
     try:
         yield
@@ -264,8 +271,7 @@ def _clear_errors(name: str, *, is_online: bool) -> Iterator[None]:
         if isinstance(error, KeyError):
             reason = f"transformers does not know {reason}, which its config.json names"
         unanswered = not is_online and not Path(name).is_dir()
-        repository, revision = split_revision(name)
-        if unanswered and not isinstance(try_to_load_from_cache(repository, "config.json", revision=revision), str):
+        if unanswered and not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             raise IsolossError(
                 f"there is no checkpoint {name} on this machine, and the Hugging Face hub does not answer"
                 f"{files.nearest(name)}"
@@ -314,7 +320,7 @@ def _kind(config: Any, name: str) -> tuple[Kind, str]:
             return "causal", architecture
     what = f"is a {', '.join(architectures)}" if architectures else "names no architecture in its config.json"
     raise IsolossError(
-        f"{name} {what}: a model with a language-modelling head is needed, one whose architecture ends in "
+        f"{name} {what}: a model with a language-modeling head is needed, one whose architecture ends in "
         "ForMaskedLM, ForCausalLM or LMHeadModel"
     )
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
 from isoloss.cli.main import main
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.statistics.estimate import Estimate
 
 COMMON = ("--num-inputs", "32", "--device", "cpu")
@@ -68,7 +68,7 @@ def test_what_is_written_is_what_is_printed_and_other_verbs_read_it(run, tmp_pat
     assert document["differences"]["logits"] < 1e-7
     assert [statement["verdict"] for statement in document["statements"]][1:] == ["shown", "shown"]
     assert sum(share["after"] for share in document["shares"]) == pytest.approx(document["after"]["value"])
-    assert load(out, dtype=torch.float64).model.num_parameters() == document["after"]["details"]["num_parameters"]
+    assert load_model(out, dtype=torch.float64).model.num_parameters() == document["after"]["details"]["num_parameters"]
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 2, (16, 6)))
     data = ("--data", tmp_path / "ids.npy", "--mask-id", "3", "--device", "cpu", "--json")
     flatness = json.loads(call(capsys, "flatness", out, *data).out)
@@ -78,7 +78,7 @@ def test_what_is_written_is_what_is_printed_and_other_verbs_read_it(run, tmp_pat
     config = json.loads((run / "run.json").read_text())["config"]
     length = config["language"]["length"]
     train = ("--language", "brackets-8", "--size", "d128", "--steps", "1", "--batch-size", "8", "--device", "cpu")
-    assert length == load(out).model.config.max_position_embeddings
+    assert length == load_model(out).model.config.max_position_embeddings
     call(capsys, "train", tmp_path / "on", *train, "--initial", out)
 
 
@@ -122,7 +122,7 @@ def test_models_without_a_language_or_a_place(run, tmp_path, capsys):
     call(capsys, "train", tmp_path / "lstm", *lstm)
     printed = call(capsys, "expand", tmp_path / "lstm", "--into", "d128", status=2)
     assert "a LSTMForMaskedLM cannot be embedded; the architectures are BertForMaskedLM," in printed.err
-    load(run / "checkpoints" / "step-5").model.save_pretrained(tmp_path / "alone")
+    load_model(run / "checkpoints" / "step-5").model.save_pretrained(tmp_path / "alone")
     printed = call(capsys, "expand", tmp_path / "alone", "--into", "d128", status=2)
     assert "is not a checkpoint of a run, so there is no language to measure it on: add --data" in printed.err
     (tmp_path / "empty").mkdir()

@@ -326,7 +326,7 @@ def test_an_interrupted_comparison_prints_what_is_done(capsys, folder, monkeypat
 
 def test_models_without_a_common_meaning_are_refused(capsys, folder, tmp_path):
     data = ("--data", folder / "ids.npy")
-    assert "hidden ones" in refusal(capsys, folder / "a", folder / "bert", *data)
+    assert "masked ones" in refusal(capsys, folder / "a", folder / "bert", *data)
     llama(16, vocab=21).save_pretrained(tmp_path / "more")
     assert "a vocabulary of 20 tokens" in refusal(capsys, folder / "a", tmp_path / "more", *data)
     assert "named twice" in refusal(capsys, folder / "a", folder / "a", *data)
@@ -381,7 +381,7 @@ def test_bad_models_get_one_sentence(capsys, folder, tmp_path):
     assert "NaN or infinite" in refusal(capsys, tmp_path / "nan", *data)
     config = BertConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     BertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
-    assert "language-modelling head" in refusal(capsys, tmp_path / "classifier", *data)
+    assert "language-modeling head" in refusal(capsys, tmp_path / "classifier", *data)
 
 
 def test_short_names_leave_out_what_all_share():

@@ -6,7 +6,7 @@ import pytest
 from speaking import as_json, refusal
 
 from isoloss.cli.main import main
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.runs import Run
 
 QUICK = ("--batch-size", "8", "--device", "cpu", "--threads", "1")
@@ -19,7 +19,7 @@ def train(path, *words, steps=3):
 def test_four_heads_at_width_64_learn(tmp_path):
     path = tmp_path / "run"
     train(path, "--size", "d64", "--heads", "4", "--learning-rate", "0.003", steps=150)
-    model = load(path / "checkpoints" / "step-150").model
+    model = load_model(path / "checkpoints" / "step-150").model
     assert (model.config.hidden_size, model.config.num_attention_heads) == (64, 4)
     losses = [line["loss_nats"] for line in Run(path).metrics()]
     assert losses[-1] < losses[0] - 0.05
@@ -96,4 +96,4 @@ def test_a_free_shape_inside_a_free_shape(tmp_path, capsys):
     assert document["into"] == "d32, layers 3, heads 4"
     assert document["shape"] == {"d_model": 32, "num_heads": 4, "num_layers": 3, "intermediate": 128}
     assert [statement["verdict"] for statement in document["statements"][:2]] == ["shown", "shown"]
-    assert load(tmp_path / "large").model.config.num_attention_heads == 4
+    assert load_model(tmp_path / "large").model.config.num_attention_heads == 4

@@ -17,7 +17,7 @@ from isoloss.evaluation.truth import truth as make_truth
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.compare import compare as compare_traces
 from isoloss.languages.config import PRESETS, CorpusConfig
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.models.expansion import embed
 from isoloss.models.sizes import SIZES
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
@@ -64,7 +64,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(run):
-    return {step: load(str(run.checkpoint(step))).model for step in (30, 60)}
+    return {step: load_model(str(run.checkpoint(step)), device="cpu").model for step in (30, 60)}
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,9 @@ def test_held_out_sequences_of_a_text_are_paired_too(tmp_path, monkeypatch, voca
     batch = loss.held_out_batch(language, num_sequences=200, objective=config.objective, seed=7)
     expected = paired_difference(
         *(
-            loss.text_loss(load(str(run.checkpoint(step))).model, [batch], objective=config.objective, seed=7)["loss"]
+            loss.text_loss(
+                load_model(str(run.checkpoint(step)), device="cpu").model, [batch], objective=config.objective, seed=7
+            )["loss"]
             for step in (60, 30)
         )
     )

@@ -225,6 +225,27 @@ def test_the_ranking_starts_with_the_flattest():
         found.pair("flat", "round")
 
 
+def test_it_prints_as_one_line_and_as_a_short_table():
+    sharp = bert()
+    with torch.no_grad():
+        for parameter in sharp.parameters():
+            parameter *= 1.5
+    found = compare({"sharp": sharp, "flat": bert()}, inputs(64))
+    assert repr(found) == "Comparison(2 models; flat is the flattest: 100 %)"
+    lines = str(found).splitlines()
+    assert [line.split()[0] for line in lines if line] == ["model", "flat", "sharp", "less", "sharp"]
+    pair = found.pair("sharp", "flat")
+    assert f"{pair.trace}".removesuffix(f" {pair.trace.unit}") in lines[-1]
+    low, high = pair.ratio_ci95
+    assert lines[-1].endswith(f"{low:.4g} to {high:.4g}")
+    turned = compare({"flat": bert(), "sharp": sharp}, inputs(64))
+    assert str(turned) == str(found)
+    assert found._repr_html_().count("<tr>") == 5
+    many = compare({str(i): bert() for i in range(8)}, inputs(16))
+    assert len(str(many).splitlines()) <= 15
+    assert "and 3 more" in str(many)
+
+
 def test_a_comparison_survives_json():
     found = compare({"a": bert(), "b": bert(1)}, inputs(20))
     assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
@@ -311,7 +332,7 @@ def test_an_interruption_keeps_what_is_done():
 def test_models_that_do_not_compare_are_refused():
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0)
-    with pytest.raises(IsolossError, match="b predicts next tokens and a hidden ones"):
+    with pytest.raises(IsolossError, match="b predicts next tokens and a masked ones"):
         compare({"a": bert(), "b": GPT2LMHeadModel(config).eval()}, inputs(8))
     with pytest.raises(IsolossError, match="a has a vocabulary of 5 tokens and b of 6"):
         compare({"a": bert(), "b": bert(vocab=6)}, inputs(8))

@@ -9,6 +9,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import factors
+from isoloss.flatness.engine.backward import intermediates_of, tail_cotangents
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
 
 
@@ -91,12 +92,12 @@ def test_a_stations_cotangent_at_a_position_depends_on_the_logits_there_alone(na
     causal = ARCHITECTURES[name][3]
     with Predictor(build(name), causal=causal) as predictor:
         predictions = predictor.forward(batch_of(every=True))
-        intermediates = predictor.intermediates(predictions)
+        intermediates = intermediates_of(predictions)
         cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0)).double()
         alone = torch.zeros_like(cotangent)
         alone[1::2] = cotangent[1::2]
         whole, part = (predictor.squared_norms(predictions, c).intermediate_cotangents for c in (cotangent, alone))
-        hidden, first = predictor.tail_cotangents(predictions, intermediates[0], cotangent)
+        hidden, first = tail_cotangents(predictions, intermediates[0], cotangent)
     assert len(intermediates) == (2 if name == "gpt-neox" else 3)
     for ours, those in zip(whole, part, strict=True):
         assert ours.shape == (*predictions.hidden.shape[:1], 16)

@@ -16,7 +16,7 @@ from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.languages.config import TeacherConfig
 from isoloss.languages.teacher.language import Teacher
-from isoloss.loading import load, quiet
+from isoloss.loading import load_model, quiet
 
 IDS, LENGTH = (5, 2, 8), 4
 # norms of Llama and its kin run in float32
@@ -361,7 +361,7 @@ def test_a_published_checkpoint(shared_data):
     config = TeacherConfig(checkpoint=str(shared_data / "stories260K" / "hf"), vocab_size=20, length=12, samples=256)
     teacher = config.build()
     tokens, lengths = teacher.sample(2, generator=torch.Generator().manual_seed(0))[:2]
-    model = load(config.checkpoint).model
+    model = load_model(config.checkpoint).model
     steps = next_logs(model, tokens, teacher.tokens, start_id=1).gather(2, tokens[..., None])[..., 0]
     torch.testing.assert_close(teacher.log_prob(tokens, lengths), steps.sum(dim=1), rtol=0, atol=1e-4)
     found = teacher.log_conditionals(tokens, lengths)

@@ -9,7 +9,8 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.statistics import ratio
 from isoloss.statistics import ratio_estimator as estimators
-from isoloss.statistics.ratio_estimator import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator, Clusters
+from isoloss.statistics.clusters import Clusters
+from isoloss.statistics.ratio_estimator import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator
 
 
 def random_rows(n, parameters=3, controls=2, seed=0):
@@ -252,7 +253,7 @@ def auxiliary_of(covariance, num_sequences, number=None):
 
 
 def auxiliary_rows(n, seed=0):
-    """Rows whose norms lean on 3 controls, the last 2 of a auxiliary, and documents of two sequences."""
+    """Rows whose norms lean on 3 controls, the last 2 of an auxiliary, and documents of two sequences."""
     a, m, d = random_rows(n, controls=3, seed=seed)
     a = a + 3 * (d[:, 1:].sum(dim=1, keepdim=True) + 2) * m[:, None]
     return a, m, d, torch.arange(n) // 2

@@ -16,7 +16,7 @@ from transformers import AutoModelForMaskedLM
 from isoloss import config as configs
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig
 from isoloss.runs import Run, checkpoint_of
 from isoloss.training import Interrupted, train
@@ -103,7 +103,7 @@ def test_it_begins_at_the_initial_weights(tmp_path):
 def test_its_folder_is_a_checkpoint(tmp_path):
     run = trained(tmp_path, small(ema=DECAY, checkpoints=(5,)))
     folder = run.checkpoint(5) / "ema"
-    ours, theirs = load(folder).model, AutoModelForMaskedLM.from_pretrained(folder)
+    ours, theirs = load_model(folder).model, AutoModelForMaskedLM.from_pretrained(folder)
     saved = load_file(run.checkpoint(5) / "trainer.safetensors")
     for name, parameter in theirs.named_parameters():
         assert torch.equal(parameter, saved[f"ema/{name}"])

@@ -10,7 +10,7 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PCFGConfig
-from isoloss.loading import load as load_model
+from isoloss.loading import load_model
 from isoloss.models.bert import build
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run

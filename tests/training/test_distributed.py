@@ -30,7 +30,7 @@ from toy_language import PairLanguage
 from transformers import AutoModelForMaskedLM
 
 from isoloss.errors import IsolossError
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.runs import Run
@@ -114,8 +114,8 @@ def check_same(got, want, *, rtol=1e-5, atol=1e-5):
         assert list(a) == list(b)
         assert a == pytest.approx(b, rel=rtol)
     step = max(want.steps())
-    found = load(got.checkpoint(step)).model.state_dict()
-    for name, value in load(want.checkpoint(step)).model.state_dict().items():
+    found = load_model(got.checkpoint(step)).model.state_dict()
+    for name, value in load_model(want.checkpoint(step)).model.state_dict().items():
         # the keys' biases have a gradient of 0 but for rounding, which AdamW scales up to its full step
         if not name.endswith(("key.bias", "k_proj.bias")):
             torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
@@ -183,7 +183,7 @@ def check_reference(run, settings, gradient):
     last = run.metrics()[-1]
     assert last["loss_nats"] == pytest.approx((outcomes[-1][0] + outcomes[-2][0]) / 2, rel=1e-5)
     assert last["grad_norm"] == pytest.approx(outcomes[-1][2], rel=1e-4)
-    found = load(run.checkpoint(STEPS)).model.state_dict()
+    found = load_model(run.checkpoint(STEPS)).model.state_dict()
     for name, value in expected.named_parameters():
         torch.testing.assert_close(found[name], value.detach(), rtol=1e-4, atol=1e-6)
 

@@ -13,7 +13,7 @@ from toy_language import PairLanguage
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.models.bert import build
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.runs import Run
@@ -46,7 +46,7 @@ def test_a_run_holds_what_it_should(tmp_path):
     result = files.read_json(run.path / "result.json")
     assert result["steps"] == 10
     assert result["loss_nats"] == run.metrics()[-1]["loss_nats"]
-    assert result["num_parameters"] == load(run.checkpoint(10)).model.num_parameters()
+    assert result["num_parameters"] == load_model(run.checkpoint(10)).model.num_parameters()
     assert result["dtype"] == "float32"
     assert result["initial_sha256"] is None
     assert result["checkpoints"] == {
@@ -82,7 +82,7 @@ def test_the_metrics_are_those_of_a_loop_written_out(tmp_path):
         assert line["loss_nats"] == pytest.approx(sum(losses[start:step]) / (step - start), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norms[step - 1], rel=1e-4)
         assert line["learning_rate"] == pytest.approx(rates[step - 1])
-    weights = load(run.checkpoint(10)).model.state_dict()
+    weights = load_model(run.checkpoint(10)).model.state_dict()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-6)
 
@@ -90,7 +90,7 @@ def test_the_metrics_are_those_of_a_loop_written_out(tmp_path):
 def test_step_0_is_the_initial_model(tmp_path):
     run = trained(tmp_path, small(checkpoints=(0,)))
     expected = build(ModelConfig(size="d16"), vocab_size=10, max_length=4, pad_id=8, seed=0).state_dict()
-    got = load(run.checkpoint(0)).model.state_dict()
+    got = load_model(run.checkpoint(0)).model.state_dict()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
@@ -474,7 +474,7 @@ def test_a_loss_that_is_not_finite(tmp_path):
     with pytest.raises(IsolossError, match=r"the loss at step \d+ is (nan|inf).*the checkpoint of step 0 is kept"):
         trained(tmp_path / "kept", config)
     assert Run(tmp_path / "kept").steps() == [0]
-    assert load(Run(tmp_path / "kept").checkpoint(0)).kind == "masked"
+    assert load_model(Run(tmp_path / "kept").checkpoint(0)).kind == "masked"
     with pytest.raises(IsolossError, match="no checkpoint was saved"):
         trained(tmp_path / "none", small(optimizer=config.optimizer))
 

@@ -67,7 +67,7 @@ def _findings() -> dict[str, dict[str, Any]]:
         },
         "engines": {
             "exact inference": f"{described(torch.device('cpu'))}; torch on other devices",
-            "flatness": "labels integrated out, one backward pass to activations a batch",
+            "flatness": "exact expectation over labels, one backward pass to activations a batch",
             "training attention": "eager",
         },
         "optional parts": {

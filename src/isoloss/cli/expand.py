@@ -89,13 +89,13 @@ def main(arguments: list[str]) -> int:
     common.use_threads(args.threads)
     import torch
 
-    from isoloss.loading import load
+    from isoloss.loading import load_model
     from isoloss.models.expansion import check_fits, embed, shape_of
     from isoloss.paper.theory.expansion import study
 
     name = _checkpoint(args.model)
     dtype = getattr(torch, args.dtype)
-    loaded = load(name, device=args.device, dtype=dtype, trust_remote_code=args.trust_remote_code)
+    loaded = load_model(name, device=args.device, dtype=dtype, trust_remote_code=args.trust_remote_code)
     check_fits(shape_of(loaded.model), into)
     inputs = _inputs(args, name, loaded)
     embedded = embed(loaded.model, into, scale=args.scale)

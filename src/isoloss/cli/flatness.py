@@ -171,9 +171,9 @@ def _check(args: Any) -> None:
 def _load(args: Any, name: str) -> Loaded:
     import torch
 
-    from isoloss.loading import load
+    from isoloss.loading import load_model
 
-    return load(
+    return load_model(
         name,
         device=args.device,
         dtype=getattr(torch, args.dtype),

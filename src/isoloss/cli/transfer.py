@@ -199,10 +199,10 @@ def _measure(args: Args, subject: Subject, tasks: Tasks) -> tuple[TaskData, Tran
 
 
 def _load(args: Args, subject: Subject) -> Loaded:
-    from isoloss.loading import load
+    from isoloss.loading import load_model
 
     assert subject.checkpoint is not None  # it is no look-up table
-    return load(subject.checkpoint, device=args.device, trust_remote_code=args.trust_remote_code)
+    return load_model(subject.checkpoint, device=args.device, trust_remote_code=args.trust_remote_code)
 
 
 def _probe_settings(args: Args) -> dict[str, Any]:

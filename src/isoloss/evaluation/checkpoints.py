@@ -18,7 +18,7 @@ from isoloss.evaluation.context import MeasureContext
 from isoloss.evaluation.data import ModelInfo, data_context, language_context
 from isoloss.evaluation.evaluator import Progress, Settings, applying, measured
 from isoloss.evaluation.results import Evaluations
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.run_config import ObjectiveConfig
 from isoloss.runs import Evaluation
 
@@ -41,12 +41,12 @@ def evaluate_checkpoints(
     options = {**load_options, "dtype": getattr(torch, load_options["dtype"])}
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
         raise IsolossError(f"{twice} is named twice")
-    models = [ModelInfo.of(load(name, **options)) for name in names]
+    models = [ModelInfo.of(load_model(name, **options)) for name in names]
     context = _context(models, data, language, objective, reading)
     chosen = applying(measures, settings, context, ", ".join(names))
     done: list[tuple[str, Evaluation]] = []
     for name in names:
-        model = load(name, **options).model
+        model = load_model(name, **options).model
         weights = weights_digest(model)
         for measure in chosen:
             if progress is not None:

@@ -176,9 +176,9 @@ class Evaluator:
         if reason := made.applies_to(self.context):
             raise IsolossError(f"{measure} of {self.run.path} cannot be measured: {reason}")
         if self._loaded is None or self._loaded[0] != step:
-            from isoloss.loading import load
+            from isoloss.loading import load_model
 
-            self._loaded = (step, load(self.run.checkpoint(step), device=self.device).model)
+            self._loaded = (step, load_model(self.run.checkpoint(step), device=self.device).model)
         return measured(measure, self.settings, self._loaded[1], self.context, step=step, weights=weights)
 
 

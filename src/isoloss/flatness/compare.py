@@ -21,7 +21,7 @@ from isoloss.flatness.engine.measurement import Measurement, Terms
 from isoloss.flatness.engine.predictions import Predictions
 from isoloss.flatness.engine.run import UNIT, InterruptedEstimate, Stopping
 from isoloss.flatness.fisher import ExactLabels
-from isoloss.loading import load
+from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, unwrapped
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
@@ -47,11 +47,11 @@ class InterruptedComparison(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Outline:
-    """What models must share for their losses and traces per token to be of the same thing.
+    """What models must have in common for their losses and traces per token to be comparable.
 
     Attributes:
         name: What the model is called.
-        causal: Whether it predicts next tokens, not hidden ones.
+        causal: Whether it predicts next tokens, not masked ones.
         vocabulary: How many ids it knows; None where its config does not say.
     """
 
@@ -73,9 +73,9 @@ class Outline:
             IsolossError: It predicts other tokens, or has another vocabulary.
         """
         if self.causal != other.causal:
-            next_tokens, hidden = (self, other) if self.causal else (other, self)
+            next_tokens, masked = (self, other) if self.causal else (other, self)
             raise IsolossError(
-                f"{next_tokens.name} predicts next tokens and {hidden.name} hidden ones, so they have no inputs in "
+                f"{next_tokens.name} predicts next tokens and {masked.name} masked ones, so they have no inputs in "
                 "common: compare models of one kind"
             )
         if self.vocabulary != other.vocabulary:
@@ -99,28 +99,24 @@ def compare(
     one_estimator: bool = False,
     progress: Callable[[str, int], None] | None = None,
 ) -> Comparison:
-    """Compare the flatness of models, each measured on the same inputs with the same random signs.
+    """Compare the flatness of models, each measured on the same inputs with the same random probes.
 
-    What makes an input hard, or a draw of signs lucky, is much the same for similar models, so that the difference of
-    two traces is known far better than either of them. With psi_b the influence of cluster b on a trace
-    (`isoloss.statistics.ratio_estimator.ClusteredRatio`), the error of the difference is that of the mean of psi_b -
-    psi'_b; the error of the logarithm of the ratio is that of the mean of psi_b / R - psi'_b / R' (the delta method).
-    The probability of being the flattest is that of the smallest of L jointly normal numbers with the estimates as
-    means and the influences' covariance: in closed form for two models, from 200,000 draws for more.
+    An input that is hard for one model, or a draw of probes that is too large, is much the same for a similar model, so
+    the difference of two traces is known far better than either trace. The errors are those of paired differences
+    (`isoloss.statistics.paired`), and so is the probability of being the flattest.
 
     Args:
         models: Language models by name, or functions that load them, or names of checkpoints. What is loaded here is
             dropped before the next one is. Sizes may differ; vocabularies may not.
         batches: As for `isoloss.flatness.fisher_trace`. The values of the labels count for the loss.
-        seed: Decides the signs.
-        num_probes: Sign vectors a position; None: 1.
+        seed: Decides the probes.
+        num_probes: Rademacher probes a position; None: 1.
         num_sequences: Stop after as many; None: at the end of the batches.
-        rtol: As for `fisher_trace`; the first model decides, and the others are measured on as many sequences.
-        seconds: As for `fisher_trace`; the first model decides, and the others are measured on as many sequences.
+        rtol: As for `fisher_trace`, for the first model; all others are measured on as many sequences.
+        seconds: As for `fisher_trace`, for the first model; all others are measured on as many sequences.
         causal: Whether position t predicts token t + 1. None: by each model's class.
-        auxiliary_sample: As for `fisher_trace`; it is read once, by the embeddings of the first model, which need not
-            be the one that is measured: they only tell the sequences apart. The first model decides how much of it is
-            used.
+        auxiliary_sample: As for `fisher_trace`. All models share what was chosen for the first one: its embeddings
+            describe the sequences, and its error decides how much is used.
         one_estimator: Whether every estimate is the same linear function of the squared norms of the sequences'
             gradients: all models are given the first one's control variates, and no norm is taken position by position
             because of where its parameter stands. Two parameters whose squared norms have one ratio on every sequence
@@ -142,12 +138,14 @@ def compare(
         ...     models[name] = BertForMaskedLM(config).eval()
         >>> input_ids = torch.randint(0, 8, (64, 4))
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
-        >>> found = compare(models, [{"input_ids": input_ids, "labels": labels}])
-        >>> [model.name for model in found.models], sum(model.flattest for model in found.models)
+        >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
+        >>> [model.name for model in comparison.models], sum(model.flattest for model in comparison.models)
         (['a', 'b'], 1.0)
-        >>> difference = found.pair("a", "b").trace
-        >>> round(difference.value - (found.models[0].trace.value - found.models[1].trace.value), 9)
+        >>> difference = comparison.pair("a", "b").trace
+        >>> round(difference.value - (comparison.models[0].trace.value - comparison.models[1].trace.value), 9)
         0.0
+        >>> print(str(comparison).splitlines()[0])
+        model  trace (nats per predicted token)  loss (nats per predicted token)  flattest
     """
     named = _named(models)
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
@@ -300,7 +298,7 @@ def _named(models: Mapping[str, Model] | Sequence[str]) -> dict[str, Model]:
 
 def _loader(name: str) -> Callable[[], nn.Module]:
     def loaded() -> nn.Module:
-        model: nn.Module = load(name).model
+        model: nn.Module = load_model(name).model
         return model
 
     return loaded

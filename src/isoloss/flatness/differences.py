@@ -115,7 +115,8 @@ class Comparison:
         rows = [
             [model.name, number(model.trace), number(model.loss), _percent(model.flattest)] for model in ranked[:_ROWS]
         ]
-        tables = [(header, rows)]
+        more = [[f"and {len(ranked) - _ROWS} more", "", "", ""]] if len(ranked) > _ROWS else []
+        tables = [(header, rows + more)]
         best, *others = ranked
         if others:
             pairs = [(other, self.pair(other.name, best.name)) for other in others[:_ROWS]]

@@ -16,6 +16,7 @@ from torch import nn
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
+from isoloss.flatness.engine.backward import intermediates_of, tail_cotangents
 from isoloss.flatness.engine.batches import CheckedBatch
 from isoloss.flatness.engine.measurement import Measurement, Source, Terms, at_least_one
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
@@ -54,8 +55,8 @@ def fisher_trace(
     cross-entropy at any parameters, and the trace of its Hessian where the prediction is the true conditional. The sum
     runs over all trainable parameters, tied ones once.
 
-    With `method="ghost"` the labels are integrated out. With p = f(x), `S = diag(sqrt p) - p sqrt(p)^T` and v of V
-    random signs, the
+    `method="ghost"` takes the exact expectation over labels, by ghost norms: per-sequence gradient norms without
+    gradients. With p = f(x), `S = diag(sqrt p) - p sqrt(p)^T` and a Rademacher probe v, V independent random signs, the
     cotangent u = S v has `E[u u^T] = diag(p) - p p^T`, so that `E||J^T u||^2 = Tr(J^T (diag(p) - p p^T) J)` is the sum
     over labels exactly. One backward pass, to activations only, serves a batch: the squared norm of each sequence's
     gradient follows from the inputs and output cotangents of the layers
@@ -69,48 +70,48 @@ def fisher_trace(
     The error is that of a ratio over independent clusters, so it covers the data and the probes together. A cluster is
     a sequence, or, where a batch has `documents`, the consecutive sequences of one document.
 
-    The signs of a sequence depend on `seed` and on its place in the stream of sequences alone, not on how the stream is
-    cut into batches.
+    The probes of a sequence depend on `seed` and on its index in the stream of sequences alone, not on how the stream
+    is cut into batches.
 
     Args:
         model: A Hugging Face language model, or a module whose output has `logits` (B, T, V). It is left as found.
         batches: Mappings of `labels` (B, T), -100 where nothing is predicted, and the model's inputs, B rows each;
             optionally `documents` (B,), the id of the document that each sequence is from. The values of the other
             labels are not used. A causal model's labels are unshifted: label t + 1 is predicted at position t.
-        method: `"ghost"`, or `"paper"`: the estimator of appendix B.1 to the letter, which samples labels at each
+        method: `"ghost"`, or `"paper"`: the reference implementation of appendix B.1, which samples labels at each
             predicted position and averages the squared norms of their gradients, one backward pass a label.
-        num_probes: Sign vectors a position, sharing one forward pass (default 1), or labels a position for `"paper"`
-            (default 50).
-        seed: Decides the signs or labels.
+        num_probes: Rademacher probes a position, sharing one forward pass (default 1), or labels a position for
+            `"paper"` (default 50).
+        seed: Decides the probes or labels.
         num_sequences: Stop after as many; None: at the end of the batches.
-        rtol: Stop as soon as the standard error is at most this share of the value. Looked at after 64, 128, 256, ...
-            clusters only, so that a lucky moment does not end it.
+        rtol: Stop as soon as the standard error is at most this fraction of the value. Looked at after 64, 128, 256,
+            ... clusters only, so that a lucky moment does not end it.
         seconds: Stop at the first batch that ends later than this after the start, once there are 64 clusters.
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters to sum over, by name; None: all trainable ones.
-        auxiliary_sample: Many more sequences, drawn as those of the batches are, which these may be among: batches of
-            `input_ids` and, as the measured ones have them, `labels`, `attention_mask` and `documents`. Only their
-            tokens are read: what a sequence's words say of its value then adds no more to the error than it does over
-            the whole pool (`isoloss.flatness.engine.auxiliary_sample.AuxiliarySample`). It takes at least twice as many
-            sequences as are measured, and 16 measured clusters for each control; the details' `auxiliary_bigrams` and
-            `auxiliary_directions` say what was used, none where the error is smaller without. None: the error is that
-            of the measured sequences alone.
+        auxiliary_sample: Many more sequences from the same distribution, to make the error smaller: batches of
+            `input_ids` and, where the measured batches have them, `labels`, `attention_mask` and `documents`. The
+            measured sequences may be among them. Only their tokens are read; the part of the error that tokens explain
+            is then that of the auxiliary sample (`isoloss.flatness.engine.auxiliary_sample.AuxiliarySample`). Give at
+            least twice as many sequences as are measured; each control takes 16 measured clusters. The details'
+            `auxiliary_bigrams` and `auxiliary_directions` say what was used: nothing where the error is smaller
+            without. None: there is none.
         resume: A file to go on from, and to write what has been summed to every half minute. It is removed at the end.
-        distributed: Whether each process of the torch.distributed group measures batches of its own; every one gets the
-            estimate over all of them. A process's signs are other ones than another's.
+        distributed: Whether each process of the torch.distributed group measures batches of its own, with probes of its
+            own; every process gets the estimate over all of them.
         progress: Called with the number of sequences done after each batch.
 
     Returns:
         The estimate in nats per predicted token, `by_parameter` adding up to `value`, with `samples` the number of
-        clusters and `num_inputs` the number of predicted positions. Among the details are the names of the
-        `embeddings` and, with its error, the trace `without_embeddings`.
+        clusters, `num_inputs` the number of predicted positions and `influence` that of each cluster. Among the details
+        are the names of the `embeddings` and, with its error, the trace `without_embeddings`.
 
     Raises:
         IsolossError: Dropout is on, no parameter is trainable, one that is given is not the model's, no prediction
-            depends on a measured parameter, there are no batches or none predicts anything, a batch
-            does not fit the model, a logit or gradient is not finite, fewer than two clusters predict something, the
-            pool cannot be read, `resume` is of another measurement, or it is to be distributed without a process group
-            or with `rtol` or `seconds`.
+            depends on a measured parameter, there are no batches or none predicts anything, a batch does not fit the
+            model, a logit or gradient is not finite, fewer than two clusters predict something, the auxiliary sample
+            cannot be read, `resume` is of another measurement, or `distributed` is set without a process group or with
+            `rtol` or `seconds`.
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
@@ -266,7 +267,7 @@ class ExactLabels(_PerSequence):
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the first intermediate's cotangent (m, d) and `squares` (B, 2), for each affordable further probe."""
         number = self.choices.setdefault("tail_probes", _tail_probes(self._predictor.tail_fraction))
-        intermediates = self._predictor.intermediates(predictions)
+        intermediates = intermediates_of(predictions)
         if not number or not intermediates:
             return []
         logits, indices = predictions.logits, range(first, first + len(positions))
@@ -274,7 +275,7 @@ class ExactLabels(_PerSequence):
         results = []
         for octets in control_variates.packed_probes(streams, logits.device, self.seed, copies=number):
             cotangent = control_variates.with_probe_(control_variates.root_probabilities(logits), positions, octets)
-            hidden, intermediate = self._predictor.tail_cotangents(predictions, intermediates[0], cotangent)
+            hidden, intermediate = tail_cotangents(predictions, intermediates[0], cotangent)
             results.append((intermediate, controls.squares(cotangent, hidden)))
         return results
 

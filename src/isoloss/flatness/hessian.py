@@ -1,4 +1,4 @@
-"""Trace of the loss's true Hessian at given labels, the Fisher's part and the rest told apart.
+"""Trace of the loss's true Hessian at given labels: the Fisher's part and the residual.
 
 Shapes: B sequences of a batch, K trainable parameter tensors, n clusters.
 """
@@ -53,10 +53,10 @@ def hessian_trace(
     where the predictions are the true conditionals; elsewhere, and on few inputs, it may be of any size and sign. It
     depends on each label, so it is far noisier than the Fisher's trace: `details` has both parts with their errors.
 
-    `method="residual"` takes the Fisher's part as `fisher_trace` does, and for the rest z^T H z with random signs z
-    and H the Hessian of `<p - y, f>` with p held fixed, summed over a group of sequences; each group has its own z.
-    Groups are the clusters that the error rests on, so it covers inputs, labels and probes. Smaller groups have less
-    of the probes' noise and cost more.
+    `method="residual"` takes the Fisher's part as `fisher_trace` does, and for the rest z^T H z with a Rademacher probe
+    z (independent random signs) and H the Hessian of `<p - y, f>` with p held fixed, summed over a group of sequences;
+    each group has its own z. Groups are the clusters that the error rests on, so it covers inputs, labels and probes.
+    Smaller groups have less of the probes' noise and cost more.
 
     `method="authors"` is what the paper's published code does, which is not its appendix B.1: Gaussian z, z^T H z of
     the whole Hessian of a batch's mean loss, a batch a probe, the mean over batches. Like that code it leaves out

@@ -1,4 +1,4 @@
-"""The paper's estimator of the Fisher's trace, to the letter (appendix B.1): slow, and there to compare with.
+"""The paper's estimator of the Fisher's trace, as appendix B.1 states it: a slow reference implementation.
 
 Shapes: n sequences of a batch, T positions, V vocabulary, K trainable parameter tensors.
 """
@@ -33,7 +33,7 @@ def sampled_label_norms(
         model: As for `fisher_trace`.
         batch: The sequences.
         parameters: What to differentiate by.
-        first: The place of the batch's first sequence in the stream.
+        first: The index of the batch's first sequence in the stream.
         num_labels: Labels drawn from the prediction at each position; the paper takes 50.
         seed: Decides them.
 

@@ -48,15 +48,15 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
     The entries `fisher_trace` and `fisher_trace_stderr` go to `trainer.state.log_history`. To have them in TensorBoard
     or Weights & Biases too, set `callback.log = trainer.log` after the trainer is made; that method then writes both.
 
-    The model is measured in evaluation mode with the signs of one seed, so that the points of a curve differ by the
+    The model is measured in evaluation mode with the probes of one seed, so that the points of a curve differ by the
     model and not by the draw. Training is the same, bit for bit, with the callback and without. Where several processes
     train, the first one measures; it must have the whole model.
 
     Args:
         batches: What is measured on, as for `isoloss.flatness.fisher_trace`; kept and used each time.
         every: Steps between two measurements.
-        rtol: Stop each as soon as the standard error is at most this share of the value.
-        seed: Decides the signs.
+        rtol: Stop each as soon as the standard error is at most this fraction of the value.
+        seed: Decides the probes.
         log: What to call with the two numbers, such as `trainer.log`; None: they go to the trainer's history alone.
 
     Attributes:

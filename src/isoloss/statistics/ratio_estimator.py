@@ -16,6 +16,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.model_checks import NOTHING_PREDICTED
+from isoloss.statistics.clusters import Clusters
 
 FOLDS = 8
 _FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
@@ -103,51 +104,6 @@ class AuxiliaryMeans(NamedTuple):
     covariance: torch.Tensor
     num_sequences: int
     number: int | None = None
-
-
-class Clusters:
-    """Rows of numbers summed over clusters: consecutive sequences of one document, or one sequence.
-
-    Args:
-        width: Numbers in a row.
-
-    Attributes:
-        open: (width,) float64, the sums of the document that goes on.
-        document: Its id; None: there is none.
-
-    Example:
-        >>> clusters = Clusters(1)
-        >>> clusters.add(torch.ones(3, 1), torch.tensor([7, 7, 8])), clusters.close()
-        (tensor([[2.]], dtype=torch.float64), tensor([[1.]], dtype=torch.float64))
-    """
-
-    def __init__(self, width: int) -> None:
-        self.open = torch.zeros(width, dtype=torch.float64)
-        self.document: int | None = None
-
-    def add(self, rows: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
-        """Add rows (n, width), and return the sums over each cluster that is complete by now.
-
-        Args:
-            rows: (n, width).
-            documents: (n,) ids: consecutive sequences of one id are one cluster. None: each is its own.
-        """
-        rows = rows.double()
-        if documents is None:
-            return torch.cat([self.close(), rows])
-        complete = []
-        for document, row in zip(documents.tolist(), rows, strict=True):
-            if document != self.document:
-                complete.append(self.close())
-                self.document = document
-            self.open += row
-        return torch.cat(complete) if complete else rows[:0]
-
-    def close(self) -> torch.Tensor:
-        """Return the sums of the document that goes on, as one row or none, and end it."""
-        sums = self.open[None] if self.document is not None else self.open[None][:0]
-        self.open, self.document = torch.zeros_like(self.open), None
-        return sums
 
 
 class ClusteredRatioEstimator:
@@ -313,8 +269,8 @@ class ClusteredRatioEstimator:
         wanted = (0, 1, available) if self._auxiliary.number is None else (self._auxiliary.number,)
         numbers = sorted({min(number, available) for number in wanted})
         order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
-        found = [self._fitted(rows, used & (order <= number), unlike=unlike) for number in numbers]
-        return min(found, key=lambda result: result.stderr)
+        fitted = [self._fitted(rows, used & (order <= number), unlike=unlike) for number in numbers]
+        return min(fitted, key=lambda result: result.stderr)
 
     def _fitted(self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool) -> ClusteredRatio:
         """Return the result of closed clusters with these controls (C,)."""
@@ -396,8 +352,8 @@ def _add_moments(moments: torch.Tensor, folds: torch.Tensor, a: torch.Tensor, re
     """Add clusters' a (n, K) and m, d (n, 1 + C) to the sums of a, a^2, a m and a d by fold, in place."""
     moments[:, 0].index_add_(0, folds, a)
     moments[:, 1].index_add_(0, folds, a.square())
-    for place in range(rest.shape[1]):
-        moments[:, 2 + place].index_add_(0, folds, a * rest[:, place, None])
+    for column in range(rest.shape[1]):
+        moments[:, 2 + column].index_add_(0, folds, a * rest[:, column, None])
 
 
 @dataclass(frozen=True)

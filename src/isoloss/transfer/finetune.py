@@ -67,7 +67,7 @@ def finetune(
     number of threads.
 
     Args:
-        model: A Hugging Face model in float32, as `isoloss.loading.load` gives it; it stays as it is.
+        model: A Hugging Face model in float32, as `isoloss.loading.load_model` gives it; it stays as it is.
         task: Labelled sentences.
         config: The settings; None: the paper's.
         folder: Where the state is kept; new, or of the same model, task and config. None: nowhere.

@@ -17,7 +17,7 @@ from torch import nn
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.bigrams import Bigrams
 from isoloss.model_checks import unwrapped
-from isoloss.statistics.ratio_estimator import Clusters
+from isoloss.statistics.clusters import Clusters
 from isoloss.text.masking import IGNORED
 
 _DIRECTIONS = 16
@@ -26,17 +26,15 @@ _NONE = 1e-12  # of the mean square: a direction with less variance is rounding
 
 @dataclass(frozen=True, eq=False)
 class AuxiliarySample:
-    """What sequences of an auxiliary sample say on average, so that measured ones can be told from the average by their
-    tokens.
+    """The mean features of an auxiliary sample of sequences, for control variates by two-phase sampling.
 
-    A sequence's features are how probable its tokens are, each after the one before it
-    (`isoloss.flatness.engine.bigrams.Bigrams`), and their mean input embedding along the at most 16 directions in
-    which it varies most from cluster to cluster of the auxiliary sample; tokens that are hidden from the model count as
-    what they are. Less the auxiliary sample's mean they are control variates: their expectation is 0, up to the error
-    of that mean, which is known too. This is the regression estimator of double sampling (Neyman 1938; Cochran,
-    Sampling Techniques, chapter 12): the part of a quantity's variance that a sequence's words explain is divided by
-    the size of the auxiliary sample and no longer by the number of measured sequences. The measured sequences may be in
-    the auxiliary sample or not; they must be drawn alike.
+    A sequence's features are the mean log-probability of its tokens, each after the one before it
+    (`isoloss.flatness.engine.bigrams.Bigrams`), and its mean input embedding along at most 16 directions: those of the
+    largest variance between clusters. A masked token counts as the token that it was. Less the auxiliary sample's mean,
+    the features are control variates: their expectation is 0 up to the error of that mean, which is known. This is the
+    regression estimator of double sampling (Neyman 1938; Cochran, Sampling Techniques, chapter 12): the part of the
+    variance that the features explain is divided by the size of the auxiliary sample, not by the number of measured
+    sequences. Draw the auxiliary sample from the same distribution as the measured sequences, which it may contain.
 
     Attributes:
         embedding: (V, d) the model's input embeddings.
@@ -78,7 +76,7 @@ class AuxiliarySample:
 
         Args:
             model: A Hugging Face model, for its input embeddings.
-            batches: Mappings of `input_ids` (B, T); optionally `labels` (B, T), which show what hidden tokens were,
+            batches: Mappings of `input_ids` (B, T); optionally `labels` (B, T), which show what masked tokens were,
                 `attention_mask` (B, T) and `documents` (B,), as the measured batches have them.
 
         Raises:
@@ -160,7 +158,7 @@ class _Tokens:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], vocabulary: int) -> Self:
-        """Return a batch's tokens, hidden ones as the labels show them."""
+        """Return a batch's tokens, masked ones as the labels show them."""
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             raise IsolossError(

@@ -50,8 +50,8 @@ class Bigrams:
             documents: (B,) their ids; None: each sequence is its own.
         """
         halves, first, second, both = self._split(ids, present, documents)
-        for counts, places in zip(self._counts, self._places(halves, first, second), strict=True):
-            counts.index_add_(0, places, both.to(counts.dtype).flatten())
+        for counts, indices in zip(self._counts, self._indices(halves, first, second), strict=True):
+            counts.index_add_(0, indices, both.to(counts.dtype).flatten())
 
     def log_probability(
         self, ids: torch.Tensor, present: torch.Tensor | None, documents: torch.Tensor | None
@@ -64,7 +64,7 @@ class Bigrams:
         pairs, firsts, seconds = self._counts
         frequency = (seconds + _UNSEEN).view(2, -1)
         frequency = (_PRIOR * frequency / frequency.sum(dim=1, keepdim=True)).flatten()
-        of_pair, of_first, of_second = self._places(1 - halves, first, second)
+        of_pair, of_first, of_second = self._indices(1 - halves, first, second)
         logs = torch.log(pairs.index_select(0, of_pair) + frequency.index_select(0, of_second))
         logs -= torch.log(firsts + _PRIOR).index_select(0, of_first)
         return (logs.view(both.shape) * both).sum(dim=1) / both.sum(dim=1).clamp(min=1)
@@ -77,13 +77,13 @@ class Bigrams:
             present = torch.ones_like(ids, dtype=torch.bool)
         ids = ids * present
         if documents is None:
-            places = present.cumsum(dim=1) * _MIX  # wraps around; the same whatever padding there is
-            keys = (_mixed(ids + places) * present).sum(dim=1)
+            indices = present.cumsum(dim=1) * _MIX  # wraps around; the same whatever padding there is
+            keys = (_mixed(ids + indices) * present).sum(dim=1)
         else:
             keys = documents.cpu()
         return _mixed(keys) >> 40 & 1, ids[:, :-1], ids[:, 1:], present[:, :-1] & present[:, 1:]
 
-    def _places(
+    def _indices(
         self, halves: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return where in the counts of pairs, first and second tokens those (B, T - 1) of these halves stand, flat."""

@@ -92,13 +92,13 @@ def streams_of(counts: torch.Tensor, width: int, sequences: range, purpose: str,
 
 def packed_probes(streams: Streams, device: torch.device, seed: int, *, copies: int = 1) -> torch.Tensor:
     """Return (copies, octets) uint8: independent random signs of streams, 8 to the octet, end to end."""
-    place = device if device.type == "cuda" else torch.device("cpu")
-    generator = torch.Generator(device=place)
+    source = device if device.type == "cuda" else torch.device("cpu")
+    generator = torch.Generator(device=source)
     octets = []
     for count, names in streams:
         generator.manual_seed(seeds.derive(seed, *names))
         size = (copies, _octets(count))
-        octets.append(torch.randint(0, 256, size, generator=generator, dtype=torch.uint8, device=place))
+        octets.append(torch.randint(0, 256, size, generator=generator, dtype=torch.uint8, device=source))
     return torch.cat(octets, dim=1)
 
 

@@ -34,14 +34,14 @@ def counted_parameters(
         (['weight', 'bias'], ['w'])
     """
     if parameters is None:
-        found = measured_parameters(model)
+        trainable = measured_parameters(model)
         if layers := _quantized(model):
             _check_gradients_pass(model, layers)
             warn(
                 f"{quantized_weights(model):,} weights of {len(layers)} quantized layers of "
                 f"{type(unwrapped(model)).__name__} are not parameters and are not measured"
             )
-        return found
+        return trainable
     if not parameters:
         raise IsolossError("parameters is empty: name at least one, or leave it out to measure all trainable ones")
     known = {id(parameter) for parameter in model.parameters()}
@@ -111,8 +111,8 @@ def requiring_gradients(parameters: Mapping[str, nn.Parameter]) -> Iterator[None
 
 def _quantized(model: nn.Module) -> list[nn.Module]:
     """Return the innermost modules of a linear map's or embedding's size whose weight is not in floating point."""
-    found = [module for module in model.modules() if _size(module) and _is_packed(module)]
-    return [module for module in found if not any(part in found for part in module.modules() if part is not module)]
+    packed = [module for module in model.modules() if _size(module) and _is_packed(module)]
+    return [module for module in packed if not any(part in packed for part in module.modules() if part is not module)]
 
 
 def _size(module: nn.Module) -> int:

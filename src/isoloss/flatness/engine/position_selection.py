@@ -58,19 +58,19 @@ class PositionSelection:
 @contextlib.contextmanager
 def calls(model: nn.Module, shape: torch.Size) -> Iterator[list[Call]]:
     """Yield a list that gets the calls with inputs (B, T, d) of the submodules that have a matrix, in order."""
-    found: list[Call] = []
+    made: list[Call] = []
     counts: Counter[str] = Counter()
 
     def note(name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         if _has_all(args, shape):
-            found.append(Call(name, counts[name]))
+            made.append(Call(name, counts[name]))
         counts[name] += 1
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             if name and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.ndim == 2:
                 hooks.callback(module.register_forward_pre_hook(partial(note, name)).remove)
-        yield found
+        yield made
 
 
 @contextlib.contextmanager

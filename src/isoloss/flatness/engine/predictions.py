@@ -83,7 +83,7 @@ class Batch:
 
     @torch.inference_mode(False)
     def rows(self, chosen: torch.Tensor) -> Batch:
-        """Return some of the sequences, by their places in the batch."""
+        """Return some of the sequences, by their indices in the batch."""
         chosen = chosen.to(self.predicted.device)
         inputs = {
             name: value[chosen] if isinstance(value, torch.Tensor) else value for name, value in self.inputs.items()
@@ -212,7 +212,7 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
     shape = (1, len(batch.targets)) if capture.has_selected else tuple(batch.predicted.shape)
     _check_logits(model, logits, shape, batch)
     assert logits is not None
-    found = capture.decoder(logits)
+    last_linear = capture.decoder(logits)
     if capture.has_selected:
         selected = logits.view(logits.shape[1:]) if logits.is_contiguous() else logits[0]
     else:
@@ -221,8 +221,8 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
     if capture.unknown is None:
         _check_finite(selected, rows)
     states = hidden = decoder = None
-    if found is not None:
-        states, decoder = found
+    if last_linear is not None:
+        states, decoder = last_linear
         hidden = states.reshape(-1, states.shape[-1]) if capture.has_selected else states[batch.predicted]
     return Predictions(
         logits=selected,

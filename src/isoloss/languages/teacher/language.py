@@ -392,7 +392,7 @@ def _load(checkpoint: str) -> tuple[str, Any]:
     """Return the checkpoint's name, a folder's made absolute, and its model in float32 on the CPU."""
     folder = Path(checkpoint).expanduser()
     name = str(folder.resolve()) if folder.is_dir() else checkpoint
-    loaded = loading.load(name)
+    loaded = loading.load_model(name, device="cpu")
     if loaded.kind != "causal":
         raise IsolossError(f"{checkpoint} is a {loaded.architecture}: a teacher is a causal model, which writes text")
     return name, loaded.model

@@ -1,0 +1,155 @@
+"""One backward pass to activations: it collects the factors of every parameter's gradient.
+
+Shapes: B sequences, m predicted positions, d the width of the model, P parameters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from isoloss.flatness.engine import factors
+from isoloss.flatness.engine.capture import Capture, Use
+from isoloss.flatness.engine.control_variates import NUM_INTERMEDIATES
+from isoloss.flatness.engine.predictions import Predictions
+
+
+@dataclass(frozen=True)
+class IntermediateActivation:
+    """An output (m, d) behind the position selection, by where the backward pass comes through it."""
+
+    node: Node
+    number: int
+
+
+def intermediates_of(predictions: Predictions) -> list[IntermediateActivation]:
+    """Return the first outputs with parameters behind where positions were selected, at most 3.
+
+    They are (m, n) with n the width that most such outputs have, that of the model. The cotangent of each at a
+    position depends on the logits' cotangent at this position alone.
+    """
+    m, capture = len(predictions.rows), predictions.capture
+    uses = [use for use in capture.before_last_linear if use.selected and use.shape[:-1].numel() == m]
+    widths = Counter(use.shape[-1] for use in uses)
+    widest = [use for use in uses if widths[use.shape[-1]] == max(widths.values())]
+    return [IntermediateActivation(use.node, use.number) for use in widest[:NUM_INTERMEDIATES]]
+
+
+def tail_cotangents(
+    predictions: Predictions, intermediate: IntermediateActivation, cotangent: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cotangents (m, d) of the decoder's input and of an intermediate, by a backward pass of the tail
+    alone.
+
+    Args:
+        predictions: What `forward` returned, with intermediates.
+        intermediate: One of them.
+        cotangent: (m, V) on the logits.
+    """
+    assert predictions.hidden_states is not None
+    ends = [get_gradient_edge(predictions.hidden_states), GradientEdge(intermediate.node, intermediate.number)]
+    cotangents = torch.autograd.grad(predictions.logits, ends, cotangent.to(predictions.logits), retain_graph=True)
+    hidden, outer = (values.reshape(len(predictions.rows), -1) for values in cotangents)
+    return hidden, outer
+
+
+def collect(
+    predictions: Predictions,
+    names: list[str],
+    cotangent: torch.Tensor,
+    intermediates: Sequence[IntermediateActivation] = (),
+    *,
+    separate: bool = False,
+    keep: bool = True,
+) -> Collector:
+    """Return the squared norms by the rules, zero for the parameters without one, and what else the pass gave.
+
+    Args:
+        predictions: What a forward pass gave.
+        names: The P parameters.
+        cotangent: (m, V) on the logits.
+        intermediates: Whose cotangents are wanted.
+        separate: As for `isoloss.flatness.engine.factors.squared_norms`.
+        keep: Whether the graph is used again; if not, activations are freed on the way.
+    """
+    capture, states = predictions.capture, predictions.hidden_states
+    collector = Collector(capture, names, predictions.num_sequences, cotangent.device, separate=separate)
+    hooks = [use.node.register_prehook(collector.receiver(use)) for use in capture.uses]
+    hooks += [
+        intermediate.node.register_prehook(partial(collector.receive_intermediate, index, intermediate.number))
+        for index, intermediate in enumerate(intermediates)
+    ]
+    if not keep:
+        capture.uses.clear()
+    if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
+        edge = get_gradient_edge(states)
+        hooks.append(edge.node.register_prehook(partial(collector.receive_hidden, edge.output_nr)))
+    try:
+        torch.autograd.grad(predictions.logits, predictions.leaves, cotangent, retain_graph=keep, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    collector.finish()
+    return collector
+
+
+class Collector:
+    """Collects the factors of a backward pass; a parameter's norm is taken as soon as all its uses are there."""
+
+    def __init__(
+        self, capture: Capture, names: list[str], num_sequences: int, device: torch.device, *, separate: bool
+    ) -> None:
+        self._separate = separate
+        self.norms = torch.zeros(num_sequences, len(names), dtype=torch.float64, device=device)
+        self.hidden: torch.Tensor | None = None
+        self.intermediates: dict[int, torch.Tensor] = {}
+        self.reached: set[str] = set()
+        self._columns = {name: column for column, name in enumerate(names)}
+        self._missing = Counter(name for use in capture.uses for name in use.contributions)
+        self._waiting: dict[str, list[factors.Factor]] = {}
+
+    def receiver(self, use: Use) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+        """Return what takes the cotangent of a use, once; after that it no longer holds the activations."""
+        waiting = [use]
+
+        @torch.no_grad()
+        def receive(cotangents: tuple[torch.Tensor | None, ...]) -> None:
+            taken = waiting.pop()
+            cotangent = cotangents[taken.number]
+            for name, contribution in taken.contributions.items():
+                self._missing[name] -= 1
+                if cotangent is not None:
+                    self._waiting.setdefault(name, []).append(contribution(cotangent.reshape(taken.shape)))
+                if self._missing[name] == 0:
+                    self._take(name)
+
+        return receive
+
+    def receive_hidden(self, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
+        """Take the cotangent of the decoder's input."""
+        cotangent = cotangents[number]
+        if cotangent is not None:
+            self.hidden = cotangent.reshape(-1, cotangent.shape[-1])
+
+    def receive_intermediate(self, index: int, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
+        """Take the cotangent of an intermediate."""
+        cotangent = cotangents[number]
+        if cotangent is not None:
+            self.intermediates[index] = cotangent.reshape(-1, cotangent.shape[-1])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take the norms of parameters with uses that the logits do not depend on."""
+        for name in list(self._waiting):
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        parts = self._waiting.pop(name, None)
+        if parts:
+            self.reached.add(name)
+            self.norms[:, self._columns[name]] = factors.squared_norms(parts, len(self.norms), separate=self._separate)

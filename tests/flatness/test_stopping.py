@@ -1,0 +1,285 @@
+"""What all measures have in common: influences, when they stop, and how they go on after an interruption."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from dense_curvature import batch_of, bert, windows
+
+from isoloss.errors import IsolossError
+from isoloss.flatness import (
+    InterruptedEstimate,
+    empirical_fisher_trace,
+    fisher_rao_norm,
+    fisher_trace,
+    hessian_trace,
+    largest_eigenvalues,
+    noise_sharpness,
+    sam_sharpness,
+    spectral_density,
+    weighted_fisher_trace,
+)
+from isoloss.flatness.engine import resume
+from isoloss.statistics.paired import paired_difference, paired_log_ratio
+
+STREAMS = {
+    "fisher": fisher_trace,
+    "sampled labels": lambda *a, **o: fisher_trace(*a, method="paper", num_probes=2, **o),
+    "empirical": empirical_fisher_trace,
+    "hessian": lambda *a, **o: hessian_trace(*a, group_size=1, **o),
+    "authors": lambda *a, **o: hessian_trace(*a, method="authors", **o),
+    "fisher-rao": fisher_rao_norm,
+    "weighted": weighted_fisher_trace,
+    "sam": sam_sharpness,
+}
+BY_BATCH = ("authors", "sam")
+
+
+def moment(*args, **options):
+    return spectral_density(*args, num_steps=3, **options).moment(1)
+
+
+def first_eigenvalue(*args, **options):
+    return largest_eigenvalues(*args, k=1, **options)[0]
+
+
+PROBES = {"noise": noise_sharpness, "spectrum": moment}
+
+
+def stream(number, size, seed=0):
+    return [batch_of(size, seed=100 * seed + i) for i in range(number)]
+
+
+def of_influence(estimate):
+    n = estimate.samples
+    return math.sqrt(float((estimate.influence**2).sum()) / (n * (n - 1)))
+
+
+@pytest.fixture
+def _writes_always(monkeypatch):
+    monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
+
+
+# --- streams of batches ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_the_influence_gives_the_error(name):
+    found = STREAMS[name](windows(), stream(6, 5), causal=False)
+    assert found.samples == (6 if name in BY_BATCH else 30)
+    assert found.influence.shape == (found.samples,)
+    assert found.influence.dtype == np.float64
+    assert of_influence(found) == pytest.approx(found.stderr, rel=1e-9)
+    assert abs(found.influence.sum()) < 1e-9 * abs(found.influence).sum()
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_it_stops_as_asked(name):
+    size = 1 if name in BY_BATCH else 8
+    model, batches, seen = windows(), stream(136 // size, size), []
+    measure = STREAMS[name]
+    few = measure(model, batches, causal=False, num_sequences=24, progress=seen.append)
+    assert (few.details["sequences"], seen[-1], few.details["ended"]) == (24, 24, "num_sequences")
+    short = measure(model, batches, causal=False, seconds=1e-9)
+    assert (short.samples, short.details["ended"]) == (64, "seconds")
+    whole = measure(model, batches, causal=False)
+    assert (whole.samples, whole.details["ended"]) == (136, "end of the batches")
+    at = {n: measure(model, batches, causal=False, num_sequences=n) for n in (64, 128)}
+    relative = {n: e.stderr / abs(e.value) for n, e in at.items()}
+    reached = 64 if relative[64] <= 0.999 else 128
+    enough = measure(model, batches, causal=False, rtol=0.999)
+    assert enough.details["ended"] == ("rtol" if relative[reached] <= 0.999 else "end of the batches")
+    if enough.details["ended"] == "rtol":
+        assert (enough.samples, enough.value) == (reached, at[reached].value)
+    with pytest.raises(IsolossError, match=r"rtol is 2\.0; it is a fraction of the value"):
+        measure(model, batches, causal=False, rtol=2.0)
+
+
+@pytest.mark.usefixtures("_writes_always")
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_goes_on_from_its_file(name, tmp_path):
+    model, batches, path = windows(), stream(5, 6), tmp_path / "half"
+    straight = STREAMS[name](model, batches, causal=False)
+
+    def failing():
+        yield from batches[:3]
+        raise RuntimeError("the machine went down")
+
+    with pytest.raises(RuntimeError, match="went down"):
+        STREAMS[name](model, failing(), causal=False, resume=path)
+    with pytest.raises(IsolossError, match="on other inputs"):
+        STREAMS[name](model, stream(5, 6, seed=1), causal=False, resume=path)
+    seen = []
+    found = STREAMS[name](model, batches, causal=False, resume=path, progress=seen.append)
+    assert seen == [24, 30]
+    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
+    assert np.array_equal(found.influence, straight.influence)
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("_writes_always")
+@pytest.mark.parametrize(
+    ("measure", "one", "other", "what"),
+    [
+        (sam_sharpness, {"rho": 0.1}, {"rho": 0.2}, "rho"),
+        (hessian_trace, {"group_size": 2}, {"group_size": 3}, "cluster size"),
+        (noise_sharpness, {"relative_std": 0.1}, {"relative_std": 0.2}, "relative std"),
+        (spectral_density, {"num_steps": 2}, {"num_steps": 3}, "steps"),
+        (largest_eigenvalues, {"matrix": "hessian"}, {}, "matrix"),
+    ],
+)
+def test_a_file_of_other_settings_is_refused(measure, one, other, what, tmp_path):
+    calls = []
+
+    def stop(done):
+        calls.append(done)
+        if len(calls) == 2:  # the first item has been written by then
+            raise RuntimeError("the machine went down")
+
+    options = {"causal": False, "resume": tmp_path / "half"}
+    with pytest.raises(RuntimeError, match="went down"):
+        measure(windows(), stream(3, 4), progress=stop, **one, **options)
+    with pytest.raises(IsolossError, match=f"it differs in {what}"):
+        measure(windows(), stream(3, 4), **other, **options)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_ctrl_c_in_a_stream_leaves_an_estimate(name):
+    def interrupted(batches):
+        yield from batches
+        raise KeyboardInterrupt
+
+    batches = stream(3, 6)
+    with pytest.raises(InterruptedEstimate) as stop:
+        STREAMS[name](windows(), interrupted(batches), causal=False)
+    partial, whole = stop.value.partial, STREAMS[name](windows(), batches, causal=False)
+    assert (partial.value, partial.stderr) == (whole.value, whole.stderr)
+    assert partial.details["ended"] == "interrupted"
+
+
+# --- probes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_probes_stop_as_asked(name):
+    model, batches, seen = windows(), stream(2, 8), []
+    measure = PROBES[name]
+    found = measure(model, batches, causal=False, num_probes=5, num_sequences=9, progress=seen.append)
+    assert seen == [1, 2, 3, 4, 5]
+    assert (found.num_probes, found.details["sequences"], found.details["ended"]) == (5, 9, "num_probes")
+    enough = measure(model, batches, causal=False, rtol=0.999)
+    assert (enough.num_probes, enough.details["ended"]) == (64, "rtol")
+    short = measure(model, batches, causal=False, seconds=1e-9)
+    assert (short.num_probes, short.details["ended"]) == (2, "seconds")
+
+
+@pytest.mark.usefixtures("_writes_always")
+@pytest.mark.parametrize("name", [*PROBES, "eigenvalue"])
+def test_probes_go_on_from_their_file(name, tmp_path):
+    measure = {**PROBES, "eigenvalue": first_eigenvalue}[name]
+    options = {"rtol": 1e-9} if name == "eigenvalue" else {"num_probes": 6}
+    model, batches, path, seen = windows(), stream(2, 6), tmp_path / "half", []
+
+    def stop(done):
+        if done == 4:
+            raise RuntimeError("the machine went down")
+
+    straight = measure(model, batches, causal=False, **options)
+    with pytest.raises(RuntimeError, match="went down"):
+        measure(model, batches, causal=False, resume=path, progress=stop, **options)
+    with pytest.raises(IsolossError, match="it differs in inputs"):
+        measure(model, stream(2, 6, seed=1), causal=False, resume=path, **options)
+    found = measure(model, batches, causal=False, resume=path, progress=seen.append, **options)
+    assert seen[0] == 4
+    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_ctrl_c_between_probes_leaves_an_estimate(name):
+    def stop(done):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    model = windows()
+    with pytest.raises(InterruptedEstimate) as raised:
+        PROBES[name](model, stream(2, 6), causal=False, progress=stop)
+    partial, whole = raised.value.partial, PROBES[name](model, stream(2, 6), causal=False, num_probes=3)
+    assert (partial.value, partial.stderr, partial.num_probes) == (whole.value, whole.stderr, 3)
+    assert partial.details["ended"] == "interrupted"
+
+
+def test_seconds_end_the_search_for_eigenvalues_unconverged():
+    first, *_ = largest_eigenvalues(windows(), stream(2, 6), k=3, causal=False, seconds=1e-9, rtol=1e-9)
+    assert (first.details["iterations"], first.details["converged"]) == (3, False)
+    assert first.stderr >= first.details["residual_norm"] > 0
+
+
+# --- errors against repeated draws -----------------------------------------------------------------------------------
+
+
+def repeated(measure, model, *, times=80, sequences=48):
+    return [measure(model, stream(1, sequences, seed=r + 1), causal=False) for r in range(times)]
+
+
+def ratio_of_errors(found):
+    deviation = float(np.std([e.value for e in found], ddof=1))
+    return deviation / math.sqrt(sum(e.stderr**2 for e in found) / len(found))
+
+
+@pytest.mark.parametrize("matrix", ["gauss-newton", "hessian"])
+def test_the_eigenvalues_error_is_the_deviation_over_fresh_inputs(matrix):
+    def measure(*args, **options):
+        return first_eigenvalue(*args, matrix=matrix, rtol=1e-6, **options)
+
+    found = repeated(measure, windows())
+    # a standard deviation over 80 repetitions is right to 8 %
+    assert 0.68 < ratio_of_errors(found) < 1.32
+    assert all(e.stderr < 0.5 * e.value for e in found)
+    documents = {**batch_of(48, seed=1), "documents": torch.arange(48) // 4}
+    assert measure(windows(), [documents], causal=False).samples == 12
+
+
+def test_the_eigenvalues_error_is_that_of_the_jackknife():
+    model, batch = bert(), batch_of(40, seed=3)
+    whole = first_eigenvalue(model, [batch], rtol=1e-8)
+    left_out = []
+    for row in range(40):
+        rest = torch.arange(40) != row
+        left_out.append(first_eigenvalue(model, [{k: v[rest] for k, v in batch.items()}], rtol=1e-8).value)
+    jackknife = math.sqrt(39 / 40 * float(np.square(np.array(left_out) - np.mean(left_out)).sum()))
+    assert whole.stderr == pytest.approx(jackknife, rel=0.15)
+
+
+def test_a_paired_difference_of_eigenvalues_has_the_deviation_over_fresh_inputs():
+    models = windows(), windows()
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.1)
+    one, two = (repeated(lambda *a, **o: first_eigenvalue(*a, rtol=1e-6, **o), model) for model in models)
+    for statistic in (paired_difference, paired_log_ratio):
+        found = [statistic(a, b) for a, b in zip(one, two, strict=True)]
+        assert 0.68 < ratio_of_errors(found) < 1.32
+    apart = math.sqrt(sum(a.stderr**2 + b.stderr**2 for a, b in zip(one, two, strict=True)) / 80)
+    assert math.sqrt(sum(paired_difference(a, b).stderr ** 2 for a, b in zip(one, two, strict=True)) / 80) < 0.5 * apart
+
+
+def test_a_paired_difference_of_rises_under_noise_is_on_the_safe_side():
+    models = windows(), windows()
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.1)
+    pairs = []
+    for r in range(80):
+        batches = [batch_of(24, seed=r)]
+        options = {"causal": False, "relative_std": 0.3, "num_probes": 6, "seed": r}
+        pairs.append(paired_difference(*(noise_sharpness(model, batches, **options) for model in models)))
+    assert ratio_of_errors(pairs) < 1.32
+
+
+@pytest.mark.parametrize("name", ["sam", "authors"])
+def test_the_error_over_batches_is_the_deviation_over_fresh_ones(name):
+    options = [{} if name == "sam" else {"seed": r} for r in range(80)]
+    found = [STREAMS[name](windows(), stream(8, 3, seed=r + 1), causal=False, **options[r]) for r in range(80)]
+    assert 0.68 < ratio_of_errors(found) < 1.32
