@@ -212,7 +212,7 @@ def log_floor(n: int, length: int, vocab_size: int) -> Contender:
 
 def hmm_tasks(chunk: int) -> Iterator[Task]:
     """Yield the tasks of the paper's HMM, 100 states in 4 blocks, and of one that no block structure helps."""
-    for about, config in (("closed blocks", HMMConfig()), ("mixing_weight 0.1, dense", HMMConfig(mixing_weight=0.1))):
+    for about, config in (("closed blocks", HMMConfig()), ("mixing weight 0.1, dense", HMMConfig(mixing_weight=0.1))):
         wide_hmm = config.build()
         drawn, all_lengths, _ = wide_hmm.sample(chunk, generator=generator(0, "benchmark"))
         if about == "closed blocks":

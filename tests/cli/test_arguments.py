@@ -161,7 +161,7 @@ def test_a_path_with_a_typo_is_told_the_nearest(capsys, tmp_path, monkeypatch):
         ("transfer", "runs/frist", "--task", "root"): "runs/first",
         ("flatness", "runs/frist", "--data", "book.txt"): "runs/first",
         ("expand", "runs/frist/checkpoints/step-100", "--into", "d32"): "runs/first/checkpoints/step-100",
-        ("tokenizer", "bok.txt", "--out", "t"): "book.txt",
+        ("tokenizer", "bok.txt", "--output", "t"): "book.txt",
         ("study", "plan", "same-los"): "same-loss",
         ("theory", "bracket"): "brackets",
     }

@@ -32,7 +32,7 @@ def test_the_text_is_pythons_own(capsys, text, tmp_path):
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_a_tokenizer_that_reads_the_text_back(capsys, text, tmp_path, kind):
-    words = ("tokenizer", text, "--vocab-size", "2e3", "--kind", kind, "--out", tmp_path / "tokenizer")
+    words = ("tokenizer", text, "--vocab-size", "2e3", "--kind", kind, "--output", tmp_path / "tokenizer")
     assert as_json(capsys, *words)["tokens"] == 2000
     assert as_json(capsys, *words)["tokens"] == 2000  # the same again is no error
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"), needs=["mask", "pad"])
@@ -69,7 +69,7 @@ def test_case_is_kept_where_it_is_asked_for():
 
 def test_more_characters_than_tokens_are_a_warning(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("abc ab bca\n")
-    words = ["tokenizer", tmp_path / "text.txt", "--vocab-size", "10", "--out", tmp_path / "out"]
+    words = ["tokenizer", tmp_path / "text.txt", "--vocab-size", "10", "--output", tmp_path / "out"]
     assert main([*map(str, words)]) == 0
     out, err = capsys.readouterr()
     assert "of 11 tokens" in out  # five special ones, three letters, and each of these within a word
@@ -82,12 +82,12 @@ def test_more_characters_than_tokens_are_a_warning(capsys, tmp_path):
 def test_what_cannot_be_learned(capsys, tmp_path, text):
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").write_text(" \n")
-    out = ("--out", tmp_path / "out")
+    out = ("--output", tmp_path / "out")
     assert "holds no .txt or .jsonl file" in refusal(capsys, "tokenizer", tmp_path / "empty", *out, alone=True)
     assert "there is no text in" in refusal(capsys, "tokenizer", tmp_path / "blank.txt", *out, alone=True)
     assert "at least 6" in refusal(capsys, "tokenizer", text, *out, "--vocab-size", "5", alone=True)
     bpe = ("tokenizer", text, *out, "--kind", "bpe")
     assert "at least 261" in refusal(capsys, *bpe, "--vocab-size", "260", alone=True)
     assert "--cased is for wordpiece" in refusal(capsys, *bpe, "--cased", alone=True)
-    assert "--out is required" in refusal(capsys, "tokenizer", text, alone=True)
+    assert "--output is required" in refusal(capsys, "tokenizer", text, alone=True)
     assert not (tmp_path / "out").exists()

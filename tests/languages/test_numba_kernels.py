@@ -154,10 +154,10 @@ def test_no_sentences():
 def test_the_back_end_follows_the_device(monkeypatch):
     assert choose_backend(CPU) == "numba"
     assert choose_backend(torch.device("cuda")) == choose_backend(torch.device("mps")) == "torch"
-    assert "numba" in inside_outside.described(CPU)
+    assert "numba" in inside_outside.describe_backend(CPU)
     monkeypatch.setitem(sys.modules, "numba", None)  # an import of it fails
     assert choose_backend(CPU) == "torch"
-    assert "numba" not in inside_outside.described(CPU)
+    assert "numba" not in inside_outside.describe_backend(CPU)
     exact = InsideOutside(FoldedRules(random_grammar(LEVELLED), 8), CPU, torch.float64)
     assert exact.backend == "torch"
 

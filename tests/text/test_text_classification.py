@@ -1,4 +1,4 @@
-"""Labelled texts: every kind of file, named datasets, what is wrong with them, and their encoding token by token."""
+"""Labeled texts: every kind of file, named datasets, what is wrong with them, and their encoding token by token."""
 
 import csv
 import json
@@ -11,12 +11,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from isoloss.errors import IsolossError
-from isoloss.text.text_classification import LabelledText, encode_labelled_text, read_labelled_text
+from isoloss.text.text_classification import LabeledText, encode_labeled_text, read_labeled_text
 from isoloss.text.tokenizers import load_tokenizer
 
 CLS, SEP, PAD, MASK = 3, 4, 0, 64
 ROWS = [('He said "no', "a, b", "yes"), ("x", '"quoted"', "no"), ("é\u2028y", "z", "yes")]
-WANTED = LabelledText(
+WANTED = LabeledText(
     texts=tuple(row[0] for row in ROWS),
     pairs=tuple(row[1] for row in ROWS),
     labels=(1, 0, 1),
@@ -46,9 +46,9 @@ def write(folder, kind):
 @pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "json"])
 def test_every_kind_of_file_gives_the_same(tmp_path, kind):
     path = write(tmp_path, kind)
-    assert read_labelled_text(path, text="one", pair="two", label="gold") == WANTED
-    assert read_labelled_text(tmp_path, text="one", pair="two", label="gold", split="dev") == WANTED
-    single = read_labelled_text(path, text="two", label="gold", label_names=("yes", "maybe", "no"))
+    assert read_labeled_text(path, text="one", pair="two", label="gold") == WANTED
+    assert read_labeled_text(tmp_path, text="one", pair="two", label="gold", split="dev") == WANTED
+    single = read_labeled_text(path, text="two", label="gold", label_names=("yes", "maybe", "no"))
     assert (single.texts, single.pairs, single.labels) == (WANTED.pairs, None, (0, 2, 0))
     assert len(single) == 3
 
@@ -56,13 +56,13 @@ def test_every_kind_of_file_gives_the_same(tmp_path, kind):
 def test_json_object_of_objects_is_read_as_a_list_is(tmp_path):
     path = tmp_path / "train.json"
     path.write_text(json.dumps(dict(enumerate(records()))))
-    assert read_labelled_text(tmp_path, text="one", pair="two", label="gold") == WANTED
+    assert read_labeled_text(tmp_path, text="one", pair="two", label="gold") == WANTED
 
 
 def test_number_labels_are_in_order_of_value(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"t": "x", "label": label}) + "\n" for label in (10, 9, "-1", "b", "a")))
-    data = read_labelled_text(path, text="t")
+    data = read_labeled_text(path, text="t")
     assert data.label_names == ("-1", "9", "10", "a", "b")
     assert data.labels == (2, 1, 0, 4, 3)
 
@@ -82,17 +82,17 @@ def test_named_datasets_know_their_labels(tmp_path):
     }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     name = f"hf:{tmp_path / 'saved'}"
-    data = read_labelled_text(name, text="one", pair="two", label="gold", split="validation")
+    data = read_labeled_text(name, text="one", pair="two", label="gold", split="validation")
     assert (data.texts, data.pairs) == (WANTED.texts, WANTED.pairs)
     assert (data.labels, data.label_names) == ((0, 1, 0), ("yes", "no"))
-    flipped = read_labelled_text(name, text="one", label="gold", split="validation", label_names=("no", "yes"))
+    flipped = read_labeled_text(name, text="one", label="gold", split="validation", label_names=("no", "yes"))
     assert flipped.labels == (1, 0, 1)
     with pytest.raises(IsolossError, match=r"saved, row 2: the column 'gold' holds no label"):
-        read_labelled_text(name, text="one", label="gold", split="test")
+        read_labeled_text(name, text="one", label="gold", split="test")
     with pytest.raises(IsolossError, match="no split 'train'; it has validation, test"):
-        read_labelled_text(name, text="one", label="gold")
+        read_labeled_text(name, text="one", label="gold")
     with pytest.raises(IsolossError, match="no column 'label'; it has one, two, gold"):
-        read_labelled_text(name, text="one", split="validation")
+        read_labeled_text(name, text="one", split="validation")
 
 
 @pytest.mark.parametrize(
@@ -120,25 +120,25 @@ def test_named_datasets_know_their_labels(tmp_path):
 def test_what_is_wrong_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(IsolossError, match=message):
-        read_labelled_text(tmp_path / name, text="t")
+        read_labeled_text(tmp_path / name, text="t")
 
 
 def test_bad_names_splits_and_labels(tmp_path):
     write(tmp_path, "tsv")
     (tmp_path / "bad.tsv").write_bytes(b"t\tlabel\ncaf\xe9\t1\n")
     with pytest.raises(IsolossError, match=r"does not have the split 'train'; it has bad, dev"):
-        read_labelled_text(tmp_path, text="one")
+        read_labeled_text(tmp_path, text="one")
     write(tmp_path, "csv")
     with pytest.raises(IsolossError, match=r"split 'dev' only once but as dev.csv, dev.tsv"):
-        read_labelled_text(tmp_path, text="one", split="dev")
+        read_labeled_text(tmp_path, text="one", split="dev")
     with pytest.raises(IsolossError, match=r"there is no file or folder .*nowhere"):
-        read_labelled_text(tmp_path / "nowhere", text="one")
+        read_labeled_text(tmp_path / "nowhere", text="one")
     with pytest.raises(IsolossError, match=r"bad.tsv is not UTF-8"):
-        read_labelled_text(tmp_path / "bad.tsv", text="t")
+        read_labeled_text(tmp_path / "bad.tsv", text="t")
     with pytest.raises(IsolossError, match=r"dev.tsv, line 2: the label 'yes' is not one of no, maybe"):
-        read_labelled_text(tmp_path / "dev.tsv", text="one", label="gold", label_names=("no", "maybe"))
+        read_labeled_text(tmp_path / "dev.tsv", text="one", label="gold", label_names=("no", "maybe"))
     with pytest.raises(IsolossError, match="columns one, one, gold must differ"):
-        read_labelled_text(tmp_path / "dev.tsv", text="one", pair="one", label="gold")
+        read_labeled_text(tmp_path / "dev.tsv", text="one", pair="one", label="gold")
 
 
 # --- encoding
@@ -162,8 +162,8 @@ def test_encoding_by_hand(vocab, words, is_pair, max_length):
     sizes = draw.integers(0, 12, (60, 2))
     first, second = ([" ".join(draw.choice(words, size)) for size in column] for column in sizes.T)
     labels = tuple(draw.integers(0, 3, 60).tolist())
-    data = LabelledText(tuple(first), tuple(second) if is_pair else None, labels, ("a", "b", "c"))
-    batch = encode_labelled_text(tokenizer, data, max_length=max_length)
+    data = LabeledText(tuple(first), tuple(second) if is_pair else None, labels, ("a", "b", "c"))
+    batch = encode_labeled_text(tokenizer, data, max_length=max_length)
     seconds = second if is_pair else [None] * 60
     expected = [by_hand(tokenizer, a, b, max_length) for a, b in zip(first, seconds, strict=True)]
     longest = max(len(ids) for ids, _ in expected)
@@ -182,28 +182,28 @@ def test_encoding_by_hand(vocab, words, is_pair, max_length):
 
 def test_text_is_text_and_types_follow_the_model(vocab):
     tokenizer = load_tokenizer(str(vocab))
-    data = LabelledText(("av [MASK] [SEP]",), ("aw",), (0,), ("a",))
-    ids = encode_labelled_text(tokenizer, data, max_length=50)["input_ids"][0].tolist()
+    data = LabeledText(("av [MASK] [SEP]",), ("aw",), (0,), ("a",))
+    ids = encode_labeled_text(tokenizer, data, max_length=50)["input_ids"][0].tolist()
     assert MASK not in ids
     assert ids.count(SEP) == 2
-    assert "token_type_ids" not in encode_labelled_text(tokenizer, data, max_length=50, token_types=1)
+    assert "token_type_ids" not in encode_labeled_text(tokenizer, data, max_length=50, token_types=1)
     assert tokenizer("av [MASK]").input_ids == [CLS, 5, MASK, SEP]  # the tokenizer is as before
 
 
 def test_unfit_tokenizers_and_lengths(vocab):
     tokenizer = load_tokenizer(str(vocab))
-    one, two = LabelledText(("av",), None, (0,), ("a",)), LabelledText(("av",), ("aw",), (0,), ("a",))
+    one, two = LabeledText(("av",), None, (0,), ("a",)), LabeledText(("av",), ("aw",), (0,), ("a",))
     for data, least in ((one, 3), (two, 5)):
         with pytest.raises(IsolossError, match=f"max_length is {least - 1}; .* at least {least}"):
-            encode_labelled_text(tokenizer, data, max_length=least - 1)
-        assert encode_labelled_text(tokenizer, data, max_length=least)["input_ids"].shape == (1, least)
+            encode_labeled_text(tokenizer, data, max_length=least - 1)
+        assert encode_labeled_text(tokenizer, data, max_length=least)["input_ids"].shape == (1, least)
     backend = Tokenizer(models.WordLevel({"<unk>": 0, "av": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     bare = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     with pytest.raises(IsolossError, match="puts nothing between two texts"):
-        encode_labelled_text(bare, two, max_length=9)
+        encode_labeled_text(bare, two, max_length=9)
     with pytest.raises(IsolossError, match="no pad token"):
-        encode_labelled_text(bare, one, max_length=9)
+        encode_labeled_text(bare, one, max_length=9)
 
 
 # --- real data: the row counts are those of the data's own description
@@ -222,7 +222,7 @@ def test_unfit_tokenizers_and_lengths(vocab):
     ],
 )
 def test_real_glue_rows(shared_data, file, columns, counts):
-    data = read_labelled_text(shared_data / file, text=columns[0], pair=columns[1])
+    data = read_labeled_text(shared_data / file, text=columns[0], pair=columns[1])
     found = np.bincount(data.labels).tolist()
     assert dict(zip(data.label_names, found, strict=True)) == counts
     assert all(text.strip() for text in data.texts)
@@ -231,8 +231,8 @@ def test_real_glue_rows(shared_data, file, columns, counts):
 
 def test_real_pairs_encode_and_decode(shared_data):
     tokenizer = load_tokenizer(str(shared_data / "bert-uncased-vocab" / "vocab.txt"))
-    data = read_labelled_text(shared_data / "glue-rte", text="sentence1", pair="sentence2", split="dev")
-    batch = encode_labelled_text(tokenizer, data, max_length=512)
+    data = read_labeled_text(shared_data / "glue-rte", text="sentence1", pair="sentence2", split="dev")
+    batch = encode_labeled_text(tokenizer, data, max_length=512)
     assert batch["input_ids"].shape[0] == len(data) == 277
     for row in (0, 100, 276):
         present = batch["attention_mask"][row].bool()

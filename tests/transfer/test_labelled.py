@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.text.text_classification import Coverage, encode_labelled_text, read_labelled_text
+from isoloss.text.text_classification import Coverage, encode_labeled_text, read_labeled_text
 from isoloss.text.tokenizers import load_tokenizer
 from isoloss.transfer.labelled import TextTask, glue_task, make_text_task
 from isoloss.transfer.task_names import GLUE
@@ -147,10 +147,10 @@ def test_real_glue(shared_data: Path, name: str) -> None:
     folder = shared_data / f"glue-{name}"
     task = make_text_task(glue_task(name, str(folder)), tokenizer, num_train=200, max_length=64)
     text, pair = GLUE[name]
-    dev = read_labelled_text(folder, text=text, pair=pair, split="dev")
+    dev = read_labeled_text(folder, text=text, pair=pair, split="dev")
     assert task.classes == dev.label_names
     assert task.test_labels.tolist() == list(dev.labels)
-    encoded = encode_labelled_text(tokenizer, dev, max_length=64)
+    encoded = encode_labeled_text(tokenizer, dev, max_length=64)
     width = encoded["input_ids"].shape[1]
     assert task.test.tokens[:, :width].tolist() == encoded["input_ids"].tolist()
     assert int((task.test.tokens[:, width:] != tokenizer.pad_token_id).sum()) == 0

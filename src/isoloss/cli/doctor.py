@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 def _findings() -> dict[str, dict[str, Any]]:
     import torch
 
-    from isoloss.languages.pcfg.inside_outside import described
+    from isoloss.languages.pcfg.inside_outside import describe_backend
     from isoloss.loading import resolve_device
 
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -66,7 +66,7 @@ def _findings() -> dict[str, dict[str, Any]]:
             "mps": "available" if torch.backends.mps.is_available() else "none",
         },
         "engines": {
-            "exact inference": f"{described(torch.device('cpu'))}; torch on other devices",
+            "exact inference": f"{describe_backend(torch.device('cpu'))}; torch on other devices",
             "flatness": "exact expectation over labels, one backward pass to activations a batch",
             "training attention": "eager",
         },

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EXAMPLES = [
-    ("isoloss tokenizer text/ --out tokenizer", "WordPiece, 8,000 tokens, lower-cased"),
-    ("isoloss tokenizer hf:Skylion007/openwebtext --max-documents 10000 --kind bpe --out tokenizer", "byte-level BPE"),
+    ("isoloss tokenizer text/ --output tokenizer", "WordPiece, 8,000 tokens, lower-cased"),
+    (
+        "isoloss tokenizer hf:Skylion007/openwebtext --max-documents 10000 --kind bpe --output tokenizer",
+        "byte-level BPE",
+    ),
 ]
 
 
@@ -27,7 +30,7 @@ class Args:
 
     texts: tyro.conf.Positional[tuple[str, ...]]
     """Text (.txt, .jsonl or a folder), or datasets hf:NAME."""
-    out: Path
+    output: Path
     """Folder for the tokenizer, new or empty."""
     vocab_size: int = 8000
     """Tokens, special ones included."""
@@ -50,7 +53,7 @@ def main(arguments: list[str]) -> int:
     args = common.parse(Args, "tokenizer", arguments, examples=EXAMPLES)
     if args.cased and args.kind == "bpe":
         raise IsolossError("--cased is for wordpiece: byte-level BPE keeps all characters as they are")
-    files.check_writable(args.out.parent)
+    files.check_writable(args.output.parent)
     from isoloss.text.documents import read_documents
     from isoloss.text.tokenizers import train_tokenizer
 
@@ -58,13 +61,13 @@ def main(arguments: list[str]) -> int:
     tokenizer = train_tokenizer(
         (text for _, text in documents), vocab_size=args.vocab_size, kind=args.kind, lowercase=not args.cased
     )
-    if not _is_there(args.out, tokenizer):
-        with files.new_output(args.out) as folder:
+    if not _is_there(args.output, tokenizer):
+        with files.new_output(args.output) as folder:
             tokenizer.save_pretrained(folder)
     if args.json:
-        common.emit_json({"tokenizer": str(args.out), "kind": args.kind, "tokens": len(tokenizer)})
+        common.emit_json({"tokenizer": str(args.output), "kind": args.kind, "tokens": len(tokenizer)})
     else:
-        common.say(f"{args.out}: {args.kind} tokenizer of {len(tokenizer):,} tokens")
+        common.say(f"{args.output}: {args.kind} tokenizer of {len(tokenizer):,} tokens")
     return 0
 
 

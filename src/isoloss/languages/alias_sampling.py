@@ -1,7 +1,8 @@
 """Drawing from many discrete distributions: alias tables, and random numbers that are a function of their coordinates.
 
-Every number is keyed by (seed, sentence, place in the sentence), so what is drawn depends on neither threads nor chunks
-nor batch size. The loops are compiled by numba, which loads with this module; `lockstep` makes the same draws in torch.
+Every number is keyed by (seed, sentence, position in the sentence), so what is drawn depends on neither threads nor
+chunks nor batch size. The loops are compiled by numba, which loads with this module; `vectorized_sampler` makes the
+same draws in torch.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ class AliasTables(NamedTuple):
         """Return (rows, outcomes): the distributions that the tables draw from, cell by cell."""
         widths = np.diff(self.offsets)
         row = np.repeat(np.arange(len(widths)), widths)
-        found = np.zeros((len(widths), outcomes))
-        np.add.at(found, (row, self.kept), self.threshold / widths[row])
-        np.add.at(found, (row, self.alias), (1 - self.threshold) / widths[row])
-        return found
+        probs = np.zeros((len(widths), outcomes))
+        np.add.at(probs, (row, self.kept), self.threshold / widths[row])
+        np.add.at(probs, (row, self.alias), (1 - self.threshold) / widths[row])
+        return probs
 
 
 class Rewrites(NamedTuple):
@@ -248,11 +249,11 @@ def draw(bits: np.uint64, tables: AliasTables, row: int) -> np.int32:
     """Return an outcome of one row of alias tables: 53 of the bits choose the cell and, within it, the outcome."""
     begin = tables.offsets[row]
     width = tables.offsets[row + 1] - begin
-    place = (bits >> _SHIFT) * _UNIT * width
-    cell = int(place)
+    position = (bits >> _SHIFT) * _UNIT * width
+    cell = int(position)
     if cell == width:  # the product may round up
         cell -= 1
-    keep = place - cell < tables.threshold[begin + cell]
+    keep = position - cell < tables.threshold[begin + cell]
     outcome: np.int32 = tables.kept[begin + cell] if keep else tables.alias[begin + cell]
     return outcome
 
@@ -406,9 +407,9 @@ def _close(nodes: Int, length: int, starts: Long) -> None:
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _spread(flat: Int, sizes: Long, padding: int, out: Long) -> None:
     """Fill (n, widest, d) from the rows of all sentences one after another."""
-    place = 0
+    begin = 0
     for row in range(len(sizes)):
         for index in range(out.shape[1]):
             for part in range(out.shape[2]):
-                out[row, index, part] = flat[place + index, part] if index < sizes[row] else padding
-        place += sizes[row]
+                out[row, index, part] = flat[begin + index, part] if index < sizes[row] else padding
+        begin += sizes[row]

@@ -60,7 +60,7 @@ class Stored:
         kind: The name of the config in `isoloss.registry.LANGUAGES` whose `from_tables` reads it back.
         max_length: The longest sentence, in tokens.
         vocabulary: The token strings, by id.
-        symbols: Names of what is hidden behind a sentence, by id, where the tables refer to them.
+        symbols: Names of what produces a sentence, by id, where the tables refer to them.
         tables: The arrays by name.
     """
 
@@ -253,8 +253,8 @@ class Language(abc.ABC):
 class ExactLanguage(Language):
     """A language that is drawn from a model and whose probabilities are known, in nats, given the sentence's length.
 
-    Ids: the tokens, then the padding, then the mask; a subclass sets them with `_set_vocabulary`. What the exact
-    methods share:
+    A subclass sets the ids with `_set_vocabulary` (the tokens, then the padding, then the mask) and has `log_prob`,
+    `log_conditionals` and `conditional_entropy`, which have in common:
 
     - `tokens` (n, T) ids and `lengths` (n,): a padded batch; what stands behind a sentence's end is not read.
     - `mask` (n, T) bool, true where the token is unknown, whatever id stands there; None: nowhere. A probability is
@@ -318,34 +318,6 @@ class ExactLanguage(Language):
     def exact(self) -> Self:
         """Return the language itself."""
         return self
-
-    @abc.abstractmethod
-    def log_prob(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return (n,): the log-probability of each sentence."""
-
-    @abc.abstractmethod
-    def log_conditionals(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return (n, T, V): log Pr(x_t = c | all other visible tokens, the length)."""
-
-    @abc.abstractmethod
-    def conditional_entropy(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return (n, T): the entropy of each conditional of `log_conditionals`."""
 
     @property
     def length_probs(self) -> torch.Tensor:

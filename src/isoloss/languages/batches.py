@@ -1,4 +1,4 @@
-"""Padded batches of sentences on their way into an exact language and its numbers on their way out: checks, places."""
+"""Padded batches of sentences on their way into an exact language and its numbers on their way out."""
 
 from __future__ import annotations
 

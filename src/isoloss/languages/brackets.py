@@ -34,9 +34,6 @@ class Brackets(ExactLanguage):
 
     Attributes:
         length: T, the length of every sentence.
-        vocabulary: `("<", ">")`, by id.
-        vocab_size: 2.
-        max_length: T.
         config: The config that rebuilds this language.
         device: Where exact computations run.
         dtype: What they run in: float64 or float32.

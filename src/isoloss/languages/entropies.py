@@ -1,4 +1,4 @@
-"""How uncertain a language is: the entropy of its sentences and of one hidden token, exact where a closed form exists.
+"""How uncertain a language is: the entropy of its sentences and of one masked token, exact where a closed form exists.
 
 All entropies are in nats. Elsewhere they are means over drawn sentences of exact probabilities, with a standard error.
 """
@@ -68,8 +68,8 @@ def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> 
 
     Example:
         >>> from isoloss.languages.brackets import Brackets
-        >>> found = entropy(Brackets(4))  # one of 6 sentences
-        >>> print(found.sentence, found.sentence.method, found.masked_token.value)
+        >>> entropies = entropy(Brackets(4))  # one of 6 sentences
+        >>> print(entropies.sentence, entropies.sentence.method, entropies.masked_token.value)
         1.791759469 nats per sentence exact 0.0
     """
     exact = language.exact()

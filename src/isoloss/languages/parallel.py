@@ -34,14 +34,14 @@ def run_in_threads(work: Callable[..., None], pieces: Iterable[tuple[Any, ...]],
         return
     inference = torch.is_inference_mode_enabled()
 
-    def alone(piece: tuple[Any, ...]) -> None:
+    def one_thread(piece: tuple[Any, ...]) -> None:
         with torch.inference_mode(inference):  # a setting of each thread
             work(*piece)
 
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(min(threads, len(todo))) as pool:
-            calls = [pool.submit(alone, piece) for piece in todo]
+            calls = [pool.submit(one_thread, piece) for piece in todo]
             try:
                 for call in calls:
                     call.result()

@@ -98,9 +98,9 @@ def load(path: Path | str, *, content: str = "") -> Language:
     path = Path(path).expanduser()
     stored, config = _read(path)
     language: Language = LANGUAGES.load(stored.kind).from_tables(stored, path)
-    if content and (found := files.sha256(path)) != content:
+    if content and (actual := files.sha256(path)) != content:
         raise IsolossError(
-            f"{path} has changed since the run began: its SHA-256 was {content[:16]} and is {found[:16]}; bring the "
+            f"{path} has changed since the run began: its SHA-256 was {content[:16]} and is {actual[:16]}; bring the "
             "former file back, or begin a new run"
         )
     return _drawn_again(config, language) or language

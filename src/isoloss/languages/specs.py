@@ -75,9 +75,9 @@ def resolve(
         configs.check(config)
         return config.resolved()
     for kind in reversed(LANGUAGES.names()):
-        found: LanguageConfig | None = LANGUAGES.load(kind).read(spec, options)
-        if found is not None:
-            return found
+        own: LanguageConfig | None = LANGUAGES.load(kind).read(spec, options)
+        if own is not None:
+            return own
     raise IsolossError(
         f"no language {spec!r}{did_you_mean(spec, PRESETS) or files.nearest(spec) or ':'} it is neither a preset "
         f"({', '.join(PRESETS)}), a file or folder that exists, nor a dataset hf:NAME"

@@ -1,4 +1,4 @@
-"""The draws of `alias` in torch, bit for bit: all sentences take a step at a time, on any device.
+"""The draws of `alias_sampling` in torch, bit for bit: all sentences take a step at a time, on any device.
 
 uint64 numbers are int64 tensors of the same bits: sums and products wrap around, and shifts are masked.
 """
@@ -52,20 +52,20 @@ def philox(seed: int, sentences: torch.Tensor, block: int) -> tuple[torch.Tensor
 
 
 def draw(bits: torch.Tensor, tables: AliasTables, rows: torch.Tensor) -> torch.Tensor:
-    """Return (n,) int64: an outcome of each row, as `alias.draw`; the tables are tensors on the rows' device."""
+    """Return (n,) int64: an outcome of each row, as `alias_sampling.draw`; tables on the rows' device."""
     offsets, threshold, kept, other = _tensors(tables)
     begin = offsets[rows]
     width = offsets[rows + 1] - begin
-    place = _shifted(bits, 11).double() * _UNIT * width
-    cell = torch.minimum(place.long(), width - 1)
+    position = _shifted(bits, 11).double() * _UNIT * width
+    cell = torch.minimum(position.long(), width - 1)
     slot = begin + cell
-    return torch.where(place - cell < threshold[slot], kept[slot], other[slot])
+    return torch.where(position - cell < threshold[slot], kept[slot], other[slot])
 
 
 def chains(
     initial: AliasTables, transition: AliasTables, emission: AliasTables, *, n: int, length: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (n, length) tokens and states, as `alias.draw_chains`; the tables are tensors on one device."""
+    """Return (n, length) tokens and states, as `alias_sampling.draw_chains`; the tables are tensors on one device."""
     sentences = torch.arange(n, device=_tensors(initial)[0].device)
     tokens, states = sentences.new_empty(n, length), sentences.new_empty(n, length)
     words: tuple[torch.Tensor, ...] = ()
@@ -81,7 +81,7 @@ def chains(
 def derivations(
     rewrites: Rewrites, *, n: int, seed: int, root: int, longest: int, pad: int, trees: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return (n, T) tokens, (n,) lengths and (n, M, 3) nodes, as `alias.draw_derivations`.
+    """Return (n, T) tokens, (n,) lengths and (n, M, 3) nodes, as `alias_sampling.draw_derivations`.
 
     The tables are tensors on one device. Every sentence that is not finished rewrites one symbol a step.
     """
@@ -144,7 +144,7 @@ def _derive(
 
 
 def _split(bits: torch.Tensor, rewrites: Rewrites, rule: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """Return u, as `alias._split`."""
+    """Return u, as `alias_sampling._split`."""
     left, right, _, inside, scale = _tensors(rewrites[1:])
     u = torch.arange(1, inside.shape[1], device=width.device)
     rest = (width[:, None] - u).clamp_(min=0)  # no symbol yields 0 tokens
@@ -155,7 +155,7 @@ def _split(bits: torch.Tensor, rewrites: Rewrites, rule: torch.Tensor, width: to
 
 
 def _closed(nodes: list[torch.Tensor], lengths: torch.Tensor, longest: int) -> torch.Tensor:
-    """Return (n, M, 3), as `alias._close`: a node stops where the first of the symbols that wait behind it begins."""
+    """Return (n, M, 3), as `alias_sampling._close`: a node stops where the first symbol that waits behind it begins."""
     if not nodes:
         return lengths.new_empty(len(lengths), 0, 3)
     starts = lengths.new_zeros(len(lengths), longest + 2)
@@ -177,9 +177,9 @@ def _product(x: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x1 * m1 + _shifted(cross0, 32) + _shifted(cross1, 32) + (middle >> 32), x * _signed(m)
 
 
-def _shifted(x: torch.Tensor, places: int) -> torch.Tensor:
-    """Return x >> places as of an unsigned number."""
-    return (x >> places) & ((1 << (64 - places)) - 1)
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Return x >> by as of an unsigned number."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(number: int) -> int:

@@ -1,4 +1,4 @@
-"""Documents: the texts in files, folders and named datasets, one by one, each with the place it came from."""
+"""Documents: the texts in files, folders and named datasets, one by one, each with its location."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
     Raises:
         IsolossError: A path does not exist, has another suffix, is named twice, or is a folder without text; no path.
     """
-    found: dict[Path, Path] = {}
+    files_by_path: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise IsolossError(f"there is no text file or folder {path}{files.nearest(path)}")
@@ -39,12 +39,12 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
         if not named:
             raise IsolossError(f"the folder {path} holds no {' or '.join(SUFFIXES)} file")
         for file in named:
-            if file.resolve() in found:
+            if file.resolve() in files_by_path:
                 raise IsolossError(f"{file} is named twice among the text files: name each once")
-            found[file.resolve()] = file
-    if not found:
+            files_by_path[file.resolve()] = file
+    if not files_by_path:
         raise IsolossError("no text: name at least one file or folder")
-    return list(found.values())
+    return list(files_by_path.values())
 
 
 class Source(Protocol):
@@ -55,7 +55,7 @@ class Source(Protocol):
         ...
 
     def read(self) -> Iterator[tuple[str, str]]:
-        """Yield pairs of place and text, blank texts included."""
+        """Yield pairs of location and text, blank texts included."""
         ...
 
 
@@ -69,8 +69,8 @@ def open_sources(paths: Iterable[str | Path], *, column: str = "text", split: st
     if twice is not None:
         raise IsolossError(f"{twice} is named twice among the texts: name each once")
     if len(names) < len(paths) or not paths:
-        found = find_files(path for path in paths if not hub_datasets.is_dataset(path))
-        if column != "text" and not names and all(file.suffix.lower() == ".txt" for file in found):
+        in_files = find_files(path for path in paths if not hub_datasets.is_dataset(path))
+        if column != "text" and not names and all(file.suffix.lower() == ".txt" for file in in_files):
             raise IsolossError(
                 f"the column {column!r} is for JSON lines and datasets, and all the files are plain text"
             )
@@ -86,7 +86,7 @@ def open_sources(paths: Iterable[str | Path], *, column: str = "text", split: st
 def read_documents(
     paths: Iterable[str | Path], *, column: str = "text", split: str | None = None, max_documents: int | None = None
 ) -> Iterator[tuple[str, str]]:
-    r"""Return the documents in `paths` as pairs of place (`file:line`) and text; blank ones are left out.
+    r"""Return the documents in `paths` as pairs of location (`file:line`) and text; blank ones are left out.
 
     - Each line of a `.jsonl` file is a document: the field `column` of its JSON object.
     - A `.txt` file of less than 30,000 characters is one document. A longer one, such as a book or a whole corpus, is
@@ -130,10 +130,10 @@ def read(sources: list[Source], max_documents: int | None = None) -> Iterator[tu
 def _documents(sources: list[Source]) -> Iterator[tuple[str, str]]:
     empty = True
     for source in sources:
-        for place, text in source.read():
+        for location, text in source.read():
             if text and not text.isspace():
                 empty = False
-                yield place, text
+                yield location, text
     if empty:
         names = ", ".join(map(str, sources[:3])) + (" ..." if len(sources) > 3 else "")
         raise IsolossError(f"there is no text in {names}")

@@ -73,8 +73,8 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
     """Return one split of a dataset with the given columns only, as a `datasets.Dataset` mapped from disk.
 
     A folder is what `save_to_disk` wrote, or holds Parquet, Arrow, JSON lines, CSV or text files as `load_dataset`
-    takes them. From the hub, the data is downloaded once, into the cache of `datasets` (`HF_HOME`), and found there
-    without a network afterwards. No code that comes with a dataset is run.
+    takes them. From the hub, the data is downloaded once, into the cache of `datasets` (`HF_HOME`); afterwards no
+    network is needed. No code that comes with a dataset is run.
 
     Args:
         spec: As for `parse`.
@@ -90,20 +90,20 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
     with _quiet():
         try:
             if name.is_local and _is_saved(Path(name.name)):
-                found = _from_saved(datasets.load_from_disk(name.name), name, split)
+                dataset = _from_saved(datasets.load_from_disk(name.name), name, split)
             elif name.is_local or _hub_answers(name):
-                found = datasets.load_dataset(name.name, name.config, split=split, revision=name.revision)
+                dataset = datasets.load_dataset(name.name, name.config, split=split, revision=name.revision)
             else:
-                found = _from_cache(name, split)
+                dataset = _from_cache(name, split)
         except IsolossError:
             raise
         except Exception as error:  # datasets raises nearly anything on what it cannot read
             reason = " ".join(str(error).split()) or type(error).__name__
             raise IsolossError(f"cannot load the split {split!r} of {name}: {reason[:400]}") from error
-    missing = [column for column in columns if column not in found.column_names]
+    missing = [column for column in columns if column not in dataset.column_names]
     if missing:
-        raise IsolossError(f"{name} has no column {missing[0]!r}; it has {', '.join(found.column_names)}")
-    return found.select_columns(list(columns))
+        raise IsolossError(f"{name} has no column {missing[0]!r}; it has {', '.join(dataset.column_names)}")
+    return dataset.select_columns(list(columns))
 
 
 def read_rows(dataset: Any) -> Iterator[tuple[Any, ...]]:
@@ -116,15 +116,15 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def _from_saved(found: Any, name: DatasetName, split: str) -> Any:
-    if isinstance(found, dict):
-        if split not in found:
-            raise IsolossError(f"{name} has no split {split!r}; it has {', '.join(found)}")
-        return found[split]
-    own = None if found.split is None else str(found.split)
+def _from_saved(dataset: Any, name: DatasetName, split: str) -> Any:
+    if isinstance(dataset, dict):
+        if split not in dataset:
+            raise IsolossError(f"{name} has no split {split!r}; it has {', '.join(dataset)}")
+        return dataset[split]
+    own = None if dataset.split is None else str(dataset.split)
     if own not in (None, split):
         raise IsolossError(f"{name} has no split {split!r}; it has {own}")
-    return found
+    return dataset
 
 
 def _hub_answers(name: DatasetName) -> bool:

@@ -93,8 +93,8 @@ class Inputs:
         whole = {name: torch.cat([batch[name] for batch in self.batches]) for name in self.batches[0]}
         ids = whole.get("documents", torch.arange(self.num_sequences))
         groups = torch.unique_consecutive(ids, return_inverse=True)[1]
-        places = torch.randperm(int(groups[-1]) + 1, generator=generator(seed, "order"))
-        rows = places[groups].argsort(stable=True)
+        order = torch.randperm(int(groups[-1]) + 1, generator=generator(seed, "order"))
+        rows = order[groups].argsort(stable=True)
         shuffled = {name: value[rows] for name, value in whole.items()}
         return replace(self, batches=_cut(shuffled, len(self.batches[0]["labels"])))
 
@@ -187,10 +187,10 @@ def read_inputs(
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length(text_config) or _LENGTH)
     is_text = data.suffix.lower() != ".npy"
-    found = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
+    own_tokenizer = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
     if is_text:
-        assert found is not None
-        rows, origins, unknown = _from_text(data, found, kind, length)
+        assert own_tokenizer is not None
+        rows, origins, unknown = _from_text(data, own_tokenizer, kind, length)
     else:
         rows, origins, unknown = _from_array(data, length), None, ""
     _check_rows(rows, data, text_config, checkpoint)
@@ -200,14 +200,14 @@ def read_inputs(
     pool = Rows(rows, origins)
     if wanted < len(rows):
         chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
-        places = np.sort(chosen.numpy())
-        rows, origins = rows[places], None if origins is None else origins[places]
-    pads = (None if found is None else found.pad_token_id, text_config.pad_token_id, 0)
+        rows_taken = np.sort(chosen.numpy())
+        rows, origins = rows[rows_taken], None if origins is None else origins[rows_taken]
+    pads = (None if own_tokenizer is None else own_tokenizer.pad_token_id, text_config.pad_token_id, 0)
     sentences = _sentences(rows, data, next(int(i) for i in pads if i is not None), least=2 if kind == "causal" else 1)
     if kind == "causal":
         whole = _predict_next(sentences)
     else:
-        special = _special_ids(found, mask_id, text_config.vocab_size, checkpoint)
+        special = _special_ids(own_tokenizer, mask_id, text_config.vocab_size, checkpoint)
         whole = mask(sentences, special, masking or ObjectiveConfig(), generator=generator(seed, "masks"))
     if origins is not None:
         number = len(np.unique(origins))
@@ -335,8 +335,8 @@ def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, lengt
     rows = np.concatenate(packed)
     firsts = body * np.arange(len(rows))
     origins = np.searchsorted(np.cumsum(sizes), firsts, side="right").astype(np.int64)
-    share = sum(unknown) / max(1, sum(sizes) - len(sizes) * len(added))
-    note = f", {100 * share:.1f} % of the tokens unknown to the tokenizer" if share else ""
+    fraction = sum(unknown) / max(1, sum(sizes) - len(sizes) * len(added))
+    note = f", {100 * fraction:.1f} % of the tokens unknown to the tokenizer" if fraction else ""
     if kind == "masked":
         some = ~np.isin(rows, tokenizer.all_special_ids).all(axis=1)
         if not some.any():

@@ -23,7 +23,7 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
     r"""A tokenizer with K of another's tokens: text is read by the other, and each id that it gives is replaced.
 
     The k-th kept token has the id k, padding K, and everything else K + 1: the mask. Where a text has a token that is
-    not kept, a model of the language therefore reads what stands in pre-training for a token that is hidden. The mask
+    not kept, a model of the language therefore reads what stands in pre-training for a masked token. The mask
     stands before each text as well, `<mask> a` or `<mask> a <mask> b`, as causal models of the language begin with it.
     Ids are replaced after the other tokenizer's work, so that they are right for every kind of it. What a text spells
     is never one of the other's special tokens.

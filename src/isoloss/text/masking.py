@@ -98,6 +98,6 @@ def corrupt(batch: Batch, language: TokenIds, objective: ObjectiveConfig, *, gen
     ordinary = is_ordinary[: language.vocab_size].nonzero()[:, 0]
     draws = torch.rand(labels.shape, generator=generator, dtype=torch.float64).to(inputs.device)
     others = ordinary[torch.randint(len(ordinary), labels.shape, generator=generator)].to(inputs.device)
-    hidden = labels != IGNORED
-    inputs = torch.where(hidden & (draws >= 0.8), others, inputs)
-    return {**batch, "input_ids": torch.where(hidden & (draws >= 0.9), labels, inputs)}
+    masked = labels != IGNORED
+    inputs = torch.where(masked & (draws >= 0.8), others, inputs)
+    return {**batch, "input_ids": torch.where(masked & (draws >= 0.9), labels, inputs)}

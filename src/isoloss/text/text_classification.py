@@ -1,4 +1,4 @@
-"""Labelled texts and pairs of texts, as GLUE has them: read from files or named datasets, and encoded for a model.
+"""Labeled texts and pairs of texts, as GLUE has them: read from files or named datasets, and encoded for a model.
 
 Shapes: n examples, T tokens in the longest of them.
 """
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".tsv", ".csv", ".jsonl", ".json")
 
-_Row = tuple[str, tuple[Any, ...]]  # the place it came from, and its values in the order of the columns
+_Row = tuple[str, tuple[Any, ...]]  # its location, and its values in the order of the columns
 
 
 @dataclass(frozen=True)
-class LabelledText:
+class LabeledText:
     """Examples of a classification task.
 
     Attributes:
@@ -69,7 +69,7 @@ class Coverage:
         return Coverage(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
-def read_labelled_text(
+def read_labeled_text(
     source: str | Path,
     *,
     text: str,
@@ -77,8 +77,8 @@ def read_labelled_text(
     label: str = "label",
     split: str = "train",
     label_names: Sequence[str] | None = None,
-) -> LabelledText:
-    r"""Return the labelled texts of one split.
+) -> LabeledText:
+    r"""Return the labeled texts of one split.
 
     - `.tsv`: a line of column names, then a line for each example, columns divided by tabs. No quoting: a quotation
       mark is a character of the text, as in GLUE's own files.
@@ -99,14 +99,14 @@ def read_labelled_text(
     Raises:
         IsolossError: There is no such file, folder, dataset, split or column; a file of another kind or not of its
             kind's form; a row with too few or too many fields, a text that is none, or an empty or unknown label, named
-            by its place; no row at all.
+            by its location; no row at all.
 
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "dev.tsv").write_text('sentence\tlabel\nA "fine" film .\t1\nDull .\t0\n')
-        ...     read_labelled_text(folder, text="sentence", split="dev")
-        LabelledText(texts=('A "fine" film .', 'Dull .'), pairs=None, labels=(1, 0), label_names=('0', '1'))
+        ...     read_labeled_text(folder, text="sentence", split="dev")
+        LabeledText(texts=('A "fine" film .', 'Dull .'), pairs=None, labels=(1, 0), label_names=('0', '1'))
     """
     columns = [text, *([] if pair is None else [pair]), label]
     if len(set(columns)) < len(columns):
@@ -118,24 +118,24 @@ def read_labelled_text(
     texts: list[str] = []
     seconds: list[str] = []
     labels: list[str] = []
-    places: list[str] = []
-    for place, (*values, value) in rows:
+    locations: list[str] = []
+    for location, (*values, value) in rows:
         for column, item in zip(columns, values, strict=False):
             if not isinstance(item, str) or not is_encodable(item):
-                raise IsolossError(f"{place}: the column {column!r} holds no text but {item!r}")
+                raise IsolossError(f"{location}: the column {column!r} holds no text but {item!r}")
         texts.append(values[0])
         seconds += values[1:]
-        labels.append(_label(value, label, place))
-        places.append(place)
+        labels.append(_label(value, label, location))
+        locations.append(location)
     if not texts:
         raise IsolossError(f"{source} has no row with text and label")
     given = known if label_names is None else label_names
     names = tuple(sorted(set(labels), key=_number_first) if given is None else given)
     index = {name: position for position, name in enumerate(names)}
-    for place, name in zip(places, labels, strict=True):
+    for location, name in zip(locations, labels, strict=True):
         if name not in index:
-            raise IsolossError(f"{place}: the label {name!r} is not one of {', '.join(names)}")
-    return LabelledText(
+            raise IsolossError(f"{location}: the label {name!r} is not one of {', '.join(names)}")
+    return LabeledText(
         texts=tuple(texts),
         pairs=None if pair is None else tuple(seconds),
         labels=tuple(index[name] for name in labels),
@@ -143,8 +143,8 @@ def read_labelled_text(
     )
 
 
-def encode_labelled_text(
-    tokenizer: PreTrainedTokenizerFast, data: LabelledText, *, max_length: int, token_types: int = 2
+def encode_labeled_text(
+    tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_length: int, token_types: int = 2
 ) -> dict[str, torch.Tensor]:
     """Return what a classifier takes: [CLS] a [SEP], or [CLS] a [SEP] b [SEP], with the labels.
 
@@ -192,13 +192,13 @@ def encode_labelled_text(
     return {**encoded, "labels": torch.tensor(data.labels)}
 
 
-def coverage(tokenizer: PreTrainedTokenizerFast, data: LabelledText, *, max_length: int) -> Coverage:
-    """Return how many examples `encode_labelled_text` cuts, and how many of their tokens are unknown.
+def coverage(tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_length: int) -> Coverage:
+    """Return how many examples `encode_labeled_text` cuts, and how many of their tokens are unknown.
 
     Args:
-        tokenizer: As for `encode_labelled_text`.
+        tokenizer: As for `encode_labeled_text`.
         data: n examples.
-        max_length: As for `encode_labelled_text`.
+        max_length: As for `encode_labeled_text`.
     """
     lengths = np.full(len(data), tokenizer.num_special_tokens_to_add(pair=data.pairs is not None))
     num_tokens = num_unknown = 0
@@ -217,9 +217,11 @@ def _number_first(name: str) -> tuple[bool, int, str]:
         return True, 0, name
 
 
-def _label(value: Any, column: str, place: str) -> str:
+def _label(value: Any, column: str, location: str) -> str:
     if isinstance(value, bool | float) or not isinstance(value, str | int) or value == "":
-        raise IsolossError(f"{place}: the column {column!r} holds no label but {value!r}: it takes a name or a number")
+        raise IsolossError(
+            f"{location}: the column {column!r} holds no label but {value!r}: it takes a name or a number"
+        )
     return str(value)
 
 
@@ -280,13 +282,13 @@ def _table(path: Path, lines: Iterable[tuple[int, list[str]]], columns: list[str
     numbered = iter(lines)
     _, header = next(numbered, (0, []))
     _check_columns(f"{path}", columns, header)
-    places = [header.index(column) for column in columns]
+    columns_at = [header.index(column) for column in columns]
     for number, fields in numbered:
         if fields in ([], [""]):
             continue
         if len(fields) != len(header):
             raise IsolossError(f"{path}, line {number} has {len(fields)} fields and not {len(header)}, as the first")
-        yield f"{path}, line {number}", tuple(fields[place] for place in places)
+        yield f"{path}, line {number}", tuple(fields[index] for index in columns_at)
 
 
 def _json_lines(path: Path, columns: list[str]) -> Iterator[_Row]:
@@ -305,14 +307,14 @@ def _json(path: Path, columns: list[str]) -> Iterator[_Row]:
         yield _record(f"{path}, item {name}", item, columns)
 
 
-def _record(place: str, item: Any, columns: list[str]) -> _Row:
+def _record(location: str, item: Any, columns: list[str]) -> _Row:
     if not isinstance(item, dict):
-        raise IsolossError(f"{place} is no JSON object")
-    _check_columns(place, columns, list(item))
-    return place, tuple(item[column] for column in columns)
+        raise IsolossError(f"{location} is no JSON object")
+    _check_columns(location, columns, list(item))
+    return location, tuple(item[column] for column in columns)
 
 
-def _check_columns(place: str, columns: list[str], there: list[str]) -> None:
+def _check_columns(location: str, columns: list[str], there: list[str]) -> None:
     missing = [column for column in columns if column not in there]
     if missing:
-        raise IsolossError(f"{place} has no column {missing[0]!r}; it has {', '.join(there) or 'none'}")
+        raise IsolossError(f"{location} has no column {missing[0]!r}; it has {', '.join(there) or 'none'}")

@@ -1,4 +1,4 @@
-"""Tokenizers: found by folder, hub name or WordPiece vocabulary, checked for what is needed, and used on plain text."""
+"""Tokenizers: loaded by folder, hub name or WordPiece vocabulary, checked, and used on plain text."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Sentences
 from isoloss.text import hub_datasets
-from isoloss.text.text_classification import SUFFIXES, LabelledText, coverage, encode_labelled_text, read_labelled_text
+from isoloss.text.text_classification import SUFFIXES, LabeledText, coverage, encode_labeled_text, read_labeled_text
 from isoloss.transfer.results import majority_rate
 from isoloss.transfer.task_names import GLUE, REGRESSION
 from isoloss.transfer.tasks import TaskData, overlap
@@ -86,7 +86,7 @@ def make_text_task(
     token_types: int = 2,
     seed: int = 0,
 ) -> TaskData:
-    r"""Return the examples of `source` as token ids; see `encode_labelled_text`.
+    r"""Return the examples of `source` as token ids; see `encode_labeled_text`.
 
     Args:
         source: Where the examples are.
@@ -101,7 +101,7 @@ def make_text_task(
         The task; its classes are the labels' names, and `bayes` is None, as nobody knows it.
 
     Raises:
-        IsolossError: As for `read_labelled_text` (a missing file, split or column, and more); a number of examples is
+        IsolossError: As for `read_labeled_text` (a missing file, split or column, and more); a number of examples is
             below 1; or all examples have one label.
 
     Example:
@@ -127,7 +127,7 @@ def make_text_task(
         only = train.label_names[train.labels[0]]
         raise IsolossError(f"task {source.name}: all examples have the label {only}; a task needs two")
     encoded = [
-        encode_labelled_text(tokenizer, part, max_length=max_length, token_types=token_types) for part in (train, test)
+        encode_labeled_text(tokenizer, part, max_length=max_length, token_types=token_types) for part in (train, test)
     ]
     width = max(part["input_ids"].shape[1] for part in encoded)
     pad = tokenizer.pad_token_id
@@ -152,10 +152,10 @@ def make_text_task(
     )
 
 
-def _read(source: TextTask, seed: int) -> tuple[LabelledText, LabelledText]:
+def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
     """Return the training and the test examples, with the same names of labels."""
     columns = {"text": source.text, "pair": source.pair, "label": source.label}
-    train = read_labelled_text(source.train, **columns, split=source.train_split)  # type: ignore[arg-type]
+    train = read_labeled_text(source.train, **columns, split=source.train_split)  # type: ignore[arg-type]
     where = source.test or source.train
     if source.test is None and Path(source.train).expanduser().is_file():
         order = torch.randperm(len(train), generator=seeds.generator(seed, "held-out", source.name)).tolist()
@@ -166,12 +166,12 @@ def _read(source: TextTask, seed: int) -> tuple[LabelledText, LabelledText]:
     split = source.test_split or _test_split(where, source)
     if source.test is None and split == source.train_split:
         raise IsolossError(f"the split {split!r} of {where} would be used for training and for testing")
-    test = read_labelled_text(where, **columns, split=split)  # type: ignore[arg-type]
+    test = read_labeled_text(where, **columns, split=split)  # type: ignore[arg-type]
     names = tuple(dict.fromkeys([*train.label_names, *test.label_names]))
     return _renamed(train, names), _renamed(test, names)
 
 
-def _renamed(data: LabelledText, names: tuple[str, ...]) -> LabelledText:
+def _renamed(data: LabeledText, names: tuple[str, ...]) -> LabeledText:
     """Return the same examples with labels that are places in `names`."""
     labels = tuple(names.index(data.label_names[label]) for label in data.labels)
     return dataclasses.replace(data, labels=labels, label_names=names)
@@ -188,18 +188,18 @@ def _test_split(where: str, source: TextTask) -> str:
     if found is None:
         raise IsolossError(
             f"the folder {where} has none of the test splits {', '.join(_TEST_SPLITS)}; it has "
-            f"{', '.join(sorted(there)) or 'no labelled text'}: name one, or the test data"
+            f"{', '.join(sorted(there)) or 'no labeled text'}: name one, or the test data"
         )
     return found
 
 
-def _some(data: LabelledText, number: int | None, generator: torch.Generator) -> LabelledText:
+def _some(data: LabeledText, number: int | None, generator: torch.Generator) -> LabeledText:
     if number is None or number >= len(data):
         return data
     return _rows(data, sorted(torch.randperm(len(data), generator=generator)[:number].tolist()))
 
 
-def _rows(data: LabelledText, rows: list[int]) -> LabelledText:
+def _rows(data: LabeledText, rows: list[int]) -> LabeledText:
     return dataclasses.replace(
         data,
         texts=tuple(data.texts[row] for row in rows),

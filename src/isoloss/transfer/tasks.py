@@ -27,7 +27,7 @@ Lengths = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskData:
-    """Labelled sentences of one downstream task.
+    """Labeled sentences of one downstream task.
 
     Attributes:
         name: The task, e.g. `root`, `prefix-4`, `state-6`, `sst2`.
@@ -235,7 +235,7 @@ def overlap(train: torch.Tensor, test: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Draw:
-    """Draws labelled sentences of one language, padded to `width` tokens."""
+    """Draws labeled sentences of one language, padded to `width` tokens."""
 
     language: Language
     name: str

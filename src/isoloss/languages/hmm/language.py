@@ -43,11 +43,8 @@ class HMM(ExactLanguage):
         transition: (S, S) likewise; row: state, column: next state.
         emission: (S, V) likewise; row: state, column: token.
         states: Names of the states, by id: s0, s1, ...
-        vocabulary: The token strings, by id.
-        vocab_size: V.
-        max_length: Tokens of a sentence.
-        device: Where exact computations run.
-        dtype: What they run in: float64 or float32.
+
+    The other attributes are those of `ExactLanguage`.
 
     Example:
         >>> language = HMM([0.5, 0.5], [[1.0, 0.0], [0.0, 1.0]], [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]], length=2)
@@ -133,8 +130,7 @@ class HMM(ExactLanguage):
 
     def describe(self) -> str:
         """Return the numbers of states and tokens, and the length."""
-        sizes = f"{len(self.states)} states over {self.vocab_size:,} tokens"
-        return f"a hidden Markov model of {sizes}; {self._describe_lengths()}"
+        return f"a hidden Markov model of {len(self.states)} states over {super().describe()}"
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -324,9 +320,9 @@ class HMM(ExactLanguage):
         out = torch.zeros(*ids.shape, len(self.states), dtype=self.dtype, device=self.device)
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         for rows, model in self._chunks(ids, spare=0):
-            found = model.posterior(ids[rows])
-            possible[rows] = found.possible
-            _put(out, rows, model.states, found.states.transpose(0, 1), others=0.0)
+            given_all = model.posterior(ids[rows])
+            possible[rows] = given_all.possible
+            _put(out, rows, model.states, given_all.states.transpose(0, 1), others=0.0)
         _check_possible(possible)
         return _zero_padding(out, lengths)
 
@@ -336,9 +332,7 @@ class HMM(ExactLanguage):
         """Yield rows, their model, (rows, T or k, its tokens) conditionals; at the end, complain of impossible rows."""
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         for rows, model in self._chunks(ids, spare=1):
-            found = model.leave_one_out(ids[rows])
-            possible[rows] = found.possible
-            states = found.states
+            states, possible[rows] = model.leave_one_out(ids[rows])
             if positions is not None:
                 states = states[positions[rows].T, torch.arange(states.shape[1], device=self.device)]
             yield rows, model, (states @ model.emission).transpose(0, 1)

@@ -1,6 +1,6 @@
 """What a parse of each length can hold: a grammar with its unary rules folded in, and plans of its charts.
 
-Symbols that yield the same lengths form a group, so that the levels of a levelled grammar are found again; a plan lists
+Symbols that yield the same lengths form a group, so that the levels of a layered grammar are recovered; a plan lists
 the (group, start, width) items that a parse of one length can hold, and how each is computed from narrower ones.
 """
 
@@ -172,14 +172,14 @@ class Planner:
             ends = starts[right]
             shared = intersection(shared, range(ends.start - u, ends.stop - u, ends.step))
             if shared:
-                moved = range(shared.start + u, shared.stop + u, shared.step)
+                shifted = range(shared.start + u, shared.stop + u, shared.step)
                 splits.append(
                     Split(
                         part_of(starts[parent], shared),
                         left,
                         part_of(starts[left], shared),
                         right,
-                        part_of(ends, moved),
+                        part_of(ends, shifted),
                     )
                 )
         return tuple(splits)

@@ -61,7 +61,7 @@ def choose_backend(device: torch.device) -> Backend:
     return "numba"
 
 
-def described(device: torch.device) -> str:
+def describe_backend(device: torch.device) -> str:
     """Return what computes on `device`, with its version, in words."""
     name = choose_backend(device)
     return f"{name} {importlib.metadata.version(name)}, scaled inside-outside in linear space"
@@ -133,7 +133,7 @@ class InsideOutside:
         return self._robust(plan, tokens, run)[1]
 
     def leaf_outside(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n, T, E) outside scores of the `emitting` symbols at each token (normalised), and log-probabilities.
+        """Return (n, T, E) outside scores of the `emitting` symbols at each token (normalized), and log-probabilities.
 
         With the emission probabilities e they give the full conditionals,
         `Pr(x_t = c | x_-t) = sum_A score[t, A] e[A, c]`; they do not depend on x_t.

@@ -43,13 +43,8 @@ class PCFG(ExactLanguage):
         grammar: The rules.
         symbols: Names of the nonterminal symbols, by id.
         start_symbol: Name of the start symbol, which is `symbols[0]`.
-        vocabulary: The token strings, by id, in natural order.
-        vocab_size: Number of tokens.
-        max_length: The longest sentence, in tokens.
-        length_probs: (max_length + 1,) probability of each length.
-        config: The `PCFGConfig`, `DyckConfig` or `GrammarConfig` that rebuilds exactly this language.
-        device: Where exact computations run.
-        dtype: What they run in: float64 or float32.
+
+    The other attributes are those of `ExactLanguage`.
 
     Example:
         >>> language = PCFG.from_text("S -> A B [0.5] | 'a' [0.5]\nA -> 'a' [1.0]\nB -> 'a' [0.25] | 'b' [0.75]")
@@ -100,10 +95,8 @@ class PCFG(ExactLanguage):
         self._sampler = Sampler(grammar, self.max_length)
         self.grammar, self.symbols, self.start_symbol = grammar, grammar.symbols, grammar.symbols[0]
         self._set_vocabulary(grammar.vocabulary)
-        if config is None:
-            text = grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
-            config = GrammarConfig(rules=text, max_length=self.max_length)
-        self._config = config
+        text = "" if config else grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
+        self._config = config or GrammarConfig(rules=text, max_length=self.max_length)
         self._move(torch.device("cpu"), torch.float64)
 
     @staticmethod
@@ -167,8 +160,7 @@ class PCFG(ExactLanguage):
 
     def describe(self) -> str:
         """Return the numbers of symbols and tokens, and the lengths."""
-        sizes = f"{len(self.symbols)} symbols over {self.vocab_size:,} tokens"
-        return f"a grammar of {sizes}; {self._describe_lengths()}"
+        return f"a grammar of {len(self.symbols)} symbols over {super().describe()}"
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -294,8 +286,8 @@ class PCFG(ExactLanguage):
 
         Example:
             >>> language = PCFG.from_text("S A B 1\nA a 0.5\nA b 0.5\nB a 0.25\nB b 0.75")
-            >>> hidden = torch.tensor([[True, True]])
-            >>> given = {"mask": hidden, "positions": torch.tensor([1])}
+            >>> masked = torch.tensor([[True, True]])
+            >>> given = {"mask": masked, "positions": torch.tensor([1])}
             >>> language.log_conditionals(torch.tensor([[0, 0]]), torch.tensor([2]), **given).exp()
             tensor([[0.2500, 0.7500]], dtype=torch.float64)
         """

@@ -69,7 +69,7 @@ class Kernels:
     def run(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, *, leaves: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n,) scaled probabilities and, with `leaves`, (n, T, E) normalised outside scores of the tokens.
+        """Return (n,) scaled probabilities and, with `leaves`, (n, T, E) normalized outside scores of the tokens.
 
         Args:
             plan: Of the sentences' length, with the start symbol as the root.

@@ -134,9 +134,9 @@ def _read_production(text: str, line: int, source: str) -> list[Rule]:
             position = _skip_space(text, match.end())
         probability = _PROBABILITY.match(text, position)
         if not probability:
-            found = repr(text[position:]) if text[position:] else "the end of the line"
+            rest = repr(text[position:]) if text[position:] else "the end of the line"
             raise IsolossError(
-                f"{source}, line {line}: expected a symbol, a quoted token or a [probability], found {found}"
+                f"{source}, line {line}: expected a symbol, a quoted token or a [probability], found {rest}"
             )
         if len(rhs) not in (1, 2) or ("", True) in rhs:
             raise IsolossError(

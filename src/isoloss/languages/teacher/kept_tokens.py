@@ -31,10 +31,10 @@ def vocab_size(model: Any) -> int:
 
 def special_token_ids(model: Any, tokenizer: PreTrainedTokenizerFast | None = None) -> frozenset[int]:
     """Return the ids that the model's config and the tokenizer call special: begin, end, padding, unknown, ..."""
-    found: list[int] = [] if tokenizer is None else list(tokenizer.all_special_ids)
+    ids: list[int] = [] if tokenizer is None else list(tokenizer.all_special_ids)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
-        found += _ids(model, name)
-    return frozenset(found)
+        ids += _ids(model, name)
+    return frozenset(ids)
 
 
 def find_start(model: Any, start_id: int | None, source: str) -> int:

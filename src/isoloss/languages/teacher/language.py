@@ -77,7 +77,7 @@ class Teacher(ExactLanguage):
         """Make the language of a causal model of transformers; of the model a copy is kept.
 
         Args:
-            model: The model, with a language-modelling head.
+            model: The model, with a language-modeling head.
             tokens: The model's ids of the language's tokens, in the language's order.
             length: Tokens of a sentence.
             start_id: The model's id that sentences begin after; None: its config's bos, eos or decoder start token.
@@ -116,7 +116,7 @@ class Teacher(ExactLanguage):
     def from_config(cls, config: TeacherConfig) -> Teacher:
         """Return the language that `config` describes.
 
-        Where it names no tokens, the most frequent ones are found first: in the text files of `corpus`, or else in
+        Where it names no tokens, the most frequent ones are determined first: in the text files of `corpus`, or else in
         samples of the model over all its tokens.
 
         Raises:
@@ -125,11 +125,11 @@ class Teacher(ExactLanguage):
         """
         check(config)
         name, model = _load(config.checkpoint)
-        found = kept_tokens.content(model, name)
-        if config.content not in ("", found):
+        content = kept_tokens.content(model, name)
+        if config.content not in ("", content):
             raise IsolossError(
                 f"{config.checkpoint} has changed since the run began: its SHA-256 was {config.content[:16]} and is "
-                f"{found[:16]}; bring the former checkpoint back, or begin a new run"
+                f"{content[:16]}; bring the former checkpoint back, or begin a new run"
             )
         try:
             tokenizer = tokenizers.load_tokenizer(name)
@@ -139,7 +139,7 @@ class Teacher(ExactLanguage):
             tokenizer = None
         start_id = kept_tokens.find_start(model, config.start_id, name)
         tokens = config.tokens or kept_tokens.choose(model, tokenizer, start_id, config)
-        resolved = dataclasses.replace(config, checkpoint=name, tokens=tokens, start_id=start_id, content=found)
+        resolved = dataclasses.replace(config, checkpoint=name, tokens=tokens, start_id=start_id, content=content)
         return cls(
             model,
             tokens,
@@ -157,7 +157,7 @@ class Teacher(ExactLanguage):
 
     def describe(self) -> str:
         """Return what the sentences are, and their length."""
-        return f"what a causal language model writes over {self.vocab_size:,} tokens; {self._describe_lengths()}"
+        return f"what a causal language model writes over {super().describe()}"
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._move(device, dtype)
@@ -212,17 +212,17 @@ class Teacher(ExactLanguage):
             IsolossError: A token or a length is out of range, unknown tokens of a sentence have more than 4,096
                 completions, or a sentence is impossible; the message names the row.
         """
-        ids, lengths, hidden = self._checked(tokens, lengths, mask)
-        self._check_completions(hidden.sum(dim=1))
+        ids, lengths, masked = self._checked(tokens, lengths, mask)
+        self._check_completions(masked.sum(dim=1))
         out = torch.empty(len(ids), dtype=self.dtype, device=self.device)
         for rows, prefix in self._read(ids, lengths):
             steps = prefix.logs.gather(2, prefix.tokens[..., None])[..., 0]
             out[rows] = steps.sum(dim=1)
-            for places, members in by_set(hidden[rows]):
-                if places:
+            for unknown_at, members in by_set(masked[rows]):
+                if unknown_at:
                     index = torch.tensor(members, device=self.device)
-                    endings = self._scorer.completions(prefix, index, places).flatten(1).logsumexp(dim=1)
-                    out[rows[index]] = steps[index, : places[0]].sum(dim=1) + endings
+                    endings = self._scorer.completions(prefix, index, unknown_at).flatten(1).logsumexp(dim=1)
+                    out[rows[index]] = steps[index, : unknown_at[0]].sum(dim=1) + endings
         check_possible(out)
         return out
 
@@ -318,8 +318,8 @@ class Teacher(ExactLanguage):
                 rows, columns = (wide[chunk] == position).nonzero(as_tuple=True)
                 kept = choose(prefix.logs[rows, position], mass=mass, candidates=candidates)
                 parts.append((chunk[rows], columns, truncate(self._scorer, prefix, rows, position, kept)))
-        found = join_parts(parts, wide.shape, self.pad_id, self.dtype, self.device)
-        return Truncated(*(field.view(*shape, *field.shape[2:]) for field in found))
+        joined = join_parts(parts, wide.shape, self.pad_id, self.dtype, self.device)
+        return Truncated(*(field.view(*shape, *field.shape[2:]) for field in joined))
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -327,24 +327,26 @@ class Teacher(ExactLanguage):
         self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, wide: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield rows, columns of `wide` and the (rows, K) log-conditionals at the positions that stand there."""
-        ids, lengths, hidden = self._checked(tokens, lengths, mask)
+        ids, lengths, masked = self._checked(tokens, lengths, mask)
         inside = wide < lengths[:, None]
-        also_hidden = hidden.gather(1, wide.clamp(max=ids.shape[1] - 1))
-        counts = hidden.sum(dim=1, keepdim=True) + (~also_hidden).long()
+        already_masked = masked.gather(1, wide.clamp(max=ids.shape[1] - 1))
+        counts = masked.sum(dim=1, keepdim=True) + (~already_masked).long()
         self._check_completions(counts.masked_fill(~inside, 0).amax(dim=1) if wide.shape[1] else counts[:, 0] * 0)
         for chunk, prefix in self._read(ids, lengths):
             rows, columns = inside[chunk].nonzero(as_tuple=True)
             at = wide[chunk][rows, columns]
-            unknown = hidden[chunk][rows].scatter(1, at[:, None], True)
-            for places, members in by_set(unknown):
+            unknown = masked[chunk][rows].scatter(1, at[:, None], True)
+            for unknown_at, members in by_set(unknown):
                 index = torch.tensor(members, device=self.device)
                 sentences, which = torch.unique(rows[index], return_inverse=True)
-                joint = self._scorer.completions(prefix, sentences, places)
+                joint = self._scorer.completions(prefix, sentences, unknown_at)
                 check_possible(joint.flatten(1).logsumexp(dim=1))
-                for axis, position in enumerate(places):
+                for axis, position in enumerate(unknown_at):
                     chosen = at[index] == position
                     if bool(chosen.any()):
-                        marginal = joint.movedim(1 + axis, 1).flatten(2).logsumexp(dim=2) if len(places) > 1 else joint
+                        marginal = (
+                            joint.movedim(1 + axis, 1).flatten(2).logsumexp(dim=2) if len(unknown_at) > 1 else joint
+                        )
                         logs = marginal.log_softmax(dim=1)[which[chosen]]
                         yield chunk[sentences[which[chosen]]], columns[index[chosen]], logs
 
@@ -371,8 +373,8 @@ class Teacher(ExactLanguage):
             tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.max_length, device=self.device
         )
         present = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
-        hidden = present & (torch.zeros_like(present) if mask is None else mask.to(self.device))
-        return ids.masked_fill(hidden | ~present, 0), lengths, hidden
+        masked = present & (torch.zeros_like(present) if mask is None else mask.to(self.device))
+        return ids.masked_fill(masked | ~present, 0), lengths, masked
 
     @property
     def max_masked(self) -> int:

@@ -34,7 +34,7 @@ class Prefix(NamedTuple):
 
 
 class Scorer:
-    """A causal model whose next token is one of K: its softmax over all tokens, renormalised over these.
+    """A causal model whose next token is one of K: its softmax over all tokens, renormalized over these.
 
     The output layer is cut to the K rows where the logits stay the same by that, and keys and values of a shared
     beginning are kept where the model keeps nothing else and gives the same logits with them; both are tried when the
@@ -59,8 +59,8 @@ class Scorer:
     @property
     def dtype(self) -> torch.dtype:
         """The type that the model computes in."""
-        found: torch.dtype = self.model.dtype
-        return found
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the model."""
@@ -79,8 +79,8 @@ class Scorer:
             logs, cache = self._read(inputs, cache)
             cumulative = logs[:, -1].cpu().double().exp().cumsum(dim=1)
             check_possible(cumulative[:, -1].log())
-            places = (uniforms[:, position, None] * cumulative[:, -1:]).contiguous()
-            chosen = torch.searchsorted(cumulative, places, right=True).clamp_(max=len(self.ids) - 1)
+            targets = (uniforms[:, position, None] * cumulative[:, -1:]).contiguous()
+            chosen = torch.searchsorted(cumulative, targets, right=True).clamp_(max=len(self.ids) - 1)
             tokens[:, position] = chosen[:, 0]
             latest = self.ids[chosen.to(self.ids.device)]
             inputs = latest if self.cached else torch.cat([inputs, latest], dim=1)
@@ -100,7 +100,7 @@ class Scorer:
         """Return (r,): log Pr(end | beginning), for sentences of the prefix whose last L tokens are replaced.
 
         Args:
-            prefix: The sentences; of what they have in place of the ends nothing is used.
+            prefix: The sentences; of what they have instead of the ends nothing is used.
             rows: (r,), which sentence each row begins as.
             ends: (r, L) tokens.
         """
@@ -116,26 +116,26 @@ class Scorer:
             logs, _ = self._read(self.ids[ends[:, :-1]], cache)
         return total + logs.gather(2, ends[:, 1:, None])[..., 0].sum(dim=1)
 
-    def completions(self, prefix: Prefix, rows: torch.Tensor, hidden: tuple[int, ...]) -> torch.Tensor:
-        """Return (r, K, ..., K): log Pr(tokens from the first hidden one on | those before), for all hidden tokens.
+    def completions(self, prefix: Prefix, rows: torch.Tensor, masked: tuple[int, ...]) -> torch.Tensor:
+        """Return (r, K, ..., K): log Pr(tokens from the first masked one on | those before), for all masked tokens.
 
         Args:
             prefix: The sentences.
             rows: (r,), which of them.
-            hidden: Positions, ascending; one dimension of the result each.
+            masked: Positions, ascending; one dimension of the result each.
         """
-        size, start = len(self.ids), hidden[0]
-        count = size ** len(hidden)
+        size, start = len(self.ids), masked[0]
+        count = size ** len(masked)
         total = torch.empty(len(rows) * count, dtype=prefix.logs.dtype, device=prefix.logs.device)
         for part in self.parts(len(total), prefix.tokens.shape[1]):
             index = torch.arange(part.start, part.stop, device=rows.device)
             sentences, code = rows[index // count], index % count
             ends = prefix.tokens[sentences, start:]
-            for position in reversed(hidden):
+            for position in reversed(masked):
                 ends[:, position - start] = code % size
                 code //= size
             total[part] = self.ending(prefix, sentences, ends)
-        return total.view(len(rows), *[size] * len(hidden))
+        return total.view(len(rows), *[size] * len(masked))
 
     def parts(self, n: int, length: int) -> Iterator[slice]:
         """Yield slices of n rows, each a part for one pass with sentences of `length` tokens."""
@@ -182,8 +182,8 @@ class Scorer:
         if head.bias is not None:
             small.bias.copy_(head.bias[self.ids])
         self.model.set_output_embeddings(small)
-        found = self.model(input_ids=inputs).logits
-        self.cut = found.shape == expected.shape and bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-3))
+        logits = self.model(input_ids=inputs).logits
+        self.cut = logits.shape == expected.shape and bool(torch.allclose(logits, expected, rtol=1e-3, atol=1e-3))
         if not self.cut:
             self.model.set_output_embeddings(head)
 
@@ -203,12 +203,12 @@ def _cache(states: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
     return cache
 
 
-def by_set(places: torch.Tensor) -> list[tuple[tuple[int, ...], list[int]]]:
+def by_set(flags: torch.Tensor) -> list[tuple[tuple[int, ...], list[int]]]:
     """Return the sets of true columns that occur in (r, T) bool, each with its rows."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for row, flags in enumerate(places.tolist()):
-        found.setdefault(tuple(column for column, flag in enumerate(flags) if flag), []).append(row)
-    return list(found.items())
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for row, own in enumerate(flags.tolist()):
+        sets.setdefault(tuple(column for column, flag in enumerate(own) if flag), []).append(row)
+    return list(sets.items())
 
 
 def check_possible(totals: torch.Tensor) -> None:
