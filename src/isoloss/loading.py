@@ -138,7 +138,7 @@ def load_model(
             raise IsolossError(f"the revision is {revision!r}, and {name} is a folder: only models on the hub have one")
         _check_folder(folder, trust_remote_code=trust_remote_code)
     else:
-        on_hub, named = split_revision(name)
+        on_hub, _, named = name.partition("@")
         if isinstance(checkpoint, Path) or not may_be_hub_name(on_hub):
             raise IsolossError(f"there is no checkpoint {name}: it is not a folder{files.nearest(folder)}")
         if named and revision not in (None, named):
@@ -224,17 +224,6 @@ def may_be_hub_name(name: str) -> bool:
     folder, _, last = name.rpartition("/")
     is_path = (bool(folder) and Path(folder).is_dir()) or _STEP.fullmatch(last) is not None
     return _HUB_NAME.fullmatch(name) is not None and not is_path
-
-
-def split_revision(name: str) -> tuple[str, str | None]:
-    """Return the name of a repository on the hub, and the revision behind its @.
-
-    Example:
-        >>> split_revision("EleutherAI/pythia-14m@step1000"), split_revision("gpt2")
-        (('EleutherAI/pythia-14m', 'step1000'), ('gpt2', None))
-    """
-    repository, _, revision = name.partition("@")
-    return repository, revision or None
 
 
 def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:

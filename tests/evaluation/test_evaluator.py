@@ -63,7 +63,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(run):
-    return {step: load_model(str(run.checkpoint(step))).model for step in (30, 60)}
+    return {step: load_model(str(run.checkpoint(step)), device="cpu").model for step in (30, 60)}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from isoloss.evaluation.inputs import language_inputs
 from isoloss.flatness.compare import Outline
 from isoloss.flatness.engine.auxiliary_sample import input_embeddings
 from isoloss.languages.api import Language
-from isoloss.loading import Kind, Loaded, split_revision
+from isoloss.loading import Kind, Loaded
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.runs import checkpoint_of
 from isoloss.text.inputs import Inputs, check_model, read_inputs
@@ -73,7 +73,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig,
     def read(num_inputs: int, seed: int) -> Inputs:
         inputs = read_inputs(
             data,
-            checkpoint=split_revision(first.name)[0],
+            checkpoint=first.name.partition("@")[0],
             tokenizer=config.tokenizer,
             config=first.config,
             kind=objective.kind,
@@ -183,7 +183,7 @@ def _check_tokenizers(names: Sequence[str]) -> None:
     known: tuple[str, dict[str, int]] | None = None
     for name in names:
         try:
-            vocabulary = load_tokenizer(split_revision(name)[0]).get_vocab()
+            vocabulary = load_tokenizer(name.partition("@")[0]).get_vocab()
         except IsolossError:
             continue  # it has none of its own: token ids, or a tokenizer that is given, say what it reads
         if known is not None and known[1] != vocabulary:

@@ -53,7 +53,8 @@ def resolve(
         spec: A preset, or a registered kind, which has its defaults then (`isoloss ls languages`), a `.toml` file
             with a language's config, a `.safetensors` file (see `save`), a grammar file (NLTK's PCFG text or rule
             lines), the folder of a causal checkpoint, or, together with a tokenizer, a text file, JSON lines, a folder
-            of them or a dataset (`hf:NAME`, see `isoloss.text.hub_datasets`); or what a registered kind of another package reads.
+            of them or a dataset (`hf:NAME`, see `isoloss.text.hub_datasets`); or what a registered kind of another
+            package reads.
         tokenizer: For text: a Hugging Face folder or name, or a `vocab.txt`.
         length: For text: the length that tokens are packed to. For a grammar file: the longest sentence. For a
             checkpoint: tokens of a sentence.
