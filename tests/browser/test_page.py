@@ -80,13 +80,13 @@ def table():
 @pytest.mark.parametrize("width", [1300, 500])
 def test_the_page_works(table, tmp_path, width):
     root = accuracy("root")
-    drawn = (charts.scatter_pair(table, root), charts.curves(table, (KL, TRACE, root)))
+    drawn = (charts.scatter(table, ((KL, root), (TRACE, root))), charts.curves(table, (KL, TRACE, root)))
     page = html.Page(
         title="A study",
         lead=(),
         findings=(),
         claims=(),
-        figures=tuple(html.Figure(title="t", chart=chart, caption="c") for chart in drawn),
+        figures=tuple(html.Figure(name="n", title="t", chart=chart, caption="c") for chart in drawn),
         checkpoints=html.checkpoint_table(table),
         command="isoloss",
         settings={},

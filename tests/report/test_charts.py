@@ -6,11 +6,12 @@ from isoloss.report import charts, data
 from isoloss.report.data import KL, TRACE, Style, accuracy
 
 ROOT = accuracy("root")
+PAIR = ((KL, ROOT), (TRACE, ROOT))
 
 
 def draw(name, table, **settings):
-    if name == "scatter_pair":
-        return charts.scatter_pair(table, ROOT, **settings).to_dict()
+    if name == "scatter":
+        return charts.scatter(table, PAIR, **settings).to_dict()
     return getattr(charts, name)(table, (KL, TRACE, ROOT), **settings).to_dict()
 
 
@@ -19,7 +20,7 @@ def rows(spec, panel, layer=-1):
     return spec["datasets"][(part["layer"][layer].get("data") or part["data"])["name"]]
 
 
-CHARTS = pytest.mark.parametrize("name", ["scatter_pair", "curves", "sizes"])
+CHARTS = pytest.mark.parametrize("name", ["scatter", "curves", "sizes"])
 
 
 @CHARTS
@@ -64,8 +65,8 @@ def test_panels_of_one_vertical_measure_share_and_name_it_once(table):
     assert across == [KL.axis_title, TRACE.axis_title, KL.axis_title]
 
 
-def test_scatter_pair_has_one_vertical_axis_and_bars_both_ways(table):
-    left, right = draw("scatter_pair", table)["concat"]
+def test_scatter_has_one_vertical_axis_and_bars_both_ways(table):
+    left, right = draw("scatter", table)["concat"]
     assert left["layer"][-1]["encoding"]["y"]["scale"] == right["layer"][-1]["encoding"]["y"]["scale"]
     assert left["layer"][-1]["encoding"]["y"]["title"] == "Probe accuracy, root (%)"
     assert [p["layer"][-1]["encoding"]["x"]["field"] for p in (left, right)] == ["kl", "trace"]

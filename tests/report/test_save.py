@@ -14,15 +14,16 @@ from isoloss.report.data import KL, TRACE, accuracy
 from isoloss.report.save import AXES, PANEL, printed, save
 
 ROOT = accuracy("root")
+PAIR = ((KL, ROOT), (TRACE, ROOT))
 
 
 def draw(name, table):
-    if name == "scatter_pair":
-        return charts.scatter_pair(table, ROOT)
+    if name == "scatter":
+        return charts.scatter(table, PAIR)
     return getattr(charts, name)(table, (KL, TRACE, ROOT, accuracy("prefix-4")))
 
 
-@pytest.mark.parametrize("name", ["scatter_pair", "curves", "sizes"])
+@pytest.mark.parametrize("name", ["scatter", "curves", "sizes"])
 def test_the_same_table_gives_the_same_bytes(table, tmp_path, name):
     for kind, start in (("pdf", b"%PDF"), ("png", b"\x89PNG"), ("svg", b"<svg")):
         one, other = tmp_path / "a" / f"{name}.{kind}", tmp_path / "b" / f"{name}.{kind}"
@@ -43,12 +44,12 @@ def test_another_process_gives_the_same_bytes(table, tmp_path):
         "import sys, polars as pl, pathlib\nfrom isoloss.report import charts, data, save\n"
         "folder = pathlib.Path(sys.argv[1]); table = pl.read_parquet(folder / 'table.parquet')\n"
         "for kind in ('pdf', 'png'):\n"
-        "    save.save(charts.scatter_pair(table, data.accuracy('root')), folder / f'other.{kind}')\n"
+        "    save.save(charts.sizes(table, (data.KL, data.TRACE)), folder / f'other.{kind}')\n"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Pacific/Auckland"}
     subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path)], check=True, env=environment)
     for kind in ("pdf", "png"):
-        save(draw("scatter_pair", table), tmp_path / f"here.{kind}")
+        save(charts.sizes(table, (KL, TRACE)), tmp_path / f"here.{kind}")
         here, other = ((tmp_path / f"{name}.{kind}").read_bytes() for name in ("here", "other"))
         assert hashlib.sha256(here).hexdigest() == hashlib.sha256(other).hexdigest()
 
@@ -56,7 +57,7 @@ def test_another_process_gives_the_same_bytes(table, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("scatter_pair", "Bars: 95 % confidence intervals"),
+        ("scatter", "Bars: 95 % confidence intervals"),
         ("curves", "Bars and bands: 95 % confidence intervals"),
         ("sizes", "Bars: 95 % confidence intervals; lines: means of a group"),
     ],
@@ -80,8 +81,8 @@ def test_a_legend_of_long_names_is_not_wider_than_the_panels(table):
     long = table.with_columns(
         pl.when(pl.col("group") == "AdamW").then(pl.lit(groups[0])).otherwise(pl.lit(groups[1])).alias("group")
     )
-    assert printed(draw("scatter_pair", table))["config"]["legend"]["columns"] == 2
-    assert printed(draw("scatter_pair", long))["config"]["legend"]["columns"] == 1
+    assert printed(draw("scatter", table))["config"]["legend"]["columns"] == 2
+    assert printed(draw("scatter", long))["config"]["legend"]["columns"] == 1
     assert 4.7 * len(groups[0]) < 2 * (PANEL[0] + AXES)
 
 
@@ -93,6 +94,6 @@ def test_names_with_markup_are_names(table, tmp_path):
 def test_what_cannot_be_written_is_an_error(table, tmp_path):
     (tmp_path / "figure.pdf").mkdir()
     with pytest.raises(IsolossError, match=r"cannot write .*figure\.pdf"):
-        save(draw("scatter_pair", table), tmp_path / "figure.pdf")
+        save(draw("scatter", table), tmp_path / "figure.pdf")
     with pytest.raises(IsolossError, match=r"must end in .png, .svg or .pdf"):
-        save(draw("scatter_pair", table), tmp_path / "figure.gif")
+        save(draw("scatter", table), tmp_path / "figure.gif")

@@ -96,7 +96,7 @@ def _models() -> list[Row]:
             {
                 "architecture": name,
                 "objective": architecture.objective,
-                "sizes": "{0} to {1}".format(*(end(zip(counts, sizes, strict=True))[1] for end in (min, max))),
+                "sizes": "{} to {}".format(*(end(zip(counts, sizes, strict=True))[1] for end in (min, max))),
                 "parameters": f"{min(counts):,} to {max(counts):,}",
                 MEMORY: f"{_training_memory(min(counts))} to {_training_memory(max(counts))}",
                 "what": MODELS.summary(name),

@@ -14,7 +14,7 @@ import altair as alt
 import polars as pl
 
 from isoloss.report import data
-from isoloss.report.data import KL, TRACE, Measure, Style
+from isoloss.report.data import Measure, Style
 
 INTERVALS = ": 95 % confidence intervals"
 BARS = f"Bars{INTERVALS}"
@@ -22,29 +22,6 @@ POINT, LINE, RULE = 70, 2, 1.2  # pixels of a marker's area and of strokes; they
 
 _DIMMED = 0.12
 _INK = "currentColor"  # the page's ink, on light and on dark paper
-
-
-def scatter_pair(
-    table: pl.DataFrame,
-    accuracy: Measure,
-    *,
-    loss: Measure = KL,
-    trace: Measure = TRACE,
-    style: Style | None = None,
-) -> alt.ConcatChart:
-    """Pre-training loss against accuracy (left) and trace against accuracy (right): the paper's figure 1.
-
-    Args:
-        table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
-        accuracy: The measure of both vertical axes.
-        loss: The left panel's horizontal axis.
-        trace: The right panel's.
-        style: Colors and markers; by default those of this table.
-
-    Raises:
-        IsolossError: The table lacks a column or holds a number that cannot be drawn.
-    """
-    return scatter(table, ((loss, accuracy), (trace, accuracy)), style=style)
 
 
 def scatter(
@@ -71,16 +48,18 @@ def scatter(
     for i, (across, up) in enumerate(axes):
         rows, own = data.panel(frame, across, up)
         _, ends = data.panel(frame, up)
-        x = _x(across, own[across])
-        y = _y(up, ends[up], titled=data.titled(axes, i))
+        x = _measured(alt.X, across, own[across])
+        y = _measured(alt.Y, up, ends[up], titled=data.titled(axes, i))
         base = alt.Chart(_values(rows)).encode(color=_color(style), opacity=pick.opacity())
         panels.append(
             _layered(
                 base.mark_line(strokeWidth=1).encode(
                     x, y, opacity=pick.opacity(0.35), detail="run:N", order=alt.Order("step:Q")
                 ),
-                base.mark_rule(strokeWidth=RULE).encode(x, y=_field(up, "_low", y), y2=f"{up.field}_high"),
-                base.mark_rule(strokeWidth=RULE).encode(y, x=_field(across, "_low", x), x2=f"{across.field}_high"),
+                base.mark_rule(strokeWidth=RULE).encode(x, y=of_field(y, f"{up.field}_low"), y2=f"{up.field}_high"),
+                base.mark_rule(strokeWidth=RULE).encode(
+                    y, x=of_field(x, f"{across.field}_low"), x2=f"{across.field}_high"
+                ),
                 _points(base, style, tooltip).encode(x, y),
             )
         )
@@ -102,19 +81,20 @@ def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None
     frame, style = _prepared(table, shown, style)
     pick = _Pick(style)
     tooltip = _tooltip(table, shown)
-    scale = alt.Scale(domain=data.step_limits(frame), nice=False)
-    x = alt.X("step:Q", title="Step", scale=scale, axis=_axis(format=",d", tickCount=5))
+    x = axis(alt.X, "step", "Step", data.step_limits(frame), format=",d")
     panels = []
     for measure in shown:
         rows, ends = data.panel(frame, measure)
-        y = _y(measure, ends[measure])
+        y = _measured(alt.Y, measure, ends[measure])
         base = alt.Chart(_values(rows)).encode(x, color=_color(style), detail="run:N", opacity=pick.opacity())
         panels.append(
             _layered(
                 base.mark_area().encode(
-                    y=_field(measure, "_low", y), y2=f"{measure.field}_high", opacity=pick.opacity(0.2)
+                    y=of_field(y, f"{measure.field}_low"), y2=f"{measure.field}_high", opacity=pick.opacity(0.2)
                 ),
-                base.mark_rule(strokeWidth=RULE).encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
+                base.mark_rule(strokeWidth=RULE).encode(
+                    y=of_field(y, f"{measure.field}_low"), y2=f"{measure.field}_high"
+                ),
                 base.mark_line(strokeWidth=LINE).encode(y),
                 _points(base, style, tooltip).encode(y),
             )
@@ -137,14 +117,11 @@ def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None 
     frame, style = _prepared(table, shown, style)
     pick = _Pick(style)
     tooltip = _tooltip(table, shown)
-    counts = data.parameter_limits(frame)
-    scale = alt.Scale(type="log", domain=counts, nice=False)
-    axis = _axis(format="~s", values=data.log_ticks(counts))
-    x = alt.X("parameters:Q", title="Parameters", scale=scale, axis=axis)
+    x = axis(alt.X, "parameters", "Parameters", data.parameter_limits(frame), log=True, format="~s")
     panels = []
     for measure in shown:
         rows, ends = data.panel(frame, measure)
-        y = _y(measure, ends[measure])
+        y = _measured(alt.Y, measure, ends[measure])
         base = alt.Chart(_values(rows)).encode(x, color=_color(style), opacity=pick.opacity())
         means = alt.Chart(_values(data.size_means(rows, measure))).encode(x, y, detail="group:N")
         line = means.mark_line(strokeWidth=1.5, opacity=0.6)
@@ -152,7 +129,9 @@ def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None 
         panels.append(
             _layered(
                 line,
-                base.mark_rule(strokeWidth=RULE).encode(y=_field(measure, "_low", y), y2=f"{measure.field}_high"),
+                base.mark_rule(strokeWidth=RULE).encode(
+                    y=of_field(y, f"{measure.field}_low"), y2=f"{measure.field}_high"
+                ),
                 _points(base, style, tooltip).encode(y),
             )
         )
@@ -206,37 +185,49 @@ def _values(rows: pl.DataFrame) -> alt.InlineData:
     return alt.InlineData(values=rows.to_dicts())
 
 
-def _ticks(measure: Measure, ends: tuple[float, float]) -> alt.Axis:
-    return _axis(values=data.log_ticks(ends), format="~g") if measure.log else _axis(tickCount=5)
+def axis(
+    channel: Any,
+    field: str,
+    title: str | None,
+    ends: Sequence[float],
+    *,
+    log: bool = False,
+    ticks: Sequence[float] = (),
+    **shown: Any,
+) -> Any:
+    """Return a channel of numbers.
 
-
-def _axis(**settings: Any) -> alt.Axis:
-    return alt.Axis(labelOverlap="greedy", **settings)
-
-
-def _scale(measure: Measure, ends: tuple[float, float]) -> alt.Scale:
-    return alt.Scale(type="log" if measure.log else "linear", domain=list(ends), nice=False)
-
-
-def _x(measure: Measure, ends: tuple[float, float]) -> alt.X:
-    axis = _ticks(measure, ends)
-    return alt.X(
-        field=measure.field, type="quantitative", title=measure.axis_title, scale=_scale(measure, ends), axis=axis
+    Args:
+        channel: `alt.X` or `alt.Y`.
+        field: What it shows.
+        title: Of the axis.
+        ends: Of the axis.
+        log: Whether it is logarithmic.
+        ticks: Where its ticks are; empty: chosen.
+        shown: Other settings of the axis.
+    """
+    ticks = list(ticks) or (data.log_ticks(ends) if log else [])
+    marks: dict[str, Any] = {"values": ticks} if ticks else {"tickCount": 5}
+    if log:
+        marks["format"] = "~e" if ends[0] < 1e-4 or ends[1] > 1e6 else "~g"
+    return channel(
+        field=field,
+        type="quantitative",
+        title=title,
+        scale=alt.Scale(type="log" if log else "linear", domain=list(ends), nice=False),
+        axis=alt.Axis(labelOverlap="greedy", **{**marks, **shown}),
     )
 
 
-def _y(measure: Measure, ends: tuple[float, float], *, titled: bool = True) -> alt.Y:
-    title = measure.axis_title if titled else None
-    return alt.Y(
-        field=measure.field, type="quantitative", title=title, scale=_scale(measure, ends), axis=_ticks(measure, ends)
-    )
-
-
-def _field(measure: Measure, suffix: str, channel: Any) -> Any:
-    """The same axis, for another column of the measure."""
+def of_field(channel: Any, field: str) -> Any:
+    """Return the same axis for another field."""
     other = channel.copy()
-    other.field = f"{measure.field}{suffix}"
+    other.field = field
     return other
+
+
+def _measured(channel: Any, measure: Measure, ends: tuple[float, float], *, titled: bool = True) -> Any:
+    return axis(channel, measure.field, measure.axis_title if titled else None, ends, log=measure.log)
 
 
 def _color(style: Style) -> alt.Color:
@@ -285,7 +276,7 @@ def concat(panels: Sequence[alt.LayerChart], note: str) -> alt.ConcatChart:
 
 
 def _config() -> alt.Config:
-    axis = alt.AxisConfig(
+    axes = alt.AxisConfig(
         labelColor=_INK,
         titleColor=_INK,
         domainColor=_INK,
@@ -313,7 +304,7 @@ def _config() -> alt.Config:
         padding=8,  # keeps the legends away from each other
     )
     return alt.Config(
-        axis=axis,
+        axis=axes,
         legend=legend,
         view=alt.ViewConfig(stroke=None),
         font="system-ui, sans-serif",

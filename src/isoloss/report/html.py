@@ -36,21 +36,24 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A chart with its caption and the same figure as files beside the page.
+    """A chart with its caption.
 
     Attributes:
+        name: Of its files beside the page, `figures/NAME.pdf` and `.png`; the PNG is shown where JavaScript is off.
         title: Heading.
         chart: The interactive chart.
-        caption: What is seen, what the bars and bands are.
-        downloads: Path relative to the page, by label, e.g. `{"PDF": "figures/sizes.pdf"}`.
-        image: Path of a PNG, relative to the page, shown where JavaScript is off.
+        caption: What is seen.
     """
 
+    name: str
     title: str
     chart: alt.ConcatChart
     caption: str
-    downloads: Mapping[str, str] = field(default_factory=dict)
-    image: str | None = None
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The paths of its files, relative to the page, by format."""
+        return {kind: f"figures/{self.name}.{kind}" for kind in ("pdf", "png")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,8 +102,8 @@ def _panel(panel: Panel) -> alt.LayerChart:
         alt.Chart(alt.InlineData(values=curves))
         .mark_line(strokeWidth=charts.LINE)
         .encode(x, y, color=color, order="x:Q"),
-        base.mark_rule(strokeWidth=charts.RULE).encode(x, y=_end(y, "y_low"), y2="y_high"),
-        base.mark_rule(strokeWidth=charts.RULE).encode(y, x=_end(x, "x_low"), x2="x_high"),
+        base.mark_rule(strokeWidth=charts.RULE).encode(x, y=charts.of_field(y, "y_low"), y2="y_high"),
+        base.mark_rule(strokeWidth=charts.RULE).encode(y, x=charts.of_field(x, "x_low"), x2="x_high"),
         base.mark_point(filled=False, fill="white", opacity=1, size=charts.POINT, strokeWidth=1.6).encode(
             x, y, shape=shape
         ),
@@ -133,16 +133,4 @@ def _channel(channel: Any, name: str, axis: Axis, rows: Sequence[Mapping[str, An
     """Return an encoding whose axis holds all points, bars and curves with a little room, and the ends of the axis."""
     values = [row[key] for row in rows for key in (name, f"{name}_low", f"{name}_high") if key in row]
     ends = data.ends([value for value in values if value > 0] if axis.log else values, log=axis.log)
-    ticks = list(axis.ticks) or (data.log_ticks(ends) if axis.log else [])
-    shown: dict[str, Any] = {"values": ticks} if ticks else {"tickCount": 5}
-    if axis.log:
-        shown["format"] = "~e" if ends[0] < 1e-4 or ends[1] > 1e6 else "~g"
-    scale = alt.Scale(type="log" if axis.log else "linear", domain=list(ends), nice=False)
-    marks = alt.Axis(labelOverlap="greedy", **shown)
-    return channel(field=name, type="quantitative", title=axis.title, scale=scale, axis=marks), ends
-
-
-def _end(channel: Any, field: str) -> Any:
-    other = channel.copy()
-    other.field = field
-    return other
+    return charts.axis(channel, name, axis.title, ends, log=axis.log, ticks=axis.ticks), ends

@@ -3,7 +3,7 @@
 A study is a Python file that returns a `Study`:
 
     from isoloss.languages.config import LAPTOP_PCFG
-    from isoloss.run_config import TrainConfig
+    from isoloss.run_config import ModelConfig, TrainConfig
     from isoloss.studies import Experiment, Measurement, Scale, Study
 
     RUNS = {
@@ -22,13 +22,12 @@ A study is a Python file that returns a `Study`:
 from isoloss.lazy import exports
 from isoloss.studies.spec import Experiment, Measurement, Scale, Study
 
-__all__ = ["Claim", "Contrast", "Drawing", "Experiment", "Measurement", "PageParts", "Results", "Scale", "Study",
+__all__ = ["Claim", "Contrast", "Experiment", "Measurement", "PageParts", "Results", "Scale", "Study",
            "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
 
 _EXPORTS = {
     "Claim": "isoloss.studies.claims",
     "Contrast": "isoloss.studies.claims",
-    "Drawing": "isoloss.studies.page",
     "PageParts": "isoloss.studies.page",
     "Results": "isoloss.studies.results",
     "StudyFolder": "isoloss.studies.folder",

@@ -53,13 +53,7 @@ class StudyFolder:
             "runs": {name: configs.fingerprint(experiment.config) for name, experiment in experiments.items()},
             "measured": {
                 name: [
-                    {
-                        "measures": list(part.measures),
-                        "steps": list(experiment.steps(part)),
-                        "settings": dict(part.settings),
-                        "name": part.name,
-                    }
-                    for part in experiment.measurements
+                    configs.to_dict(part) | {"steps": list(experiment.steps(part))} for part in experiment.measurements
                 ]
                 for name, experiment in experiments.items()
             },

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import altair as alt
-
 from isoloss import config as configs
 from isoloss import files
 from isoloss.report import charts
@@ -25,23 +23,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """A figure of a study's page.
-
-    Attributes:
-        name: Of its files, without an ending.
-        title: Heading.
-        chart: The chart (`isoloss.report.charts`).
-        caption: What is seen.
-    """
-
-    name: str
-    title: str
-    chart: alt.ConcatChart
-    caption: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class PageParts:
     """What a study says on its page.
 
@@ -51,7 +32,7 @@ class PageParts:
         settings: How the study was made, by name, before what every page says of that.
     """
 
-    figures: Sequence[Drawing]
+    figures: Sequence[Figure]
     findings: Sequence[Finding] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
 
@@ -61,6 +42,9 @@ def write(folder: StudyFolder) -> Path:
     study, results = folder.study, folder.results()
     summary = folder.summary(results)
     parts = (study.page or default_parts)(results)
+    for figure in parts.figures:
+        for path in figure.files.values():
+            save(figure.chart, folder.page.parent / path)
     document = render(
         Page(
             title=f"{study.title or study.name}: {study.name} at {folder.scale_name} scale",
@@ -68,7 +52,7 @@ def write(folder: StudyFolder) -> Path:
             findings=tuple(parts.findings),
             claims=tuple(summary.claims),
             rule=RULE,
-            figures=tuple(_figure(folder.page.parent, drawing) for drawing in parts.figures),
+            figures=tuple(parts.figures),
             tables={each.title[0].upper() + each.title[1:]: _table(each) for each in summary.tables if each.caption},
             checkpoints=checkpoint_table(results.table(), shown(results)),
             command=shlex.join(["isoloss", "study", "run", study.name, "--scale", folder.scale_name]),
@@ -90,7 +74,7 @@ def default_parts(results: Results) -> PageParts:
     table = results.table()
     style, measures = Style.of(table), shown(results)
     figures = [
-        Drawing(
+        Figure(
             name="over-time",
             title="Over time",
             chart=charts.curves(table, measures, style=style),
@@ -102,7 +86,7 @@ def default_parts(results: Results) -> PageParts:
     if loss and others:
         chart = charts.scatter(table, [(loss, other) for other in others], style=style)
         caption = f"Every checkpoint: its {loss.title} against what else was measured."
-        figures.append(Drawing(name="against-loss", title="At the same loss", chart=chart, caption=caption))
+        figures.append(Figure(name="against-loss", title="At the same loss", chart=chart, caption=caption))
     return PageParts(figures=figures)
 
 
@@ -115,20 +99,6 @@ def shown(results: Results) -> tuple[Measure, ...]:
 def signed(difference: Estimate) -> str:
     """Return a difference with its sign, also where it is above 0."""
     return f"{'+' if difference.value > 0 else ''}{difference}"
-
-
-def _figure(folder: Path, drawing: Drawing) -> Figure:
-    """Write a figure's PDF and PNG under `folder`, the page's, and return it for the page."""
-    links = {kind.upper(): f"figures/{drawing.name}.{kind}" for kind in ("pdf", "png")}
-    for link in links.values():
-        save(drawing.chart, folder / link)
-    return Figure(
-        title=drawing.title,
-        chart=drawing.chart,
-        caption=f"{drawing.caption} Error bars and bands are 95 % confidence intervals.",
-        downloads=links,
-        image=links["PNG"],
-    )
 
 
 def _table(table: SummaryTable) -> Table:

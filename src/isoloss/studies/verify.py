@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,22 +65,6 @@ def _measured_again(run: Run, measures: Sequence[str], step: int, settings: Mapp
     evaluator = Evaluator(run, settings, device="cpu")
     for measure in measures:
         kept, (again, _) = run.evaluation(measure, step), evaluator.measure(measure, step)
-        same = kept is not None and kept.to_dict() == again.to_dict()
-        yield (
-            f"{run.name}: {measure} at step {step}, measured again",
-            None if same else _difference(kept.to_dict() if kept else {}, again.to_dict()),
-        )
-
-
-def _difference(kept: dict[str, object], again: dict[str, object]) -> str:
-    """Name the first place where two evaluations differ."""
-
-    def walk(a: object, b: object, path: str) -> str | None:
-        if isinstance(a, dict) and isinstance(b, dict):
-            found = (walk(a.get(key), b.get(key), f"{path}.{key}" if path else key) for key in dict.fromkeys([*a, *b]))
-            return next((text for text in found if text), None)
-        if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-            a, b = list(a), list(b)
-        return None if a == b else f"{path} is {a!r} in the file and {b!r} now"
-
-    return walk(kept, again, "") or "differs"
+        before = {} if kept is None else kept.to_dict()
+        differing = configs.differences(before, json.loads(json.dumps(again.to_dict())))
+        yield f"{run.name}: {measure} at step {step}, measured again", "; ".join(differing[:1]) or None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from isoloss.paper.algorithms.study import ALGORITHMS, BASELINE, Scale, config_of, differences, means
 from isoloss.report import charts
 from isoloss.report.data import KL, TRACE, Style, accuracy
-from isoloss.report.html import Finding
-from isoloss.studies.page import Drawing, PageParts, signed, words
+from isoloss.report.html import Figure, Finding
+from isoloss.studies.page import PageParts, signed, words
 from isoloss.studies.results import Results
 
 
@@ -35,14 +35,14 @@ def _findings(results: Results) -> tuple[Finding, ...]:
     )
 
 
-def _figures(results: Results) -> list[Drawing]:
+def _figures(results: Results) -> list[Figure]:
     table = results.table()
     style = Style.of(table)
     drawings = []
     for task in results.scale.tasks:
         axes = ((KL, TRACE), (TRACE, accuracy(task)), (KL, accuracy(task)))
         drawings.append(
-            Drawing(
+            Figure(
                 name=f"trace-{task}",
                 title=f"Flatness, loss and transfer: {task}",
                 chart=charts.scatter(table, axes, style=style),

@@ -7,10 +7,10 @@ import polars as pl
 from isoloss.paper.same_loss.study import Scale, adamw_run, lookups, sizes_expanded
 from isoloss.report import charts
 from isoloss.report.data import KL, TRACE, Measure, Style, accuracy
-from isoloss.report.html import Finding
+from isoloss.report.html import Figure, Finding
 from isoloss.statistics.estimate import rounded
 from isoloss.studies.comparison import difference, ratio
-from isoloss.studies.page import Drawing, PageParts, signed
+from isoloss.studies.page import PageParts, signed
 from isoloss.studies.results import Results
 
 
@@ -68,7 +68,7 @@ def expansion_caption(results: Results) -> str:
     )
 
 
-def _figures(results: Results) -> list[Drawing]:
+def _figures(results: Results) -> list[Figure]:
     scale: Scale = results.scale
     table, tasks = results.table(), [accuracy(task) for task in scale.tasks]
     style = Style.of(table)
@@ -77,10 +77,10 @@ def _figures(results: Results) -> list[Drawing]:
     for name, key in scale.expanded_traces.items():
         traces.append(Measure(key, f"Trace in {scale.sizes[-1]}, {name}", "nats/token", log=True))
     scatters = [
-        Drawing(
+        Figure(
             name=f"loss-and-trace-{task}",
             title=f"Loss and flatness against transfer: {task}",
-            chart=charts.scatter_pair(table, measure, style=style),
+            chart=charts.scatter(table, ((KL, measure), (TRACE, measure)), style=style),
             caption="Every checkpoint: on the left its KL to the truth, on the right the trace of its Fisher, against "
             f"the accuracy of a linear probe on the task {task}. Compare traces within a size: those of different "
             "widths are not comparable. The paper's figure 1.",
@@ -89,21 +89,21 @@ def _figures(results: Results) -> list[Drawing]:
     ]
     return [
         *scatters,
-        Drawing(
+        Figure(
             name="over-time",
             title=f"Over time: {scale.sizes[-1]}",
             chart=charts.curves(over_time, (KL, TRACE, *tasks), style=style),
             caption=f"AdamW from random weights, and from its last checkpoint (step {scale.steps:,}) on SGD. The "
             "paper's figures 2, 4 and 10.",
         ),
-        Drawing(
+        Figure(
             name="sizes",
             title=f"Sizes after {scale.steps:,} steps of AdamW: loss and transfer",
             chart=charts.sizes(by_size, (KL, *tasks)),
             caption="Loss and probes by the number of parameters. Compare only models of the same loss: see the KL. "
             "The paper's figures 3 and 5.",
         ),
-        Drawing(
+        Figure(
             name="sizes-trace",
             title=f"Sizes after {scale.steps:,} steps of AdamW: flatness",
             chart=charts.sizes(by_size, traces),
