@@ -81,7 +81,7 @@ def test_a_legend_of_long_names_is_not_wider_than_the_panels(table):
     long = table.with_columns(
         pl.when(pl.col("group") == "AdamW").then(pl.lit(groups[0])).otherwise(pl.lit(groups[1])).alias("group")
     )
-    assert printed(draw("scatter", table))["config"]["legend"]["columns"] == 2
+    assert printed(draw("scatter", table))["config"]["legend"]["columns"] == 4
     assert printed(draw("scatter", long))["config"]["legend"]["columns"] == 1
     assert 4.7 * len(groups[0]) < 2 * (PANEL[0] + AXES)
 

@@ -61,7 +61,7 @@ def printed(chart: alt.ConcatChart) -> dict[str, Any]:
     entries = _legend_entries(spec)
     longest = max((len(line) for entry in entries for line in entry.splitlines()), default=1)
     room = (1 if has_own_legends else columns) * (PANEL[0] + AXES)
-    legend_columns = max(1, min(len(entries), int(room / (longest * _LETTER + _SYMBOL))))
+    legend_columns = max(1, min(6, int(room / (longest * _LETTER + _SYMBOL))))
     # one family in one weight, which vl-convert brings along: the same bytes on every machine
     letters = {"labelFont": "Liberation Sans", "titleFont": "Liberation Sans", "titleFontWeight": "normal"}
     ink = {"labelColor": _INK, "titleColor": _INK}
