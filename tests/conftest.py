@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+collect_ignore = ["plugin"]  # a package from outside, which only some commands see
 WORDS = [f"{first}{second}" for first in "abcdefghij" for second in "uvwxyz"]
 
 

@@ -276,10 +276,14 @@ def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
     try:
         config = _converter.structure(document, cls)
     except cattrs.BaseValidationError as error:
-        reasons = "; ".join(cattrs.transform_error(error, path="config"))
+        reasons = "; ".join(cattrs.transform_error(error, path="config", format_exception=_told))
         raise IsolossError(f"not a valid {cls.__name__}: {reasons}") from error
     check(config)
     return config
+
+
+def _told(error: BaseException, target: type | None) -> str:
+    return str(error) if isinstance(error, IsolossError) else cattrs.v.format_exception(error, target)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -277,7 +277,7 @@ def test_the_tables_use_short_names_and_end_with_a_verdict(capsys, folder, tmp_p
     assert "1,400 predicted tokens in 200 sequences; ± is the standard error over 200 sequences" in out
     assert lines[-1].startswith("a is the flattest, with probability above 0.999: the next, c, has ")
     assert "differ in loss" not in lines[-1]  # two untrained models of the same words
-    assert figure.read_bytes().startswith(b"<?xml")
+    assert figure.read_bytes().startswith(b"<svg")
     assert str(figure) in err
 
 

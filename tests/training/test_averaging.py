@@ -192,6 +192,6 @@ def test_the_command_line_has_it(tmp_path, capsys):
     capsys.readouterr()
     folder = Run(tmp_path).checkpoint(3) / "ema"
     assert main(["flatness", str(folder), "--num-inputs", "64", "--threads", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"] == str(folder)
+    assert json.loads(capsys.readouterr().out)["models"][0]["model"] == str(folder)
     assert main([*arguments, "--ema", "1.5"]) == 2
     assert "ema is 1.5; it must be" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def finetune(
         Interrupted: A signal came, and all is saved.
 
     Example:
-        >>> from isoloss import languages
+        >>> from isoloss import load_language
         >>> from isoloss.models.make import make_model
         >>> from isoloss.run_config import ModelConfig
         >>> from isoloss.transfer.tasks import make_task

@@ -59,11 +59,11 @@ def linear_probe(
         IsolossError: As `extract` and `fit_linear_probe`.
 
     Example:
-        >>> from isoloss import languages
+        >>> from isoloss import load_language
         >>> from isoloss.models.make import make_model
         >>> from isoloss.run_config import ModelConfig
         >>> from isoloss.transfer.tasks import make_task
-        >>> language = languages.make(languages.resolve("pcfg-laptop"))
+        >>> language = load_language("pcfg-laptop")
         >>> model = make_model(ModelConfig(size="d16"), language, seed=0).eval()
         >>> task = make_task(language, "prefix-4", num_train=64, num_test=32)
         >>> linear_probe(model, task, epochs=3, seeds=2).predictions.shape
