@@ -19,29 +19,20 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True, eq=False)
 class MeasureContext:
-    """What a measure is made on, and when it may stop before the end.
+    """What a measure is made on, and when it may stop before the end."""
 
-    Attributes:
-        read: Returns the inputs to measure on, given how many sequences and a seed; `inputs` keeps what it returned.
-        objective: Which tokens are predicted, and from what.
-        language: The language of the inputs, where it is known; None: text or token ids.
-        has_embeddings: Whether the auxiliary sample of inputs from a file can be read by the models' input embeddings.
-        rtol: Stop when the standard error is at most this fraction of the value; None: at the end of the inputs.
-        seconds: Stop after this time; None: at the end of the inputs.
-        num_sequences: Stop after as many sequences; None: at the end of the inputs.
-        resume: A file to resume from, and to write to; None: none.
-        progress: Called with the number of sequences done; None: never.
-    """
-
+    # returns the inputs to measure on, given how many sequences and a seed; `inputs` keeps what it returned
     read: Callable[[int, int], Inputs]
-    objective: ObjectiveConfig
-    language: Any = None
+    objective: ObjectiveConfig  # which tokens are predicted, and from what
+    language: Any = None  # the language of the inputs, where it is known; None: text or token ids
+    # whether the auxiliary sample of inputs from a file can be read by the models' input embeddings
     has_embeddings: bool = True
+    # stop when the standard error is at most this fraction of the value; None: at the end of the inputs
     rtol: float | None = None
-    seconds: float | None = None
-    num_sequences: int | None = None
-    resume: Path | None = None
-    progress: Callable[[int], None] | None = None
+    seconds: float | None = None  # stop after this time; None: at the end of the inputs
+    num_sequences: int | None = None  # stop after as many sequences; None: at the end of the inputs
+    resume: Path | None = None  # A file to resume from, and to write to; None: none
+    progress: Callable[[int], None] | None = None  # called with the number of sequences done; None: never
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -66,11 +57,7 @@ class MeasureContext:
         )
 
     def task(self, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
-        """Return labelled sentences of a downstream task (`isoloss.transfer.tasks.make_task`).
-
-        Raises:
-            IsolossError: The language has no such task.
-        """
+        """Return labelled sentences of a downstream task (`isoloss.transfer.tasks.make_task`)."""
         from isoloss.transfer.tasks import make_task
 
         return self._once(

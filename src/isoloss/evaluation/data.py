@@ -24,21 +24,13 @@ from isoloss.text.tokenizers import load_tokenizer
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What inputs must fit, of a checkpoint that need not be in memory.
+    """What inputs must fit, of a checkpoint that need not be in memory."""
 
-    Attributes:
-        name: The checkpoint's folder or name.
-        architecture: The class that it names.
-        outline: What it predicts, of how many tokens.
-        config: The model's transformers config.
-        has_embeddings: Whether it embeds token ids, as an auxiliary sample needs.
-    """
-
-    name: str
-    architecture: str
-    outline: Outline
-    config: Any
-    has_embeddings: bool
+    name: str  # the checkpoint's folder or name
+    architecture: str  # the class that it names
+    outline: Outline  # what it predicts, of how many tokens
+    config: Any  # the model's transformers config
+    has_embeddings: bool  # whether it embeds token ids, as an auxiliary sample needs
 
     @property
     def kind(self) -> Kind:
@@ -54,17 +46,7 @@ class ModelInfo:
 
 
 def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig, *, shuffled: bool) -> MeasureContext:
-    """Return the context of measuring models on text or token ids that all take in the same meaning.
-
-    Args:
-        data: As for `isoloss.text.inputs.read_inputs`.
-        models: The models; the first one's tokenizer reads text, unless `config` names one.
-        config: How it is read.
-        shuffled: Whether the inputs come in random order: a measurement may stop before their end.
-
-    Raises:
-        IsolossError: Models that predict different things or have different tokenizers; an option without a meaning.
-    """
+    """Return the context of measuring models on text or token ids that all take in the same meaning."""
     first = models[0]
     _check_together(models)
     _check_tokenizers([model.name for model in models])
@@ -98,18 +80,7 @@ def language_context(
     *,
     shuffled: bool,
 ) -> MeasureContext:
-    """Return the context of measuring models on sentences of a language.
-
-    Args:
-        language: Its config.
-        objective: What is predicted.
-        models: The models.
-        config: The batch size; how text is read has no meaning here.
-        shuffled: As for `data_context`.
-
-    Raises:
-        IsolossError: Models that predict different things; an option without a meaning.
-    """
+    """Return the context of measuring models on sentences of a language."""
     _check_together(models)
     config.check_language(models[0].name)
     made: Language = language.build()
@@ -134,11 +105,7 @@ def run_context(config: TrainConfig) -> MeasureContext:
 
 
 def common_run_config(names: Sequence[str]) -> TrainConfig:
-    """Return the config of the first of some checkpoints of runs on one language with one objective.
-
-    Raises:
-        IsolossError: One is not of a run, or they differ in language or objective.
-    """
+    """Return the config of the first of some checkpoints of runs on one language with one objective."""
     known: tuple[str, TrainConfig] | None = None
     for name in names:
         checkpoint = checkpoint_of(Path(name))

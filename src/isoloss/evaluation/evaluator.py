@@ -137,14 +137,7 @@ def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: S
 
 
 class Evaluator:
-    """Makes evaluations of one run; what its checkpoints share (the truth, the tasks, the inputs) is made once.
-
-    Args:
-        run: The run.
-        settings: As for `evaluate`.
-        device: Where models run.
-        context: What is measured on; None: the run's own language. Runs with one language may share it.
-    """
+    """Makes evaluations of one run; what its checkpoints share (the truth, the tasks, the inputs) is made once."""
 
     def __init__(
         self, run: Run, settings: Settings | None = None, *, device: str = "cpu", context: MeasureContext | None = None
@@ -166,11 +159,7 @@ class Evaluator:
         return evaluation
 
     def measure(self, measure: str, step: int) -> tuple[Evaluation, bytes]:
-        """Return the evaluation of the checkpoint at `step`, and the file of its examples (see `Run.examples`).
-
-        Raises:
-            IsolossError: No such measure or checkpoint, or a measure that does not apply.
-        """
+        """Return the evaluation of the checkpoint at `step`, and the file of its examples (see `Run.examples`)."""
         weights = self.run.weights(step)
         made = make_measure(measure, self.settings)
         if reason := made.applies_to(self.context):
@@ -205,11 +194,7 @@ def measured(
 def applying(
     measures: Sequence[str] | None, settings: Settings | None, context: MeasureContext, what: str
 ) -> list[str]:
-    """Return the measures that apply; by default those of `loss` and `trace` that do, with a warning about the other.
-
-    Raises:
-        IsolossError: One that was asked for does not apply.
-    """
+    """Return the measures that apply; by default those of `loss` and `trace` that do, with a warning about the other."""
     chosen = []
     for name in measures or DEFAULT:
         reason = make_measure(name, settings).applies_to(context)
@@ -224,17 +209,11 @@ def applying(
 
 @dataclass(frozen=True)
 class _Part:
-    """Checkpoints of a run.
+    """Checkpoints of a run."""
 
-    Attributes:
-        name: What the command line calls it.
-        run: The run.
-        steps: The checkpoints' steps.
-    """
-
-    name: str
-    run: Run
-    steps: tuple[int, ...]
+    name: str  # what the command line calls it
+    run: Run  # the run
+    steps: tuple[int, ...]  # the checkpoints' steps
 
     @classmethod
     def of(cls, path: Path, steps: Sequence[int]) -> _Part:

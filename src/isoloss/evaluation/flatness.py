@@ -26,21 +26,13 @@ Progress = Callable[[str, str, int], None]  # measure, model, and how many of it
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatePair:
-    """The difference of an estimate between two models, paired by sample.
+    """The difference of an estimate between two models, paired by sample."""
 
-    Attributes:
-        first: A model's name.
-        second: The other's.
-        estimate: Which estimate of the measure.
-        difference: The first less the second.
-        log_ratio: The logarithm of their ratio; None where one is not above 0.
-    """
-
-    first: str
-    second: str
-    estimate: str
-    difference: Estimate
-    log_ratio: Estimate | None
+    first: str  # A model's name
+    second: str  # the other's
+    estimate: str  # which estimate of the measure
+    difference: Estimate  # the first less the second
+    log_ratio: Estimate | None  # the logarithm of their ratio; None where one is not above 0
 
     @classmethod
     def of(cls, name: str, first: tuple[str, Estimate], second: tuple[str, Estimate]) -> EstimatePair:
@@ -177,11 +169,7 @@ class FlatnessResults:
 
 
 def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> FlatnessMeasure:
-    """Return the measure of flatness called `name`; arguments as for `make_measure`.
-
-    Raises:
-        IsolossError: There is none.
-    """
+    """Return the measure of flatness called `name`; arguments as for `make_measure`."""
     measure = make_measure(name, settings)
     if not isinstance(measure, FlatnessMeasure):
         known = [other for other in MEASURES if issubclass(MEASURES.load(other), FlatnessMeasure)]

@@ -13,18 +13,7 @@ from isoloss.text.inputs import Inputs, make_inputs
 def language_inputs(
     language: Language, objective: ObjectiveConfig, *, num_inputs: int, seed: int, batch_size: int = 256
 ) -> Inputs:
-    """Return inputs from a language under an objective: held-out ones if it has any, else fresh ones.
-
-    Args:
-        language: The language.
-        objective: What is predicted.
-        num_inputs: Sentences; of a corpus, at most as many as are held out.
-        seed: Decides the sentences of a synthetic language, and the masks.
-        batch_size: Sentences in a batch.
-
-    Raises:
-        IsolossError: `num_inputs` is below 1.
-    """
+    """Return inputs from a language under an objective: held-out ones if it has any, else fresh ones."""
     if num_inputs < 1:
         raise IsolossError(f"the number of inputs is {num_inputs}; it must be at least 1")
     if language.num_held_out:

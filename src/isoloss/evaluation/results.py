@@ -15,15 +15,10 @@ NUM_TEXT = 4  # columns of text, those of numbers come last
 
 @dataclass(frozen=True)
 class Evaluations(Sequence[Evaluation]):
-    """Evaluations with the models that they are of; printing it gives a table.
+    """Evaluations with the models that they are of; printing it gives a table."""
 
-    Attributes:
-        models: What the model of each evaluation is called.
-        evaluations: The evaluations.
-    """
-
-    models: tuple[str, ...]
-    evaluations: tuple[Evaluation, ...]
+    models: tuple[str, ...]  # what the model of each evaluation is called
+    evaluations: tuple[Evaluation, ...]  # the evaluations
 
     @overload
     def __getitem__(self, index: int) -> Evaluation: ...

@@ -47,17 +47,11 @@ class InterruptedComparison(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Outline:
-    """What models must have in common for their losses and traces per token to be comparable.
+    """What models must have in common for their losses and traces per token to be comparable."""
 
-    Attributes:
-        name: What the model is called.
-        causal: Whether it predicts next tokens, not masked ones.
-        vocabulary: How many ids it knows; None where its config does not say.
-    """
-
-    name: str
-    causal: bool
-    vocabulary: int | None
+    name: str  # what the model is called
+    causal: bool  # whether it predicts next tokens, not masked ones
+    vocabulary: int | None  # how many ids it knows; None where its config does not say
 
     @classmethod
     def of(cls, name: str, model: nn.Module, causal: bool | None = None) -> Outline:
@@ -67,11 +61,7 @@ class Outline:
         return cls(name, is_causal(model) if causal is None else causal, getattr(text, "vocab_size", None))
 
     def check(self, other: Outline) -> None:
-        """Refuse another model that cannot be compared with this one.
-
-        Raises:
-            IsolossError: It predicts other tokens, or has another vocabulary.
-        """
+        """Refuse another model that cannot be compared with this one."""
         if self.causal != other.causal:
             next_tokens, masked = (self, other) if self.causal else (other, self)
             raise IsolossError(

@@ -28,20 +28,6 @@ def sampled_label_norms(
     """Return the squared norms of grad log f(x)_y, averaged over sampled labels y and summed over positions x.
 
     Each sequence has a forward pass of its own, and each label of each predicted position a backward pass.
-
-    Args:
-        model: As for `fisher_trace`.
-        batch: The sequences.
-        parameters: What to differentiate by.
-        first: The index of the batch's first sequence in the stream.
-        num_labels: Labels drawn from the prediction at each position; the paper takes 50.
-        seed: Decides them.
-
-    Returns:
-        (n, K) float64, and the names of the parameters that had a gradient.
-
-    Raises:
-        IsolossError: A logit is NaN or infinite, or the model gives none that fit.
     """
     norms = torch.zeros(len(batch.predicted), len(parameters), dtype=torch.float64)
     reached: set[str] = set()

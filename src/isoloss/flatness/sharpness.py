@@ -269,11 +269,7 @@ def weights_restored(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[to
 
 
 def _move(parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor], offsets: list[torch.Tensor]) -> None:
-    """Set the parameters to the originals plus the offsets.
-
-    Raises:
-        IsolossError: Rounding takes more than a tenth of the offsets away.
-    """
+    """Set the parameters to the originals plus the offsets."""
     wanted = lost = 0.0
     with torch.no_grad():
         for parameter, original, offset in zip(parameters.values(), originals, offsets, strict=True):

@@ -24,14 +24,10 @@ Matrix = Literal["gauss-newton", "hessian"]
 
 @dataclass(frozen=True, kw_only=True)
 class FlatnessMeasure(Measure):
-    """A measure of flatness, which every language model has; `isoloss flatness` takes it too.
+    """A measure of flatness, which every language model has; `isoloss flatness` takes it too."""
 
-    Attributes:
-        name: What its estimate is called.
-        calls: The function of `isoloss.flatness` that measures; a measure of one's own overrides `function` instead.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # what its estimate is called
+    # the function of `isoloss.flatness` that measures; a measure of one's own overrides `function` instead
     calls: ClassVar[str]
 
     def function(self) -> Callable[..., Any]:

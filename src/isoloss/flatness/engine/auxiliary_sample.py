@@ -36,19 +36,6 @@ class AuxiliarySample:
     variance that the features explain is divided by the size of the auxiliary sample, not by the number of measured
     sequences. Draw the auxiliary sample from the same distribution as the measured sequences, which it may contain.
 
-    Attributes:
-        embedding: (V, d) the model's input embeddings.
-        bigrams: Counts of the auxiliary sample's pairs of tokens.
-        mean: (1 + d,) float64, the mean over the auxiliary sample's sequences: of the log-probability, and of the
-            embedding.
-        directions: (1 + d, 1 + r) float64, orthonormal, the log-probability first.
-        covariance: (1 + r, 1 + r) float64, of the error of the mean along each direction.
-        num_sequences: How many were read.
-        by_document: Whether errors count documents as independent, not sequences.
-        seconds: The time that it took.
-        number: How many of the features are used, the first ones; None: as many as make the error smallest. It is the
-            same for models that are compared, so that what they have in common cancels.
-
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -60,29 +47,22 @@ class AuxiliarySample:
         (torch.Size([64, 8]), True)
     """
 
-    embedding: torch.Tensor
-    bigrams: Bigrams
+    embedding: torch.Tensor  # (V, d) the model's input embeddings
+    bigrams: Bigrams  # counts of the auxiliary sample's pairs of tokens
+    # (1 + d,) float64, the mean over the auxiliary sample's sequences: of the log-probability, and of the embedding
     mean: torch.Tensor
-    directions: torch.Tensor
-    covariance: torch.Tensor
-    num_sequences: int
-    by_document: bool
-    seconds: float
+    directions: torch.Tensor  # (1 + d, 1 + r) float64, orthonormal, the log-probability first
+    covariance: torch.Tensor  # (1 + r, 1 + r) float64, of the error of the mean along each direction
+    num_sequences: int  # how many were read
+    by_document: bool  # whether errors count documents as independent, not sequences
+    seconds: float  # the time that it took
+    # how many of the features are used, the first ones; None: as many as make the error smallest. It is the same for
+    # models that are compared, so that what they have in common cancels
     number: int | None = None
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Self:
-        """Read an auxiliary sample, twice; what can be iterated over only once is held in memory.
-
-        Args:
-            model: A Hugging Face model, for its input embeddings.
-            batches: Mappings of `input_ids` (B, T); optionally `labels` (B, T), which show what masked tokens were,
-                `attention_mask` (B, T) and `documents` (B,), as the measured batches have them.
-
-        Raises:
-            IsolossError: The model has no input embeddings, a batch has no `input_ids` or a token that has no
-                embedding, or there are fewer than two sequences or documents.
-        """
+        """Read an auxiliary sample, twice; what can be iterated over only once is held in memory."""
         begun = time.perf_counter()
         if isinstance(batches, Mapping):
             raise IsolossError("the auxiliary sample is a single batch; pass an iterable of batches, e.g. [batch]")
@@ -119,11 +99,7 @@ class AuxiliarySample:
         )
 
     def features(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return (B, 1 + r) float64 on the CPU: each sequence's features less the auxiliary sample's mean.
-
-        Raises:
-            IsolossError: The batch has no `input_ids`, or a token that has no embedding.
-        """
+        """Return (B, 1 + r) float64 on the CPU: each sequence's features less the auxiliary sample's mean."""
         tokens = _Tokens.of(batch, len(self.embedding))
         return (_values(tokens, self.embedding, self.bigrams) - self.mean) @ self.directions
 

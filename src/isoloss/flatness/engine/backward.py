@@ -45,11 +45,6 @@ def tail_cotangents(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cotangents (m, d) of the decoder's input and of an intermediate, by a backward pass of the tail
     alone.
-
-    Args:
-        predictions: What `forward` returned, with intermediates.
-        intermediate: One of them.
-        cotangent: (m, V) on the logits.
     """
     assert predictions.hidden_states is not None
     ends = [get_gradient_edge(predictions.hidden_states), GradientEdge(intermediate.node, intermediate.number)]
@@ -67,16 +62,7 @@ def collect(
     separate: bool = False,
     keep: bool = True,
 ) -> Collector:
-    """Return the squared norms by the rules, zero for the parameters without one, and what else the pass gave.
-
-    Args:
-        predictions: What a forward pass gave.
-        names: The P parameters.
-        cotangent: (m, V) on the logits.
-        intermediates: Whose cotangents are wanted.
-        separate: As for `isoloss.flatness.engine.factors.squared_norms`.
-        keep: Whether the graph is used again; if not, activations are freed on the way.
-    """
+    """Return the squared norms by the rules, zero for the parameters without one, and what else the pass gave."""
     capture, states = predictions.capture, predictions.hidden_states
     collector = Collector(capture, names, predictions.num_sequences, cotangent.device, separate=separate)
     hooks = [use.node.register_prehook(collector.receiver(use)) for use in capture.uses]

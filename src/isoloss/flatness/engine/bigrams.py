@@ -23,9 +23,6 @@ class Bigrams:
     With c_ij how often j follows i there and u_j the frequency of j (each token once more by a half), the probability
     is (c_ij + 5 u_j) / (c_i + 5). Beyond 4 million pairs, several share a count.
 
-    Args:
-        vocabulary: V.
-
     Example:
         >>> bigrams, ids = Bigrams(3), torch.tensor([[0, 1, 0, 1], [2, 2, 2, 2]])
         >>> for document in range(8):
@@ -42,13 +39,7 @@ class Bigrams:
         self._counts = [pairs, *(torch.zeros(2 * vocabulary, dtype=torch.float64) for _ in range(2))]
 
     def add(self, ids: torch.Tensor, present: torch.Tensor | None, documents: torch.Tensor | None) -> None:
-        """Count the pairs of sequences.
-
-        Args:
-            ids: (B, T) from 0 to V - 1, on the CPU.
-            present: (B, T) bool, which are no padding; None: all.
-            documents: (B,) their ids; None: each sequence is its own.
-        """
+        """Count the pairs of sequences."""
         halves, first, second, both = self._split(ids, present, documents)
         for counts, indices in zip(self._counts, self._indices(halves, first, second), strict=True):
             counts.index_add_(0, indices, both.to(counts.dtype).flatten())

@@ -27,36 +27,22 @@ _RESHAPES = (torch.Tensor.view, torch.Tensor.reshape)
 
 @dataclass(frozen=True)
 class Decoder:
-    """The last linear map of a model: logits = hidden @ weight.T + bias.
+    """The last linear map of a model: logits = hidden @ weight.T + bias."""
 
-    Attributes:
-        weight: (V, d).
-        bias: (V,) or None.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: torch.Tensor  # (V, d)
+    bias: torch.Tensor | None  # (V,) or None
 
 
 @dataclass(frozen=True)
 class Use:
-    """An output of a function that took parameters, by where the backward pass comes through it.
+    """An output of a function that took parameters, by where the backward pass comes through it."""
 
-    Attributes:
-        node: The node of the graph that receives the output's cotangent.
-        number: Which of the node's cotangents it is.
-        shape: The output's shape; the cotangent has as many elements in the same order.
-        contributions: How the cotangent gives each parameter's factor of the gradient.
-        selected: Whether the output has the predicted positions alone.
-        work: Multiplications of matrices that gave the output.
-    """
-
-    node: Node
-    number: int
-    shape: torch.Size
-    contributions: dict[str, Contribution]
-    selected: bool
-    work: int
+    node: Node  # the node of the graph that receives the output's cotangent
+    number: int  # which of the node's cotangents it is
+    shape: torch.Size  # the output's shape; the cotangent has as many elements in the same order
+    contributions: dict[str, Contribution]  # how the cotangent gives each parameter's factor of the gradient
+    selected: bool  # whether the output has the predicted positions alone
+    work: int  # multiplications of matrices that gave the output
 
 
 @dataclass(frozen=True)
@@ -84,15 +70,6 @@ class Capture(TorchFunctionMode):
         select_before: Select them before the linear map with this weight.
         unknown: (m,) which of the selected positions are NaN from there on; None: none.
         expands: Whether a lookup for all sequences together is made one for each, so that a rule can tell them apart.
-
-    Attributes:
-        predicted: (B, T) the positions that are predicted.
-        unknown: (m,) which of the selected positions are NaN.
-        layout: How the tokens lie in activations at this point.
-        uses: What was noted, in order.
-        without_rule: Names of parameters with a use that no rule knows.
-        expands: Whether a lookup for all sequences together may be made one for each.
-        shared: Whether one was.
     """
 
     def __init__(

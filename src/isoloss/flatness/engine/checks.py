@@ -90,11 +90,7 @@ class CheckedPasses(PositionSearch):
         return agree(predictions.logits.detach()[predictions.rows == last], alone)
 
     def _give_up_selection(self) -> None:
-        """Measure ungathered from here on.
-
-        Raises:
-            IsolossError: Batches before this one may be wrong.
-        """
+        """Measure ungathered from here on."""
         if self._skipped_checks:
             raise IsolossError(
                 f"selection positions {self.selection} changes the logits of this batch, and earlier ones were too "

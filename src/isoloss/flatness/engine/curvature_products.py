@@ -38,28 +38,6 @@ class MeanLoss:
     The Hessian's products take two backward passes (Pearlmutter 1994). Those of the Gauss-Newton matrix take three:
     J v is the derivative of v^T J^T u by u, the rest is one more.
 
-    Args:
-        model: A language model, as for `fisher_trace`. Its attention must have second derivatives: with
-            attention="sdpa" the products use its plain kernel, which has; flash attention has none.
-        batches: As for `fisher_trace`, or batches that were checked before; all are kept.
-        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
-        parameters: The parameters by name; None: all trainable ones, tied ones once.
-        num_sequences: Keep as many; None: all.
-
-    Attributes:
-        model: As given.
-        batches: All of them, checked.
-        parameters: By name.
-        causal: As given or found.
-        num_parameters: P.
-        num_sequences: Over all batches.
-        num_positions: Predicted positions over all batches.
-        skipped_batches: Batches that predict nothing.
-        dtype: Of the vectors: float32, or the parameters' wider type.
-
-    Raises:
-        IsolossError: Dropout is on, no parameter is trainable, a batch does not fit, or nothing is predicted.
-
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -105,11 +83,7 @@ class MeanLoss:
             return sum(float(_total_loss(self.model, batch)) for batch in self._batches) / self.num_positions
 
     def gradient(self) -> torch.Tensor:
-        """Return (P,): the gradient.
-
-        Raises:
-            IsolossError: It is not finite.
-        """
+        """Return (P,): the gradient."""
 
         def of_batch(batch: Batch) -> Sequence[torch.Tensor]:
             return torch.autograd.grad(
@@ -119,11 +93,7 @@ class MeanLoss:
         return self._mean(of_batch, "the gradient of the loss")
 
     def hessian_product(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return (P,): the Hessian times a vector (P,).
-
-        Raises:
-            IsolossError: It is not finite, or a part of the model has no second derivative.
-        """
+        """Return (P,): the Hessian times a vector (P,)."""
         directions = self.split(vector)
 
         def of_batch(batch: Batch) -> Sequence[torch.Tensor]:
@@ -155,10 +125,6 @@ class MeanLoss:
 
     def quadratic_forms(self, vector: torch.Tensor, *, hessian: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what each of N clusters adds to v^T A v of a vector v (P,), times the number of positions.
-
-        Args:
-            vector: (P,) v.
-            hessian: Whether A is the Hessian, which takes two backward passes a sequence; else the Gauss-Newton matrix.
 
         Returns:
             (N,) float64 the sums over a cluster's predicted positions of their own v^T A v, and (N,) their number: the
@@ -220,11 +186,7 @@ def _checked(
 
 
 def predicted_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return (m, V): the logits at the predicted positions, with their graph.
-
-    Raises:
-        IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite.
-    """
+    """Return (m, V): the logits at the predicted positions, with their graph."""
     predictions = predict(model, batch, Capture({}, batch.predicted), PositionSelection())
     assert predictions is not None  # only an early selection can fail
     return predictions.logits
@@ -278,11 +240,7 @@ def prediction_variances(
 
 @contextmanager
 def second_derivatives() -> Iterator[None]:
-    """Let attention take its plain kernel, and say so clearly where a part has no second derivative.
-
-    Raises:
-        IsolossError: In place of torch's error where a function can be differentiated only once.
-    """
+    """Let attention take its plain kernel, and say so clearly where a part has no second derivative."""
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield

@@ -31,30 +31,17 @@ _OF_A_PROCESS = 1 << 40  # sequences; the indices of a process's sequences are n
 
 
 class Terms(NamedTuple):
-    """What a source gives for a batch of B sequences; or for a batch that is one sample, with one row or none.
+    """What a source gives for a batch of B sequences; or for a batch that is one sample, with one row or none."""
 
-    Attributes:
-        values: (B, K) what each sequence adds to the numerator, on the CPU.
-        positions: (B,) what it adds to the denominator: predicted positions.
-        controls: (B, C) control variates, each with expectation 0.
-        residual: (B, K) of a second sum, which has no controls and is added to the first; None: there is none.
-    """
-
-    values: torch.Tensor
-    positions: torch.Tensor
-    controls: torch.Tensor
+    values: torch.Tensor  # (B, K) what each sequence adds to the numerator, on the CPU
+    positions: torch.Tensor  # (B,) what it adds to the denominator: predicted positions
+    controls: torch.Tensor  # (B, C) control variates, each with expectation 0
+    # (B, K) of a second sum, which has no controls and is added to the first; None: there is none
     residual: torch.Tensor | None = None
 
 
 class Source(abc.ABC):
     """Where the terms come from; a context manager, inside which the model may be changed.
-
-    Args:
-        model: What is measured.
-        num_probes: Random vectors or labels a position.
-        seed: What they are drawn with.
-        causal: Whether position t predicts label t + 1; None: by the model's class.
-        parameters: The parameters, by name; None: all trainable ones.
 
     Attributes:
         method: What the result calls it.
@@ -66,9 +53,6 @@ class Source(abc.ABC):
         parameters: The parameters, by name.
         choices: What it chose at the first batch; with this set before, it does not choose.
         reached: Names of the parameters that had a gradient.
-
-    Raises:
-        IsolossError: Dropout is on, there are no probes, or no parameter to measure.
     """
 
     method: str
@@ -117,28 +101,14 @@ class Source(abc.ABC):
 
 
 def at_least_one(num_probes: int) -> int:
-    """Return a number of probes.
-
-    Raises:
-        IsolossError: It is below 1.
-    """
+    """Return a number of probes."""
     if num_probes < 1:
         raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
     return num_probes
 
 
 class Measurement(Accumulation):
-    """A ratio of a model's terms over a stream of batches; it runs once.
-
-    Args:
-        source: Where its terms come from.
-        distributed: Whether every process of the torch.distributed group measures batches of its own, and all get the
-            result of all.
-        auxiliary_sample: Gives further controls; where it is distributed, the same one to every process.
-
-    Raises:
-        IsolossError: It is to be distributed, and torch.distributed has no process group.
-    """
+    """A ratio of a model's terms over a stream of batches; it runs once."""
 
     fewest = FIRST_LOOK
 

@@ -22,11 +22,6 @@ from isoloss.model_checks import device_of, measured_parameters, plainly, refuse
 class Passes:
     """Forward and backward passes of one model, with what is known of its parameters by now.
 
-    Args:
-        model: A language model.
-        causal: Whether position t predicts label t + 1.
-        parameters: What to measure by name; None: all trainable parameters.
-
     Attributes:
         parameters: The P parameters by name.
         names: Their names.

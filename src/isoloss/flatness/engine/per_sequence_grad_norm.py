@@ -25,17 +25,12 @@ from isoloss.flatness.engine.predictions import Batch, Predictions, plain_logits
 
 @dataclass(frozen=True)
 class SquaredNorms:
-    """What one backward pass gave.
+    """What one backward pass gave."""
 
-    Attributes:
-        by_parameter: (B, P) float64 on the CPU: squared gradient norms of each sequence.
-        hidden_cotangent: (m, d) the cotangent times the decoder's weight; None where there is no decoder.
-        intermediate_cotangents: (m, d) of each intermediate activation (`intermediates_of`).
-    """
-
-    by_parameter: torch.Tensor
+    by_parameter: torch.Tensor  # (B, P) float64 on the CPU: squared gradient norms of each sequence
+    # (m, d) the cotangent times the decoder's weight; None where there is no decoder
     hidden_cotangent: torch.Tensor | None
-    intermediate_cotangents: list[torch.Tensor]
+    intermediate_cotangents: list[torch.Tensor]  # (m, d) of each intermediate activation (`intermediates_of`)
 
 
 class Predictor(CheckedPasses):
@@ -49,20 +44,6 @@ class Predictor(CheckedPasses):
     that a later batch reaches first.
 
     It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the model is as result.
-
-    Args:
-        model: A language model, a module whose output has `logits` (B, T, V).
-        causal: Whether position t predicts label t + 1.
-        parameters: What to measure by name; None: all trainable parameters as `named_parameters` names them.
-
-    Attributes:
-        parameters: The P parameters by name.
-        names: Their names.
-        selection: Where the predicted positions are picked from all: what comes later sees only these.
-        tail_fraction: The selected part of the multiplications of a forward pass, as the first sequences showed.
-
-    Raises:
-        IsolossError: Dropout is on, or there is no parameter to measure.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -96,12 +77,7 @@ class Predictor(CheckedPasses):
         self._flags = []
 
     def forward(self, batch: Batch | Mapping[str, Any]) -> Predictions:
-        """Return the predictions for a batch: `labels` (B, T), -100 where nothing is predicted, and the model's inputs.
-
-        Raises:
-            IsolossError: The batch or what the model gives for it does not fit, or predicts nothing, or is not finite;
-                or no parameter reaches the logits; or positions cannot be selected in this batch as in the first one.
-        """
+        """Return the predictions for a batch: `labels` (B, T), -100 where nothing is predicted, and the model's inputs."""
         read = batch if isinstance(batch, Batch) else Batch.read(batch, self._model, causal=self._causal)
         read.require_predictions()
         if not self._calibrated:
@@ -135,14 +111,6 @@ class Predictor(CheckedPasses):
         """Return the squared norms for a cotangent (m, V) on the logits.
 
         Norms that are NaN or infinite are returned as they are.
-
-        Args:
-            predictions: What `forward` returned.
-            cotangent: (m, V).
-            separate: Where the head's parameters have a gradient for each predicted position, square these one by one
-                (`isoloss.flatness.engine.factors.squared_norms`): the same on average for cotangents that are
-                independent with mean 0, with less noise.
-            keep: Whether it may be called again on the same predictions. If not, activations are freed on the way.
         """
         cotangent = cotangent.to(predictions.logits)
         intermediates = intermediates_of(predictions)

@@ -20,28 +20,18 @@ from isoloss.flatness.engine.capture import Capture
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a submodule in a forward pass.
+    """A call of a submodule in a forward pass."""
 
-    Attributes:
-        module: The submodule's name.
-        number: Which of its calls, from 0 on.
-    """
-
-    module: str
-    number: int
+    module: str  # the submodule's name
+    number: int  # which of its calls, from 0 on
 
 
 @dataclass(frozen=True)
 class PositionSelection:
-    """Where to select, at most one of both; neither: from the logits.
+    """Where to select, at most one of both; neither: from the logits."""
 
-    Attributes:
-        call: At the input of this call.
-        weight: At the input of the linear map with this weight.
-    """
-
-    call: Call | None = None
-    weight: torch.Tensor | None = None
+    call: Call | None = None  # at the input of this call
+    weight: torch.Tensor | None = None  # at the input of the linear map with this weight
 
     @property
     def is_early(self) -> bool:

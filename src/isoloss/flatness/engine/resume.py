@@ -23,14 +23,7 @@ State = tuple[dict[str, Any], dict[str, torch.Tensor]]  # JSON types, and tensor
 
 
 class ResumeFile:
-    """A measurement's file.
-
-    Args:
-        path: Where it is.
-        model: What is measured; the file is of no use for other weights.
-        identity: What else decides the result, as JSON types.
-        inputs: All batches, where they are known before the measurement starts.
-    """
+    """A measurement's file."""
 
     def __init__(
         self,
@@ -48,11 +41,7 @@ class ResumeFile:
         self._written = time.perf_counter()
 
     def read(self) -> State | None:
-        """Return what the file holds, or None where there is none.
-
-        Raises:
-            IsolossError: It is damaged, or of another measurement.
-        """
+        """Return what the file holds, or None where there is none."""
         if not self._path.exists():
             return None
         try:
@@ -71,11 +60,7 @@ class ResumeFile:
         return header["state"], tensors
 
     def after(self, stream: Iterable[Mapping[str, Any]], number: int) -> Iterator[Mapping[str, Any]]:
-        """Yield the batches that follow the first `number`, and keep account of all.
-
-        Raises:
-            IsolossError: The first batches are other ones than those that were measured.
-        """
+        """Yield the batches that follow the first `number`, and keep account of all."""
         for count, batch in enumerate(stream, start=1):
             self._add_inputs(batch)
             if count == number and self._inputs.hexdigest() != self._expected:

@@ -56,11 +56,7 @@ class Stopping:
             raise IsolossError(f"seconds is {self.seconds}; it must be more than 0")
 
     def number_of_probes(self, given: int | None, default: int) -> int:
-        """Return how many probes to take at most; by default more where the error or the time decides.
-
-        Raises:
-            IsolossError: Fewer than 2 are given, from which there is no error bar.
-        """
+        """Return how many probes to take at most; by default more where the error or the time decides."""
         if given is None:
             return default if self.rtol is None and self.seconds is None else _MOST_PROBES
         if given < 2:
@@ -118,11 +114,7 @@ class Accumulation(abc.ABC):
         file: ResumeFile | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> str | None:
-        """Add items until they end, or `stopping` says so; return which limit it was, None where the items ended.
-
-        Raises:
-            InterruptedEstimate: Ctrl-C, where there is a partial estimate.
-        """
+        """Add items until they end, or `stopping` says so; return which limit it was, None where the items ended."""
         before, begun, look = self.seconds, time.perf_counter(), _next_look(len(self))
         try:
             for item in items:
@@ -149,12 +141,7 @@ class Accumulation(abc.ABC):
 
 
 class Probes(Accumulation):
-    """A measurement by independent random probes, each of which sees all inputs.
-
-    Args:
-        measure: What the probe of this number gives.
-        estimate: The estimate from what (R, ...) at least 2 probes gave.
-    """
+    """A measurement by independent random probes, each of which sees all inputs."""
 
     def __init__(self, measure: Callable[[int], torch.Tensor], estimate: Callable[[torch.Tensor], Estimate]) -> None:
         self._measure, self._estimate = measure, estimate
