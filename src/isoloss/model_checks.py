@@ -45,7 +45,7 @@ def refuse_dropout(model: nn.Module) -> None:
 
 
 def refuse_random_training(model: nn.Module) -> None:
-    """Raise where a model whose forward pass draws random numbers has a part in training mode, such as router jitter."""
+    """Raise where a model that draws random numbers, such as router jitter, has a part in training mode."""
     if any(module.training for module in model.modules()):
         raise IsolossError(
             f"{type(model).__name__} is in training mode and its forward pass draws random numbers: call model.eval() "

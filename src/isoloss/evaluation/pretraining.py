@@ -82,7 +82,7 @@ class Monitor:
     """
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
-        from isoloss.evaluation.inputs import language_inputs
+        from isoloss.evaluation.context import language_inputs
         from isoloss.evaluation.truth import truth
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -20,8 +20,16 @@ from isoloss.errors import IsolossError
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
 from isoloss.flatness.engine.batches import CheckedBatch, StreamPosition, read_batches
 from isoloss.flatness.engine.parameters import counted_parameters, embeddings, refuse_unreached, requiring_gradients
-from isoloss.flatness.engine.resume import State
-from isoloss.flatness.engine.run import FIRST_LOOK, UNIT, Accumulation, Stopping, model_details, resume_file
+from isoloss.flatness.engine.run import (
+    FIRST_LOOK,
+    UNIT,
+    Accumulation,
+    Options,
+    State,
+    Stopping,
+    model_details,
+    resume_file,
+)
 from isoloss.memory import keep_freed
 from isoloss.model_checks import is_causal, plainly, refuse_dropout
 from isoloss.statistics.estimate import Estimate
@@ -41,26 +49,13 @@ class Terms(NamedTuple):
 
 
 class Source(abc.ABC):
-    """Where the terms come from; a context manager, inside which the model may be changed.
+    """Where the terms come from; a context manager, inside which the model may be changed."""
 
-    Attributes:
-        method: What the result calls it.
-        parts: Names of the sums, where there are two.
-        num_controls: C.
-        by_parameter: Whether the columns are the parameters; else there is one.
-        cluster_size: Consecutive sequences that are not independent.
-        by_batch: Whether a batch is one sample.
-        parameters: The parameters, by name.
-        choices: What it chose at the first batch; with this set before, it does not choose.
-        reached: Names of the parameters that had a gradient.
-    """
-
-    method: str
-    parts: tuple[str, ...] = ()
-    num_controls = 0
-    by_parameter = True
-    cluster_size = 1
-    by_batch = False
+    method: str  # what the result calls it
+    parts: tuple[str, ...] = ()  # names of the sums, where there are two
+    num_controls = 0  # C
+    by_parameter = True  # whether the columns are the parameters; else there is one
+    by_batch = False  # whether a batch is one sample
 
     def __init__(
         self,
@@ -70,13 +65,15 @@ class Source(abc.ABC):
         seed: int = 0,
         causal: bool | None = None,
         parameters: Mapping[str, nn.Parameter] | None = None,
+        cluster_size: int = 1,
     ) -> None:
         refuse_dropout(model)
         self.model, self.num_probes, self.seed = model, num_probes, seed
         self.causal = is_causal(model) if causal is None else causal
         self.parameters = counted_parameters(model, parameters)
-        self.choices: dict[str, int] = {}
-        self.reached: set[str] = set()
+        self.cluster_size = cluster_size  # consecutive sequences that are not independent
+        self.choices: dict[str, int] = {}  # what it chose at the first batch; with this set before, it does not choose
+        self.reached: set[str] = set()  # names of the parameters that had a gradient
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -91,6 +88,18 @@ class Source(abc.ABC):
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, which may predict nothing."""
 
+    def gradients(
+        self, output: torch.Tensor, cotangent: torch.Tensor | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the gradient of each parameter that the output depends on, dense, with its column; keep the graph."""
+        found = torch.autograd.grad(
+            output, list(self.parameters.values()), cotangent, retain_graph=True, allow_unused=True
+        )
+        for column, (name, gradient) in enumerate(zip(self.parameters, found, strict=True)):
+            if gradient is not None:
+                self.reached.add(name)
+                yield column, gradient.to_dense() if gradient.is_sparse else gradient
+
     def identity(self) -> dict[str, Any]:
         """Return what else decides the result, for the resume file."""
         return {}
@@ -98,13 +107,6 @@ class Source(abc.ABC):
     def details(self) -> dict[str, Any]:
         """Return what the result's details say of how it was done."""
         return {"parameters_without_gradient": [name for name in self.parameters if name not in self.reached]}
-
-
-def at_least_one(num_probes: int) -> int:
-    """Return a number of probes."""
-    if num_probes < 1:
-        raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
-    return num_probes
 
 
 class Measurement(Accumulation):
@@ -339,6 +341,27 @@ class Measurement(Accumulation):
             result = estimator.result()
             details |= {name: result.value, f"{name}_stderr": result.stderr}
         return details
+
+
+def measure(
+    kind: Callable[..., Source],
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    options: Options,
+    *,
+    num_probes: int | None = None,
+    distributed: bool = False,
+    auxiliary_sample: AuxiliarySample | None = None,
+    **own: Any,
+) -> Estimate:
+    """Return what a source of this kind, made with arguments of its `own`, gives for the batches."""
+    stopping = Stopping.of(options)
+    if num_probes is not None and num_probes < 1:
+        raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
+    chosen = {"causal": options.get("causal"), "parameters": options.get("parameters")}
+    source = kind(model, num_probes=num_probes or 0, **chosen, **own)
+    measurement = Measurement(source, distributed=distributed, auxiliary_sample=auxiliary_sample)
+    return measurement.measure(batches, stopping, resume=options.get("resume"), progress=options.get("progress"))
 
 
 def layer_of(name: str) -> str:

@@ -17,8 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.capture import Capture, Decoder
-from isoloss.flatness.engine.position_selection import PositionSelection, selected_at
+from isoloss.flatness.engine.capture import Capture, Decoder, PositionSelection, selected_at
 from isoloss.model_checks import NOTHING_PREDICTED, architecture, device_of, plainly, virtual_tokens
 from isoloss.text.masking import IGNORED
 
