@@ -184,9 +184,6 @@ def load_model(
 def max_length(config: Any) -> int | None:
     """Return how many tokens a model takes at most, or None where its config sets no bound.
 
-    Args:
-        config: The model's transformers config, that of its text part.
-
     Example:
         >>> from transformers import BertConfig, RobertaConfig
         >>> max_length(BertConfig(max_position_embeddings=512)), max_length(RobertaConfig(max_position_embeddings=514))
@@ -227,19 +224,7 @@ def may_be_hub_name(name: str) -> bool:
 
 
 def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:
-    """Ask the Hugging Face hub once for a model, as transformers would repeat the question for half a minute.
-
-    Args:
-        name: The name of its repository.
-        what: What of the model is wanted, for the message.
-        revision: Of the repository; None: the main branch.
-
-    Returns:
-        Whether the hub can be reached.
-
-    Raises:
-        IsolossError: It can, and has no model of this name, or not this revision.
-    """
+    """Ask the Hugging Face hub once for a model, as transformers would repeat the question for half a minute."""
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 

@@ -25,9 +25,6 @@ def refuse_dropout(model: nn.Module) -> None:
 
     Dropout modules are found by their `p`, parts that drop by themselves (LSTM layers, the attention of Llama) by an
     attribute whose name says so.
-
-    Raises:
-        IsolossError: Such a part exists; it is named.
     """
     for name, module in model.named_modules():
         if not module.training:
@@ -48,11 +45,7 @@ def refuse_dropout(model: nn.Module) -> None:
 
 
 def refuse_random_training(model: nn.Module) -> None:
-    """Raise where a model whose forward pass draws random numbers has a part in training mode, such as router jitter.
-
-    Raises:
-        IsolossError: There is such a part.
-    """
+    """Raise where a model that draws random numbers, such as router jitter, has a part in training mode."""
     if any(module.training for module in model.modules()):
         raise IsolossError(
             f"{type(model).__name__} is in training mode and its forward pass draws random numbers: call model.eval() "
@@ -61,11 +54,7 @@ def refuse_random_training(model: nn.Module) -> None:
 
 
 def measured_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name, tied ones once. Compiled parts have the names that they had before.
-
-    Raises:
-        IsolossError: There is none, or they were made in `torch.inference_mode`.
-    """
+    """Return the trainable parameters by name, tied ones once. Compiled parts have the names that they had before."""
     model = unwrapped(model)
     named = ((name.replace(f"{_COMPILED}.", ""), value) for name, value in model.named_parameters())
     parameters = {name: value for name, value in named if value.requires_grad}
@@ -128,9 +117,6 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
     Inside, gradients are enabled, `torch.inference_mode` is off, nothing runs compiled, and no activation is
     recomputed. None of this changes what is computed.
 
-    Raises:
-        IsolossError: The model recomputes activations by itself, and a backward pass fails at that.
-
     Example:
         >>> layer = nn.Linear(2, 1)
         >>> with torch.inference_mode(), plainly(nn.DataParallel(layer)) as model:
@@ -159,11 +145,7 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Decide by the class name, then by the config, whether position t predicts token t + 1.
-
-    Raises:
-        IsolossError: Neither says.
-    """
+    """Decide by the class name, then by the config, whether position t predicts token t + 1."""
     model = architecture(model)
     name = type(model).__name__
     if "ForMaskedLM" in name:

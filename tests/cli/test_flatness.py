@@ -21,7 +21,7 @@ from transformers import (
 
 from isoloss.cli import comparison
 from isoloss.cli.main import main
-from isoloss.evaluation import data as data_contexts
+from isoloss.evaluation import context as contexts
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
 from isoloss.flatness.compare import compare
 from isoloss.statistics.estimate import rounded
@@ -138,7 +138,7 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
 def test_a_model_without_input_embeddings_is_measured_alone(capsys, folder, tmp_path, monkeypatch):
     np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(0, VOCAB, (4000, 8)))
     data = ("--data", tmp_path / "ids.npy", "--num-inputs", "100", "--json")
-    monkeypatch.setattr(data_contexts, "input_embeddings", lambda model: None)
+    monkeypatch.setattr(contexts, "input_embeddings", lambda model: None)
     details = trace_of(json.loads(call(capsys, folder / "a", *data).out))["details"]
     assert (details["sequences"], details["auxiliary_sequences"]) == (100, 0)
     found = json.loads(call(capsys, folder / "a", folder / "b", *data).out)
@@ -178,9 +178,9 @@ def test_inputs_come_in_random_order_where_it_may_stop_early(capsys, folder, tmp
 
 
 def test_it_resumes_from_its_file(capsys, folder, tmp_path, monkeypatch):
-    from isoloss.flatness.engine import resume
+    from isoloss.flatness.engine import run
 
-    monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
     words = (folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--json", "--resume", tmp_path / "half")
     whole = trace_of(json.loads(call(capsys, *words[:-2]).out))
     calls = []

@@ -10,8 +10,8 @@ import pytest
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation import loss
+from isoloss.evaluation.context import language_inputs
 from isoloss.evaluation.evaluator import Evaluator, pending
-from isoloss.evaluation.inputs import language_inputs
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.evaluation.truth import truth as make_truth
 from isoloss.flatness import fisher_trace

@@ -16,9 +16,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.compare import compare
-from isoloss.flatness.engine import bigrams, resume
-from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample, _Tokens
-from isoloss.flatness.engine.bigrams import Bigrams
+from isoloss.flatness.engine import auxiliary_sample, run
+from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample, Bigrams, _Tokens
 from isoloss.seeds import generator
 
 VOCAB, LENGTH, TOPICS = 24, 8, 4
@@ -192,7 +191,7 @@ def test_features_have_the_mean_and_the_error_that_they_say(within, by_document)
 def test_pairs_of_a_large_vocabulary_share_counts(monkeypatch):
     ids = torch.randint(6, (300, 10), generator=generator(0, "ids"))
     whole, few = Bigrams(6), None
-    monkeypatch.setattr(bigrams, "_MOST", 7)
+    monkeypatch.setattr(auxiliary_sample, "_MOST", 7)
     few = Bigrams(6)
     for table in (whole, few):
         table.add(ids, None, None)
@@ -396,7 +395,7 @@ def test_the_first_model_decides_for_all(names, used):
 
 
 def test_a_resume_file_knows_its_auxiliary_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
     model, path = Topical(), tmp_path / "record"
     batches, pool = cut(topical(300, "measured"), [100, 100, 100]), [topical(3000, "pool")]
     straight = fisher_trace(model, batches, causal=False, auxiliary_sample=pool)

@@ -8,7 +8,7 @@ import torch
 from small_models import MODELS, Windows, bert, exact, failing, gpt2, patch_probes, rows
 
 from isoloss.flatness import fisher, fisher_trace
-from isoloss.flatness.engine import control_variates, resume
+from isoloss.flatness.engine import control_variates, run
 
 # --- exactness -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ def test_no_signs_are_drawn_twice(monkeypatch):
 
 
 def test_a_resumed_measurement_keeps_the_number_of_further_probes(tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
     model = bert(7, layers=3, dtype=torch.float32)
     # the second batch predicts so much that alone it would have no further probes
     batches = [rows(40, 16, 7), rows(8, 16, 7, predicted=((1, 2, 4, 5, 7, 9),))]

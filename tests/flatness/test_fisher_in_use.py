@@ -20,7 +20,7 @@ from transformers import (
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import InterruptedEstimate, empirical_fisher_trace, fisher_trace
-from isoloss.flatness.engine import control_variates, resume
+from isoloss.flatness.engine import control_variates, run
 from isoloss.model_checks import is_causal
 from isoloss.statistics.estimate import Estimate
 
@@ -197,7 +197,7 @@ def test_it_stops_at_a_look_where_the_error_is_small_enough():
 
 
 def test_it_goes_on_from_its_record_to_the_same_value(tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
     model, batch = bert(7, dtype=torch.float32), rows(80, 4, 7)
     batches, path = cut(batch, [16] * 5), tmp_path / "trace.safetensors"
     straight = fisher_trace(model, batches, seed=4)
@@ -213,7 +213,7 @@ def test_it_goes_on_from_its_record_to_the_same_value(tmp_path, monkeypatch):
 
 
 def test_a_record_of_something_else_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
     model, batches, path = bert(7), cut(rows(8, 4, 7), [4, 4]), tmp_path / "trace.safetensors"
     with pytest.raises(RuntimeError):
         fisher_trace(model, failing(batches, 1), resume=path)

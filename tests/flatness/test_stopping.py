@@ -20,7 +20,7 @@ from isoloss.flatness import (
     spectral_density,
     weighted_fisher_trace,
 )
-from isoloss.flatness.engine import resume
+from isoloss.flatness.engine import run
 from isoloss.statistics.paired import paired_difference, paired_log_ratio
 
 STREAMS = {
@@ -58,7 +58,7 @@ def of_influence(estimate):
 
 @pytest.fixture
 def _writes_always(monkeypatch):
-    monkeypatch.setattr(resume, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
 
 
 # --- streams of batches ----------------------------------------------------------------------------------------------

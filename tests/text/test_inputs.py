@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from isoloss.errors import IsolossError
-from isoloss.evaluation.inputs import language_inputs
+from isoloss.evaluation.context import language_inputs
 from isoloss.languages import resolve
 from isoloss.languages.config import CorpusConfig, PCFGConfig
 from isoloss.lstm import LSTMConfig

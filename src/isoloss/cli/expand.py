@@ -150,7 +150,7 @@ def _checkpoint(model: str) -> str:
 
 
 def _inputs(args: Args, name: str, loaded: Loaded) -> Inputs:
-    from isoloss.evaluation.inputs import language_inputs
+    from isoloss.evaluation.context import language_inputs
     from isoloss.text.inputs import read_inputs
 
     if args.data is not None:

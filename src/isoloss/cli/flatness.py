@@ -22,8 +22,7 @@ from isoloss.evaluation.measures.flatness import FlatnessMeasure
 from isoloss.runs import Run
 
 if TYPE_CHECKING:
-    from isoloss.evaluation.context import MeasureContext
-    from isoloss.evaluation.data import ModelInfo
+    from isoloss.evaluation.context import MeasureContext, ModelInfo
     from isoloss.evaluation.flatness import FlatnessResults
     from isoloss.loading import Loaded
 
@@ -90,7 +89,7 @@ def main(arguments: list[str]) -> int:
     settings = {**vars(args.settings), "trace_sentences": args.num_inputs}
     _check(args)
     common.use_threads(args.threads)
-    from isoloss.evaluation.data import ModelInfo
+    from isoloss.evaluation.context import ModelInfo
     from isoloss.evaluation.flatness import flatness_measure, measure_flatness
     from isoloss.flatness.engine.run import Stopping
 
@@ -187,16 +186,16 @@ def _model(args: Any, name: str) -> Any:
 
 
 def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
-    from isoloss.evaluation import data
+    from isoloss.evaluation import context as contexts
 
     reading = select(args.reading, ReadingConfig)
     configs.check(reading)
     shuffled = args.rtol is not None or args.seconds is not None  # it may stop before the end of the inputs
     if args.data is not None:
-        context = data.data_context(args.data, models, reading, shuffled=shuffled)
+        context = contexts.data_context(args.data, models, reading, shuffled=shuffled)
     else:
-        config = data.common_run_config(args.models)
-        context = data.language_context(config.language, config.objective, models, reading, shuffled=shuffled)
+        config = contexts.common_run_config(args.models)
+        context = contexts.language_context(config.language, config.objective, models, reading, shuffled=shuffled)
     context.rtol, context.seconds, context.resume = args.rtol, args.seconds, args.resume
     return context
 

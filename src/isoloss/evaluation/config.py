@@ -33,11 +33,7 @@ class ReadingConfig:
     the layers' activations around 1 GiB. It does not change the inputs or probes, only time and memory."""
 
     def objective(self, name: str, *, is_causal: bool) -> ObjectiveConfig:
-        """Return what the model called `name` predicts.
-
-        Raises:
-            IsolossError: It predicts next tokens, and an option says which are masked.
-        """
+        """Return what the model called `name` predicts."""
         if is_causal and (unused := self._given(_FOR_MASKED)):
             raise IsolossError(f"{name} predicts next tokens and has none masked: leave out {', '.join(unused)}")
         if is_causal:
@@ -45,11 +41,7 @@ class ReadingConfig:
         return ObjectiveConfig(masking=self.masking, fraction=self.fraction)
 
     def check_language(self, name: str) -> None:
-        """Refuse an option for text where the model called `name` is measured on a language.
-
-        Raises:
-            IsolossError: There is one.
-        """
+        """Refuse an option for text where the model called `name` is measured on a language."""
         if unused := self._given(_FOR_TEXT):
             raise IsolossError(
                 f"{name} is measured on its run's language, masked as in its training: leave out "

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from isoloss.run_config import ObjectiveConfig
-
-if TYPE_CHECKING:
-    from isoloss.evaluation.truth import Truth
-    from isoloss.text.inputs import Inputs
-    from isoloss.transfer.tasks import TaskData
+from isoloss.config import LanguageConfig
+from isoloss.errors import IsolossError
+from isoloss.evaluation.config import ReadingConfig
+from isoloss.evaluation.truth import Truth, truth
+from isoloss.flatness.compare import Outline
+from isoloss.flatness.engine.auxiliary_sample import input_embeddings
+from isoloss.languages.api import Language, Sentences
+from isoloss.loading import Kind, Loaded
+from isoloss.run_config import ObjectiveConfig, TrainConfig
+from isoloss.runs import checkpoint_of
+from isoloss.seeds import generator
+from isoloss.text.causal import objective_batch
+from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
+from isoloss.text.tokenizers import load_tokenizer
+from isoloss.transfer.tasks import TaskData, make_task
 
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True, eq=False)
 class MeasureContext:
-    """What a measure is made on, and when it may stop before the end.
+    """What a measure is made on, and when it may stop before the end of its inputs."""
 
-    Attributes:
-        read: Returns the inputs to measure on, given how many sequences and a seed; `inputs` keeps what it returned.
-        objective: Which tokens are predicted, and from what.
-        language: The language of the inputs, where it is known; None: text or token ids.
-        has_embeddings: Whether the auxiliary sample of inputs from a file can be read by the models' input embeddings.
-        rtol: Stop when the standard error is at most this fraction of the value; None: at the end of the inputs.
-        seconds: Stop after this time; None: at the end of the inputs.
-        num_sequences: Stop after as many sequences; None: at the end of the inputs.
-        resume: A file to resume from, and to write to; None: none.
-        progress: Called with the number of sequences done; None: never.
-    """
-
+    # returns the inputs to measure on, given how many sequences and a seed; `inputs` keeps what it returned
     read: Callable[[int, int], Inputs]
-    objective: ObjectiveConfig
-    language: Any = None
-    has_embeddings: bool = True
-    rtol: float | None = None
-    seconds: float | None = None
-    num_sequences: int | None = None
-    resume: Path | None = None
-    progress: Callable[[int], None] | None = None
+    objective: ObjectiveConfig  # which tokens are predicted, and from what
+    language: Any = None  # the language of the inputs, where it is known; None: text or token ids
+    has_embeddings: bool = True  # whether the models have input embeddings, by which an auxiliary sample is read
+    rtol: float | None = None  # stop when the standard error is at most this fraction of the value
+    seconds: float | None = None  # stop after this time
+    num_sequences: int | None = None  # stop after as many sequences
+    resume: Path | None = None  # a file to resume from, and to write to
+    progress: Callable[[int], None] | None = None  # called with the number of sequences done
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -58,21 +56,13 @@ class MeasureContext:
 
     def truth(self, num_sentences: int, seed: int) -> Truth:
         """Return masked sentences of the language and their exact conditionals (`isoloss.evaluation.truth.truth`)."""
-        from isoloss.evaluation.truth import truth
-
         return self._once(
             ("truth", num_sentences, seed),
             lambda: truth(self.language, num_sentences=num_sentences, objective=self.objective, seed=seed),
         )
 
     def task(self, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
-        """Return labelled sentences of a downstream task (`isoloss.transfer.tasks.make_task`).
-
-        Raises:
-            IsolossError: The language has no such task.
-        """
-        from isoloss.transfer.tasks import make_task
-
+        """Return labelled sentences of a downstream task (`isoloss.transfer.tasks.make_task`)."""
         return self._once(
             ("task", name, num_train, num_test, seed),
             lambda: make_task(self.language, name, num_train=num_train, num_test=num_test, seed=seed),
@@ -83,3 +73,165 @@ class MeasureContext:
             self._made[key] = make()
         made: T = self._made[key]
         return made
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What inputs must fit, of a checkpoint that need not be in memory."""
+
+    name: str  # the checkpoint's folder or name
+    architecture: str  # the class that it names
+    outline: Outline  # what it predicts, of how many tokens
+    config: Any  # the model's transformers config
+    has_embeddings: bool  # whether it embeds token ids, as an auxiliary sample needs
+
+    @property
+    def kind(self) -> Kind:
+        """Whether it predicts masked or next tokens: masked, or causal."""
+        return "causal" if self.outline.causal else "masked"
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> ModelInfo:
+        """Return what there is to know of a loaded checkpoint."""
+        outline = Outline.of(loaded.name, loaded.model, loaded.kind == "causal")
+        has_embeddings = input_embeddings(loaded.model) is not None
+        return cls(loaded.name, loaded.architecture, outline, loaded.model.config, has_embeddings)
+
+
+def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig, *, shuffled: bool) -> MeasureContext:
+    """Return the context of measuring models on text or token ids that all take in the same meaning."""
+    first = models[0]
+    _check_together(models)
+    _check_tokenizers([model.name for model in models])
+    objective = config.objective(first.name, is_causal=first.outline.causal)
+
+    def read(num_inputs: int, seed: int) -> Inputs:
+        inputs = read_inputs(
+            data,
+            checkpoint=first.name.partition("@")[0],
+            tokenizer=config.tokenizer,
+            config=first.config,
+            kind=objective.kind,
+            length=config.length,
+            num_inputs=num_inputs,
+            masking=objective,
+            mask_id=config.mask_id,
+            seed=seed,
+        )
+        for other in models[1:]:
+            check_model(inputs, other.config, other.name)
+        return _fitting(inputs, models, config, seed if shuffled else None)
+
+    return MeasureContext(read=read, objective=objective, has_embeddings=first.has_embeddings)
+
+
+def language_context(
+    language: LanguageConfig,
+    objective: ObjectiveConfig,
+    models: Sequence[ModelInfo],
+    config: ReadingConfig,
+    *,
+    shuffled: bool,
+) -> MeasureContext:
+    """Return the context of measuring models on sentences of a language."""
+    _check_together(models)
+    config.check_language(models[0].name)
+    made: Language = language.build()
+    for model in models:
+        _check_fits(model, made, language_inputs(made, objective, num_inputs=1, seed=0))
+
+    def read(num_inputs: int, seed: int) -> Inputs:
+        inputs = language_inputs(made, objective, num_inputs=num_inputs, seed=seed)
+        return _fitting(inputs, models, config, seed if shuffled else None)
+
+    return MeasureContext(read=read, objective=objective, language=made)
+
+
+def run_context(config: TrainConfig) -> MeasureContext:
+    """Return the context of measuring the checkpoints of a run on its own language."""
+    language: Language = config.language.build()
+    return MeasureContext(
+        read=lambda num_inputs, seed: language_inputs(language, config.objective, num_inputs=num_inputs, seed=seed),
+        objective=config.objective,
+        language=language,
+    )
+
+
+def common_run_config(names: Sequence[str]) -> TrainConfig:
+    """Return the config of the first of some checkpoints of runs on one language with one objective."""
+    known: tuple[str, TrainConfig] | None = None
+    for name in names:
+        checkpoint = checkpoint_of(Path(name))
+        if checkpoint is None:
+            raise IsolossError(
+                f"{name} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
+                "text or a .npy file of token ids"
+            )
+        config = checkpoint[0].config
+        if known is not None and (known[1].language, known[1].objective) != (config.language, config.objective):
+            raise IsolossError(
+                f"{known[0]} and {name} are of runs with different languages or objectives: add --data to compare them"
+            )
+        known = known or (name, config)
+    assert known is not None
+    return known[1]
+
+
+def _fitting(inputs: Inputs, models: Sequence[ModelInfo], config: ReadingConfig, order: int | None) -> Inputs:
+    """Return inputs in batches that fit all models, in random order where there is a seed of it."""
+    size = config.batch_size or min(inputs.fitting_batch_size(model.config) for model in models)
+    return (inputs if order is None else inputs.shuffled(order)).cut(size)
+
+
+def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
+    """Refuse a model that does not know the ids of a language, or not as many positions as its sentences have."""
+    text = model.config.get_text_config()
+    if text.vocab_size < language.model_vocab_size:
+        raise IsolossError(
+            f"{model.name} knows {text.vocab_size} ids, and a model of the language {language.model_vocab_size}"
+        )
+    check_model(inputs, model.config, model.name)
+
+
+def _check_together(models: Sequence[ModelInfo]) -> None:
+    for other in models[1:]:
+        models[0].outline.check(other.outline)
+
+
+def _check_tokenizers(names: Sequence[str]) -> None:
+    """Refuse checkpoints that bring tokenizers in which an id is not the same token."""
+    known: tuple[str, dict[str, int]] | None = None
+    for name in names:
+        try:
+            vocabulary = load_tokenizer(name.partition("@")[0]).get_vocab()
+        except IsolossError:
+            continue  # it has none of its own: token ids, or a tokenizer that is given, say what it reads
+        if known is not None and known[1] != vocabulary:
+            raise IsolossError(
+                f"{known[0]} and {name} have different tokenizers, so their losses per token are not of the same thing"
+            )
+        known = known or (name, vocabulary)
+
+
+def language_inputs(
+    language: Language, objective: ObjectiveConfig, *, num_inputs: int, seed: int, batch_size: int = 256
+) -> Inputs:
+    """Return inputs from a language under an objective: held-out ones if it has any, else fresh ones."""
+    if num_inputs < 1:
+        raise IsolossError(f"the number of inputs is {num_inputs}; it must be at least 1")
+    if language.num_held_out:
+        sentences = language.held_out(num_inputs)
+        available, of = language.num_held_out, "held-out sequences of the run's corpus"
+        source = f"{num_inputs:,} of the {available:,} {of}"
+        if available < num_inputs:
+            source = f"all {available:,} {of} (up to {num_inputs:,} would be taken)"
+    else:
+        sentences = language.sample(num_inputs, generator=generator(seed, "trace sentences"))
+        source = f"{num_inputs:,} sentences sampled from the run's language"
+    masks = generator(seed, "trace masks")
+    batches = []
+    for start in range(0, len(sentences.tokens), batch_size):
+        rows = slice(start, start + batch_size)
+        part = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        batches.append(objective_batch(part, language, objective, generator=masks))
+    return make_inputs(batches, objective.kind, source)

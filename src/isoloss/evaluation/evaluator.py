@@ -7,23 +7,26 @@ not measured again.
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError, warn
 from isoloss.evaluation.config import ReadingConfig
 from isoloss.evaluation.measures.base import MeasureResult, make_measure, settings_of
 from isoloss.evaluation.results import Evaluations
 from isoloss.registry import MEASURES
+from isoloss.run_config import ObjectiveConfig
 from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study
 
 if TYPE_CHECKING:
+    import torch
+
     from isoloss.evaluation.context import MeasureContext
-    from isoloss.run_config import ObjectiveConfig
 
 DEFAULT = ("loss", "trace")
 
@@ -94,23 +97,47 @@ def evaluate(
     if data is None and language is None:
         if output is not None:
             raise IsolossError("the evaluations of a run are kept in its folder: output is for data or a language")
-        return _evaluate_runs([_Part.of(Path(name), steps) for name in names], measures, settings, device, progress)
+        parts = [(str(name), *_checkpoints_of(Path(name), steps)) for name in names]
+        return _evaluate_runs(parts, measures, settings, device, progress)
     if steps:
         raise IsolossError("steps are those of a run that is measured on its own language: name checkpoints instead")
-    from isoloss.evaluation.checkpoints import evaluate_checkpoints
+    if data is not None and language is not None:
+        raise IsolossError("data and a language are given: a model is measured on one of the two")
+    import torch
 
-    return evaluate_checkpoints(
-        [str(name) for name in names],
-        measures,
-        data=data,
-        language=language,
-        objective=objective,
-        reading=reading or ReadingConfig(),
-        settings=settings,
-        output=None if output is None else Path(output),
-        load_options={"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code},
-        progress=progress,
-    )
+    from isoloss.evaluation import context as contexts
+    from isoloss.loading import load_model
+
+    reading = reading or ReadingConfig()
+    configs.check(reading)
+    checkpoints = [str(name) for name in names]
+    if twice := next((name for i, name in enumerate(checkpoints) if name in checkpoints[:i]), None):
+        raise IsolossError(f"{twice} is named twice")
+    options: Any = {"device": device, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
+    infos = [contexts.ModelInfo.of(load_model(name, **options)) for name in checkpoints]
+    if data is not None:
+        context = contexts.data_context(Path(data), infos, reading, shuffled=False)
+    else:
+        from isoloss import languages
+
+        config = language if isinstance(language, configs.LanguageConfig) else languages.resolve(str(language))
+        objective = objective or ObjectiveConfig(kind=infos[0].kind)
+        context = contexts.language_context(config, objective, infos, reading, shuffled=False)
+    chosen = _applying(measures, settings, context, ", ".join(checkpoints))
+    done: list[tuple[str, Evaluation]] = []
+    for name in checkpoints:
+        model = load_model(name, **options).model
+        weights = _weights_digest(model)
+        for measure in chosen:
+            if progress is not None:
+                progress(len(done), len(checkpoints) * len(chosen), f"{measure} of {name}")
+            evaluation, examples = _measured(measure, settings, model, context, step=None, weights=weights)
+            done.append((name, evaluation))
+            if output is not None:
+                path = Path(output) / re.sub(r"[^\w.-]+", "-", name).strip("-.") / f"{measure}.json"
+                files.write_bytes(path.with_suffix(".safetensors"), examples)
+                files.write_json(path, {"model": name, **evaluation.to_dict()})
+    return Evaluations.of(done)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -137,19 +164,12 @@ def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: S
 
 
 class Evaluator:
-    """Makes evaluations of one run; what its checkpoints share (the truth, the tasks, the inputs) is made once.
-
-    Args:
-        run: The run.
-        settings: As for `evaluate`.
-        device: Where models run.
-        context: What is measured on; None: the run's own language. Runs with one language may share it.
-    """
+    """Makes evaluations of one run; what its checkpoints share (the truth, the tasks, the inputs) is made once."""
 
     def __init__(
         self, run: Run, settings: Settings | None = None, *, device: str = "cpu", context: MeasureContext | None = None
     ) -> None:
-        from isoloss.evaluation.data import run_context
+        from isoloss.evaluation.context import run_context
         from isoloss.loading import resolve_device
 
         self.run, self.settings, self.device = run, settings or {}, resolve_device(device)
@@ -166,11 +186,7 @@ class Evaluator:
         return evaluation
 
     def measure(self, measure: str, step: int) -> tuple[Evaluation, bytes]:
-        """Return the evaluation of the checkpoint at `step`, and the file of its examples (see `Run.examples`).
-
-        Raises:
-            IsolossError: No such measure or checkpoint, or a measure that does not apply.
-        """
+        """Return the evaluation of the checkpoint at `step`, and the file of its examples (see `Run.examples`)."""
         weights = self.run.weights(step)
         made = make_measure(measure, self.settings)
         if reason := made.applies_to(self.context):
@@ -179,10 +195,10 @@ class Evaluator:
             from isoloss.loading import load_model
 
             self._loaded = (step, load_model(self.run.checkpoint(step), device=self.device).model)
-        return measured(measure, self.settings, self._loaded[1], self.context, step=step, weights=weights)
+        return _measured(measure, self.settings, self._loaded[1], self.context, step=step, weights=weights)
 
 
-def measured(
+def _measured(
     name: str, settings: Settings | None, model: Any, context: MeasureContext, *, step: int | None, weights: str
 ) -> tuple[Evaluation, bytes]:
     """Return the evaluation of a model by the measure called `name`, and the file of its examples."""
@@ -202,14 +218,10 @@ def measured(
     return evaluation, examples
 
 
-def applying(
+def _applying(
     measures: Sequence[str] | None, settings: Settings | None, context: MeasureContext, what: str
 ) -> list[str]:
-    """Return the measures that apply; by default those of `loss` and `trace` that do, with a warning about the other.
-
-    Raises:
-        IsolossError: One that was asked for does not apply.
-    """
+    """Return the measures that apply; by default those of `loss` and `trace` that do, and warn about the other."""
     chosen = []
     for name in measures or DEFAULT:
         reason = make_measure(name, settings).applies_to(context)
@@ -222,71 +234,65 @@ def applying(
     return chosen
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Checkpoints of a run.
+def _weights_digest(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of a model's parameters and buffers, by name."""
+    import torch
 
-    Attributes:
-        name: What the command line calls it.
-        run: The run.
-        steps: The checkpoints' steps.
-    """
+    sha256 = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        sha256.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
-    name: str
-    run: Run
-    steps: tuple[int, ...]
 
-    @classmethod
-    def of(cls, path: Path, steps: Sequence[int]) -> _Part:
-        run = Run(path)
-        if run.exists:
-            if chosen := tuple(steps) or tuple(run.steps()):
-                return cls(str(path), run, chosen)
-            raise IsolossError(f"{path} has no checkpoint yet: isoloss train {path} goes on with it")
-        checkpoint = checkpoint_of(path)
-        if checkpoint is None:
-            refuse_study(path)
-            raise IsolossError(
-                f"{path} is neither a run directory (it has no run.json) nor a checkpoint in one: to measure any other "
-                f"checkpoint add data or a language{files.nearest(path)}"
-            )
-        if steps:
-            raise IsolossError(f"{path} is one checkpoint: leave out steps, or name the run, {checkpoint[0].path}")
-        return cls(str(path), checkpoint[0], (checkpoint[1],))
+def _checkpoints_of(path: Path, steps: Sequence[int]) -> tuple[Run, Sequence[int]]:
+    """Return the run that a path names, or one of whose checkpoints it names, and the steps to measure."""
+    run = Run(path)
+    if run.exists:
+        if chosen := tuple(steps) or tuple(run.steps()):
+            return run, chosen
+        raise IsolossError(f"{path} has no checkpoint yet: isoloss train {path} goes on with it")
+    checkpoint = checkpoint_of(path)
+    if checkpoint is None:
+        refuse_study(path)
+        raise IsolossError(
+            f"{path} is neither a run directory (it has no run.json) nor a checkpoint in one: to measure any other "
+            f"checkpoint add data or a language{files.nearest(path)}"
+        )
+    if steps:
+        raise IsolossError(f"{path} is one checkpoint: leave out steps, or name the run, {checkpoint[0].path}")
+    return checkpoint[0], (checkpoint[1],)
 
 
 def _evaluate_runs(
-    parts: Sequence[_Part],
+    parts: Sequence[tuple[str, Run, Sequence[int]]],
     measures: Sequence[str] | None,
     settings: Settings | None,
     device: str,
     progress: Progress | None,
 ) -> Evaluations:
     """Return the evaluations of runs, of which those that are missing are made."""
-    todo = [(part, pending(part.run, measures or DEFAULT, part.steps, settings or {})) for part in parts]
+    todo = [(name, run, pending(run, measures or DEFAULT, steps, settings or {})) for name, run, steps in parts]
     contexts: dict[Any, MeasureContext] = {}
-    total, done = sum(len(pairs) for _, pairs in todo), 0
-    for part, pairs in todo:
+    total, done = sum(len(pairs) for *_, pairs in todo), 0
+    for name, run, pairs in todo:
         if not pairs:
             continue
-        config = part.run.config
-        evaluator = Evaluator(
-            part.run, settings, device=device, context=contexts.get((config.language, config.objective))
-        )
-        contexts[config.language, config.objective] = evaluator.context
+        shared = run.config.language, run.config.objective
+        evaluator = Evaluator(run, settings, device=device, context=contexts.get(shared))
+        contexts[shared] = evaluator.context
         wanted = dict.fromkeys(measure for _, measure in pairs)
-        chosen = applying(tuple(wanted) if measures else None, settings, evaluator.context, str(part.run.path))
+        chosen = _applying(tuple(wanted) if measures else None, settings, evaluator.context, str(run.path))
         for step, measure in pairs:
             if measure in chosen:
                 if progress is not None:
-                    progress(done, total, f"{measure} of {part.name} at step {step}")
+                    progress(done, total, f"{measure} of {name} at step {step}")
                 evaluator.evaluate(measure, step)
             done += 1
-    made = [
-        (part.name, evaluation)
-        for part in parts
-        for step in part.steps
+    return Evaluations.of(
+        (name, evaluation)
+        for name, run, steps in parts
+        for step in steps
         for measure in measures or DEFAULT
-        if (evaluation := part.run.evaluation(measure, step)) is not None
-    ]
-    return Evaluations(tuple(name for name, _ in made), tuple(evaluation for _, evaluation in made))
+        if (evaluation := run.evaluation(measure, step)) is not None
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ from isoloss.evaluation.measures.base import MeasureResult, make_measure
 from isoloss.evaluation.measures.flatness import FlatnessMeasure, SampledFlatness, Trace
 from isoloss.flatness import InterruptedEstimate
 from isoloss.flatness.compare import InterruptedComparison, compare
-from isoloss.flatness.differences import Comparison
+from isoloss.flatness.differences import Comparison, as_json_types
 from isoloss.registry import MEASURES
-from isoloss.statistics.estimate import Estimate, columns, number
+from isoloss.statistics.estimate import Estimate, number
 from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
+from isoloss.statistics.tables import text_table
 
 Models = Mapping[str, Callable[[], Any]]  # what loads each model, by its name
 Estimates = Mapping[str, Estimate]
@@ -26,21 +28,13 @@ Progress = Callable[[str, str, int], None]  # measure, model, and how many of it
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatePair:
-    """The difference of an estimate between two models, paired by sample.
+    """The difference of an estimate between two models, paired by sample."""
 
-    Attributes:
-        first: A model's name.
-        second: The other's.
-        estimate: Which estimate of the measure.
-        difference: The first less the second.
-        log_ratio: The logarithm of their ratio; None where one is not above 0.
-    """
-
-    first: str
-    second: str
-    estimate: str
-    difference: Estimate
-    log_ratio: Estimate | None
+    first: str  # A model's name
+    second: str  # the other's
+    estimate: str  # which estimate of the measure
+    difference: Estimate  # the first less the second
+    log_ratio: Estimate | None  # the logarithm of their ratio; None where one is not above 0
 
     @classmethod
     def of(cls, name: str, first: tuple[str, Estimate], second: tuple[str, Estimate]) -> EstimatePair:
@@ -79,16 +73,7 @@ class MeasureComparison:
                 for name in paired
                 for a, b in itertools.combinations(models, 2)
             ),
-            smallest={
-                name: dict(
-                    zip(
-                        models,
-                        probabilities_of_smallest([estimates[name] for estimates in models.values()]),
-                        strict=True,
-                    )
-                )
-                for name in paired
-            },
+            smallest={name: _chances(name, models) for name in paired},
         )
 
     def __repr__(self) -> str:
@@ -103,7 +88,7 @@ class MeasureComparison:
                 for model, estimates in self.models.items()
             ]
             header = [f"{name}, {estimate.unit}", "value", *(["probability of the smallest"] if chances else [])]
-            tables.append(columns([header, *rows]))
+            tables.append(text_table(header, rows))
             pairs = [
                 [
                     f"{pair.first} less {pair.second}",
@@ -114,24 +99,21 @@ class MeasureComparison:
                 if pair.estimate == name
             ]
             if pairs:
-                tables.append(columns([["difference, paired by input", "value", "95 % interval"], *pairs]))
+                tables.append(text_table(["difference, paired by input", "value", "95 % interval"], pairs))
         return "\n\n".join(tables)
 
     def to_dict(self) -> dict[str, Any]:
         """Return pairs and probabilities as JSON types."""
         return {
-            "pairs": [
-                {
-                    "first": pair.first,
-                    "second": pair.second,
-                    "estimate": pair.estimate,
-                    "difference": pair.difference.to_dict(),
-                    "log_ratio": None if pair.log_ratio is None else pair.log_ratio.to_dict(),
-                }
-                for pair in self.pairs
-            ],
+            "pairs": [as_json_types(pair) for pair in self.pairs],
             "smallest": {name: dict(chances) for name, chances in self.smallest.items()},
         }
+
+
+def _chances(name: str, models: Mapping[str, Estimates]) -> dict[str, float]:
+    """Return for each model the probability that it has the smallest of its estimates of this name."""
+    chances = probabilities_of_smallest([estimates[name] for estimates in models.values()])
+    return dict(zip(models, chances, strict=True))
 
 
 @dataclass(kw_only=True)
@@ -177,11 +159,7 @@ class FlatnessResults:
 
 
 def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> FlatnessMeasure:
-    """Return the measure of flatness called `name`; arguments as for `make_measure`.
-
-    Raises:
-        IsolossError: There is none.
-    """
+    """Return the measure of flatness called `name`; arguments as for `make_measure`."""
     measure = make_measure(name, settings)
     if not isinstance(measure, FlatnessMeasure):
         known = [other for other in MEASURES if issubclass(MEASURES.load(other), FlatnessMeasure)]
@@ -252,7 +230,7 @@ def _compare_traces(
             seconds=context.seconds,
             causal=context.is_causal,
             auxiliary_sample=inputs.pool if context.has_embeddings else None,
-            progress=progress and (lambda model, done: progress(name, model, done)),
+            progress=None if progress is None else functools.partial(progress, name),
         )
     except InterruptedComparison as stop:
         comparison, results.interrupted = stop.complete, (name, stop.name, stop.partial)
@@ -277,7 +255,7 @@ def _measure_each(
     """Take any measure of each model."""
     own, own_context = measure, context
     for model, load in models.items():
-        step = None if progress is None else _progress_of(name, model, progress)
+        step = None if progress is None else functools.partial(progress, name, model)
         try:
             result = MeasureResult.of(own.run(load(), dataclasses.replace(own_context, progress=step)))
         except InterruptedEstimate as stop:
@@ -294,7 +272,3 @@ def _measure_each(
     done = {model: estimates[name] for model, estimates in results.estimates.items() if name in estimates}
     if len(done) > 1:
         results.comparisons[name] = MeasureComparison.of(name, done)
-
-
-def _progress_of(measure: str, model: str, progress: Progress) -> Callable[[int], None]:
-    return lambda done: progress(measure, model, done)

@@ -40,12 +40,6 @@ def kl_values(
     p is the true conditional over the V tokens, q the model's softmax over all its M ids. Mass that q gives to special
     tokens is therefore part of the KL, as it is part of the cross-entropy that training minimizes.
 
-    Args:
-        model: A masked language model, a module whose output has `logits` (n, T, M).
-        truth: The sentences and their conditionals.
-        batch_size: Sentences in a forward pass.
-        progress: Called with the number of sentences done after each.
-
     Raises:
         IsolossError: Dropout is on, the model knows fewer ids than the language, or its logits are not finite.
     """
@@ -98,14 +92,7 @@ def pretraining_loss(
 
 
 def held_out_batch(language: Language, *, num_sequences: int, objective: ObjectiveConfig, seed: int) -> Batch:
-    """Return held-out sequences of a language and what is predicted in them.
-
-    Args:
-        language: One with text that training never sees.
-        num_sequences: How many at most.
-        objective: Which tokens are predicted, and from what.
-        seed: Decides the masks; models measured with the same seed are paired.
-    """
+    """Return held-out sequences of a language and what is predicted in them."""
     sentences = language.held_out(num_sequences)
     return objective_batch(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
 
@@ -120,20 +107,7 @@ def held_out_loss(
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Estimate]:
-    """Return `loss`: the cross-entropy of a language's held-out text, as `text_loss` gives it.
-
-    Args:
-        model: As for `text_loss`.
-        language: As for `held_out_batch`.
-        num_sequences: As for `held_out_batch`; at least ten must be there.
-        objective: As for `held_out_batch`.
-        seed: As for `held_out_batch`.
-        batch_size: As for `text_loss`.
-        progress: As for `text_loss`.
-
-    Raises:
-        IsolossError: As for `text_loss`.
-    """
+    """Return `loss`: the cross-entropy of a language's held-out text, as `text_loss` gives it."""
     batch = held_out_batch(language, num_sequences=num_sequences, objective=objective, seed=seed)
     return text_loss(model, [batch], objective=objective, seed=seed, batch_size=batch_size, progress=progress)
 
@@ -152,15 +126,6 @@ def text_loss(
     All predicted tokens weigh the same. The error is clustered: it counts sequences, not tokens, as independent, and
     where batches have `documents` it counts these. `details` holds `subset_std` and `subset_size` as for
     `pretraining_loss`.
-
-    Args:
-        model: A language model, a module whose output has `logits` (n, T, M).
-        batches: Mappings of `input_ids`, `attention_mask` and `labels` (n, T); optionally `documents` (n,), the
-            document of each sequence, those of one document one after another.
-        objective: What is predicted; it must be that of the batches.
-        seed: What the batches were drawn with, for the details.
-        batch_size: Sequences in a forward pass.
-        progress: Called with the number of sequences done after each.
 
     Raises:
         IsolossError: Dropout is on, the model does not know a label, its logits are not finite, or there are fewer

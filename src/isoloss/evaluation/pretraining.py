@@ -79,14 +79,10 @@ class Monitor:
 
     `kl_nats` where the language is exact and the objective masked, `held_out_nats` of a corpus, and `trace`, each with
     its standard error `..._stderr`. The sentences are the same for all runs of a language, and not those of training.
-
-    Args:
-        language: Whose sentences the model learns.
-        config: The run's.
     """
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
-        from isoloss.evaluation.inputs import language_inputs
+        from isoloss.evaluation.context import language_inputs
         from isoloss.evaluation.truth import truth
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences

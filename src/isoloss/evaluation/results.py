@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Self, overload
 
 from isoloss.runs import Evaluation
-from isoloss.statistics.estimate import Estimate, columns, html_table, rounded
+from isoloss.statistics.estimate import Estimate, html_table, rounded
+from isoloss.statistics.tables import text_table
 
 HEADER = ("step", "measure", "estimate", "value ± standard error", "inputs")
 NUM_TEXT = 4  # columns of text, those of numbers come last
@@ -15,15 +16,16 @@ NUM_TEXT = 4  # columns of text, those of numbers come last
 
 @dataclass(frozen=True)
 class Evaluations(Sequence[Evaluation]):
-    """Evaluations with the models that they are of; printing it gives a table.
+    """Evaluations with the models that they are of; printing it gives a table."""
 
-    Attributes:
-        models: What the model of each evaluation is called.
-        evaluations: The evaluations.
-    """
+    models: tuple[str, ...]  # what the model of each evaluation is called
+    evaluations: tuple[Evaluation, ...]  # the evaluations
 
-    models: tuple[str, ...]
-    evaluations: tuple[Evaluation, ...]
+    @classmethod
+    def of(cls, entries: Iterable[tuple[str, Evaluation]]) -> Self:
+        """Return evaluations that come with the names of their models."""
+        known = list(entries)
+        return cls(tuple(model for model, _ in known), tuple(evaluation for _, evaluation in known))
 
     @overload
     def __getitem__(self, index: int) -> Evaluation: ...
@@ -78,8 +80,8 @@ class Evaluations(Sequence[Evaluation]):
         ]
 
     def __str__(self) -> str:
-        header, rows, _ = self.table()
-        return columns([header, *rows])
+        header, rows, left = self.table()
+        return text_table(header, rows, left=left)
 
     def __repr__(self) -> str:
         measures = ", ".join(dict.fromkeys(evaluation.measure for evaluation in self))

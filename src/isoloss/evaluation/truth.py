@@ -33,25 +33,16 @@ class Truth:
 
     A function of the language, the number of sentences, the objective and the seed alone: made once, it serves every
     checkpoint, and the values of two checkpoints on it are paired.
-
-    Attributes:
-        language: The language of the sentences.
-        batch: The masked sentences: `input_ids`, `attention_mask`, `labels`, each (n, T), on the CPU.
-        entropy: (n,) float64, the entropies of the conditionals in nats, summed over the masked positions of each
-            sentence.
-        counts: (n,) masked positions of each sentence, at least 1.
-        objective: How they were drawn.
-        seed: What the sentences and masks were drawn with.
-        kept: All that `log_conditionals` returns, where it has at most 512 MiB; else None.
     """
 
-    language: Language
-    batch: Batch
+    language: Language  # the language of the sentences
+    batch: Batch  # the masked sentences: `input_ids`, `attention_mask`, `labels`, each (n, T), on the CPU
+    # (n,) float64, the entropies of the conditionals in nats, summed over the masked positions of each sentence
     entropy: torch.Tensor
-    counts: torch.Tensor
-    objective: ObjectiveConfig
-    seed: int
-    kept: torch.Tensor | None
+    counts: torch.Tensor  # (n,) masked positions of each sentence, at least 1
+    objective: ObjectiveConfig  # how they were drawn
+    seed: int  # what the sentences and masks were drawn with
+    kept: torch.Tensor | None  # all that `log_conditionals` returns, where it has at most 512 MiB; else None
 
     def __len__(self) -> int:
         return len(self.entropy)
@@ -77,14 +68,7 @@ class Truth:
 
 
 def why_no_truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> str | None:
-    """Return why the exact conditionals of `truth` cannot be had, or None where they can; draws no sentence.
-
-    Args:
-        language: As for `truth`.
-        num_sentences: As for `truth`.
-        objective: As for `truth`.
-        seed: As for `truth`.
-    """
+    """Return why the exact conditionals of `truth` cannot be had, or None where they can; draws no sentence."""
     if not language.is_exact:
         return f"{type(language).__name__} has no exact conditionals: measure its held-out loss instead"
     if objective.kind == "causal":
@@ -114,16 +98,6 @@ def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig,
     Each conditional is given the visible tokens, as the model's prediction is: with several tokens of a sentence masked
     it is a sum over all tokens at the other masked positions. Where the conditionals take more than 512 MiB, their
     entropies are computed here, and they themselves a part at a time whenever a model is measured.
-
-    Args:
-        language: An exact language.
-        num_sentences: How many; the paper takes 1e6.
-        objective: Which tokens are masked.
-        seed: Decides the sentences and the masked positions.
-
-    Raises:
-        IsolossError: The language is not exact, or not under masks as the objective draws them, or there are fewer
-            than ten sentences.
     """
     if num_sentences < 2 * SUBSETS:
         raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * SUBSETS}")

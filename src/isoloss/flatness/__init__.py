@@ -6,6 +6,7 @@ from isoloss.lazy import exports
 
 if TYPE_CHECKING:
     from isoloss.flatness.engine.run import InterruptedEstimate as InterruptedEstimate
+    from isoloss.flatness.engine.run import Options as Options
     from isoloss.flatness.fisher import empirical_fisher_trace as empirical_fisher_trace
     from isoloss.flatness.fisher import fisher_trace as fisher_trace
     from isoloss.flatness.hessian import hessian_trace as hessian_trace
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from isoloss.flatness.spectrum import spectral_density as spectral_density
 
 _MODULES = {
-    "engine.run": ("InterruptedEstimate",),
+    "engine.run": ("InterruptedEstimate", "Options"),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "hessian": ("hessian_trace",),
     "norms": ("fisher_rao_norm", "squared_parameter_norm", "weighted_fisher_trace"),

@@ -6,6 +6,7 @@ Shapes: m predicted positions, V vocabulary, N clusters.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,17 +48,11 @@ class InterruptedComparison(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Outline:
-    """What models must have in common for their losses and traces per token to be comparable.
+    """What models must have in common for their losses and traces per token to be comparable."""
 
-    Attributes:
-        name: What the model is called.
-        causal: Whether it predicts next tokens, not masked ones.
-        vocabulary: How many ids it knows; None where its config does not say.
-    """
-
-    name: str
-    causal: bool
-    vocabulary: int | None
+    name: str  # what the model is called
+    causal: bool  # whether it predicts next tokens, not masked ones
+    vocabulary: int | None  # how many ids it knows; None where its config does not say
 
     @classmethod
     def of(cls, name: str, model: nn.Module, causal: bool | None = None) -> Outline:
@@ -67,11 +62,7 @@ class Outline:
         return cls(name, is_causal(model) if causal is None else causal, getattr(text, "vocab_size", None))
 
     def check(self, other: Outline) -> None:
-        """Refuse another model that cannot be compared with this one.
-
-        Raises:
-            IsolossError: It predicts other tokens, or has another vocabulary.
-        """
+        """Refuse another model that cannot be compared with this one."""
         if self.causal != other.causal:
             next_tokens, masked = (self, other) if self.causal else (other, self)
             raise IsolossError(
@@ -145,7 +136,7 @@ def compare(
         >>> round(difference.value - (comparison.models[0].trace.value - comparison.models[1].trace.value), 9)
         0.0
         >>> print(str(comparison).splitlines()[0])
-        model  trace (nats per predicted token)  loss (nats per predicted token)  flattest
+        model  trace (nats per predicted token)  loss (nats per predicted token)    flattest
     """
     named = _named(models)
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
@@ -156,7 +147,7 @@ def compare(
     controls: torch.Tensor | None = None
     done: list[Measured] = []
     for name, given in named.items():
-        step = None if progress is None else _progress_of(name, progress)
+        step = None if progress is None else functools.partial(progress, name)
         try:
             with torch.inference_mode(False):
                 model = given if isinstance(given, nn.Module) else given()
@@ -293,16 +284,9 @@ def _named(models: Mapping[str, Model] | Sequence[str]) -> dict[str, Model]:
         return dict(models)
     if twice := next((name for i, name in enumerate(models) if name in models[:i]), None):
         raise IsolossError(f"{twice} is named twice; a model is compared with others")
-    return {name: _loader(name) for name in models}
+    return {name: functools.partial(_load, name) for name in models}
 
 
-def _loader(name: str) -> Callable[[], nn.Module]:
-    def loaded() -> nn.Module:
-        model: nn.Module = load_model(name).model
-        return model
-
-    return loaded
-
-
-def _progress_of(name: str, progress: Callable[[str, int], None]) -> Callable[[int], None]:
-    return lambda done: progress(name, done)
+def _load(name: str) -> nn.Module:
+    model: nn.Module = load_model(name).model
+    return model

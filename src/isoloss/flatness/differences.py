@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.estimate import Estimate, columns, html_table, number
+from isoloss.statistics.estimate import Estimate, html_table, number
 from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
+from isoloss.statistics.tables import text_table
 
 _ROWS = 5  # of a table that is printed
 
@@ -100,8 +101,7 @@ class Comparison:
         return f"Comparison({len(self.models)} models; {best.name} is the flattest: {_percent(best.flattest)})"
 
     def __str__(self) -> str:
-        tables = [columns([header, *rows]) for header, rows in self._tables()]
-        return "\n\n".join(tables)
+        return "\n\n".join(text_table(header, rows) for header, rows in self._tables())
 
     def _repr_html_(self) -> str:
         """Return the tables for a notebook."""
@@ -131,7 +131,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
-        return {name: [_document(part) for part in getattr(self, name)] for name in ("models", "pairs")}
+        return {name: [as_json_types(part) for part in getattr(self, name)] for name in ("models", "pairs")}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Comparison:
@@ -149,9 +149,9 @@ class Comparison:
         )
 
 
-def _document(part: Measured | Pair) -> dict[str, Any]:
-    fields = {name: getattr(part, name) for name in part.__dataclass_fields__}
-    return {name: value.to_dict() if isinstance(value, Estimate) else value for name, value in fields.items()}
+def as_json_types(part: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, its estimates as dictionaries."""
+    return {name: value.to_dict() if isinstance(value, Estimate) else value for name, value in vars(part).items()}
 
 
 def _percent(chance: float) -> str:

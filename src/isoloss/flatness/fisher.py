@@ -6,23 +6,24 @@ Shapes: B sequences of a batch, T positions, m predicted positions, V vocabulary
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import nn
 
+from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
 from isoloss.flatness.engine.backward import intermediates_of, tail_cotangents
 from isoloss.flatness.engine.batches import CheckedBatch
-from isoloss.flatness.engine.measurement import Measurement, Source, Terms, at_least_one
+from isoloss.flatness.engine.curvature_products import predicted_logits
+from isoloss.flatness.engine.measurement import Source, Terms, measure
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
 from isoloss.flatness.engine.predictions import Predictions
-from isoloss.flatness.engine.run import Stopping
-from isoloss.flatness.sampled_labels import sampled_label_norms
+from isoloss.flatness.engine.run import Options, takes_options
+from isoloss.model_checks import plainly
 from isoloss.statistics.estimate import Estimate
 
 _PAPER_LABELS = 50  # appendix B.1
@@ -31,6 +32,7 @@ _FEWEST_TAIL_PROBES, _MOST_TAIL_PROBES = 4, 8
 _TAIL_COST = 0.1  # all of them, of a forward pass
 
 
+@takes_options
 def fisher_trace(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -38,15 +40,9 @@ def fisher_trace(
     method: Literal["ghost", "paper"] = "ghost",
     num_probes: int | None = None,
     seed: int = 0,
-    num_sequences: int | None = None,
-    rtol: float | None = None,
-    seconds: float | None = None,
-    causal: bool | None = None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
     auxiliary_sample: AuxiliarySample | Iterable[Mapping[str, Any]] | None = None,
-    resume: Path | None = None,
     distributed: bool = False,
-    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
     """Estimate the trace of the Fisher matrix of the mean loss per predicted token.
 
@@ -83,12 +79,6 @@ def fisher_trace(
         num_probes: Rademacher probes a position, sharing one forward pass (default 1), or labels a position for
             `"paper"` (default 50).
         seed: Decides the probes or labels.
-        num_sequences: Stop after as many; None: at the end of the batches.
-        rtol: Stop as soon as the standard error is at most this fraction of the value. Looked at after 64, 128, 256,
-            ... clusters only, so that a lucky moment does not end it.
-        seconds: Stop at the first batch that ends later than this after the start, once there are 64 clusters.
-        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
-        parameters: The parameters to sum over, by name; None: all trainable ones.
         auxiliary_sample: Many more sequences from the same distribution, to make the error smaller: batches of
             `input_ids` and, where the measured batches have them, `labels`, `attention_mask` and `documents`. The
             measured sequences may be among them. Only their tokens are read; the part of the error that tokens explain
@@ -96,10 +86,9 @@ def fisher_trace(
             least twice as many sequences as are measured; each control takes 16 measured clusters. The details'
             `auxiliary_bigrams` and `auxiliary_directions` say what was used: nothing where the error is smaller
             without. None: there is none.
-        resume: A file to go on from, and to write what has been summed to every half minute. It is removed at the end.
         distributed: Whether each process of the torch.distributed group measures batches of its own, with probes of its
             own; every process gets the estimate over all of them.
-        progress: Called with the number of sequences done after each batch.
+        options: `isoloss.flatness.Options`: when to stop, whether the model is causal, which parameters, ...
 
     Returns:
         The estimate in nats per predicted token, `by_parameter` adding up to `value`, with `samples` the number of
@@ -130,31 +119,31 @@ def fisher_trace(
         >>> trace.details["auxiliary_sequences"]
         640
     """
-    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if method not in _METHODS:
         raise IsolossError(f"method is {method!r}; it is one of {', '.join(_METHODS)}")
     kind, default = _METHODS[method]
-    probes = at_least_one(default if num_probes is None else num_probes)
-    source = kind(model, num_probes=probes, seed=seed, causal=causal, parameters=parameters)
     if auxiliary_sample is not None and not isinstance(auxiliary_sample, AuxiliarySample):
         auxiliary_sample = AuxiliarySample.read(model, auxiliary_sample)
-    measurement = Measurement(source, distributed=distributed, auxiliary_sample=auxiliary_sample)
-    return measurement.measure(batches, stopping, resume=resume, progress=progress)
+    return measure(
+        kind,
+        model,
+        batches,
+        options,
+        num_probes=default if num_probes is None else num_probes,
+        seed=seed,
+        distributed=distributed,
+        auxiliary_sample=auxiliary_sample,
+    )
 
 
+@takes_options
 def empirical_fisher_trace(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
     *,
     seed: int = 0,
-    num_sequences: int | None = None,
-    rtol: float | None = None,
-    seconds: float | None = None,
-    causal: bool | None = None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
-    resume: Path | None = None,
     distributed: bool = False,
-    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
     """Estimate the trace of the empirical Fisher: the mean of `||grad_theta log f(x)_y||^2` at the given labels y.
 
@@ -167,9 +156,7 @@ def empirical_fisher_trace(
 
     Arguments, result and errors are those of `fisher_trace`; the labels' values count.
     """
-    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
-    source = GivenLabels(model, num_probes=1, seed=seed, causal=causal, parameters=parameters)
-    return Measurement(source, distributed=distributed).measure(batches, stopping, resume=resume, progress=progress)
+    return measure(GivenLabels, model, batches, options, num_probes=1, seed=seed, distributed=distributed)
 
 
 class _PerSequence(Source):
@@ -297,17 +284,30 @@ class GivenLabels(_PerSequence):
 
 
 class SampledLabels(Source):
-    """The paper's estimator as appendix B.1 states it: the reference implementation."""
+    """The paper's estimator as appendix B.1 states it: the slow reference implementation.
+
+    The squared norms of grad log f(x)_y, averaged over labels y that are drawn from f(x): each sequence has a forward
+    pass of its own, and each label of each predicted position a backward pass.
+    """
 
     method = "fisher, sampled labels"
 
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, a sequence at a time."""
-        norms, reached = sampled_label_norms(
-            self.model, batch.checked, self.parameters, first=batch.first, num_labels=self.num_probes, seed=self.seed
-        )
-        self.reached |= reached
-        return Terms(norms, batch.checked.predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
+        predicted = batch.checked.predicted
+        norms = torch.zeros(len(predicted), len(self.parameters), dtype=torch.float64)
+        for row in predicted.any(dim=1).nonzero()[:, 0].tolist():
+            generator = seeds.generator(self.seed, "labels", batch.first + row)
+            with plainly(self.model):
+                logits = predicted_logits(self.model, batch.checked.rows(torch.tensor([row])))
+                log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+                for position in log_p:
+                    p = position.detach().cpu().double().exp()
+                    for label in torch.multinomial(p, self.num_probes, replacement=True, generator=generator).tolist():
+                        for column, gradient in self.gradients(position[label]):
+                            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                            norms[row, column] += float(wide.square().sum()) / self.num_probes
+        return Terms(norms, predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
 
 
 _METHODS: dict[str, tuple[type[ExactLabels | SampledLabels], int]] = {  # and the default number of probes

@@ -5,9 +5,8 @@ Shapes: B sequences of a batch, K trainable parameter tensors, n clusters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -22,14 +21,15 @@ from isoloss.flatness.engine.curvature_products import (
     predicted_logits,
     second_derivatives,
 )
-from isoloss.flatness.engine.measurement import Measurement, Source, Terms
+from isoloss.flatness.engine.measurement import Source, Terms, measure
 from isoloss.flatness.engine.parameters import requiring_gradients
-from isoloss.flatness.engine.run import Stopping
+from isoloss.flatness.engine.run import Options, takes_options
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.model_checks import device_of, plainly
 from isoloss.statistics.estimate import Estimate
 
 
+@takes_options
 def hessian_trace(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -38,13 +38,7 @@ def hessian_trace(
     num_probes: int = 1,
     seed: int = 0,
     group_size: int = 8,
-    num_sequences: int | None = None,
-    rtol: float | None = None,
-    seconds: float | None = None,
-    causal: bool | None = None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
-    resume: Path | None = None,
-    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
     """Estimate the trace of the Hessian of the mean loss per predicted token, at the given labels.
 
@@ -69,13 +63,7 @@ def hessian_trace(
         num_probes: Random vectors a position and a group; the authors' method takes one a batch.
         seed: Decides them.
         group_size: Sequences that share z; where batches have `documents`, the sequences of a document do.
-        num_sequences: Stop after as many; None: at the end of the batches.
-        rtol: As for `fisher_trace`; a cluster is a group, or a batch for the authors' method.
-        seconds: As for `fisher_trace`.
-        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
-        parameters: The parameters to sum over, by name; None: all trainable ones, tied ones once.
-        resume: As for `fisher_trace`.
-        progress: Called with the number of sequences done after each batch.
+        options: `isoloss.flatness.Options`; a cluster is a group, or a batch for the authors' method.
 
     Returns:
         The estimate, `by_parameter` adding up to `value`; with `method="residual"`, `details` has `fisher`,
@@ -102,12 +90,8 @@ def hessian_trace(
         raise IsolossError(f"num_probes is {num_probes}; it must be at least 1, and 1 with method='authors'")
     if group_size < 1:
         raise IsolossError(f"group_size is {group_size}; it must be at least 1")
-    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
-    kind = _METHODS[method]
-    source = kind(model, num_probes=num_probes, seed=seed, causal=causal, parameters=parameters)
-    if method == "residual":
-        source.cluster_size = group_size
-    return Measurement(source).measure(batches, stopping, resume=resume, progress=progress)
+    size = group_size if method == "residual" else 1
+    return measure(_METHODS[method], model, batches, options, num_probes=num_probes, seed=seed, cluster_size=size)
 
 
 class _WithResidual(ExactLabels):

@@ -5,9 +5,8 @@ Shapes: B sequences of a batch, m predicted positions, V vocabulary, K trainable
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -15,10 +14,10 @@ from torch import nn
 from isoloss.flatness.engine import control_variates
 from isoloss.flatness.engine.batches import CheckedBatch
 from isoloss.flatness.engine.curvature_products import predicted_logits, prediction_variances
-from isoloss.flatness.engine.measurement import Measurement, Source, Terms, at_least_one
+from isoloss.flatness.engine.measurement import Source, Terms, measure
 from isoloss.flatness.engine.parameters import counted_parameters
 from isoloss.flatness.engine.predictions import Batch
-from isoloss.flatness.engine.run import Stopping
+from isoloss.flatness.engine.run import Options, takes_options
 from isoloss.statistics.estimate import Estimate
 
 
@@ -53,17 +52,11 @@ def squared_parameter_norm(model: nn.Module, *, parameters: Mapping[str, nn.Para
     )
 
 
+@takes_options
 def fisher_rao_norm(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
-    *,
-    num_sequences: int | None = None,
-    rtol: float | None = None,
-    seconds: float | None = None,
-    causal: bool | None = None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
-    resume: Path | None = None,
-    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
     """Estimate the squared Fisher-Rao norm theta^T F theta (Liang et al. 2019, definition 2).
 
@@ -75,13 +68,7 @@ def fisher_rao_norm(
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
         batches: As for `fisher_trace`; the labels' values are not used.
-        num_sequences: As for `fisher_trace`, and so are `rtol`, `seconds`, `causal`, `resume` and `progress`.
-        rtol: See there.
-        seconds: See there.
-        causal: See there.
-        parameters: The parameters theta, by name; None: all trainable ones, tied ones once.
-        resume: See there.
-        progress: See there.
+        options: `isoloss.flatness.Options`; `parameters` are theta.
 
     Raises:
         IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
@@ -98,9 +85,7 @@ def fisher_rao_norm(
         >>> norm.value > 0, norm.num_probes
         (True, 0)
     """
-    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
-    source = _FisherRao(model, causal=causal, parameters=parameters)
-    return Measurement(source).measure(batches, stopping, resume=resume, progress=progress)
+    return measure(_FisherRao, model, batches, options)
 
 
 class _FisherRao(Source):
@@ -114,7 +99,7 @@ class _FisherRao(Source):
         checked, along = batch.checked, [value.detach() for value in self.parameters.values()]
         sums = torch.zeros(len(checked.predicted), dtype=torch.float64)
         if checked.predicts:
-            variances = prediction_variances(self.model, checked, self.parameters, along)
+            variances = prediction_variances(self.model, self.parameters, along, checked)
             sums.index_add_(0, checked.predicted.nonzero()[:, 0].cpu(), variances)
         return Terms(sums[:, None], checked.predicted.sum(dim=1).cpu(), torch.zeros(len(sums), 0))
 
@@ -123,19 +108,14 @@ class _FisherRao(Source):
         return {"error_covers": "inputs"}
 
 
+@takes_options
 def weighted_fisher_trace(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
     *,
     num_probes: int = 1,
     seed: int = 0,
-    num_sequences: int | None = None,
-    rtol: float | None = None,
-    seconds: float | None = None,
-    causal: bool | None = None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
-    resume: Path | None = None,
-    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
     """Estimate sum_i theta_i^2 F_ii: the Fisher's trace, each parameter counted by its square.
 
@@ -162,10 +142,7 @@ def weighted_fisher_trace(
         >>> trace.value > 0, trace.samples
         (True, 16)
     """
-    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
-    probes = at_least_one(num_probes)
-    source = _Weighted(model, num_probes=probes, seed=seed, causal=causal, parameters=parameters)
-    return Measurement(source).measure(batches, stopping, resume=resume, progress=progress)
+    return measure(_Weighted, model, batches, options, num_probes=num_probes, seed=seed)
 
 
 class _Weighted(Source):
@@ -188,18 +165,12 @@ class _Weighted(Source):
 
     def _sequence(self, batch: Batch, count: torch.Tensor, index: int) -> torch.Tensor:
         """Return (K,): the mean over probes for one sequence."""
-        leaves = list(self.parameters.values())
+        leaves = [parameter.detach() for parameter in self.parameters.values()]
         total = torch.zeros(len(leaves), dtype=torch.float64)
         logits = predicted_logits(self.model, batch)
         for probe in range(self.num_probes):
             cotangent = control_variates.root_probabilities(logits)
             control_variates.exact_labels_(cotangent, count, range(index, index + 1), seed=self.seed, probe=probe)
-            gradients = torch.autograd.grad(
-                logits, leaves, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
-            )
-            for column, (name, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-                if gradient is not None:
-                    self.reached.add(name)
-                    dense = gradient.to_dense() if gradient.is_sparse else gradient
-                    total[column] += float((leaves[column].detach() * dense).double().square().sum()) / self.num_probes
+            for column, gradient in self.gradients(logits, cotangent.to(logits.dtype)):
+                total[column] += float((leaves[column] * gradient).double().square().sum()) / self.num_probes
         return total

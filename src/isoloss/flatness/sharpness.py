@@ -6,42 +6,34 @@ Shapes: n clusters of sequences, R pairs of noise, P parameters counted one by o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.batches import CheckedBatch, read_batches
-from isoloss.flatness.engine.curvature_products import MeanLoss, predicted_logits
-from isoloss.flatness.engine.measurement import Measurement, Source, Terms
-from isoloss.flatness.engine.parameters import counted_parameters
-from isoloss.flatness.engine.run import UNIT, Probes, Stopping, model_details, resume_file
-from isoloss.model_checks import NOTHING_PREDICTED, device_of, is_causal, refuse_dropout
+from isoloss.flatness.engine.batches import CheckedBatch
+from isoloss.flatness.engine.curvature_products import MeanLoss
+from isoloss.flatness.engine.measurement import Source, Terms, measure
+from isoloss.flatness.engine.run import UNIT, Options, Probes, Stopping, takes_options
+from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import crossed_ratio
 
 _PROBES = 16
 
 
+@takes_options
 def sam_sharpness(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
     *,
     rho: float = 0.05,
     num_steps: int = 1,
-    num_sequences: int | None = None,
-    rtol: float | None = None,
-    seconds: float | None = None,
-    causal: bool | None = None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
-    resume: Path | None = None,
-    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
     """Measure how far a batch's mean loss L rises within a ball of radius rho around the weights w.
 
@@ -59,14 +51,7 @@ def sam_sharpness(
         batches: As for `fisher_trace`, at least 2; the labels' values count.
         rho: Radius, in the Euclidean norm over all parameters.
         num_steps: Steps of ascent.
-        num_sequences: As for `fisher_trace`, and so are `rtol`, `seconds`, `causal`, `resume` and `progress`, with
-            batches in the place of clusters.
-        rtol: See there.
-        seconds: See there.
-        causal: See there.
-        parameters: The parameters that move, by name; None: all trainable ones, tied ones once.
-        resume: See there.
-        progress: See there.
+        options: `isoloss.flatness.Options`; `parameters` are those that move.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, the gradient is zero, or a loss or
@@ -87,9 +72,7 @@ def sam_sharpness(
     _check_size("rho", rho)
     if num_steps < 1:
         raise IsolossError(f"num_steps is {num_steps}; it must be at least 1")
-    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
-    source = _Sam(model, rho, num_steps, causal=causal, parameters=parameters)
-    return Measurement(source).measure(batches, stopping, resume=resume, progress=progress)
+    return measure(_Sam, model, batches, options, rho=rho, num_steps=num_steps)
 
 
 class _Sam(Source):
@@ -143,6 +126,7 @@ def _rise(loss: MeanLoss, rho: float, num_steps: int) -> float:
     return max(losses) - before
 
 
+@takes_options
 def noise_sharpness(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -150,13 +134,7 @@ def noise_sharpness(
     relative_std: float = 0.01,
     num_probes: int | None = None,
     seed: int = 0,
-    num_sequences: int | None = None,
-    rtol: float | None = None,
-    seconds: float | None = None,
-    causal: bool | None = None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
-    resume: Path | None = None,
-    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
     """Estimate the expected rise of the mean loss per predicted token when Gaussian noise is added to the weights.
 
@@ -174,14 +152,7 @@ def noise_sharpness(
         relative_std: The noise's size, relative to the weights'.
         num_probes: R, pairs of noise, at least 2. None: 16; or at most 1024 with `rtol` or `seconds`.
         seed: Decides the noise.
-        num_sequences: Take only as many sequences; None: all.
-        rtol: Stop as soon as the standard error is at most this fraction of the value. Looked at after 64, 128, ...
-            pairs. More pairs do not make the inputs' part of the error smaller.
-        seconds: Stop at the first pair that ends later than this after the start, once there are 2.
-        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
-        parameters: The parameters that move, by name; None: all trainable ones, tied ones once.
-        resume: A file to go on from, and to write what the pairs gave to every half minute. It is removed at the end.
-        progress: Called with the number of pairs done after each.
+        options: `isoloss.flatness.Options`, a pair being a probe; `parameters` are those that move.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, or a logit is not finite.
@@ -200,28 +171,13 @@ def noise_sharpness(
         (4, True)
     """
     _check_size("relative_std", relative_std)
-    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    stopping = Stopping.of(options)
     most = stopping.number_of_probes(num_probes, _PROBES)
-    refuse_dropout(model)
-    counted = counted_parameters(model, parameters)
-    causal = is_causal(model) if causal is None else causal
-    given = list(read_batches(batches, model=model, causal=causal, num_sequences=num_sequences))
-    if not given or given[-1].after.clusters < 2:
+    loss = MeanLoss.of(model, batches, options)
+    positions = loss.positions()
+    if len(positions) < 2:
         raise IsolossError("an error bar needs at least 2 independent sequences or documents")
-    stream = given[-1].after
-    if not stream.positions:
-        raise IsolossError(NOTHING_PREDICTED)
-    positions = torch.zeros(stream.clusters, dtype=torch.float64)
-    for batch in given:
-        positions.index_add_(0, batch.clusters, batch.checked.predicted.sum(dim=1).cpu().double())
-    details = {
-        **model_details(model, list(counted.values()), causal=causal),
-        "relative_std": relative_std,
-        "sequences": stream.sequences,
-        "skipped_batches": stream.skipped,
-        "seed": seed,
-        "error_covers": "inputs, labels and probes",
-    }
+    details = {"relative_std": relative_std, "error_covers": "inputs, labels and probes", **loss.details(seed)}
 
     def estimate(rises: torch.Tensor, ended: str = "interrupted") -> Estimate:
         value, stderr, influence = crossed_ratio(rises.T.contiguous(), positions)
@@ -230,7 +186,7 @@ def noise_sharpness(
             stderr=stderr,
             samples=min(rises.shape),
             unit=UNIT,
-            num_inputs=stream.positions,
+            num_inputs=loss.num_positions,
             num_probes=len(rises),
             method="expected rise under relative gaussian noise, antithetic pairs",
             seconds=probes.seconds,
@@ -238,21 +194,20 @@ def noise_sharpness(
             influence=influence.numpy(),
         )
 
-    before = _losses(model, given)
-    with weights_restored(counted) as originals:
+    before = loss.by_cluster()
+    with weights_restored(loss.parameters) as originals:
 
         def rise(probe: int) -> torch.Tensor:
-            noise = _noise(counted, originals, relative_std, seed, probe)
+            noise = _noise(loss.parameters, originals, relative_std, seed, probe)
             both = []
             for sign in (1, -1):
-                _move(counted, originals, [sign * part for part in noise])
-                both.append(_losses(model, given))
+                _move(loss.parameters, originals, [sign * part for part in noise])
+                both.append(loss.by_cluster())
             return (both[0] + both[1]) / 2 - before
 
         probes = Probes(rise, estimate)
-        identity = {"measure": "noise sharpness", "relative std": relative_std, "seed": seed, "causal": causal}
-        file = resume_file(resume, model, counted, identity, [batch.given for batch in given])
-        ended = probes.take(most, stopping, file=file, progress=progress)
+        file = loss.resume_file(options, {"measure": "noise sharpness", "relative std": relative_std, "seed": seed})
+        ended = probes.take(most, stopping, file=file, progress=options.get("progress"))
     return estimate(probes.values, ended)
 
 
@@ -269,11 +224,7 @@ def weights_restored(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[to
 
 
 def _move(parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor], offsets: list[torch.Tensor]) -> None:
-    """Set the parameters to the originals plus the offsets.
-
-    Raises:
-        IsolossError: Rounding takes more than a tenth of the offsets away.
-    """
+    """Set the parameters to the originals plus the offsets."""
     wanted = lost = 0.0
     with torch.no_grad():
         for parameter, original, offset in zip(parameters.values(), originals, offsets, strict=True):
@@ -297,21 +248,6 @@ def _noise(
         rms = original.to(wide).square().mean().sqrt()
         noise.append((drawn.to(original.device) * (relative_std * rms)).to(original.dtype))
     return noise
-
-
-def _losses(model: nn.Module, given: list[CheckedBatch]) -> torch.Tensor:
-    """Return (n,) float64: the losses summed over the predicted positions of each cluster."""
-    sums = torch.zeros(given[-1].after.clusters, dtype=torch.float64)
-    for one in given:
-        batch = one.checked
-        if not batch.predicts:
-            continue
-        with torch.no_grad():
-            logits = predicted_logits(model, batch)
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            losses = F.cross_entropy(wide, batch.targets, reduction="none").double().cpu()
-        sums.index_add_(0, one.clusters[batch.predicted.nonzero()[:, 0].cpu()], losses)
-    return sums
 
 
 def _check_size(name: str, value: float) -> None:

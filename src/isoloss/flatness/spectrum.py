@@ -6,10 +6,9 @@ Shapes: R random probes, s steps of Lanczos' method for each, G points of a grid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -19,17 +18,18 @@ from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
 from isoloss.flatness.engine.curvature_products import MeanLoss
 from isoloss.flatness.engine.lanczos import Lanczos, Product
-from isoloss.flatness.engine.resume import State
-from isoloss.flatness.engine.run import UNIT, Accumulation, Probes, Stopping, model_details, resume_file
+from isoloss.flatness.engine.run import UNIT, Accumulation, Options, Probes, State, Stopping, takes_options
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import influence
 
 _PROBES = 8
+_RTOL = 1e-3  # of the largest eigenvalue
 
 Matrix = Literal["gauss-newton", "hessian"]
 
 
+@takes_options
 def largest_eigenvalues(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -38,13 +38,7 @@ def largest_eigenvalues(
     k: int = 5,
     max_iterations: int = 100,
     seed: int = 0,
-    num_sequences: int | None = None,
-    rtol: float = 1e-3,
-    seconds: float | None = None,
-    causal: bool | None = None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
-    resume: Path | None = None,
-    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
 ) -> list[Estimate]:
     """Estimate the largest eigenvalues of a curvature matrix of the mean loss.
 
@@ -67,13 +61,9 @@ def largest_eigenvalues(
         max_iterations: Stop after as many products; `details["converged"]` is then False. As many vectors of P
             numbers are kept.
         seed: Decides the start vector.
-        num_sequences: Take only as many sequences; None: all.
-        rtol: Stop as soon as all residual norms are at most this fraction of the largest eigenvalue.
-        seconds: Stop at the first product that ends later than this after the start, once there are k.
-        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
-        parameters: The parameters, by name; None: all trainable ones, tied ones once.
-        resume: A file to go on from, and to write the vectors to every half minute. It is removed at the end.
-        progress: Called with the number of products done after each.
+        options: `isoloss.flatness.Options`, but `rtol` is of the residual norms: stop as soon as all are at most this
+            fraction of the largest eigenvalue (None: 1e-3). `seconds` ends it once there are k products, and
+            `progress` counts these.
 
     Returns:
         k estimates, the largest eigenvalue first.
@@ -94,9 +84,8 @@ def largest_eigenvalues(
         >>> first.value > second.value > 0, first.details["residual_norm"] <= 1e-3 * first.value
         (True, True)
     """
-    stopping = Stopping(num_sequences=num_sequences, seconds=seconds)
-    Stopping(rtol=rtol)  # refuses one out of range
-    loss = MeanLoss(model, batches, causal=causal, parameters=parameters, num_sequences=num_sequences)
+    rtol = Stopping.of(options).rtol or _RTOL
+    loss = MeanLoss.of(model, batches, options)
     if not 1 <= k <= min(max_iterations, loss.num_parameters):
         raise IsolossError(
             f"k is {k}; it is at least 1 and at most max_iterations ({max_iterations}) and the number of parameters "
@@ -106,11 +95,11 @@ def largest_eigenvalues(
     generator = seeds.generator(seed, "lanczos")
     start = torch.randn(loss.num_parameters, generator=generator, dtype=loss.dtype).to(device_of(model))
     search = _Search(Lanczos(product, start, generator), k, rtol)
-    identity = {"measure": "eigenvalues", "matrix": matrix, "seed": seed, "causal": loss.causal}
-    file = resume_file(resume, model, loss.parameters, identity, [batch.given for batch in loss.batches])
+    file = loss.resume_file(options, {"measure": "eigenvalues", "matrix": matrix, "seed": seed})
     if file is not None and (state := file.read()) is not None:
         search.load_state(*state)
-    search.run(search.steps(max_iterations), stopping, file=file, progress=progress)
+    limit = Stopping(seconds=options.get("seconds"))
+    search.run(search.steps(max_iterations), limit, file=file, progress=options.get("progress"))
     estimates = []
     values, vectors, _ = search.space.ritz()
     for number in range(1, k + 1):
@@ -131,7 +120,8 @@ def largest_eigenvalues(
                 method=f"eigenvalue {number} of the {matrix} matrix, lanczos",
                 seconds=search.seconds,
                 details={
-                    **_details(loss, seed, matrix),
+                    **loss.details(seed),
+                    "matrix": matrix,
                     "iterations": search.space.steps,
                     "converged": search.converged or search.space.complete,
                     "residual_norm": residual_norm,
@@ -249,6 +239,7 @@ class SpectralDensity:
         )
 
 
+@takes_options
 def spectral_density(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -257,13 +248,7 @@ def spectral_density(
     num_probes: int | None = None,
     num_steps: int = 30,
     seed: int = 0,
-    num_sequences: int | None = None,
-    rtol: float | None = None,
-    seconds: float | None = None,
-    causal: bool | None = None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
-    resume: Path | None = None,
-    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
 ) -> SpectralDensity:
     """Estimate the distribution of the eigenvalues of a curvature matrix of the mean loss over the given inputs.
 
@@ -271,20 +256,13 @@ def spectral_density(
     Rademacher probes, vectors of independent random signs. Its errors are over probes; the inputs are given.
 
     Args:
-        model: As for `largest_eigenvalues`.
-        batches: As for `largest_eigenvalues`.
-        matrix: As for `largest_eigenvalues`.
+        model: As for `largest_eigenvalues`, and so are `batches` and `matrix`.
+        batches: See there.
+        matrix: See there.
         num_probes: R, at least 2. None: 8; or at most 1024 with `rtol` or `seconds`.
         num_steps: s, at most P of them are taken; as many vectors of P numbers are kept.
         seed: Decides the probes.
-        num_sequences: Take only as many sequences; None: all.
-        rtol: Stop as soon as the standard error of the trace, `moment(1)`, is at most this fraction of it. Looked at
-            after 64, 128, ... probes.
-        seconds: Stop at the first probe that ends later than this after the start, once there are 2.
-        causal: As for `largest_eigenvalues`.
-        parameters: As for `largest_eigenvalues`.
-        resume: A file to go on from, and to write what the probes gave to every half minute. It is removed at the end.
-        progress: Called with the number of probes done after each.
+        options: `isoloss.flatness.Options`; `rtol` is of the trace, `moment(1)`.
 
     Raises:
         IsolossError: As for `largest_eigenvalues`.
@@ -303,11 +281,11 @@ def spectral_density(
         >>> spectrum.nodes.shape == (8, 5), density.shape == stderr.shape == (7,), spectrum.moment(1).value > 0
         (True, True, True)
     """
-    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    stopping = Stopping.of(options)
     most = stopping.number_of_probes(num_probes, _PROBES)
     if num_steps < 1:
         raise IsolossError(f"num_steps is {num_steps}; it must be at least 1")
-    loss = MeanLoss(model, batches, causal=causal, parameters=parameters, num_sequences=num_sequences)
+    loss = MeanLoss.of(model, batches, options)
     product = _product(loss, matrix)
 
     def quadrature(probe: int) -> torch.Tensor:
@@ -325,25 +303,19 @@ def spectral_density(
             weights=values[:, 1],
             num_parameters=loss.num_parameters,
             num_inputs=loss.num_positions,
-            details={**_details(loss, seed, matrix), "ended": ended, "error_covers": "probes; the inputs are given"},
+            details={
+                **loss.details(seed),
+                "matrix": matrix,
+                "ended": ended,
+                "error_covers": "probes; the inputs are given",
+            },
             seconds=probes.seconds,
         )
 
     probes = Probes(quadrature, lambda values: density(values, "interrupted").moment(1))
-    identity = {"measure": "spectrum", "matrix": matrix, "steps": num_steps, "seed": seed, "causal": loss.causal}
-    file = resume_file(resume, model, loss.parameters, identity, [batch.given for batch in loss.batches])
-    ended = probes.take(most, stopping, file=file, progress=progress)
+    file = loss.resume_file(options, {"measure": "spectrum", "matrix": matrix, "steps": num_steps, "seed": seed})
+    ended = probes.take(most, stopping, file=file, progress=options.get("progress"))
     return density(probes.values, ended)
-
-
-def _details(loss: MeanLoss, seed: int, matrix: Matrix) -> dict[str, Any]:
-    return {
-        **model_details(loss.model, list(loss.parameters.values()), causal=loss.causal),
-        "sequences": loss.num_sequences,
-        "skipped_batches": loss.skipped_batches,
-        "seed": seed,
-        "matrix": matrix,
-    }
 
 
 def _product(loss: MeanLoss, matrix: str) -> Product:

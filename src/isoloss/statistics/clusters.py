@@ -8,9 +8,6 @@ import torch
 class Clusters:
     """Rows of numbers summed over clusters: consecutive sequences of one document, or one sequence.
 
-    Args:
-        width: Numbers in a row.
-
     Attributes:
         open: (width,) float64, the sums of the document that goes on.
         document: Its id; None: there is none.
@@ -26,12 +23,7 @@ class Clusters:
         self.document: int | None = None
 
     def add(self, rows: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
-        """Add rows (n, width), and return the sums over each cluster that is complete by now.
-
-        Args:
-            rows: (n, width).
-            documents: (n,) ids: consecutive sequences of one id are one cluster. None: each is its own.
-        """
+        """Add rows (n, width), and return the sums over each cluster that is complete by now."""
         rows = rows.double()
         if documents is None:
             return torch.cat([self.close(), rows])

@@ -126,19 +126,6 @@ def number(estimate: Estimate) -> str:
     return rounded(scale * estimate.value, scale * estimate.stderr) + " (exact)" * estimate.is_exact
 
 
-def columns(rows: list[list[str]]) -> str:
-    """Return rows of text as lines with aligned columns.
-
-    Example:
-        >>> print(columns([["model", "loss"], ["a", "1.25"]]))
-        model  loss
-        a      1.25
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def html_table(rows: list[list[str]], header: list[str] | None = None) -> str:
     """Return an HTML table of text.
 

@@ -82,9 +82,6 @@ def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
 
     That of the smallest of L jointly normal numbers, with the estimates as means and the influences' covariance: in
     closed form for two, from 200,000 draws for more.
-
-    Raises:
-        IsolossError: As for `paired_difference`.
     """
     if len(estimates) == 1:
         return [1.0]

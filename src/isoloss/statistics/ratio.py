@@ -61,9 +61,6 @@ def influence(numerators: Values, denominators: Values) -> tuple[float, torch.Te
 def ratio_estimate(numerators: Values, denominators: Values | None = None, *, unit: str, method: str) -> Estimate:
     """Return `ratio` as an `Estimate` with its influence; without denominators it is the mean.
 
-    Raises:
-        IsolossError: As for `ratio`.
-
     Example:
         >>> ratio_estimate([1.0, 2.0, 6.0], unit="nats", method="loss")
         Estimate(3.0 ± 1.5 nats; loss; 3 samples)
@@ -117,14 +114,6 @@ def subset_deviation(numerators: Values, denominators: Values, *, subsets: int =
 
     The paper's own error bar (appendix A.5): the deviation of a value measured on one subset, sqrt(subsets) times the
     error of the mean over all of them.
-
-    Args:
-        numerators: (n,) as for `ratio`.
-        denominators: (n,) as for `ratio`.
-        subsets: Number of equal subsets (the first ones are one longer where n is no multiple of it).
-
-    Raises:
-        IsolossError: Fewer than two values a subset.
     """
     a = torch.as_tensor(numerators, dtype=torch.float64)
     b = torch.as_tensor(denominators, dtype=torch.float64)

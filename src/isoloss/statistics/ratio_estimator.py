@@ -29,39 +29,24 @@ _UNLIKE = 1e-9  # the chance that sequences drawn as the auxiliary sample was ar
 
 @dataclass(frozen=True)
 class ClusteredRatio:
-    """A ratio, its standard error, and both for each parameter; the parameters' values add up to `value`.
+    """A ratio, its standard error, and both for each parameter; the parameters' values add up to `value`."""
 
-    Attributes:
-        value: Sum over clusters of the squared norms, less the fitted controls, over the predicted positions.
-        stderr: Its standard error over clusters.
-        by_parameter: (K,) float64.
-        by_parameter_stderr: (K,) float64; None for a sum of two.
-        by_group: (G,) float64, the sums of `by_parameter` over the groups of parameters.
-        by_group_stderr: (G,) float64; None for a sum of two.
-        influence: (N + r,) float64: what each cluster, and each of the auxiliary sample's means, adds to the error.
-            `value`'s standard error is the root of the sum of their squares over N (N - 1), and that of the difference
-            of two values on the same clusters and means is the same of the differences of their influences.
-        part: The sum of `by_parameter` over the parameters of the part.
-        part_stderr: Its standard error.
-        part_influence: (N + r,) float64, as `influence`.
-        clusters: N.
-        auxiliary_controls: (r,) which of the auxiliary sample's controls were used.
-        auxiliary_differs: Whether the clusters are too far from the auxiliary sample's means to have been drawn alike,
-            so that none was.
-    """
-
-    value: float
-    stderr: float
-    by_parameter: torch.Tensor
-    by_parameter_stderr: torch.Tensor | None
+    value: float  # sum over clusters of the squared norms, less the fitted controls, over the predicted positions
+    stderr: float  # its standard error over clusters
+    by_parameter: torch.Tensor  # (K,) float64
+    by_parameter_stderr: torch.Tensor | None  # (K,) float64; None for a sum of two
+    # (N + r,) float64: what each cluster, and each of the auxiliary sample's means, adds to the error. `value`'s
+    # standard error is the root of the sum of their squares over N (N - 1), and that of the difference of two values on
+    # the same clusters and means is the same of the differences of their influences
     influence: torch.Tensor
-    part: float
-    part_stderr: float
-    part_influence: torch.Tensor
-    by_group: torch.Tensor
-    by_group_stderr: torch.Tensor | None
-    clusters: int
-    auxiliary_controls: tuple[bool, ...]
+    part: float  # the sum of `by_parameter` over the parameters of the part
+    part_stderr: float  # its standard error
+    part_influence: torch.Tensor  # (N + r,) float64, as `influence`
+    by_group: torch.Tensor  # (G,) float64, the sums of `by_parameter` over the groups of parameters
+    by_group_stderr: torch.Tensor | None  # (G,) float64; None for a sum of two
+    clusters: int  # N
+    auxiliary_controls: tuple[bool, ...]  # (r,) which of the auxiliary sample's controls were used
+    # whether the clusters are too far from the auxiliary sample's means to have been drawn alike, so that none was
     auxiliary_differs: bool
 
     @property
@@ -93,16 +78,11 @@ class ClusteredRatio:
 
 
 class AuxiliaryMeans(NamedTuple):
-    """How well the means of the last r controls are known.
+    """How well the means of the last r controls are known."""
 
-    Attributes:
-        covariance: (r, r) float64, of the errors of the means.
-        num_sequences: The sequences that they were taken over.
-        number: How many of the controls are used, the first ones; None: none, one or all, by which error is smallest.
-    """
-
-    covariance: torch.Tensor
-    num_sequences: int
+    covariance: torch.Tensor  # (r, r) float64, of the errors of the means
+    num_sequences: int  # the sequences that they were taken over
+    # how many of the controls are used, the first ones; None: none, one or all, by which error is smallest
     number: int | None = None
 
 
@@ -175,14 +155,7 @@ class ClusteredRatioEstimator:
         controls: torch.Tensor,
         documents: torch.Tensor | None = None,
     ) -> None:
-        """Add sequences.
-
-        Args:
-            square_norms: (n, K) squared norms by sequence and parameter.
-            positions: (n,) predicted positions.
-            controls: (n, C), each with expectation 0.
-            documents: (n,) ids: consecutive sequences of one id are one cluster. None: each is its own.
-        """
+        """Add sequences."""
         ones = torch.ones(len(positions), 1, dtype=torch.float64)
         values = square_norms.double().cpu(), ones, positions.double()[:, None].cpu(), controls.double().cpu()
         self._record(self._clusters.add(torch.cat(values, dim=1), documents))
@@ -247,11 +220,7 @@ class ClusteredRatioEstimator:
         return joined
 
     def result(self) -> ClusteredRatio:
-        """Return the ratio, its error, and its split over the parameters, the document that goes on included.
-
-        Raises:
-            IsolossError: Fewer than two clusters have a predicted position.
-        """
+        """Return the ratio, its error, and its split over the parameters, the document that goes on included."""
         if self._clusters.document is not None:
             copy = ClusteredRatioEstimator.from_state(self.state())  # the document ends there, and may go on here
             return ClusteredRatioEstimator.merged([copy]).result()

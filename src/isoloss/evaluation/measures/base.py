@@ -27,16 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureResult:
-    """What a measure found on one model.
+    """What a measure found on one model."""
 
-    Attributes:
-        estimates: The numbers, by name.
-        arrays: What each example adds to them, as numpy arrays by name, see `isoloss.runs.Run.examples`.
-        inputs: SHA-256 of the inputs (`digest`); empty where there are none. Two results on the same inputs are paired.
-    """
-
-    estimates: Mapping[str, Estimate]
+    estimates: Mapping[str, Estimate]  # the numbers, by name
+    # what each example adds to them, as numpy arrays by name, see `isoloss.runs.Run.examples`
     arrays: Mapping[str, Any] = field(default_factory=dict)
+    # SHA-256 of the inputs (`digest`); empty where there are none. Two results on the same inputs are paired
     inputs: str = ""
 
     @classmethod
@@ -62,9 +58,6 @@ class Measure:
         Args:
             model: A Hugging Face language model in evaluation mode.
             context: What it is measured on, and when to stop.
-
-        Raises:
-            IsolossError: It cannot be measured.
         """
         raise NotImplementedError
 
@@ -83,9 +76,6 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
     Args:
         name: E.g. `loss`, `probe-root`.
         settings: Values of fields, by name; those of other measures are not used.
-
-    Raises:
-        IsolossError: There is no such measure, no measure has such a setting, or a value is out of its range.
 
     Example:
         >>> make_measure("probe-root", {"probe_seeds": 3, "loss_sentences": 100})

@@ -21,17 +21,26 @@ if TYPE_CHECKING:
 
 Matrix = Literal["gauss-newton", "hessian"]
 
+_ARGUMENTS = {  # of the functions, by setting
+    "num_probes": "num_probes",
+    "trace_method": "method",
+    "hessian_method": "method",
+    "hessian_group_size": "group_size",
+    "sharpness_rho": "rho",
+    "sharpness_steps": "num_steps",
+    "noise_relative_std": "relative_std",
+    "curvature_matrix": "matrix",
+    "num_eigenvalues": "k",
+    "spectrum_steps": "num_steps",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlatnessMeasure(Measure):
-    """A measure of flatness, which every language model has; `isoloss flatness` takes it too.
+    """A measure of flatness, which every language model has; `isoloss flatness` takes it too."""
 
-    Attributes:
-        name: What its estimate is called.
-        calls: The function of `isoloss.flatness` that measures; a measure of one's own overrides `function` instead.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # what its estimate is called
+    # the function of `isoloss.flatness` that measures; a measure of one's own overrides `function` instead
     calls: ClassVar[str]
 
     def function(self) -> Callable[..., Any]:
@@ -43,7 +52,7 @@ class FlatnessMeasure(Measure):
 
     def options(self) -> dict[str, Any]:
         """Return the arguments that are settings of this measure alone; None stands for the function's default."""
-        return {}
+        return {argument: getattr(self, name) for name, argument in _ARGUMENTS.items() if hasattr(self, name)}
 
     def estimates(self, result: Any) -> dict[str, Estimate]:
         """Return the estimates in what the function returned."""
@@ -122,10 +131,6 @@ class _Probed(SampledFlatness):
     """Random vectors, or sampled labels; default: 1 for each predicted token (trace, weighted-trace, hessian-trace), 50
     sampled labels (--trace-method paper), 16 pairs of noise (noise-sharpness), 8 (spectral-density)."""
 
-    def options(self) -> dict[str, Any]:
-        """Return the number of probes."""
-        return {"num_probes": self.num_probes}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(_Probed):
@@ -136,10 +141,6 @@ class Trace(_Probed):
     pass for each of 50 sampled labels."""
     name: ClassVar[str] = "trace"
     calls: ClassVar[str] = "fisher_trace"
-
-    def options(self) -> dict[str, Any]:
-        """Return the estimator and its number of probes."""
-        return {**super().options(), "method": self.trace_method}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +192,6 @@ class HessianTrace(_Probed):
     name: ClassVar[str] = "hessian-trace"
     calls: ClassVar[str] = "hessian_trace"
 
-    def options(self) -> dict[str, Any]:
-        """Return the estimator, its number of probes and the size of a group."""
-        return {**super().options(), "method": self.hessian_method, "group_size": self.hessian_group_size}
-
 
 @dataclass(frozen=True, kw_only=True)
 class FisherRao(SampledFlatness):
@@ -216,10 +213,6 @@ class SAMSharpness(SampledFlatness):
     """Sequences in a batch, each of which has its own worst direction; the value depends on it."""
     name: ClassVar[str] = "sam-sharpness"
     calls: ClassVar[str] = "sam_sharpness"
-
-    def options(self) -> dict[str, Any]:
-        """Return radius and steps."""
-        return {"rho": self.sharpness_rho, "num_steps": self.sharpness_steps}
 
     def _call(self, model: Any, inputs: Any, context: MeasureContext) -> Any:
         return super()._call(model, inputs.cut(self.sharpness_batch_size), context)
@@ -250,10 +243,6 @@ class NoiseSharpness(_OverProbes):
     default_probes: ClassVar[int] = 16
     calls: ClassVar[str] = "noise_sharpness"
 
-    def options(self) -> dict[str, Any]:
-        """Return the size and the number of the draws."""
-        return {**super().options(), "relative_std": self.noise_relative_std}
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Spectral(SampledFlatness):
@@ -269,10 +258,6 @@ class LargestEigenvalue(_Spectral):
     """How many, the largest first."""
     name: ClassVar[str] = "largest-eigenvalue"
     calls: ClassVar[str] = "largest_eigenvalues"
-
-    def options(self) -> dict[str, Any]:
-        """Return the matrix and the number of eigenvalues."""
-        return {"matrix": self.curvature_matrix, "k": self.num_eigenvalues}
 
     def amount(self, num_sequences: int) -> tuple[int, str]:
         """Return the most products with the matrix that are taken."""
@@ -296,10 +281,6 @@ class SpectralDensity(_Spectral, _OverProbes):
     name: ClassVar[str] = "spectral-density"
     default_probes: ClassVar[int] = 8
     calls: ClassVar[str] = "spectral_density"
-
-    def options(self) -> dict[str, Any]:
-        """Return the matrix, the number of probes and the steps of each."""
-        return {**super().options(), "matrix": self.curvature_matrix, "num_steps": self.spectrum_steps}
 
     def estimates(self, result: Any) -> dict[str, Estimate]:
         """Return the first two moments; the details of the first hold nodes and weights of each probe's quadrature."""

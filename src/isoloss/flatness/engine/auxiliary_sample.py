@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.bigrams import Bigrams
 from isoloss.model_checks import unwrapped
 from isoloss.statistics.clusters import Clusters
 from isoloss.text.masking import IGNORED
@@ -24,30 +23,102 @@ _DIRECTIONS = 16
 _NONE = 1e-12  # of the mean square: a direction with less variance is rounding
 
 
+_MOST = 1 << 22  # counts in a table: of a larger vocabulary several pairs share one
+_PRIOR = 5.0  # how many tokens the frequencies of single ones count for, beside those that follow a token
+_UNSEEN = 0.5  # occurrences of a token beyond those that were counted
+_MIX = -7046029254386353131  # 2^64 over the golden ratio, odd, as a signed number
+
+
+class Bigrams:
+    """Counts of tokens that follow each other, in two halves of some sequences.
+
+    Which half a sequence belongs to is decided by its tokens, or by its document where it has one. It is scored by the
+    counts of the other half, so that its own tokens are never among them: those that were counted and those that were
+    not are scored alike.
+
+    With c_ij how often j follows i there and u_j the frequency of j (each token once more by a half), the probability
+    is (c_ij + 5 u_j) / (c_i + 5). Beyond 4 million pairs, several share a count.
+
+    Example:
+        >>> bigrams, ids = Bigrams(3), torch.tensor([[0, 1, 0, 1], [2, 2, 2, 2]])
+        >>> for document in range(8):
+        ...     bigrams.add(ids, None, torch.tensor([document, document]))
+        >>> bigrams.log_probability(ids, None, torch.tensor([8, 8])).exp()
+        tensor([0.4505, 0.6667], dtype=torch.float64)
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        self._size = min(vocabulary**2, _MOST)
+        # of pairs, first and second tokens, those of the second half behind those of the first
+        pairs = torch.zeros(2 * self._size)
+        self._counts = [pairs, *(torch.zeros(2 * vocabulary, dtype=torch.float64) for _ in range(2))]
+
+    def add(self, ids: torch.Tensor, present: torch.Tensor | None, documents: torch.Tensor | None) -> None:
+        """Count the pairs of sequences."""
+        halves, first, second, both = self._split(ids, present, documents)
+        for counts, indices in zip(self._counts, self._indices(halves, first, second), strict=True):
+            counts.index_add_(0, indices, both.to(counts.dtype).flatten())
+
+    def log_probability(
+        self, ids: torch.Tensor, present: torch.Tensor | None, documents: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return (B,) float64: the mean over pairs of the log-probability of the second token; 0 where there is none.
+
+        Arguments as for `add`.
+        """
+        halves, first, second, both = self._split(ids, present, documents)
+        pairs, firsts, seconds = self._counts
+        frequency = (seconds + _UNSEEN).view(2, -1)
+        frequency = (_PRIOR * frequency / frequency.sum(dim=1, keepdim=True)).flatten()
+        of_pair, of_first, of_second = self._indices(1 - halves, first, second)
+        logs = torch.log(pairs.index_select(0, of_pair) + frequency.index_select(0, of_second))
+        logs -= torch.log(firsts + _PRIOR).index_select(0, of_first)
+        return (logs.view(both.shape) * both).sum(dim=1) / both.sum(dim=1).clamp(min=1)
+
+    def _split(
+        self, ids: torch.Tensor, present: torch.Tensor | None, documents: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return halves (B,), first and second tokens (B, T - 1) of pairs, and which pairs there are."""
+        if present is None:
+            present = torch.ones_like(ids, dtype=torch.bool)
+        ids = ids * present
+        if documents is None:
+            indices = present.cumsum(dim=1) * _MIX  # wraps around; the same whatever padding there is
+            keys = (_mixed(ids + indices) * present).sum(dim=1)
+        else:
+            keys = documents.cpu()
+        return _mixed(keys) >> 40 & 1, ids[:, :-1], ids[:, 1:], present[:, :-1] & present[:, 1:]
+
+    def _indices(
+        self, halves: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return where in the counts of pairs, first and second tokens those (B, T - 1) of these halves stand, flat."""
+        pairs = first * self._vocabulary + second
+        if self._size < self._vocabulary**2:
+            pairs %= self._size
+        ends = halves[:, None] * self._vocabulary
+        return (halves[:, None] * self._size + pairs).flatten(), (ends + first).flatten(), (ends + second).flatten()
+
+
+def _mixed(keys: torch.Tensor) -> torch.Tensor:
+    """Return int64 numbers whose bits depend on all of the keys', by the steps of splitmix64."""
+    keys = (keys ^ (keys >> 30)) * -4658895280553007687
+    keys = (keys ^ (keys >> 27)) * -7723592293110705685
+    return keys ^ (keys >> 31)
+
+
 @dataclass(frozen=True, eq=False)
 class AuxiliarySample:
     """The mean features of an auxiliary sample of sequences, for control variates by two-phase sampling.
 
     A sequence's features are the mean log-probability of its tokens, each after the one before it
-    (`isoloss.flatness.engine.bigrams.Bigrams`), and its mean input embedding along at most 16 directions: those of the
+    (`Bigrams`), and its mean input embedding along at most 16 directions: those of the
     largest variance between clusters. A masked token counts as the token that it was. Less the auxiliary sample's mean,
     the features are control variates: their expectation is 0 up to the error of that mean, which is known. This is the
     regression estimator of double sampling (Neyman 1938; Cochran, Sampling Techniques, chapter 12): the part of the
     variance that the features explain is divided by the size of the auxiliary sample, not by the number of measured
     sequences. Draw the auxiliary sample from the same distribution as the measured sequences, which it may contain.
-
-    Attributes:
-        embedding: (V, d) the model's input embeddings.
-        bigrams: Counts of the auxiliary sample's pairs of tokens.
-        mean: (1 + d,) float64, the mean over the auxiliary sample's sequences: of the log-probability, and of the
-            embedding.
-        directions: (1 + d, 1 + r) float64, orthonormal, the log-probability first.
-        covariance: (1 + r, 1 + r) float64, of the error of the mean along each direction.
-        num_sequences: How many were read.
-        by_document: Whether errors count documents as independent, not sequences.
-        seconds: The time that it took.
-        number: How many of the features are used, the first ones; None: as many as make the error smallest. It is the
-            same for models that are compared, so that what they have in common cancels.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -60,29 +131,22 @@ class AuxiliarySample:
         (torch.Size([64, 8]), True)
     """
 
-    embedding: torch.Tensor
-    bigrams: Bigrams
+    embedding: torch.Tensor  # (V, d) the model's input embeddings
+    bigrams: Bigrams  # counts of the auxiliary sample's pairs of tokens
+    # (1 + d,) float64, the mean over the auxiliary sample's sequences: of the log-probability, and of the embedding
     mean: torch.Tensor
-    directions: torch.Tensor
-    covariance: torch.Tensor
-    num_sequences: int
-    by_document: bool
-    seconds: float
+    directions: torch.Tensor  # (1 + d, 1 + r) float64, orthonormal, the log-probability first
+    covariance: torch.Tensor  # (1 + r, 1 + r) float64, of the error of the mean along each direction
+    num_sequences: int  # how many were read
+    by_document: bool  # whether errors count documents as independent, not sequences
+    seconds: float  # the time that it took
+    # how many of the features are used, the first ones; None: as many as make the error smallest. It is the same for
+    # models that are compared, so that what they have in common cancels
     number: int | None = None
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Self:
-        """Read an auxiliary sample, twice; what can be iterated over only once is held in memory.
-
-        Args:
-            model: A Hugging Face model, for its input embeddings.
-            batches: Mappings of `input_ids` (B, T); optionally `labels` (B, T), which show what masked tokens were,
-                `attention_mask` (B, T) and `documents` (B,), as the measured batches have them.
-
-        Raises:
-            IsolossError: The model has no input embeddings, a batch has no `input_ids` or a token that has no
-                embedding, or there are fewer than two sequences or documents.
-        """
+        """Read an auxiliary sample, twice; what can be iterated over only once is held in memory."""
         begun = time.perf_counter()
         if isinstance(batches, Mapping):
             raise IsolossError("the auxiliary sample is a single batch; pass an iterable of batches, e.g. [batch]")
@@ -119,11 +183,7 @@ class AuxiliarySample:
         )
 
     def features(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return (B, 1 + r) float64 on the CPU: each sequence's features less the auxiliary sample's mean.
-
-        Raises:
-            IsolossError: The batch has no `input_ids`, or a token that has no embedding.
-        """
+        """Return (B, 1 + r) float64 on the CPU: each sequence's features less the auxiliary sample's mean."""
         tokens = _Tokens.of(batch, len(self.embedding))
         return (_values(tokens, self.embedding, self.bigrams) - self.mean) @ self.directions
 

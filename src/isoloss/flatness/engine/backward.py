@@ -7,27 +7,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isoloss.flatness.engine import factors
 from isoloss.flatness.engine.capture import Capture, Use
 from isoloss.flatness.engine.control_variates import NUM_INTERMEDIATES
 from isoloss.flatness.engine.predictions import Predictions
 
-
-@dataclass(frozen=True)
-class IntermediateActivation:
-    """An output (m, d) behind the position selection, by where the backward pass comes through it."""
-
-    node: Node
-    number: int
+HIDDEN = -1  # the index of the decoder's input among the cotangents that are kept; intermediates count from 0
 
 
-def intermediates_of(predictions: Predictions) -> list[IntermediateActivation]:
+def intermediates_of(predictions: Predictions) -> list[GradientEdge]:
     """Return the first outputs with parameters behind where positions were selected, at most 3.
 
     They are (m, n) with n the width that most such outputs have, that of the model. The cotangent of each at a
@@ -37,22 +30,17 @@ def intermediates_of(predictions: Predictions) -> list[IntermediateActivation]:
     uses = [use for use in capture.before_last_linear if use.selected and use.shape[:-1].numel() == m]
     widths = Counter(use.shape[-1] for use in uses)
     widest = [use for use in uses if widths[use.shape[-1]] == max(widths.values())]
-    return [IntermediateActivation(use.node, use.number) for use in widest[:NUM_INTERMEDIATES]]
+    return [use.edge for use in widest[:NUM_INTERMEDIATES]]
 
 
 def tail_cotangents(
-    predictions: Predictions, intermediate: IntermediateActivation, cotangent: torch.Tensor
+    predictions: Predictions, intermediate: GradientEdge, cotangent: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cotangents (m, d) of the decoder's input and of an intermediate, by a backward pass of the tail
     alone.
-
-    Args:
-        predictions: What `forward` returned, with intermediates.
-        intermediate: One of them.
-        cotangent: (m, V) on the logits.
     """
     assert predictions.hidden_states is not None
-    ends = [get_gradient_edge(predictions.hidden_states), GradientEdge(intermediate.node, intermediate.number)]
+    ends = [get_gradient_edge(predictions.hidden_states), intermediate]
     cotangents = torch.autograd.grad(predictions.logits, ends, cotangent.to(predictions.logits), retain_graph=True)
     hidden, outer = (values.reshape(len(predictions.rows), -1) for values in cotangents)
     return hidden, outer
@@ -62,33 +50,22 @@ def collect(
     predictions: Predictions,
     names: list[str],
     cotangent: torch.Tensor,
-    intermediates: Sequence[IntermediateActivation] = (),
+    intermediates: Sequence[GradientEdge] = (),
     *,
     separate: bool = False,
     keep: bool = True,
 ) -> Collector:
-    """Return the squared norms by the rules, zero for the parameters without one, and what else the pass gave.
-
-    Args:
-        predictions: What a forward pass gave.
-        names: The P parameters.
-        cotangent: (m, V) on the logits.
-        intermediates: Whose cotangents are wanted.
-        separate: As for `isoloss.flatness.engine.factors.squared_norms`.
-        keep: Whether the graph is used again; if not, activations are freed on the way.
-    """
+    """Return the squared norms by the rules, zero for the parameters without one, and what else the pass gave."""
     capture, states = predictions.capture, predictions.hidden_states
     collector = Collector(capture, names, predictions.num_sequences, cotangent.device, separate=separate)
-    hooks = [use.node.register_prehook(collector.receiver(use)) for use in capture.uses]
-    hooks += [
-        intermediate.node.register_prehook(partial(collector.receive_intermediate, index, intermediate.number))
-        for index, intermediate in enumerate(intermediates)
-    ]
+    hooks = [use.edge.node.register_prehook(collector.receiver(use)) for use in capture.uses]
     if not keep:
         capture.uses.clear()
+    kept = dict(enumerate(intermediates))
     if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
-        edge = get_gradient_edge(states)
-        hooks.append(edge.node.register_prehook(partial(collector.receive_hidden, edge.output_nr)))
+        kept[HIDDEN] = get_gradient_edge(states)
+    for index, edge in kept.items():
+        hooks.append(edge.node.register_prehook(partial(collector.keep, index, edge.output_nr)))
     try:
         torch.autograd.grad(predictions.logits, predictions.leaves, cotangent, retain_graph=keep, allow_unused=True)
     finally:
@@ -106,8 +83,7 @@ class Collector:
     ) -> None:
         self._separate = separate
         self.norms = torch.zeros(num_sequences, len(names), dtype=torch.float64, device=device)
-        self.hidden: torch.Tensor | None = None
-        self.intermediates: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, torch.Tensor] = {}  # cotangents (m, d)
         self.reached: set[str] = set()
         self._columns = {name: column for column, name in enumerate(names)}
         self._missing = Counter(name for use in capture.uses for name in use.contributions)
@@ -120,7 +96,7 @@ class Collector:
         @torch.no_grad()
         def receive(cotangents: tuple[torch.Tensor | None, ...]) -> None:
             taken = waiting.pop()
-            cotangent = cotangents[taken.number]
+            cotangent = cotangents[taken.edge.output_nr]
             for name, contribution in taken.contributions.items():
                 self._missing[name] -= 1
                 if cotangent is not None:
@@ -130,17 +106,11 @@ class Collector:
 
         return receive
 
-    def receive_hidden(self, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
-        """Take the cotangent of the decoder's input."""
+    def keep(self, index: int, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
+        """Keep the cotangent of the decoder's input, or of an intermediate."""
         cotangent = cotangents[number]
         if cotangent is not None:
-            self.hidden = cotangent.reshape(-1, cotangent.shape[-1])
-
-    def receive_intermediate(self, index: int, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
-        """Take the cotangent of an intermediate."""
-        cotangent = cotangents[number]
-        if cotangent is not None:
-            self.intermediates[index] = cotangent.reshape(-1, cotangent.shape[-1])
+            self.kept[index] = cotangent.reshape(-1, cotangent.shape[-1])
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -19,46 +19,27 @@ from isoloss.flatness.engine.predictions import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPosition:
-    """How far a stream of batches has been read.
+    """How far a stream of batches has been read."""
 
-    Attributes:
-        batches: Number of batches.
-        sequences: Their sequences.
-        positions: Their predicted positions.
-        skipped: Batches that predict nothing.
-        by_document: Whether they have `documents`; None before the first batch.
-        clusters: Number of clusters, the last one included, which may go on.
-        document: The id of the last document.
-    """
-
-    batches: int = 0
-    sequences: int = 0
-    positions: int = 0
-    skipped: int = 0
-    by_document: bool | None = None
-    clusters: int = 0
-    document: int | None = None
+    batches: int = 0  # number of batches
+    sequences: int = 0  # their sequences
+    positions: int = 0  # their predicted positions
+    skipped: int = 0  # batches that predict nothing
+    by_document: bool | None = None  # whether they have `documents`; None before the first batch
+    clusters: int = 0  # number of clusters, the last one included, which may go on
+    document: int | None = None  # the id of the last document
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedBatch:
-    """A batch of a stream.
+    """A batch of a stream."""
 
-    Attributes:
-        given: The batch as it came.
-        checked: The same on the model's device, without its documents.
-        number: The index of the batch in the stream.
-        first: The index of its first sequence in the stream.
-        clusters: (B,) ascending numbers: sequences of one number are not independent of each other.
-        after: Where the stream stands behind it.
-    """
-
-    given: Mapping[str, Any]
-    checked: Batch
-    number: int
-    first: int
-    clusters: torch.Tensor
-    after: StreamPosition
+    given: Mapping[str, Any]  # the batch as it came
+    checked: Batch  # the same on the model's device, without its documents
+    number: int  # the index of the batch in the stream
+    first: int  # the index of its first sequence in the stream
+    clusters: torch.Tensor  # (B,) ascending numbers: sequences of one number are not independent of each other
+    after: StreamPosition  # where the stream stands behind it
 
 
 def read_batches(
@@ -74,17 +55,6 @@ def read_batches(
 
     A cluster is `cluster_size` consecutive sequences, or, where batches have `documents` (B,), the consecutive
     sequences of one document, whatever their number. Clusters do not depend on how the stream is cut into batches.
-
-    Args:
-        batches: Mappings, as for `isoloss.flatness.fisher_trace`.
-        model: What they are checked for.
-        causal: Whether position t predicts token t + 1.
-        num_sequences: Stop after as many, those before `start` included.
-        cluster_size: See above.
-        start: What was read before; None: nothing.
-
-    Raises:
-        IsolossError: `batches` is a single batch, a batch does not fit, or only some have documents.
     """
     if isinstance(batches, Mapping):
         raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")

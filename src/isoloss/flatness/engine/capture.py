@@ -1,14 +1,16 @@
-"""Watching one forward pass: every torch function that takes a parameter, by its rule, or as one that has none.
+"""Watching one forward pass: the torch functions that take a parameter, and where predicted positions are selected.
 
 Shapes: B sequences, T tokens in each, m predicted positions, d the width of the model, V vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from isoloss.flatness.engine.factors import SelectedRows
@@ -27,36 +29,21 @@ _RESHAPES = (torch.Tensor.view, torch.Tensor.reshape)
 
 @dataclass(frozen=True)
 class Decoder:
-    """The last linear map of a model: logits = hidden @ weight.T + bias.
+    """The last linear map of a model: logits = hidden @ weight.T + bias."""
 
-    Attributes:
-        weight: (V, d).
-        bias: (V,) or None.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: torch.Tensor  # (V, d)
+    bias: torch.Tensor | None  # (V,) or None
 
 
 @dataclass(frozen=True)
 class Use:
-    """An output of a function that took parameters, by where the backward pass comes through it.
+    """An output of a function that took parameters, by where the backward pass comes through it."""
 
-    Attributes:
-        node: The node of the graph that receives the output's cotangent.
-        number: Which of the node's cotangents it is.
-        shape: The output's shape; the cotangent has as many elements in the same order.
-        contributions: How the cotangent gives each parameter's factor of the gradient.
-        selected: Whether the output has the predicted positions alone.
-        work: Multiplications of matrices that gave the output.
-    """
-
-    node: Node
-    number: int
-    shape: torch.Size
-    contributions: dict[str, Contribution]
-    selected: bool
-    work: int
+    edge: GradientEdge  # which cotangent of which node of the graph the output's is
+    shape: torch.Size  # the output's shape; the cotangent has as many elements in the same order
+    contributions: dict[str, Contribution]  # how the cotangent gives each parameter's factor of the gradient
+    selected: bool  # whether the output has the predicted positions alone
+    work: int  # multiplications of matrices that gave the output
 
 
 @dataclass(frozen=True)
@@ -84,15 +71,6 @@ class Capture(TorchFunctionMode):
         select_before: Select them before the linear map with this weight.
         unknown: (m,) which of the selected positions are NaN from there on; None: none.
         expands: Whether a lookup for all sequences together is made one for each, so that a rule can tell them apart.
-
-    Attributes:
-        predicted: (B, T) the positions that are predicted.
-        unknown: (m,) which of the selected positions are NaN.
-        layout: How the tokens lie in activations at this point.
-        uses: What was noted, in order.
-        without_rule: Names of parameters with a use that no rule knows.
-        expands: Whether a lookup for all sequences together may be made one for each.
-        shared: Whether one was.
     """
 
     def __init__(
@@ -250,7 +228,9 @@ class Capture(TorchFunctionMode):
         whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
         edge = get_gradient_edge(base if base is not None and whole else output)
         work = by_row * math.prod(output.shape[:-1])
-        self.uses.append(Use(edge.node, edge.output_nr, output.shape, contributions, self.has_selected, work))
+        self.uses.append(
+            Use(GradientEdge(edge.node, edge.output_nr), output.shape, contributions, self.has_selected, work)
+        )
         return output
 
 
@@ -277,3 +257,80 @@ def _fits(rule: Rule, uses: Capture, args: tuple[Any, ...], kwargs: dict[str, An
 @functools.cache
 def _signature(rule: Rule) -> inspect.Signature:
     return inspect.signature(rule)
+
+
+# --- where positions are selected ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a submodule in a forward pass."""
+
+    module: str  # the submodule's name
+    number: int  # which of its calls, from 0 on
+
+
+@dataclass(frozen=True)
+class PositionSelection:
+    """Where to select, at most one of both; neither: from the logits."""
+
+    call: Call | None = None  # at the input of this call
+    weight: torch.Tensor | None = None  # at the input of the linear map with this weight
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it is before the logits."""
+        return self.call is not None or self.weight is not None
+
+    def __str__(self) -> str:
+        """Return what a result says of it."""
+        if self.call is not None:
+            return f"before {self.call.module}"
+        return "after the head" if self.weight is None else "before the decoder"
+
+
+@contextlib.contextmanager
+def calls(model: nn.Module, shape: torch.Size) -> Iterator[list[Call]]:
+    """Yield a list that gets the calls with inputs (B, T, d) of the submodules that have a matrix, in order."""
+    made: list[Call] = []
+    counts: Counter[str] = Counter()
+
+    def note(name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if _has_all(args, shape):
+            made.append(Call(name, counts[name]))
+        counts[name] += 1
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.ndim == 2:
+                hooks.callback(module.register_forward_pre_hook(functools.partial(note, name)).remove)
+        yield made
+
+
+@contextlib.contextmanager
+def selected_at(model: nn.Module, call: Call | None, capture: Capture) -> Iterator[None]:
+    """Let `capture` select the input of a call, if it has all positions."""
+    if call is None:
+        yield
+        return
+    before = [0]
+
+    def select(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        before[0] += 1
+        if before[0] != call.number + 1 or not _has_all(args, capture.predicted.shape):
+            return None
+        return (capture.select(args[0]), *args[1:])
+
+    hook = model.get_submodule(call.module).register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _has_all(args: tuple[Any, ...], shape: torch.Size) -> bool:
+    """Whether the first argument is an activation (B, T, d)."""
+    first = args[0] if args else None
+    if not isinstance(first, torch.Tensor) or not first.is_floating_point():
+        return False
+    return first.ndim == 3 and first.shape[:2] == shape

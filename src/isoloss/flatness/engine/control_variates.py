@@ -34,13 +34,6 @@ def exact_labels_(
 
     v are random signs, a function of the seed, the sequence and the probe. E[u u^T] = diag(p) - p p^T: the labels are
     integrated out. With w = sqrt(p) v, u is w - w^2 sum(w), as v^2 = 1.
-
-    Args:
-        root_p: (m, V) square roots of probabilities.
-        counts: (B,) predicted positions of each sequence.
-        sequences: Indices of the B sequences in the stream.
-        seed: The measurement's.
-        probe: Which of several.
     """
     streams = streams_of(counts, root_p.shape[1], sequences, "probes", probe)
     return with_probe_(root_p, counts, packed_probes(streams, root_p.device, seed)[0])
@@ -133,13 +126,6 @@ class Controls:
       cotangent b_r at a position depends on u_r alone;
     - `sum_r |b_r|^2` of the first intermediate, with the mean over further probes in the place of its own;
     - the first two, their mean over these probes, which takes from the noise of that mean.
-
-    Args:
-        root_p: (m, V) square roots of the probabilities.
-        hidden: (m, d) the decoder's inputs.
-        decoder: Its weight and bias.
-        rows: (m,) the sequence of each position.
-        num_sequences: B.
     """
 
     NUMBER = 4 + NUM_INTERMEDIATES + 3
@@ -167,14 +153,7 @@ class Controls:
         intermediates: Sequence[torch.Tensor] = (),
         others: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> torch.Tensor:
-        """Return (B, 10) float64: the control variates less their means; 0 for those that there is nothing for.
-
-        Args:
-            cotangent: (m, V) u.
-            hidden_cotangent: (m, d) W^T u.
-            intermediates: The intermediates' cotangents, (m, any) each.
-            others: For each of the further probes, the first intermediate's cotangent and the probe's `squares`.
-        """
+        """Return (B, 10) float64: the control variates less their means; 0 for those that there is nothing for."""
         along = (hidden_cotangent.to(cotangent.dtype) @ self._shared)[:, None]
         crossed = [self._crossed(values) for values in (hidden_cotangent, along, *intermediates)]
         crossed += [torch.zeros_like(crossed[0])] * (NUM_INTERMEDIATES - len(intermediates))

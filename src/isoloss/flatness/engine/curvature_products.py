@@ -5,10 +5,11 @@ Shapes: m predicted positions of a batch, V vocabulary, P trainable parameters c
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.batches import CheckedBatch, read_batches
-from isoloss.flatness.engine.capture import Capture
+from isoloss.flatness.engine.capture import Capture, PositionSelection
 from isoloss.flatness.engine.parameters import counted_parameters, refuse_unreached, requiring_gradients
-from isoloss.flatness.engine.position_selection import PositionSelection
 from isoloss.flatness.engine.predictions import Batch, predict
+from isoloss.flatness.engine.run import Options, ResumeFile, model_details, resume_file
 from isoloss.model_checks import NOTHING_PREDICTED, device_of, is_causal, plainly, refuse_dropout
 
 # what torch says where a function has a first derivative only
@@ -37,28 +38,6 @@ class MeanLoss:
     J^T (diag p - p p^T) J + sum_c (p - y)_c H(f_c); the first term is the Gauss-Newton matrix, which is the Fisher's.
     The Hessian's products take two backward passes (Pearlmutter 1994). Those of the Gauss-Newton matrix take three:
     J v is the derivative of v^T J^T u by u, the rest is one more.
-
-    Args:
-        model: A language model, as for `fisher_trace`. Its attention must have second derivatives: with
-            attention="sdpa" the products use its plain kernel, which has; flash attention has none.
-        batches: As for `fisher_trace`, or batches that were checked before; all are kept.
-        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
-        parameters: The parameters by name; None: all trainable ones, tied ones once.
-        num_sequences: Keep as many; None: all.
-
-    Attributes:
-        model: As given.
-        batches: All of them, checked.
-        parameters: By name.
-        causal: As given or found.
-        num_parameters: P.
-        num_sequences: Over all batches.
-        num_positions: Predicted positions over all batches.
-        skipped_batches: Batches that predict nothing.
-        dtype: Of the vectors: float32, or the parameters' wider type.
-
-    Raises:
-        IsolossError: Dropout is on, no parameter is trainable, a batch does not fit, or nothing is predicted.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -99,17 +78,52 @@ class MeanLoss:
         for parameter in self.parameters.values():
             self.dtype = torch.promote_types(self.dtype, parameter.dtype)
 
+    @classmethod
+    def of(cls, model: nn.Module, batches: Iterable[Mapping[str, Any]], options: Options) -> Self:
+        """Return the loss that a measure with these options is of."""
+        chosen = {name: options.get(name) for name in ("causal", "parameters", "num_sequences")}
+        return cls(model, batches, **chosen)  # type: ignore[arg-type]
+
+    def details(self, seed: int) -> dict[str, Any]:
+        """Return what the details of a measure of it say."""
+        return {
+            **model_details(self.model, self._leaves, causal=self.causal),
+            "sequences": self.num_sequences,
+            "skipped_batches": self.skipped_batches,
+            "seed": seed,
+        }
+
+    def resume_file(self, options: Options, identity: Mapping[str, Any]) -> ResumeFile | None:
+        """Return the file that a measure of it goes on from, where there is to be one."""
+        given = [batch.given for batch in self.batches]
+        whole = {**identity, "causal": self.causal}
+        return resume_file(options.get("resume"), self.model, self.parameters, whole, given)
+
+    def positions(self) -> torch.Tensor:
+        """Return (N,) float64: the predicted positions of each cluster."""
+        return self._by_cluster(lambda batch: torch.ones(len(batch.targets), dtype=torch.float64))
+
+    def by_cluster(self) -> torch.Tensor:
+        """Return (N,) float64: the losses summed over the predicted positions of each cluster."""
+        with torch.no_grad():
+            return self._by_cluster(lambda batch: _losses(self.model, batch).double().cpu())
+
+    def _by_cluster(self, values: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+        """Return (N,) float64: the sums over each cluster of (m,) values of each batch."""
+        sums = torch.zeros(self.batches[-1].after.clusters, dtype=torch.float64)
+        for batch in self.batches:
+            if batch.checked.predicts:
+                rows = batch.checked.predicted.nonzero()[:, 0].cpu()
+                sums.index_add_(0, batch.clusters[rows], values(batch.checked))
+        return sums
+
     def value(self) -> float:
         """Return the loss in nats per predicted token."""
         with torch.no_grad():
             return sum(float(_total_loss(self.model, batch)) for batch in self._batches) / self.num_positions
 
     def gradient(self) -> torch.Tensor:
-        """Return (P,): the gradient.
-
-        Raises:
-            IsolossError: It is not finite.
-        """
+        """Return (P,): the gradient."""
 
         def of_batch(batch: Batch) -> Sequence[torch.Tensor]:
             return torch.autograd.grad(
@@ -119,11 +133,7 @@ class MeanLoss:
         return self._mean(of_batch, "the gradient of the loss")
 
     def hessian_product(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return (P,): the Hessian times a vector (P,).
-
-        Raises:
-            IsolossError: It is not finite, or a part of the model has no second derivative.
-        """
+        """Return (P,): the Hessian times a vector (P,)."""
         directions = self.split(vector)
 
         def of_batch(batch: Batch) -> Sequence[torch.Tensor]:
@@ -156,25 +166,19 @@ class MeanLoss:
     def quadratic_forms(self, vector: torch.Tensor, *, hessian: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what each of N clusters adds to v^T A v of a vector v (P,), times the number of positions.
 
-        Args:
-            vector: (P,) v.
-            hessian: Whether A is the Hessian, which takes two backward passes a sequence; else the Gauss-Newton matrix.
-
         Returns:
             (N,) float64 the sums over a cluster's predicted positions of their own v^T A v, and (N,) their number: the
             ratio of the sums of both is v^T A v.
         """
-        directions, number = self.split(vector), self.batches[-1].after.clusters
-        sums, positions = torch.zeros(2, number, dtype=torch.float64)
+        directions, positions = self.split(vector), self.positions()
+        if not hessian:
+            of_batch = functools.partial(prediction_variances, self.model, self.parameters, directions)
+            return self._by_cluster(of_batch), positions
+        sums = torch.zeros_like(positions)
         for batch in self.batches:
-            checked, rows = batch.checked, batch.checked.predicted.nonzero()[:, 0].cpu()
-            positions.index_add_(0, batch.clusters[rows], torch.ones(len(rows), dtype=torch.float64))
-            if hessian:
-                for row in sorted(set(rows.tolist())):
-                    sums[batch.clusters[row]] += self._hessian_form(checked.rows(torch.tensor([row])), directions)
-            elif len(rows):
-                variances = prediction_variances(self.model, checked, self.parameters, directions)
-                sums.index_add_(0, batch.clusters[rows], variances)
+            for row in batch.checked.predicted.any(dim=1).nonzero()[:, 0].tolist():
+                form = self._hessian_form(batch.checked.rows(torch.tensor([row])), directions)
+                sums[batch.clusters[row]] += form
         return sums, positions
 
     def _hessian_form(self, batch: Batch, directions: Sequence[torch.Tensor]) -> float:
@@ -220,11 +224,7 @@ def _checked(
 
 
 def predicted_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return (m, V): the logits at the predicted positions, with their graph.
-
-    Raises:
-        IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite.
-    """
+    """Return (m, V): the logits at the predicted positions, with their graph."""
     predictions = predict(model, batch, Capture({}, batch.predicted), PositionSelection())
     assert predictions is not None  # only an early selection can fail
     return predictions.logits
@@ -259,10 +259,7 @@ def derivative_along(
 
 
 def prediction_variances(
-    model: nn.Module,
-    batch: Batch,
-    parameters: Mapping[str, nn.Parameter],
-    directions: Sequence[torch.Tensor],
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], directions: Sequence[torch.Tensor], batch: Batch
 ) -> torch.Tensor:
     """Return (m,) float64 on the CPU: the variance under each prediction of the logits' derivative along directions.
 
@@ -278,11 +275,7 @@ def prediction_variances(
 
 @contextmanager
 def second_derivatives() -> Iterator[None]:
-    """Let attention take its plain kernel, and say so clearly where a part has no second derivative.
-
-    Raises:
-        IsolossError: In place of torch's error where a function can be differentiated only once.
-    """
+    """Let attention take its plain kernel, and say so clearly where a part has no second derivative."""
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
@@ -294,10 +287,15 @@ def second_derivatives() -> Iterator[None]:
         raise
 
 
-def _total_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+def _losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return (m,): the cross-entropy of each predicted position."""
     logits = predicted_logits(model, batch)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, batch.targets, reduction="none").sum(dtype=torch.float64)
+    return F.cross_entropy(wide, batch.targets, reduction="none")
+
+
+def _total_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return _losses(model, batch).sum(dtype=torch.float64)
 
 
 def _that_need_gradients(

@@ -16,17 +16,11 @@ _LIMIT = 1 << 21
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """Which sequence each selected row belongs to.
+    """Which sequence each selected row belongs to."""
 
-    Attributes:
-        rows: (m,) the sequence of each row, ascending.
-        counts: Rows of each of the B sequences.
-        firsts: First row of each of the B sequences.
-    """
-
-    rows: torch.Tensor
-    counts: list[int]
-    firsts: list[int]
+    rows: torch.Tensor  # (m,) the sequence of each row, ascending
+    counts: list[int]  # rows of each of the B sequences
+    firsts: list[int]  # first row of each of the B sequences
 
     @staticmethod
     def of(predicted: torch.Tensor) -> SelectedRows:
@@ -51,17 +45,12 @@ class SelectedRows:
 
 @dataclass(frozen=True)
 class Outer:
-    """A gradient (a, b) that is a sum of outer products over the tokens of a sequence.
+    """A gradient (a, b) that is a sum of outer products over the tokens of a sequence."""
 
-    Attributes:
-        left: (B, S, a) or, with `selected`, (m, a). An int64 (B, S) stands for one-hot vectors: rows of the parameter.
-        right: (B, S, b) or, with `selected`, (m, b).
-        selected: The sequences of selected rows.
-    """
-
+    # (B, S, a) or, with `selected`, (m, a). An int64 (B, S) stands for one-hot vectors: rows of the parameter
     left: torch.Tensor
-    right: torch.Tensor
-    selected: SelectedRows | None = None
+    right: torch.Tensor  # (B, S, b) or, with `selected`, (m, b)
+    selected: SelectedRows | None = None  # the sequences of selected rows
 
     @property
     def is_index(self) -> bool:
@@ -87,15 +76,10 @@ class Outer:
 
 @dataclass(frozen=True)
 class Dense:
-    """A gradient of n numbers, formed for each sequence: of a bias or a scale.
+    """A gradient of n numbers, formed for each sequence: of a bias or a scale."""
 
-    Attributes:
-        values: (B, n) or, with `selected`, (m, n), to be summed over the rows of a sequence.
-        selected: The sequences of selected rows.
-    """
-
-    values: torch.Tensor
-    selected: SelectedRows | None = None
+    values: torch.Tensor  # (B, n) or, with `selected`, (m, n), to be summed over the rows of a sequence
+    selected: SelectedRows | None = None  # the sequences of selected rows
 
 
 Factor = Outer | Dense

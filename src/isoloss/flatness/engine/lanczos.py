@@ -18,11 +18,6 @@ class Lanczos:
     Where the space is invariant the basis goes on with a random vector orthogonal to it, so that eigenvalues that the
     start vector does not show, repeated ones too, appear in the end. All basis vectors are kept and every one
     is made orthogonal to all before it, twice (Golub and Van Loan, Matrix Computations, section 10.3).
-
-    Args:
-        product: v (P,) to A v.
-        start: (P,), not zero.
-        generator: Draws what is needed where the space is invariant.
     """
 
     def __init__(self, product: Product, start: torch.Tensor, generator: torch.Generator) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -20,8 +20,16 @@ from isoloss.errors import IsolossError
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
 from isoloss.flatness.engine.batches import CheckedBatch, StreamPosition, read_batches
 from isoloss.flatness.engine.parameters import counted_parameters, embeddings, refuse_unreached, requiring_gradients
-from isoloss.flatness.engine.resume import State
-from isoloss.flatness.engine.run import FIRST_LOOK, UNIT, Accumulation, Stopping, model_details, resume_file
+from isoloss.flatness.engine.run import (
+    FIRST_LOOK,
+    UNIT,
+    Accumulation,
+    Options,
+    State,
+    Stopping,
+    model_details,
+    resume_file,
+)
 from isoloss.memory import keep_freed
 from isoloss.model_checks import is_causal, plainly, refuse_dropout
 from isoloss.statistics.estimate import Estimate
@@ -31,52 +39,23 @@ _OF_A_PROCESS = 1 << 40  # sequences; the indices of a process's sequences are n
 
 
 class Terms(NamedTuple):
-    """What a source gives for a batch of B sequences; or for a batch that is one sample, with one row or none.
+    """What a source gives for a batch of B sequences; or for a batch that is one sample, with one row or none."""
 
-    Attributes:
-        values: (B, K) what each sequence adds to the numerator, on the CPU.
-        positions: (B,) what it adds to the denominator: predicted positions.
-        controls: (B, C) control variates, each with expectation 0.
-        residual: (B, K) of a second sum, which has no controls and is added to the first; None: there is none.
-    """
-
-    values: torch.Tensor
-    positions: torch.Tensor
-    controls: torch.Tensor
+    values: torch.Tensor  # (B, K) what each sequence adds to the numerator, on the CPU
+    positions: torch.Tensor  # (B,) what it adds to the denominator: predicted positions
+    controls: torch.Tensor  # (B, C) control variates, each with expectation 0
+    # (B, K) of a second sum, which has no controls and is added to the first; None: there is none
     residual: torch.Tensor | None = None
 
 
 class Source(abc.ABC):
-    """Where the terms come from; a context manager, inside which the model may be changed.
+    """Where the terms come from; a context manager, inside which the model may be changed."""
 
-    Args:
-        model: What is measured.
-        num_probes: Random vectors or labels a position.
-        seed: What they are drawn with.
-        causal: Whether position t predicts label t + 1; None: by the model's class.
-        parameters: The parameters, by name; None: all trainable ones.
-
-    Attributes:
-        method: What the result calls it.
-        parts: Names of the sums, where there are two.
-        num_controls: C.
-        by_parameter: Whether the columns are the parameters; else there is one.
-        cluster_size: Consecutive sequences that are not independent.
-        by_batch: Whether a batch is one sample.
-        parameters: The parameters, by name.
-        choices: What it chose at the first batch; with this set before, it does not choose.
-        reached: Names of the parameters that had a gradient.
-
-    Raises:
-        IsolossError: Dropout is on, there are no probes, or no parameter to measure.
-    """
-
-    method: str
-    parts: tuple[str, ...] = ()
-    num_controls = 0
-    by_parameter = True
-    cluster_size = 1
-    by_batch = False
+    method: str  # what the result calls it
+    parts: tuple[str, ...] = ()  # names of the sums, where there are two
+    num_controls = 0  # C
+    by_parameter = True  # whether the columns are the parameters; else there is one
+    by_batch = False  # whether a batch is one sample
 
     def __init__(
         self,
@@ -86,13 +65,15 @@ class Source(abc.ABC):
         seed: int = 0,
         causal: bool | None = None,
         parameters: Mapping[str, nn.Parameter] | None = None,
+        cluster_size: int = 1,
     ) -> None:
         refuse_dropout(model)
         self.model, self.num_probes, self.seed = model, num_probes, seed
         self.causal = is_causal(model) if causal is None else causal
         self.parameters = counted_parameters(model, parameters)
-        self.choices: dict[str, int] = {}
-        self.reached: set[str] = set()
+        self.cluster_size = cluster_size  # consecutive sequences that are not independent
+        self.choices: dict[str, int] = {}  # what it chose at the first batch; with this set before, it does not choose
+        self.reached: set[str] = set()  # names of the parameters that had a gradient
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -107,6 +88,18 @@ class Source(abc.ABC):
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, which may predict nothing."""
 
+    def gradients(
+        self, output: torch.Tensor, cotangent: torch.Tensor | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the gradient of each parameter that the output depends on, dense, with its column; keep the graph."""
+        found = torch.autograd.grad(
+            output, list(self.parameters.values()), cotangent, retain_graph=True, allow_unused=True
+        )
+        for column, (name, gradient) in enumerate(zip(self.parameters, found, strict=True)):
+            if gradient is not None:
+                self.reached.add(name)
+                yield column, gradient.to_dense() if gradient.is_sparse else gradient
+
     def identity(self) -> dict[str, Any]:
         """Return what else decides the result, for the resume file."""
         return {}
@@ -116,29 +109,8 @@ class Source(abc.ABC):
         return {"parameters_without_gradient": [name for name in self.parameters if name not in self.reached]}
 
 
-def at_least_one(num_probes: int) -> int:
-    """Return a number of probes.
-
-    Raises:
-        IsolossError: It is below 1.
-    """
-    if num_probes < 1:
-        raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
-    return num_probes
-
-
 class Measurement(Accumulation):
-    """A ratio of a model's terms over a stream of batches; it runs once.
-
-    Args:
-        source: Where its terms come from.
-        distributed: Whether every process of the torch.distributed group measures batches of its own, and all get the
-            result of all.
-        auxiliary_sample: Gives further controls; where it is distributed, the same one to every process.
-
-    Raises:
-        IsolossError: It is to be distributed, and torch.distributed has no process group.
-    """
+    """A ratio of a model's terms over a stream of batches; it runs once."""
 
     fewest = FIRST_LOOK
 
@@ -369,6 +341,27 @@ class Measurement(Accumulation):
             result = estimator.result()
             details |= {name: result.value, f"{name}_stderr": result.stderr}
         return details
+
+
+def measure(
+    kind: Callable[..., Source],
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    options: Options,
+    *,
+    num_probes: int | None = None,
+    distributed: bool = False,
+    auxiliary_sample: AuxiliarySample | None = None,
+    **own: Any,
+) -> Estimate:
+    """Return what a source of this kind, made with arguments of its `own`, gives for the batches."""
+    stopping = Stopping.of(options)
+    if num_probes is not None and num_probes < 1:
+        raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
+    chosen = {"causal": options.get("causal"), "parameters": options.get("parameters")}
+    source = kind(model, num_probes=num_probes or 0, **chosen, **own)
+    measurement = Measurement(source, distributed=distributed, auxiliary_sample=auxiliary_sample)
+    return measurement.measure(batches, stopping, resume=options.get("resume"), progress=options.get("progress"))
 
 
 def layer_of(name: str) -> str:

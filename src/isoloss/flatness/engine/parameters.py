@@ -79,16 +79,7 @@ def quantized_weights(model: nn.Module) -> int:
 
 
 def refuse_unreached(model: nn.Module, names: Iterable[str], without_gradient: Iterable[str]) -> None:
-    """Raise where no prediction depends on any of the parameters that are measured.
-
-    Args:
-        model: What was measured.
-        names: The parameters that count.
-        without_gradient: Those that no prediction had a gradient for.
-
-    Raises:
-        IsolossError: They are the same.
-    """
+    """Raise where no prediction depends on any of the parameters that are measured."""
     if set(names) <= set(without_gradient):
         quantized = quantized_weights(model)
         reason = f"; {quantized:,} weights are quantized, and only floating-point ones are measured" * bool(quantized)

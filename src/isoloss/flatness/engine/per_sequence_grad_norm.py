@@ -9,7 +9,7 @@ Shapes: B sequences, m predicted positions, d the width of the model, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -17,28 +17,29 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from isoloss.flatness.engine.backward import intermediates_of
-from isoloss.flatness.engine.checks import FEWEST_CHECKED, CheckedPasses, used_in
-from isoloss.flatness.engine.position_search import mostly_agree
-from isoloss.flatness.engine.predictions import Batch, Predictions, plain_logits
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.flatness.engine.backward import HIDDEN, intermediates_of
+from isoloss.flatness.engine.capture import Capture, PositionSelection
+from isoloss.flatness.engine.passes import LAST_SELECTION, Passes, agree, mostly_agree
+from isoloss.flatness.engine.predictions import Batch, Predictions, plain_logits, predict
+from isoloss.model_checks import refuse_random_training
+
+_FEWEST_CHECKED = 2  # sequences: the fewest that can be mixed up
+_EVERY = 32  # sequences: of so many one is also run by itself, with all its positions
 
 
 @dataclass(frozen=True)
 class SquaredNorms:
-    """What one backward pass gave.
+    """What one backward pass gave."""
 
-    Attributes:
-        by_parameter: (B, P) float64 on the CPU: squared gradient norms of each sequence.
-        hidden_cotangent: (m, d) the cotangent times the decoder's weight; None where there is no decoder.
-        intermediate_cotangents: (m, d) of each intermediate activation (`intermediates_of`).
-    """
-
-    by_parameter: torch.Tensor
+    by_parameter: torch.Tensor  # (B, P) float64 on the CPU: squared gradient norms of each sequence
+    # (m, d) the cotangent times the decoder's weight; None where there is no decoder
     hidden_cotangent: torch.Tensor | None
-    intermediate_cotangents: list[torch.Tensor]
+    intermediate_cotangents: list[torch.Tensor]  # (m, d) of each intermediate activation (`intermediates_of`)
 
 
-class Predictor(CheckedPasses):
+class Predictor(Passes):
     """Predictions of a language model and the squared gradient norms of each sequence.
 
     For a cotangent u (m, V) and each sequence b, it is the squared norm of the gradient of
@@ -49,20 +50,6 @@ class Predictor(CheckedPasses):
     that a later batch reaches first.
 
     It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the model is as result.
-
-    Args:
-        model: A language model, a module whose output has `logits` (B, T, V).
-        causal: Whether position t predicts label t + 1.
-        parameters: What to measure by name; None: all trainable parameters as `named_parameters` names them.
-
-    Attributes:
-        parameters: The P parameters by name.
-        names: Their names.
-        selection: Where the predicted positions are picked from all: what comes later sees only these.
-        tail_fraction: The selected part of the multiplications of a forward pass, as the first sequences showed.
-
-    Raises:
-        IsolossError: Dropout is on, or there is no parameter to measure.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -81,7 +68,12 @@ class Predictor(CheckedPasses):
 
     def __init__(self, model: nn.Module, *, causal: bool, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         super().__init__(model, causal=causal, parameters=parameters)
+        self.tail_fraction = 1.0  # the selected part of a forward pass's multiplications, as the first sequences showed
         self._flags: list[tuple[nn.Parameter, bool]] = []
+        self._checked: set[tuple[str, bool]] = set()  # names, and whether several sequences were told apart
+        self._calibrated = False
+        self._draws = False  # whether a forward pass draws random numbers
+        self._since_check, self._skipped_checks = _EVERY, False  # the first batch is checked
 
     def __enter__(self) -> Self:
         self._flags = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
@@ -96,20 +88,15 @@ class Predictor(CheckedPasses):
         self._flags = []
 
     def forward(self, batch: Batch | Mapping[str, Any]) -> Predictions:
-        """Return the predictions for a batch: `labels` (B, T), -100 where nothing is predicted, and the model's inputs.
-
-        Raises:
-            IsolossError: The batch or what the model gives for it does not fit, or predicts nothing, or is not finite;
-                or no parameter reaches the logits; or positions cannot be selected in this batch as in the first one.
-        """
+        """Return the predictions for a batch: `labels` (B, T), -100 where nothing is predicted, and the inputs."""
         read = batch if isinstance(batch, Batch) else Batch.read(batch, self._model, causal=self._causal)
         read.require_predictions()
         if not self._calibrated:
-            self._calibrate(read.head(FEWEST_CHECKED))
+            self._calibrate(read.head(_FEWEST_CHECKED))
             self._calibrated = True
         predictions = self._run(read)
         several = predictions.num_sequences > 1
-        new = {name for name in used_in(predictions.capture) if (name, several) not in self._checked}
+        new = {name for name in _used_in(predictions.capture) if (name, several) not in self._checked}
         if new:
             chosen = self._leading(predictions, new)
             del predictions  # its graph
@@ -135,14 +122,6 @@ class Predictor(CheckedPasses):
         """Return the squared norms for a cotangent (m, V) on the logits.
 
         Norms that are NaN or infinite are returned as they are.
-
-        Args:
-            predictions: What `forward` returned.
-            cotangent: (m, V).
-            separate: Where the head's parameters have a gradient for each predicted position, square these one by one
-                (`isoloss.flatness.engine.factors.squared_norms`): the same on average for cotangents that are
-                independent with mean 0, with less noise.
-            keep: Whether it may be called again on the same predictions. If not, activations are freed on the way.
         """
         cotangent = cotangent.to(predictions.logits)
         intermediates = intermediates_of(predictions)
@@ -150,7 +129,147 @@ class Predictor(CheckedPasses):
         result = self._collect(predictions, cotangent, intermediates, separate=separate, keep=keep)
         norms = result.norms.cpu()
         self._fill_slow(norms, predictions, cotangent)
-        hidden = result.hidden
+        hidden = result.kept.pop(HIDDEN, None)
         if predictions.decoder is not None and hidden is None:
             hidden = cotangent @ predictions.decoder.weight.to(cotangent)
-        return SquaredNorms(norms, hidden, [result.intermediates[index] for index in sorted(result.intermediates)])
+        return SquaredNorms(norms, hidden, [result.kept[index] for index in sorted(result.kept)])
+
+    # --- checks against plain passes, on the first batches and on later ones ---
+
+    def _calibrate(self, batch: Batch) -> None:
+        """Search for the earliest position selection, and check it and the rules."""
+        two = batch.rows(torch.arange(_FEWEST_CHECKED) % len(batch.predicted))
+        self.selection = self._earliest(two.every_other())
+        self._check(batch)
+
+    def _check(self, batch: Batch) -> None:
+        """Compare with plain automatic differentiation, in which nothing is selected and no parameter is watched.
+
+        Parameters whose norms by rule differ go to the slow path. Positions are no longer selected early if that is
+        what makes a difference.
+        """
+        batch = batch.without_coincidence()
+        with self._same_draws():
+            logits, cotangent, exact = self._plainly(batch)
+        agrees, far = self._compare(batch, logits, cotangent, exact)
+        if self.selection.is_early and (far or not agrees):
+            early, self.selection = self.selection, PositionSelection()
+            _, without = self._compare(batch, logits, cotangent, exact)
+            if agrees and without == far:  # the rules alone differ
+                self.selection = early
+            elif self._calibrated:
+                raise IsolossError(
+                    f"selection positions {early} changes the gradients of this batch, but not those of the first one: "
+                    "put a batch like this first, or use method='paper'"
+                )
+            else:
+                LAST_SELECTION[self._model] = self.selection
+            far = without
+        self._slow |= far
+        self._switch_on(self._slow)
+
+    def _is_like_alone(self, batch: Batch, predictions: Predictions) -> bool:
+        """Whether the last sequence has the logits that it has by itself with all its positions.
+
+        On a later batch, positions or sequences may meet behind the selection: a branch that the
+        data decides, a cap on how many positions pass. At most one sequence in 32 is run for it, the last of a batch,
+        which a cap meets first. Where it differs, the whole batch decides: sequences may meet in the model itself.
+        """
+        self._since_check += predictions.num_sequences
+        if not self.selection.is_early or self._draws:
+            return True
+        if self._since_check < _EVERY:
+            self._skipped_checks = True
+            return True
+        self._since_check = 0
+        last = int(predictions.rows[-1])
+        alone = plain_logits(self._model, batch.rows(torch.tensor([last])))
+        return agree(predictions.logits.detach()[predictions.rows == last], alone)
+
+    def _give_up_selection(self) -> None:
+        """Measure ungathered from here on."""
+        if self._skipped_checks:
+            raise IsolossError(
+                f"selection positions {self.selection} changes the logits of this batch, and earlier ones were too "
+                f"small to be checked: use batches of at least {_EVERY} sequences, or method='paper'"
+            )
+        self.selection = PositionSelection()
+        LAST_SELECTION[self._model] = self.selection
+
+    def _misplaced(self, predictions: Predictions) -> set[str]:
+        """Return the parameters with a use whose rows are not one for each sequence, although there are as many.
+
+        Such rows may have been chosen by a mask. If the logits' cotangent is multiplied by another number in each
+        sequence, so are the cotangents of that sequence's rows, and of no others.
+        """
+        number = predictions.num_sequences
+        doubtful = [use for use in predictions.capture.uses if len(use.shape) == 2 and use.shape[0] == number]
+        doubtful = [use for use in doubtful if not use.selected] if number > 1 else []
+        if not doubtful:
+            return set()
+        logits, edges = predictions.logits, [use.edge for use in doubtful]
+        cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
+        factors_of = 1 + torch.arange(number, device=logits.device) / number
+        factors_of[1::2] *= -1
+        scaled = cotangent * factors_of[predictions.rows, None].to(logits)
+        plain, other = (
+            torch.autograd.grad(logits, edges, values, retain_graph=True, allow_unused=True)
+            for values in (cotangent, scaled)
+        )
+        misplaced = set()
+        for use, one, two in zip(doubtful, plain, other, strict=True):
+            if one is not None and two is not None:
+                expected = one.reshape(number, -1) * factors_of[:, None].to(one)
+                if not agree(two.reshape(number, -1), expected):
+                    misplaced |= set(use.contributions)
+        return misplaced
+
+    def _plainly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logits (m, V), a random cotangent (m, V) and (B, P) squared norms, with no rule and no selection."""
+        self._switch_on(self.names)
+        before = self._random_states()
+        try:
+            plain = predict(self._model, batch, Capture({}, batch.predicted), PositionSelection())
+            assert plain is not None
+            if any(not torch.equal(*states) for states in zip(before, self._random_states(), strict=True)):
+                self._draws = True
+                refuse_random_training(self._model)
+            self._require_gradient(plain)
+            logits = plain.logits
+            cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
+            exact = self._exact_norms(plain, cotangent, self.names, range(plain.num_sequences))
+        finally:
+            self._switch_on(self._slow)
+        return logits.detach(), cotangent, exact
+
+    def _compare(
+        self, batch: Batch, logits: torch.Tensor, cotangent: torch.Tensor, exact: torch.Tensor
+    ) -> tuple[bool, set[str]]:
+        """Return whether the logits are the plain pass's, and the parameters whose norms are not."""
+        with self._same_draws():
+            predictions = self._run(batch)
+        capture = predictions.capture
+        agrees = agree(predictions.logits, logits)
+        norms = self._all_norms(predictions, cotangent)
+        works = [(use.work, use.work * use.selected) for use in capture.uses]
+        self.tail_fraction = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
+        precision = torch.finfo(logits.dtype).eps
+        total = exact.sum(dim=1, keepdim=True)
+        near = (norms - exact).abs() <= max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
+        self._checked |= {(name, predictions.num_sequences > 1) for name in _used_in(capture)}
+        is_near = near.all(dim=0).tolist()
+        return agrees, {name for name, near_enough in zip(self.names, is_near, strict=True) if not near_enough}
+
+    def _leading(self, predictions: Predictions, names: Iterable[str]) -> torch.Tensor:
+        """Return the sequences, ascending, for which parameters have the largest gradients of those that predict."""
+        logits = predictions.logits
+        cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
+        norms = self._collect(predictions, cotangent, keep=False).norms.cpu()
+        sizes = norms[:, [self.names.index(name) for name in names]].sum(dim=1)
+        predicts = torch.bincount(predictions.rows, minlength=len(sizes)).cpu() > 0
+        return sizes.where(predicts, -1.0).topk(min(_FEWEST_CHECKED, len(sizes))).indices.sort().values
+
+
+def _used_in(capture: Capture) -> set[str]:
+    """Return the names of the parameters with a use by a rule."""
+    return {name for use in capture.uses for name in use.contributions}

@@ -17,25 +17,18 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.capture import Capture, Decoder
-from isoloss.flatness.engine.position_selection import PositionSelection, selected_at
+from isoloss.flatness.engine.capture import Capture, Decoder, PositionSelection, selected_at
 from isoloss.model_checks import NOTHING_PREDICTED, architecture, device_of, plainly, virtual_tokens
 from isoloss.text.masking import IGNORED
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A checked batch on the model's device.
+    """A checked batch on the model's device."""
 
-    Attributes:
-        inputs: The model's arguments without the labels.
-        predicted: (B, T) bool, the positions whose logits are scored.
-        targets: (m,) the labels there, sequence by sequence.
-    """
-
-    inputs: dict[str, Any]
-    predicted: torch.Tensor
-    targets: torch.Tensor
+    inputs: dict[str, Any]  # the model's arguments without the labels
+    predicted: torch.Tensor  # (B, T) bool, the positions whose logits are scored
+    targets: torch.Tensor  # (m,) the labels there, sequence by sequence
 
     @staticmethod
     @torch.inference_mode(False)  # whose tensors no graph may hold
@@ -43,9 +36,6 @@ class Batch:
         """Check a batch for a model and mark what it predicts; a causal model predicts label t + 1 at position t.
 
         An input with one row, such as `position_ids` (1, T), is that of every sequence.
-
-        Raises:
-            IsolossError: There are no labels (B, T), or an input does not fit them.
         """
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
@@ -124,26 +114,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts for a batch, with the graph of the forward pass: drop it before the next one.
+    """What a model predicts for a batch, with the graph of the forward pass: drop it before the next one."""
 
-    Attributes:
-        logits: (m, V) with their graph, in the model's dtype.
-        rows: (m,) the sequence of each predicted position, ascending.
-        targets: (m,) the labels there.
-        num_sequences: B, those that predict nothing included.
-        hidden: (m, d) detached, the decoder's input; None where the logits are no linear map's output.
-        decoder: The linear map; None together with `hidden`.
-        capture: What the forward pass did with the parameters.
-        hidden_states: `hidden` with its graph as the decoder got it, (1, m, d); None where it got all positions.
-    """
-
-    logits: torch.Tensor
-    rows: torch.Tensor
-    targets: torch.Tensor
-    num_sequences: int
+    logits: torch.Tensor  # (m, V) with their graph, in the model's dtype
+    rows: torch.Tensor  # (m,) the sequence of each predicted position, ascending
+    targets: torch.Tensor  # (m,) the labels there
+    num_sequences: int  # B, those that predict nothing included
+    # (m, d) detached, the decoder's input; None where the logits are no linear map's output
     hidden: torch.Tensor | None
-    decoder: Decoder | None
-    capture: Capture
+    decoder: Decoder | None  # the linear map; None together with `hidden`
+    capture: Capture  # what the forward pass did with the parameters
+    # `hidden` with its graph as the decoder got it, (1, m, d); None where it got all positions
     hidden_states: torch.Tensor | None
 
     @cached_property
@@ -167,15 +148,7 @@ class Predictions:
 
 
 def predict(model: nn.Module, batch: Batch, capture: Capture, selection: PositionSelection) -> Predictions | None:
-    """Run the model once under a capture, which knows the weight of `selection`.
-
-    Returns:
-        The predictions; None if the pass did not come to where the positions were to be selected.
-
-    Raises:
-        IsolossError: The model gives no logits (B, T, V), or they are NaN or infinite, or its attention kernel has no
-            gradient on this device.
-    """
+    """Run the model once under a capture, which knows the weight of `selection`."""
     with plainly(model) as plain:
         return _predict(plain, batch, capture, selection)
 

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import abc
+import hashlib
+import inspect
+import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypedDict, TypeVar, get_type_hints
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import nn
 
+from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.parameters import quantized_weights
-from isoloss.flatness.engine.resume import ResumeFile, State
 from isoloss.model_checks import device_of, unwrapped
 from isoloss.statistics.estimate import Estimate
 
 UNIT = "nats per predicted token"
 FIRST_LOOK = 64  # samples, before a measurement may end early because its error is small
 _MOST_PROBES = 1024  # where rtol or seconds decides
+_EVERY_SECONDS = 30.0  # a resume file is written
+
+State = tuple[dict[str, Any], dict[str, torch.Tensor]]  # JSON types, and tensors
 
 
 class InterruptedEstimate(KeyboardInterrupt):
@@ -35,13 +43,53 @@ class InterruptedEstimate(KeyboardInterrupt):
         self.partial = partial
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Options(TypedDict, total=False):
+    """What the measures of flatness take besides their own arguments; what is left out is None.
+
+    Samples are clusters of sequences, batches (`sam_sharpness`, and `hessian_trace` as its authors take it), or random
+    probes that each see all inputs (`noise_sharpness`, `spectral_density`).
+
+    Attributes:
+        num_sequences: Stop after as many; None: at the end of the batches.
+        rtol: Stop as soon as the standard error is at most this fraction of the value. Checked after 64, 128, 256, ...
+            samples only, so that a lucky moment does not end it. More probes do not make the inputs' part of an error
+            smaller.
+        seconds: Stop at the first batch or probe that ends later than this after the start, once there are 64 clusters
+            or batches, or 2 probes.
+        causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
+        parameters: The parameters to measure, by name; None: all trainable ones, tied ones once.
+        resume: A file to go on from, and to write what has been measured to every half minute. It is removed at the
+            end.
+        progress: Called after each batch with the number of sequences done, or after each probe with that of probes.
+    """
+
+    num_sequences: int | None
+    rtol: float | None
+    seconds: float | None
+    causal: bool | None
+    parameters: Mapping[str, nn.Parameter] | None
+    resume: Path | None
+    progress: Callable[[int], None] | None
+
+
+def takes_options(function: F) -> F:
+    """Let the signature of a function with `**options` name them all."""
+    signature = inspect.signature(function)
+    *own, _ = signature.parameters.values()
+    further = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in get_type_hints(Options).items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
+    return function
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stopping:
-    """When to stop before the batches end (see `isoloss.flatness.fisher_trace`); None: never.
-
-    Raises:
-        IsolossError: A limit is out of its range.
-    """
+    """When to stop before the batches end (see `Options`); None: never."""
 
     num_sequences: int | None = None
     rtol: float | None = None
@@ -55,12 +103,15 @@ class Stopping:
         if self.seconds is not None and not self.seconds > 0:
             raise IsolossError(f"seconds is {self.seconds}; it must be more than 0")
 
-    def number_of_probes(self, given: int | None, default: int) -> int:
-        """Return how many probes to take at most; by default more where the error or the time decides.
+    @classmethod
+    def of(cls, options: Options) -> Self:
+        """Return the limits among a call's options; refuse a call with others."""
+        if unknown := sorted(options.keys() - Options.__annotations__):
+            raise TypeError(f"{unknown[0]!r} is no argument of it; it takes {', '.join(Options.__annotations__)}")
+        return cls(num_sequences=options.get("num_sequences"), rtol=options.get("rtol"), seconds=options.get("seconds"))
 
-        Raises:
-            IsolossError: Fewer than 2 are given, from which there is no error bar.
-        """
+    def number_of_probes(self, given: int | None, default: int) -> int:
+        """Return how many probes to take at most; by default more where the error or the time decides."""
         if given is None:
             return default if self.rtol is None and self.seconds is None else _MOST_PROBES
         if given < 2:
@@ -118,11 +169,7 @@ class Accumulation(abc.ABC):
         file: ResumeFile | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> str | None:
-        """Add items until they end, or `stopping` says so; return which limit it was, None where the items ended.
-
-        Raises:
-            InterruptedEstimate: Ctrl-C, where there is a partial estimate.
-        """
+        """Add items until they end, or `stopping` says so; return which limit it was, None where the items ended."""
         before, begun, look = self.seconds, time.perf_counter(), _next_look(len(self))
         try:
             for item in items:
@@ -149,12 +196,7 @@ class Accumulation(abc.ABC):
 
 
 class Probes(Accumulation):
-    """A measurement by independent random probes, each of which sees all inputs.
-
-    Args:
-        measure: What the probe of this number gives.
-        estimate: The estimate from what (R, ...) at least 2 probes gave.
-    """
+    """A measurement by independent random probes, each of which sees all inputs."""
 
     def __init__(self, measure: Callable[[int], torch.Tensor], estimate: Callable[[torch.Tensor], Estimate]) -> None:
         self._measure, self._estimate = measure, estimate
@@ -207,19 +249,6 @@ class Probes(Accumulation):
         return reason
 
 
-def resume_file(
-    path: Path | None,
-    model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    identity: Mapping[str, Any],
-    inputs: Iterable[Mapping[str, Any]] = (),
-) -> ResumeFile | None:
-    """Return the file to go on from, where there is to be one."""
-    if path is None:
-        return None
-    return ResumeFile(path, model, {**identity, "parameters": list(parameters)}, inputs)
-
-
 def model_details(model: nn.Module, counted: Sequence[nn.Parameter], *, causal: bool) -> dict[str, Any]:
     """Return what the details of every measure say of the model."""
     return {
@@ -237,3 +266,93 @@ def _next_look(samples: int) -> int:
     while look <= samples:
         look *= 2
     return look
+
+
+# --- the file that a measurement goes on from: what has been summed, and of what, whole or absent at any moment ------
+
+
+class ResumeFile:
+    """A measurement's file."""
+
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module,
+        identity: Mapping[str, Any],
+        inputs: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        self._path = path
+        self._inputs = hashlib.sha256()  # of all batches so far
+        for batch in inputs:
+            self._add_inputs(batch)
+        self._identity = {**identity, "weights": _weights_digest(model), "inputs": self._inputs.hexdigest()}
+        self._expected = ""
+        self._written = time.perf_counter()
+
+    def read(self) -> State | None:
+        """Return what the file holds, or None where there is none."""
+        if not self._path.exists():
+            return None
+        try:
+            with safe_open(self._path, framework="pt") as opened:
+                header = json.loads(opened.metadata()["measurement"])
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
+            raise IsolossError(f"{self._path} is not the resume file of a measurement: {error}") from error
+        theirs = header["identity"]
+        if other := [key for key in self._identity if self._identity[key] != theirs.get(key)]:
+            what = ", ".join(other)
+            raise IsolossError(
+                f"{self._path} is the resume file of another measurement: it differs in {what}; remove it"
+            )
+        self._expected = header["read"]
+        return header["state"], tensors
+
+    def after(self, stream: Iterable[Mapping[str, Any]], number: int) -> Iterator[Mapping[str, Any]]:
+        """Yield the batches that follow the first `number`, and keep account of all."""
+        for count, batch in enumerate(stream, start=1):
+            self._add_inputs(batch)
+            if count == number and self._inputs.hexdigest() != self._expected:
+                raise IsolossError(f"{self._path} is the resume file of a measurement on other inputs; remove it")
+            if count > number:
+                yield batch
+
+    def write_sometimes(self, state: Callable[[], State]) -> None:
+        """Write the file, in one step, if the last time was long ago."""
+        if time.perf_counter() - self._written < _EVERY_SECONDS:
+            return
+        document, tensors = state()
+        header = {"identity": self._identity, "read": self._inputs.hexdigest(), "state": document}
+        files.write_bytes(self._path, save(tensors, metadata={"measurement": json.dumps(header)}))
+        self._written = time.perf_counter()
+
+    def remove(self) -> None:
+        """Remove the file: the measurement is complete."""
+        self._path.unlink(missing_ok=True)
+
+    def _add_inputs(self, batch: Mapping[str, Any]) -> None:
+        for name in sorted(batch):
+            value = batch[name]
+            data = value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+            self._inputs.update(name.encode() + data)
+
+
+def _weights_digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def resume_file(
+    path: Path | None,
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    identity: Mapping[str, Any],
+    inputs: Iterable[Mapping[str, Any]] = (),
+) -> ResumeFile | None:
+    """Return the file to go on from, where there is to be one."""
+    if path is None:
+        return None
+    return ResumeFile(path, model, {**identity, "parameters": list(parameters)}, inputs)

@@ -20,30 +20,19 @@ from isoloss.flatness.engine.factors import Dense, Factor, Outer, SelectedRows
 
 @dataclass(frozen=True)
 class Handle:
-    """A tensor that is a parameter, or one cast, transposed or shifted by a constant.
+    """A tensor that is a parameter, or one cast, transposed or shifted by a constant."""
 
-    Attributes:
-        name: The parameter's name.
-        transposed: Whether the tensor is its transpose.
-    """
-
-    name: str
-    transposed: bool = False
+    name: str  # the parameter's name
+    transposed: bool = False  # whether the tensor is its transpose
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which token of which sequence stands where in an activation.
+    """Which token of which sequence stands where in an activation."""
 
-    Attributes:
-        num_sequences: B.
-        length: T.
-        selected: Once the predicted positions are selected, the sequences of the rows.
-    """
-
-    num_sequences: int
-    length: int
-    selected: SelectedRows | None = None
+    num_sequences: int  # B
+    length: int  # T
+    selected: SelectedRows | None = None  # once the predicted positions are selected, the sequences of the rows
 
     def tokens(self, values: torch.Tensor, trailing: int) -> torch.Tensor | None:
         """Return the values as (B, S, ...), or (m, ...) once selected, keeping `trailing` dimensions; None: no fit."""
@@ -63,31 +52,20 @@ Contribution = Callable[[torch.Tensor], Factor]
 
 @dataclass(frozen=True)
 class Result:
-    """What a function returned, and how the cotangent of that gives each parameter's factor of the gradient.
+    """What a function returned, and how the cotangent of that gives each parameter's factor of the gradient."""
 
-    Attributes:
-        output: The function's result.
-        contributions: By parameter; empty where `alias` says that the result is the parameter again.
-        alias: The parameter that the result stands for.
-    """
-
-    output: Any
+    output: Any  # the function's result
+    # by parameter; empty where `alias` says that the result is the parameter again
     contributions: dict[str, Contribution]
-    alias: Handle | None = None
+    alias: Handle | None = None  # the parameter that the result stands for
 
 
 class Uses(Protocol):
-    """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule.
+    """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule."""
 
-    Attributes:
-        layout: How the tokens lie at this point.
-        expands: Whether a lookup for all sequences together may be made one for each.
-        shared: Whether one was, which the model does not know.
-    """
-
-    layout: Layout
-    expands: bool
-    shared: bool
+    layout: Layout  # how the tokens lie at this point
+    expands: bool  # whether a lookup for all sequences together may be made one for each
+    shared: bool  # whether one was, which the model does not know
 
     def handle(self, value: Any) -> Handle | None:
         """Return the parameter that a tensor is, if it is one that is measured."""
