@@ -19,7 +19,7 @@ def checked(
     max_length: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens (n, T) and lengths (n,) as int64 on `device`, with the id `vocab_size` where `mask` is true.
+    """Return (n, T) and (n,) int64 on `device`, the id `vocab_size` where a token is unknown or absent.
 
     Raises:
         IsolossError: A shape, a dtype, a token or a length is wrong; the message names the row.
@@ -45,7 +45,7 @@ def checked(
     if (row := first(wrong.any(dim=1))) is not None:
         token = int(tokens[row][wrong[row]][0])
         raise IsolossError(f"sentence {row} holds the token id {token}; ids are from 0 to {vocab_size - 1}")
-    return tokens if mask is None else tokens.masked_fill(mask.to(device), vocab_size), lengths
+    return tokens.masked_fill(~seen, vocab_size), lengths
 
 
 def checked_positions(positions: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor | None:
@@ -104,6 +104,11 @@ def clamped_log_(probs: torch.Tensor) -> torch.Tensor:
         return probs.log_()
     np.log(probs.numpy(), out=probs.numpy())
     return probs
+
+
+def entropies(probs: torch.Tensor) -> torch.Tensor:
+    """Return the entropies of distributions along the last axis, in nats."""
+    return clamped_log_(probs.clone()).mul_(probs).sum(dim=-1).neg_().clamp_(min=0).abs_()  # no -0.0
 
 
 def put(out: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:

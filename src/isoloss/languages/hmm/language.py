@@ -34,9 +34,7 @@ class HMM(ExactLanguage):
     """A hidden Markov model as a language: immutable, with exact probabilities in nats.
 
     Every sentence that is drawn has `max_length` tokens. Exact computations also take shorter ones, which stand for the
-    model's first tokens; they take right-padded batches of mixed lengths on any device, and return tensors of the
-    language's dtype on its device. `mask`, where a method has it, is (n, T) bool and true where a token is unknown:
-    what stands there is not read, and everything is given the other tokens.
+    model's first tokens.
 
     Attributes:
         initial: (S,) float64 NumPy array, probabilities of the first state.
@@ -135,19 +133,10 @@ class HMM(ExactLanguage):
     # --- sampling ----------------------------------------------------------------------------------------------------
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
-        """Return `n` independent sentences of `max_length` tokens on the language's device.
+        """Return `n` independent sentences of `max_length` tokens; the latent is the states, (n, T) int64.
 
-        The generator gives one number, the seed; sentence i is a function of it and of i, so that the sentences of a
-        smaller n are the first of a larger one's, for every device and any number of threads. They are drawn on
-        the CPU or, for a language on a CUDA device, there.
-
-        Args:
-            n: Number of sentences.
-            generator: CPU generator of the seed; None: a fresh one, seeded by the system.
-            latent: Whether to return the states: (n, T) int64.
-
-        Raises:
-            IsolossError: `n` is negative, or the generator is not on the CPU.
+        As for a grammar, sentence i is a function of i and of one number of the generator, on every device; arguments
+        and errors as for `Language.sample`.
         """
         from isoloss.languages import alias_sampling, vectorized_sampler
 
@@ -235,79 +224,29 @@ class HMM(ExactLanguage):
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 
-    def log_prob(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return (n,): the log-probability of each sentence given its length, in nats, by the forward algorithm.
-
-        It is the sum over all state sequences, not the most likely one of them.
-
-        Args:
-            tokens: (n, T) ids, padded on the right with anything.
-            lengths: (n,) from 1 to `max_length`.
-            mask: (n, T) bool, true where the token is unknown; the probability is then that of the others.
-
-        Raises:
-            IsolossError: A token or a length is out of range, or a sentence is impossible; the message names the row.
-        """
-        ids = self._checked(tokens, lengths, mask)
+    def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        # the sum over all state sequences, not the most likely one of them
         out = torch.zeros(len(ids), dtype=self.dtype, device=self.device)
         for rows, model in self._chunks(ids, spare=0):
             out[rows] = model.log_prob(ids[rows])
         _check_possible(out != -math.inf)
         return out
 
-    def log_conditionals(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+    def _log_conditionals(
+        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return (n, T, V): log Pr(x_t = c | all other tokens, the length), the full conditionals, in nats.
-
-        `Pr(x_t = c | x_-t)` is proportional to `sum_z Pr(z_t = z | x_<t) Pr(x_>t | z_t = z) Pr(c | z)`: one forward and
-        one backward pass give all positions and tokens (the paper's section 2.1 and appendix A.3). With a mask, the
-        masked tokens are not among the others, at any position. An impossible token has the log of the dtype's smallest
-        normal number; padded positions hold 0.
-
-        Args:
-            tokens: As for `log_prob`.
-            lengths: As for `log_prob`.
-            mask: As for `log_prob`.
-            positions: (n,) or (n, k) positions of each sentence: the result is (n, V) or (n, k, V).
-
-        Raises:
-            IsolossError: As for `log_prob`, or a position is beyond its sentence.
-        """
-        ids, chosen = self._checked(tokens, lengths, mask), self._positions(positions, lengths)
-        shape = ids.shape if chosen is None else chosen.shape
+        shape = (ids if positions is None else positions).shape
         impossible = math.log(torch.finfo(self.dtype).tiny)
         out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
-        for rows, model, probs in self._conditionals(ids, chosen):
+        for rows, model, probs in self._conditionals(ids, positions):
             _put(out, rows, model.tokens, batches.clamped_log_(probs), others=impossible)
-        return _zero_padding(out, lengths) if positions is None else out.view(*positions.shape, self.vocab_size)
+        return _zero_padding(out, lengths) if positions is None else out
 
-    def conditional_entropy(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return (n, T): the entropy of each full conditional in nats, 0 at padded positions.
-
-        The (n, T, V) conditionals exist a chunk at a time. Arguments and errors as for `log_conditionals`; with
-        `positions` the result has their shape.
-        """
-        ids, chosen = self._checked(tokens, lengths, mask), self._positions(positions, lengths)
-        out = torch.zeros(ids.shape if chosen is None else chosen.shape, dtype=self.dtype, device=self.device)
-        for rows, _, probs in self._conditionals(ids, chosen):
-            logs = probs.clamp(min=torch.finfo(self.dtype).tiny).log_()
-            out[rows] = logs.mul_(probs).sum(dim=2).neg_().clamp_(min=0).abs_()  # no -0.0
-        return _zero_padding(out, lengths) if positions is None else out.view(positions.shape)
+    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        out = torch.zeros((ids if positions is None else positions).shape, dtype=self.dtype, device=self.device)
+        for rows, _, probs in self._conditionals(ids, positions):
+            out[rows] = batches.entropies(probs)
+        return _zero_padding(out, lengths) if positions is None else out
 
     def posterior(
         self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
@@ -316,7 +255,7 @@ class HMM(ExactLanguage):
 
         Arguments and errors as for `log_prob`.
         """
-        ids = self._checked(tokens, lengths, mask)
+        ids, lengths = self._checked(tokens, lengths, mask)
         out = torch.zeros(*ids.shape, len(self.states), dtype=self.dtype, device=self.device)
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         for rows, model in self._chunks(ids, spare=0):
@@ -329,7 +268,11 @@ class HMM(ExactLanguage):
     def _conditionals(
         self, ids: torch.Tensor, positions: torch.Tensor | None
     ) -> Iterator[tuple[Index, ForwardBackward, torch.Tensor]]:
-        """Yield rows, their model, (rows, T or k, its tokens) conditionals; at the end, complain of impossible rows."""
+        """Yield rows, their model, (rows, T or k, its tokens) conditionals; at the end, complain of impossible rows.
+
+        `Pr(x_t = c | x_-t)` is proportional to `sum_z Pr(z_t = z | x_<t) Pr(x_>t | z_t = z) Pr(c | z)`: one forward and
+        one backward pass give all positions and tokens (the paper's section 2.1 and appendix A.3).
+        """
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         for rows, model in self._chunks(ids, spare=1):
             states, possible[rows] = model.leave_one_out(ids[rows])
@@ -347,17 +290,6 @@ class HMM(ExactLanguage):
                 part = slice(first, min(first + size, total))
                 yield (part if chosen is None else chosen[part]), model
 
-    def _positions(self, positions: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor | None:
-        return batches.checked_positions(positions, lengths.to(self.device))
-
-    def _checked(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return (n, T) ids with V where the token is unknown or absent."""
-        tokens, lengths = batches.checked(
-            tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.max_length, device=self.device
-        )
-        absent = torch.arange(tokens.shape[1], device=self.device) >= lengths[:, None]
-        return tokens.masked_fill(absent, self.vocab_size)
-
 
 def _put(out: torch.Tensor, rows: Index, columns: Index, values: torch.Tensor, *, others: float) -> None:
     """Write (rows, T, columns) values, and one number in the other columns, into rows of (n, T, all columns)."""
@@ -371,7 +303,7 @@ def _put(out: torch.Tensor, rows: Index, columns: Index, values: torch.Tensor, *
 def _zero_padding(out: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Put 0 behind the ends of the sentences, in place."""
     if out.numel() and bool((lengths < out.shape[1]).any()):
-        out[torch.arange(out.shape[1], device=out.device) >= lengths.to(out.device)[:, None]] = 0
+        out[torch.arange(out.shape[1], device=out.device) >= lengths[:, None]] = 0
     return out
 
 
