@@ -8,8 +8,9 @@ from __future__ import annotations
 import abc
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -20,6 +21,7 @@ from isoloss import seeds
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
+from isoloss.languages.config import LATENT
 from isoloss.text.sentences import Sentences, Start
 
 if TYPE_CHECKING:
@@ -71,6 +73,13 @@ class Stored:
     symbols: tuple[str, ...] = ()
     tables: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
+    def check_names(self, names: Iterable[str], path: Path) -> None:
+        """Raise an `IsolossError` unless the tables, read from `path`, have exactly these names."""
+        wanted = list(names)
+        if set(self.tables) != set(wanted):
+            has = ", ".join(self.tables) or "none"
+            raise IsolossError(f"{path} must hold the tensors {', '.join(wanted) or '(none)'}, and holds {has}")
+
     def equals(self, other: Stored) -> bool:
         """Return whether the other has the same names and, to the last bit, the same tables."""
         names = ("kind", "max_length", "vocabulary", "symbols")
@@ -97,6 +106,7 @@ class Language(abc.ABC):
         is_exact: Whether `log_prob`, `log_conditionals` and `conditional_entropy` are known.
         num_held_out: Sentences that are kept out of training; 0 where fresh ones can be drawn.
         latent_name: What the latent of a sentence is called, e.g. `tree`; None where there is none.
+        task_patterns: What `tasks` returns, where that is the same for all languages of the class.
     """
 
     vocab_size: int
@@ -110,6 +120,7 @@ class Language(abc.ABC):
     is_exact: ClassVar[bool] = False
     num_held_out: int = 0
     latent_name: ClassVar[str | None] = None
+    task_patterns: ClassVar[Mapping[str, str]] = {}
     _config: LanguageConfig | None = None
 
     @property
@@ -262,7 +273,7 @@ class Language(abc.ABC):
 
     def tasks(self) -> Mapping[str, str]:
         """Return the patterns of the downstream tasks' names, e.g. `prefix-L`, each with one line about it."""
-        return {}
+        return self.task_patterns
 
     def labeling(self, name: str) -> Labeling:
         """Return what the task `name` asks of the sentences.
@@ -416,7 +427,21 @@ def cpu_generator(n: int, generator: torch.Generator | None) -> torch.Generator:
     return generator
 
 
+_ALIASES = {"A": "prefix-32", "B": "prefix-16", "C": "prefix-8"}  # the paper's names of tasks, appendix A.1
 _NUMBERED = re.compile(r"([a-z]+)-(0|[1-9]\d*)")
+
+
+def canonical(name: str) -> str:
+    """Return the one name of a task that has several.
+
+    Example:
+        >>> canonical("B"), canonical("C-latent"), canonical("task-6"), canonical("root")
+        ('prefix-16', 'prefix-8-latent', 'state-6', 'root')
+    """
+    base = name.removesuffix(LATENT)
+    suffix = name[len(base) :]
+    base = _ALIASES.get(base, base)
+    return ("state-" + base.removeprefix("task-") if base.startswith("task-") else base) + suffix
 
 
 def task_number(name: str, kind: str, low: int, high: int) -> int | None:

@@ -6,7 +6,6 @@ Shapes: n sentences of T brackets; token 0 is the opening bracket and token 1 th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,9 +14,7 @@ from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.api import ExactLanguage, Labeling, Sentences, Stored, cpu_generator
-from isoloss.languages.config import BracketsConfig
-from isoloss.languages.task_names import BRACKET_TASKS
-from isoloss.languages.tensors import check_names
+from isoloss.languages.config import BRACKET_TASKS, BracketsConfig
 
 OPEN, CLOSE = 0, 1
 _VOCABULARY = ("<", ">")
@@ -48,6 +45,8 @@ class Brackets(ExactLanguage):
         tensor([0.3333, 0.6667], dtype=torch.float64)
     """
 
+    task_patterns = BRACKET_TASKS
+
     def __init__(self, length: int):
         """Make the language of sentences of `length` brackets.
 
@@ -61,10 +60,15 @@ class Brackets(ExactLanguage):
         self.device, self.dtype = torch.device("cpu"), torch.float64
         self._log_ways = math.log(math.comb(length, length // 2))
 
+    @classmethod
+    def from_config(cls, config: BracketsConfig) -> Brackets:
+        """Return the language that `config` describes."""
+        return cls(config.length)
+
     @staticmethod
     def from_tables(stored: Stored, path: Path) -> Brackets:
         """Return the language in a file; see `LanguageConfig.from_tables`."""
-        check_names(stored.tables, (), path)
+        stored.check_names((), path)
         if stored.vocabulary != _VOCABULARY:
             raise IsolossError(f"{path}: the vocabulary of brackets is < and >, not {', '.join(stored.vocabulary)}")
         return Brackets(stored.max_length)
@@ -166,10 +170,6 @@ class Brackets(ExactLanguage):
         return torch.where(identity, z[:, None, :], 0)
 
     # --- tasks -------------------------------------------------------------------------------------------------------
-
-    def tasks(self) -> Mapping[str, str]:
-        """Return the one task, `mismatch`."""
-        return BRACKET_TASKS
 
     def labeling(self, name: str) -> Labeling:
         """Return the task `mismatch`: g* of the strings that `downstream` draws."""

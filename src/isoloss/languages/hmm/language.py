@@ -6,27 +6,32 @@ Shapes: n sentences, T positions, S states, V tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from isoloss import seeds
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
-from isoloss.languages.api import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored, task_number
-from isoloss.languages.config import MAX_LENGTH
+from isoloss.languages.api import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored, canonical, task_number
+from isoloss.languages.config import LATENT, MAX_LENGTH, STATE_TASKS, FileConfig, HMMConfig
 from isoloss.languages.hmm.forward_backward import Components, ForwardBackward, Index
-from isoloss.languages.hmm.tables import TABLES, Matrix, checked_tables
 from isoloss.languages.redrawing import Redrawing
-from isoloss.languages.task_names import LATENT, STATE_TASKS, canonical
-from isoloss.languages.tensors import check_names, file_config
 
 if TYPE_CHECKING:
     from isoloss.languages.alias_sampling import AliasTables
 
+TABLES = ("initial", "transition", "emission")
+_TOLERANCE = 1e-6  # of a row's sum, so that matrices kept in float32 pass
+_ROUNDING = 1e-12  # of a row's sum; a row that is nearer to 1 stays as it is
+
+Matrix = npt.ArrayLike | torch.Tensor
+Float = npt.NDArray[np.float64]
 _CHUNK_BYTES = 1 << 22  # of a chunk's (n, T, S + V) probabilities
 
 
@@ -56,6 +61,7 @@ class HMM(ExactLanguage):
     """
 
     latent_name = "states"
+    task_patterns = STATE_TASKS
 
     def __init__(
         self,
@@ -85,7 +91,7 @@ class HMM(ExactLanguage):
         """
         if not 1 <= length <= MAX_LENGTH:
             raise IsolossError(f"{source}: the length is {length}; it must be from 1 to {MAX_LENGTH} tokens")
-        self.initial, self.transition, self.emission = checked_tables(initial, transition, emission, source)
+        self.initial, self.transition, self.emission = _checked_tables(initial, transition, emission, source)
         size, vocab_size = self.emission.shape
         self.states = tuple(f"s{index}" for index in range(size))
         self._set_vocabulary(vocabulary or tuple(f"w{index}" for index in range(vocab_size)))
@@ -96,10 +102,15 @@ class HMM(ExactLanguage):
         self._alias: list[AliasTables] = []
         self._move(torch.device("cpu"), torch.float64)
 
+    @classmethod
+    def from_config(cls, config: HMMConfig) -> HMM:
+        """Return the random model that `config` describes."""
+        return cls(*_random_tables(config), config.length, config=config)
+
     @staticmethod
     def from_tables(stored: Stored, path: Path) -> HMM:
         """Return the language in a file; see `LanguageConfig.from_tables`."""
-        check_names(stored.tables, TABLES, path)
+        stored.check_names(TABLES, path)
         initial, transition, emission = (stored.tables[name] for name in TABLES)
         return HMM(
             initial,
@@ -107,7 +118,7 @@ class HMM(ExactLanguage):
             emission,
             stored.max_length,
             vocabulary=stored.vocabulary,
-            config=file_config(path),
+            config=FileConfig.of(path),
             source=str(path),
         )
 
@@ -159,10 +170,6 @@ class HMM(ExactLanguage):
         return [[self.states[state] for state in states] for states in sentences.latent.tolist()]
 
     # --- tasks and transfer ------------------------------------------------------------------------------------------
-
-    def tasks(self) -> Mapping[str, str]:
-        """Return the tasks about states."""
-        return STATE_TASKS
 
     def labeling(self, name: str) -> Labeling:
         """Return what the task `name` asks (see `isoloss.transfer.tasks.make_task`).
@@ -310,3 +317,47 @@ def _zero_padding(out: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 def _check_possible(possible: torch.Tensor) -> None:
     if (row := batches.first(~possible)) is not None:
         raise IsolossError(f"sentence {row} has probability 0: the HMM cannot produce it")
+
+
+def _checked_tables(initial: Matrix, transition: Matrix, emission: Matrix, source: str) -> tuple[Float, Float, Float]:
+    """Return the tables as read-only float64 arrays whose rows add up to 1, or say what is wrong."""
+    tables = []
+    for name, given in zip(TABLES, (initial, transition, emission), strict=True):
+        try:
+            raw: Any = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else given
+            tables.append(np.array(raw, dtype=np.float64))
+        except (ValueError, TypeError) as error:
+            raise IsolossError(f"{source}: {name} must be numbers: {error}") from error
+    size = len(tables[0]) if tables[0].ndim == 1 else 0
+    wanted = [("(states,)", tables[0].ndim == 1 and size > 0), (f"({size}, {size})", tables[1].shape == (size, size))]
+    wanted.append((f"({size}, tokens)", tables[2].ndim == 2 and len(tables[2]) == size and tables[2].shape[1] > 0))
+    for name, table, (shape, fits) in zip(TABLES, tables, wanted, strict=True):
+        if not fits:
+            raise IsolossError(f"{source}: {name} must be of shape {shape}, not {table.shape}")
+        for row, entries in enumerate(np.atleast_2d(table)):
+            where = f"{source}: {name}" if table.ndim == 1 else f"{source}: row {row} of {name}"
+            if (bad := ~(np.isfinite(entries) & (entries >= 0))).any():
+                raise IsolossError(f"{where} holds {entries[bad][0]}; a probability is from 0 to 1")
+            if abs(total := math.fsum(entries) - 1) > _TOLERANCE:
+                raise IsolossError(f"{where} adds up to {total + 1:.9g}; it must add up to 1")
+            if abs(total) > _ROUNDING:
+                entries /= entries.sum()
+        table += 0.0  # no -0.0
+        table.flags.writeable = False
+    return tables[0], tables[1], tables[2]
+
+
+def _random_tables(config: HMMConfig) -> tuple[Float, Float, Float]:
+    """Return initial, transition and emission of the model that `config` describes."""
+    rng = np.random.default_rng(seeds.derive(config.seed, "hmm"))
+    blocks = np.array_split(np.arange(config.states), config.blocks)
+    tables = []
+    for width in (config.states, config.vocab_size):
+        table = np.zeros((config.states, width))
+        for own, columns in zip(blocks, np.array_split(np.arange(width), config.blocks), strict=True):
+            drawn = rng.dirichlet(np.ones(len(columns)), size=len(own))
+            table[np.ix_(own, columns)] = (1 - config.mixing_weight) * drawn
+        if config.mixing_weight:
+            table += config.mixing_weight * rng.dirichlet(np.ones(width), size=config.states)
+        tables.append(table)
+    return np.full(config.states, 1 / config.states), tables[0], tables[1]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,19 +15,16 @@ from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.api import ExactLanguage, Labeling, Sentences, Stored
-from isoloss.languages.batches import Rows
-from isoloss.languages.config import MAX_LENGTH, GrammarConfig
-from isoloss.languages.parallel import run_in_threads
+from isoloss.languages.batches import Rows, run_in_threads
+from isoloss.languages.config import GRAMMAR_TASKS, MAX_LENGTH, GrammarConfig
 from isoloss.languages.pcfg.chart_plan import FoldedRules
 from isoloss.languages.pcfg.grammar import Format, Grammar, parse_grammar
 from isoloss.languages.pcfg.inside_outside import InsideOutside
 from isoloss.languages.pcfg.labeling import grammar_labeling
-from isoloss.languages.pcfg.random_grammar import redrawn_grammar
-from isoloss.languages.pcfg.sampler import Sampler, longest_yields
+from isoloss.languages.pcfg.random_grammar import random_grammar, redrawn_grammar
+from isoloss.languages.pcfg.sampler import Sampler, derivations, longest_yields
 from isoloss.languages.pcfg.tables import grammar_tables, read_grammar
-from isoloss.languages.pcfg.trees import derivations
 from isoloss.languages.redrawing import Redrawing
-from isoloss.languages.task_names import GRAMMAR_TASKS
 
 _OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
 _FEW = 128  # sentences that are not cut further: the compiled kernels take so many at once
@@ -56,6 +54,7 @@ class PCFG(ExactLanguage):
     """
 
     latent_name = "tree"
+    task_patterns = GRAMMAR_TASKS
 
     def __init__(
         self,
@@ -98,6 +97,11 @@ class PCFG(ExactLanguage):
         text = "" if config else grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
         self._config = config or GrammarConfig(rules=text, max_length=self.max_length)
         self._move(torch.device("cpu"), torch.float64)
+
+    @classmethod
+    def from_config(cls, config: Any) -> PCFG:
+        """Return the random grammar of a `PCFGConfig`."""
+        return PCFG(random_grammar(config), max_length=2**config.levels, config=config)
 
     @staticmethod
     def from_text(text: str, *, source: str = "<text>", max_length: int = GrammarConfig.max_length) -> PCFG:
@@ -205,10 +209,6 @@ class PCFG(ExactLanguage):
         return derivations(sentences, self.symbols, self.vocabulary)
 
     # --- tasks and transfer ------------------------------------------------------------------------------------------
-
-    def tasks(self) -> Mapping[str, str]:
-        """Return the tasks of a grammar."""
-        return GRAMMAR_TASKS
 
     def labeling(self, name: str) -> Labeling:
         """Return what the task `name` asks (see `isoloss.transfer.tasks.make_task`)."""

@@ -21,8 +21,16 @@ from isoloss.languages import batches
 from isoloss.languages.api import ExactLanguage, Sentences, Stored
 from isoloss.languages.config import TeacherConfig
 from isoloss.languages.teacher import kept_tokens
-from isoloss.languages.teacher.scores import Prefix, Scorer, by_set, check_possible
-from isoloss.languages.teacher.truncated import Truncated, choose, join_parts, truncate
+from isoloss.languages.teacher.scores import (
+    Prefix,
+    Scorer,
+    Truncated,
+    by_set,
+    check_possible,
+    choose_kept,
+    join_parts,
+    truncate,
+)
 from isoloss.text import tokenizers
 
 if TYPE_CHECKING:
@@ -263,7 +271,7 @@ class Teacher(ExactLanguage):
         for chunk, prefix in self._read(ids, lengths):
             for position in sorted(set(wide[chunk].flatten().tolist())):
                 rows, columns = (wide[chunk] == position).nonzero(as_tuple=True)
-                kept = choose(prefix.logs[rows, position], mass=mass, candidates=candidates)
+                kept = choose_kept(prefix.logs[rows, position], mass=mass, candidates=candidates)
                 parts.append((chunk[rows], columns, truncate(self._scorer, prefix, rows, position, kept)))
         joined = join_parts(parts, wide.shape, self.pad_id, self.dtype, self.device)
         return Truncated(*(field.view(*positions.shape, *field.shape[2:]) for field in joined))
