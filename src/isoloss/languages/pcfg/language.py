@@ -201,8 +201,9 @@ class PCFG(ExactLanguage):
         """
         seed = self._seed(n, generator)
         device = self.device if self.device.type == "cuda" else torch.device("cpu")
-        derived = self._sampler(n, seed, length=length, trees=latent, device=device)
-        return Sentences(*(None if part is None else part.to(self.device) for part in derived))  # type: ignore[arg-type]
+        tokens, lengths, nodes = self._sampler(n, seed, length=length, trees=latent, device=device)
+        trees = None if nodes is None else nodes.to(self.device)
+        return Sentences(tokens.to(self.device), lengths.to(self.device), trees)
 
     def describe_latent(self, sentences: Sentences) -> list[str]:
         """Return the derivation of each sentence as nested brackets."""
