@@ -65,11 +65,11 @@ def split_row(row, width):
 def counted(drawn):
     """How often each sentence, or sentence and tree, was drawn."""
     width = drawn.tokens.shape[1]
-    parts = [drawn.tokens, drawn.lengths[:, None], *([] if drawn.nodes is None else [drawn.nodes.flatten(1)])]
+    parts = [drawn.tokens, drawn.lengths[:, None], *([] if drawn.latent is None else [drawn.latent.flatten(1)])]
     rows, counts = np.unique(torch.cat(parts, dim=1).numpy(), axis=0, return_counts=True)
     keys = [split_row(row, width) for row in rows.tolist()]
     return Counter(
-        dict(zip(keys if drawn.nodes is not None else [key for key, _ in keys], counts.tolist(), strict=True))
+        dict(zip(keys if drawn.latent is not None else [key for key, _ in keys], counts.tolist(), strict=True))
     )
 
 
@@ -118,9 +118,9 @@ def test_every_tree_is_a_parse_in_preorder(seed, recursive):
     grammar = parse_grammar(random_rules(seed, recursive=recursive))
     slow = SlowGrammar(grammar)
     drawn = Sampler(grammar, min(4, int(longest_yields(grammar, 9)[0])))(20, seed, trees=True)
-    assert drawn.nodes.shape[0] == 20
-    assert (drawn.nodes[:, :, 0] >= 0).sum(dim=1).max() == drawn.nodes.shape[1]
-    for row, length, nodes in zip(drawn.tokens.tolist(), drawn.lengths.tolist(), drawn.nodes.tolist(), strict=True):
+    assert drawn.latent.shape[0] == 20
+    assert (drawn.latent[:, :, 0] >= 0).sum(dim=1).max() == drawn.latent.shape[1]
+    for row, length, nodes in zip(drawn.tokens.tolist(), drawn.lengths.tolist(), drawn.latent.tolist(), strict=True):
         real = [tuple(node) for node in nodes if node[0] >= 0]
         assert nodes[len(real) :] == [[-1, -1, -1]] * (len(nodes) - len(real))
         assert tuple(real) in {below for _, below in slow.trees(0, tuple(row[:length]))}
@@ -146,7 +146,7 @@ def test_sentences_depend_on_seed_and_index_alone(max_length, options):
         width = part.shape[1:2]
         assert torch.equal(whole[:1000, : width[0]] if width else whole[:1000], part)
     assert torch.equal(plain.tokens, one.tokens)
-    assert plain.nodes is None
+    assert plain.latent is None
     assert not torch.equal(other.tokens[:, :5], one.tokens[:1000, :5])
     assert len(torch.unique(plain.tokens[:1000], dim=0)) > 600  # many of them have one token
 
@@ -155,7 +155,7 @@ def test_sentences_depend_on_seed_and_index_alone(max_length, options):
 @pytest.mark.parametrize("n", [0, 1, (1 << 14) + 1])
 def test_any_number(n, options):
     drawn = Sampler(parse_grammar("S S S 0.45\nS a 0.55"), 4)(n, 0, trees=True, **options)
-    assert len(drawn.tokens) == len(drawn.lengths) == len(drawn.nodes) == n
+    assert len(drawn.tokens) == len(drawn.lengths) == len(drawn.latent) == n
     assert n == 0 or 1 <= drawn.lengths.min() <= drawn.lengths.max() <= 4
     assert {part.dtype for part in drawn} == {torch.int64}
 
@@ -171,11 +171,11 @@ def test_a_grammar_whose_derivations_never_end_on_average():
 def test_the_longest_sentences():
     """The root of a binary tree of 1024 tokens splits anywhere, by Catalan numbers."""
     drawn = Sampler(parse_grammar("S S S 0.5\nS a 0.5"), 1024)(4000, 0, length=1024, trees=True)
-    assert drawn.nodes.shape == (4000, 2047, 3)
+    assert drawn.latent.shape == (4000, 2047, 3)
     catalan = [1]
     for k in range(1023):
         catalan.append(catalan[-1] * 2 * (2 * k + 1) // (k + 2))
-    splits = Counter(drawn.nodes[:, 1, 1].tolist())
+    splits = Counter(drawn.latent[:, 1, 1].tolist())
     expected = [4000 * catalan[u - 1] * catalan[1023 - u] / catalan[1023] for u in range(1, 1024)]
     assert p_value([splits[u] for u in range(1, 1024)], expected) > 1e-3
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from isoloss.languages.parallel import run_in_threads
+from isoloss.languages.batches import run_in_threads
 
 CPU = torch.device("cpu")
 

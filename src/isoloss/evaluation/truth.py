@@ -14,7 +14,7 @@ import torch
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Sentences
-from isoloss.languages.parallel import run_in_threads
+from isoloss.languages.batches import run_in_threads
 from isoloss.run_config import ObjectiveConfig
 from isoloss.text.masking import IGNORED, Batch, mask
 

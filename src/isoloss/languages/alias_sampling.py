@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from isoloss.errors import IsolossError
+from isoloss.text.sentences import Sentences
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int32]
@@ -26,7 +26,6 @@ Long = npt.NDArray[np.int64]
 
 _CHUNK = 1 << 14  # sentences that a thread draws at a time
 _CELLS = 1 << 22  # numbers of a chunk's sentences, at most
-_TOLERANCE = 1e-9  # of a row's sum
 
 # the constants of Philox4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
 _M0, _M1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
@@ -54,15 +53,6 @@ class AliasTables(NamedTuple):
     kept: Int
     alias: Int
 
-    def probabilities(self, outcomes: int) -> Float:
-        """Return (rows, outcomes): the distributions that the tables draw from, cell by cell."""
-        widths = np.diff(self.offsets)
-        row = np.repeat(np.arange(len(widths)), widths)
-        probs = np.zeros((len(widths), outcomes))
-        np.add.at(probs, (row, self.kept), self.threshold / widths[row])
-        np.add.at(probs, (row, self.alias), (1 - self.threshold) / widths[row])
-        return probs
-
 
 class Rewrites(NamedTuple):
     """A grammar as the sampler takes it: what each symbol is rewritten to, freely or to a given number of tokens.
@@ -89,24 +79,8 @@ class Rewrites(NamedTuple):
     scale: Float
 
 
-def alias_tables(probabilities: npt.ArrayLike) -> AliasTables:
-    """Return the alias tables of (rows, outcomes) probabilities; each row must add up to 1.
-
-    Raises:
-        IsolossError: A row has a negative or non-finite entry or another sum.
-
-    Example:
-        >>> tables = alias_tables([[0.5, 0.0, 0.5], [0.25, 0.75, 0.0]])
-        >>> tables.probabilities(3).tolist()
-        [[0.5, 0.0, 0.5], [0.25, 0.75, 0.0]]
-    """
-    rows = np.ascontiguousarray(probabilities, dtype=np.float64)
-    if rows.ndim != 2 or not rows.size:
-        raise IsolossError(f"probabilities must be (rows, outcomes), not of shape {rows.shape}")
-    wrong = ~(np.isfinite(rows) & (rows >= 0)).all(axis=1) | ~(np.abs(rows.sum(axis=1) - 1) < _TOLERANCE)
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise IsolossError(f"row {row} of the probabilities is no distribution: its sum is {rows[row].sum()}")
+def alias_tables(rows: Float) -> AliasTables:
+    """Return the alias tables of (rows, outcomes) probabilities."""
     of_row, outcome = np.nonzero(rows)
     return sparse_tables(of_row, outcome, rows[of_row, outcome], rows=len(rows))
 
@@ -131,13 +105,7 @@ def draw_chains(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (n, length) int64 tokens and states of n hidden Markov chains; those of sentence i depend on (seed, i).
 
-    Args:
-        initial: One row: the first state.
-        transition: A row a state: the next state.
-        emission: A row a state: its token.
-        n: Number of sentences.
-        length: Their length.
-        seed: From 0 to 2^64 - 1.
+    The rows of `transition` and `emission` are states; `initial` has one row.
     """
     tokens, states = np.empty((n, length), np.int64), np.empty((n, length), np.int64)
 
@@ -151,8 +119,8 @@ def draw_chains(
 
 def draw_derivations(
     rewrites: Rewrites, *, n: int, seed: int, root: int, longest: int, most_nodes: int, pad: int, trees: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return (n, T) tokens, (n,) lengths and (n, M, 3) nodes of n derivations; those of sentence i depend on (seed, i).
+) -> Sentences:
+    """Return n derivations; those of sentence i depend on (seed, i).
 
     Args:
         rewrites: The grammar.
@@ -162,7 +130,7 @@ def draw_derivations(
         longest: The most tokens that a sentence can have.
         most_nodes: The most nodes that a tree can have.
         pad: The id behind the end of a sentence.
-        trees: Whether to return the nodes: start, stop and symbol in preorder, padded with -1; else None.
+        trees: Whether the latent is the nodes, (n, M, 3): start, stop and symbol in preorder, padded with -1.
     """
     chunk = max(1, min(_CHUNK, _CELLS // (3 * most_nodes if trees else longest)))
     starts = range(0, n, chunk)
@@ -175,17 +143,8 @@ def draw_derivations(
         count = len(lengths[rows])
         own_tokens = np.empty((count * longest, 1), np.int32)
         own_nodes = np.empty((count * most_nodes if trees else 0, 3), np.int32)
-        _derive(
-            np.uint64(seed),
-            np.uint64(first),
-            rewrites,
-            root,
-            longest,
-            own_tokens,
-            lengths[rows],
-            own_nodes,
-            sizes[rows],
-        )
+        own = own_tokens, lengths[rows], own_nodes, sizes[rows]
+        _derive(np.uint64(seed), np.uint64(first), rewrites, root, longest, *own)
         tokens[first // chunk] = own_tokens[: lengths[rows].sum()].copy()
         nodes[first // chunk] = own_nodes[: sizes[rows].sum()].copy()
 
@@ -201,11 +160,8 @@ def draw_derivations(
         _in_threads(spread, starts)
         return torch.from_numpy(out)
 
-    return (
-        padded(tokens, lengths, 1, pad)[:, :, 0],
-        torch.from_numpy(lengths),
-        padded(nodes, sizes, 3, -1) if trees else None,
-    )
+    latent = padded(nodes, sizes, 3, -1) if trees else None
+    return Sentences(padded(tokens, lengths, 1, pad)[:, :, 0], torch.from_numpy(lengths), latent)
 
 
 def _in_threads(fill: Callable[[int], None], starts: range) -> None:

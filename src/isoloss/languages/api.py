@@ -8,8 +8,9 @@ from __future__ import annotations
 import abc
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -19,6 +20,8 @@ import torch
 from isoloss import seeds
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
+from isoloss.languages import batches
+from isoloss.languages.config import LATENT
 from isoloss.text.sentences import Sentences, Start
 
 if TYPE_CHECKING:
@@ -70,6 +73,13 @@ class Stored:
     symbols: tuple[str, ...] = ()
     tables: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
+    def check_names(self, names: Iterable[str], path: Path) -> None:
+        """Raise an `IsolossError` unless the tables, read from `path`, have exactly these names."""
+        wanted = list(names)
+        if set(self.tables) != set(wanted):
+            has = ", ".join(self.tables) or "none"
+            raise IsolossError(f"{path} must hold the tensors {', '.join(wanted) or '(none)'}, and holds {has}")
+
     def equals(self, other: Stored) -> bool:
         """Return whether the other has the same names and, to the last bit, the same tables."""
         names = ("kind", "max_length", "vocabulary", "symbols")
@@ -96,6 +106,7 @@ class Language(abc.ABC):
         is_exact: Whether `log_prob`, `log_conditionals` and `conditional_entropy` are known.
         num_held_out: Sentences that are kept out of training; 0 where fresh ones can be drawn.
         latent_name: What the latent of a sentence is called, e.g. `tree`; None where there is none.
+        task_patterns: What `tasks` returns, where that is the same for all languages of the class.
     """
 
     vocab_size: int
@@ -109,6 +120,7 @@ class Language(abc.ABC):
     is_exact: ClassVar[bool] = False
     num_held_out: int = 0
     latent_name: ClassVar[str | None] = None
+    task_patterns: ClassVar[Mapping[str, str]] = {}
     _config: LanguageConfig | None = None
 
     @property
@@ -138,7 +150,16 @@ class Language(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
-        """Return `n` independent sentences, with what produced them where `latent` is set."""
+        """Return `n` independent sentences on the language's device, padded to the longest of them.
+
+        Args:
+            n: Number of sentences.
+            generator: CPU generator that decides them; None: a fresh one, seeded by the system.
+            latent: Whether to return what produced them, where the language knows it.
+
+        Raises:
+            IsolossError: `n` is negative, or the generator is not on the CPU.
+        """
 
     def batch(self, step: int, n: int, *, seed: int) -> Sentences:
         """Return the `n` sentences of training step `step`: a pure function of the arguments."""
@@ -175,13 +196,27 @@ class Language(abc.ABC):
         Raises:
             IsolossError: Its probabilities are not known.
         """
-        raise self._unknown()
+        raise IsolossError(f"the probabilities of {self!r} are not known")
 
     def log_prob(
         self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return (n,): the log-probability of each sentence; see `ExactLanguage`."""
-        raise self._unknown()
+        """Return (n,): the log-probability of each sentence in nats; of a grammar's, its length included.
+
+        Args:
+            tokens: (n, T) ids, padded on the right with anything.
+            lengths: (n,) from 1 to `max_length`; fewer tokens than a hidden Markov model or a teacher writes stand for
+                its first ones.
+            mask: (n, T) bool, true where the token is unknown, whatever id stands there; None: nowhere. The
+                probability is then that of the visible tokens: a sum over all tokens at the unknown positions.
+
+        Raises:
+            IsolossError: The probabilities are not known; a shape or dtype is wrong; a visible token or a length is out
+                of range; a sentence has probability 0, or more unknown tokens than there is an exact answer for (see
+                `max_masked`). The message names the row.
+        """
+        exact = self.exact()
+        return exact._log_prob(*exact._checked(tokens, lengths, mask))
 
     def log_conditionals(
         self,
@@ -191,8 +226,25 @@ class Language(abc.ABC):
         mask: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (n, T, V): log Pr(x_t = c | all other visible tokens, the length); see `ExactLanguage`."""
-        raise self._unknown()
+        """Return (n, T, V): log Pr(x_t = c | all other visible tokens, the length), the full conditionals, in nats.
+
+        An impossible token has the log of the dtype's smallest normal number, so that nothing is -inf and p log p is 0.
+        Padded positions hold 0 throughout, which is no distribution: mask them by the lengths.
+
+        Args:
+            tokens: As for `log_prob`.
+            lengths: As for `log_prob`.
+            mask: As for `log_prob`; unknown tokens are not among the others, at any position.
+            positions: (n,) or (n, k) positions of each sentence: only these are answered, in this order, and the result
+                is (n, V) or (n, k, V); None: all T.
+
+        Raises:
+            IsolossError: As for `log_prob`, or a position is beyond its sentence.
+        """
+        exact = self.exact()
+        ids, lengths = exact._checked(tokens, lengths, mask)
+        logs = exact._log_conditionals(ids, lengths, batches.checked_positions(positions, lengths))
+        return logs if positions is None else logs.view(*positions.shape, self.vocab_size)
 
     def conditional_entropy(
         self,
@@ -202,11 +254,15 @@ class Language(abc.ABC):
         mask: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (n, T): the entropy of each conditional; see `ExactLanguage`."""
-        raise self._unknown()
+        """Return (n, T): the entropy of each conditional in nats, 0 at padded positions.
 
-    def _unknown(self) -> IsolossError:
-        return IsolossError(f"the probabilities of {self!r} are not known")
+        The (n, T, V) conditionals exist a part at a time. Arguments and errors as for `log_conditionals`; with
+        `positions` the result has their shape.
+        """
+        exact = self.exact()
+        ids, lengths = exact._checked(tokens, lengths, mask)
+        entropies = exact._entropies(ids, lengths, batches.checked_positions(positions, lengths))
+        return entropies if positions is None else entropies.view(positions.shape)
 
     @property
     def max_masked(self) -> int:
@@ -217,7 +273,7 @@ class Language(abc.ABC):
 
     def tasks(self) -> Mapping[str, str]:
         """Return the patterns of the downstream tasks' names, e.g. `prefix-L`, each with one line about it."""
-        return {}
+        return self.task_patterns
 
     def labeling(self, name: str) -> Labeling:
         """Return what the task `name` asks of the sentences.
@@ -253,21 +309,9 @@ class Language(abc.ABC):
 class ExactLanguage(Language):
     """A language that is drawn from a model and whose probabilities are known, in nats, given the sentence's length.
 
-    A subclass sets the ids with `_set_vocabulary` (the tokens, then the padding, then the mask) and has `log_prob`,
-    `log_conditionals` and `conditional_entropy`, which have in common:
-
-    - `tokens` (n, T) ids and `lengths` (n,): a padded batch; what stands behind a sentence's end is not read.
-    - `mask` (n, T) bool, true where the token is unknown, whatever id stands there; None: nowhere. A probability is
-      then a sum over all tokens at the unknown positions, and a conditional is given the visible tokens alone.
-    - `positions` (n,) or (n, k) integers, positions of each sentence: only these are answered, in this order, and the
-      axis of T positions becomes that of `positions`; None: all T.
-    - A bad argument raises `IsolossError` that names the row: a shape or dtype, a visible token or a length out of
-      range, a position beyond its sentence, a sentence of probability 0, or a mask where the language has no exact
-      answer under one.
-    - In `log_conditionals`, an impossible token has the log of the dtype's smallest normal number, so that nothing is
-      -inf and p log p is 0; padded positions hold 0 throughout, which is no distribution: mask them by the lengths.
-    - The conditionals of all sentences are never held at once for `conditional_entropy`, which is 0 at padded
-      positions.
+    A subclass sets the ids with `_set_vocabulary` (the tokens, then the padding, then the mask) and has `_log_prob`,
+    `_log_conditionals` and `_entropies`, whose arguments are checked; or `log_prob`, `log_conditionals` and
+    `conditional_entropy` themselves.
 
     Attributes:
         device: Where exact computations run and sentences are put.
@@ -307,12 +351,30 @@ class ExactLanguage(Language):
         """Put what the exact computations use on `device`, in `dtype`."""
         self.device, self.dtype = device, dtype
 
-    def _seed(self, n: int, generator: torch.Generator | None) -> int:
-        """Return the seed of `n` sentences, one number of the generator.
+    def _checked(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n, T) ids, `vocab_size` where a token is unknown or absent, and (n,) lengths, both on the device."""
+        return batches.checked(
+            tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.max_length, device=self.device
+        )
 
-        Raises:
-            IsolossError: `n` is negative, or the generator is not on the CPU.
-        """
+    def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n,), as `log_prob`, for what `_checked` returned."""
+        raise NotImplementedError
+
+    def _log_conditionals(
+        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return (n, k, V), as `log_conditionals`, at (n, k) positions; None: (n, T, V) at all."""
+        raise NotImplementedError
+
+    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Return (n, k), as `conditional_entropy`, at (n, k) positions; None: (n, T) at all."""
+        raise NotImplementedError
+
+    def _seed(self, n: int, generator: torch.Generator | None) -> int:
+        """Return the seed of `n` sentences, one number of the generator."""
         return int(torch.randint(2**63 - 1, (1,), generator=cpu_generator(n, generator)))
 
     def exact(self) -> Self:
@@ -365,7 +427,21 @@ def cpu_generator(n: int, generator: torch.Generator | None) -> torch.Generator:
     return generator
 
 
+_ALIASES = {"A": "prefix-32", "B": "prefix-16", "C": "prefix-8"}  # the paper's names of tasks, appendix A.1
 _NUMBERED = re.compile(r"([a-z]+)-(0|[1-9]\d*)")
+
+
+def canonical(name: str) -> str:
+    """Return the one name of a task that has several.
+
+    Example:
+        >>> canonical("B"), canonical("C-latent"), canonical("task-6"), canonical("root")
+        ('prefix-16', 'prefix-8-latent', 'state-6', 'root')
+    """
+    base = name.removesuffix(LATENT)
+    suffix = name[len(base) :]
+    base = _ALIASES.get(base, base)
+    return ("state-" + base.removeprefix("task-") if base.startswith("task-") else base) + suffix
 
 
 def task_number(name: str, kind: str, low: int, high: int) -> int | None:

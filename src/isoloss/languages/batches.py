@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -19,7 +23,7 @@ def checked(
     max_length: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens (n, T) and lengths (n,) as int64 on `device`, with the id `vocab_size` where `mask` is true.
+    """Return (n, T) and (n,) int64 on `device`, the id `vocab_size` where a token is unknown or absent.
 
     Raises:
         IsolossError: A shape, a dtype, a token or a length is wrong; the message names the row.
@@ -45,7 +49,7 @@ def checked(
     if (row := first(wrong.any(dim=1))) is not None:
         token = int(tokens[row][wrong[row]][0])
         raise IsolossError(f"sentence {row} holds the token id {token}; ids are from 0 to {vocab_size - 1}")
-    return tokens if mask is None else tokens.masked_fill(mask.to(device), vocab_size), lengths
+    return tokens.masked_fill(~seen, vocab_size), lengths
 
 
 def checked_positions(positions: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor | None:
@@ -106,12 +110,60 @@ def clamped_log_(probs: torch.Tensor) -> torch.Tensor:
     return probs
 
 
+def entropies(probs: torch.Tensor) -> torch.Tensor:
+    """Return the entropies of distributions along the last axis, in nats."""
+    return clamped_log_(probs.clone()).mul_(probs).sum(dim=-1).neg_().clamp_(min=0).abs_()  # no -0.0
+
+
 def put(out: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
     """Set the first positions of some rows of `out`; on the CPU by numpy, which moves rows whole."""
     if out.device.type == "cpu" and not isinstance(rows, slice):
         out.numpy()[rows.numpy(), : part.shape[1]] = part.numpy()
     else:
         out[rows, : part.shape[1]] = part
+
+
+def run_in_threads(work: Callable[..., None], pieces: Iterable[tuple[Any, ...]], device: torch.device) -> None:
+    """Call `work(*piece)` for every piece: on a CPU with `torch.get_num_threads()` threads, elsewhere one by one.
+
+    Until all are done, torch takes one thread for each operation, in the whole process. The pieces must not depend on
+    each other. Where several fail, the error is that of the first of them.
+
+    Args:
+        work: What to do with a piece.
+        pieces: The arguments of the calls.
+        device: Where `work` computes.
+
+    Example:
+        >>> squares = torch.zeros(3)
+        >>> run_in_threads(lambda index: squares[index].fill_(index**2), [(0,), (1,), (2,)], squares.device)
+        >>> squares
+        tensor([0., 1., 4.])
+    """
+    threads = torch.get_num_threads()
+    todo = list(pieces)
+    if device.type != "cpu" or threads == 1 or not todo:
+        for piece in todo:
+            work(*piece)
+        return
+    inference = torch.is_inference_mode_enabled()
+
+    def one_thread(piece: tuple[Any, ...]) -> None:
+        with torch.inference_mode(inference):  # a setting of each thread
+            work(*piece)
+
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(min(threads, len(todo))) as pool:
+            calls = [pool.submit(one_thread, piece) for piece in todo]
+            try:
+                for call in calls:
+                    call.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_integers(name: str, tensor: torch.Tensor) -> None:

@@ -6,7 +6,6 @@ Shapes: n sentences of T brackets; token 0 is the opening bracket and token 1 th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,9 +14,7 @@ from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.api import ExactLanguage, Labeling, Sentences, Stored, cpu_generator
-from isoloss.languages.config import BracketsConfig
-from isoloss.languages.task_names import BRACKET_TASKS
-from isoloss.languages.tensors import check_names
+from isoloss.languages.config import BRACKET_TASKS, BracketsConfig
 
 OPEN, CLOSE = 0, 1
 _VOCABULARY = ("<", ">")
@@ -48,6 +45,8 @@ class Brackets(ExactLanguage):
         tensor([0.3333, 0.6667], dtype=torch.float64)
     """
 
+    task_patterns = BRACKET_TASKS
+
     def __init__(self, length: int):
         """Make the language of sentences of `length` brackets.
 
@@ -61,10 +60,15 @@ class Brackets(ExactLanguage):
         self.device, self.dtype = torch.device("cpu"), torch.float64
         self._log_ways = math.log(math.comb(length, length // 2))
 
+    @classmethod
+    def from_config(cls, config: BracketsConfig) -> Brackets:
+        """Return the language that `config` describes."""
+        return cls(config.length)
+
     @staticmethod
     def from_tables(stored: Stored, path: Path) -> Brackets:
         """Return the language in a file; see `LanguageConfig.from_tables`."""
-        check_names(stored.tables, (), path)
+        stored.check_names((), path)
         if stored.vocabulary != _VOCABULARY:
             raise IsolossError(f"{path}: the vocabulary of brackets is < and >, not {', '.join(stored.vocabulary)}")
         return Brackets(stored.max_length)
@@ -83,18 +87,10 @@ class Brackets(ExactLanguage):
     # --- sampling ----------------------------------------------------------------------------------------------------
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
-        """Return `n` independent sentences on the language's device, uniform over all C(T, T/2).
+        """Return `n` independent sentences, uniform over all C(T, T/2); arguments and errors as for `Language.sample`.
 
         A position is an opening bracket with probability (openings left) / (positions left). Nothing stands behind
         a sentence: its latent is None even where `latent` is set.
-
-        Args:
-            n: Number of sentences.
-            generator: CPU generator of the draws; None: a fresh one, seeded by the system.
-            latent: Has no effect.
-
-        Raises:
-            IsolossError: `n` is negative, or the generator is not on the CPU.
         """
         generator = cpu_generator(n, generator)
         tokens = torch.empty(n, self.length, dtype=torch.int64)
@@ -175,10 +171,6 @@ class Brackets(ExactLanguage):
 
     # --- tasks -------------------------------------------------------------------------------------------------------
 
-    def tasks(self) -> Mapping[str, str]:
-        """Return the one task, `mismatch`."""
-        return BRACKET_TASKS
-
     def labeling(self, name: str) -> Labeling:
         """Return the task `mismatch`: g* of the strings that `downstream` draws."""
         if name != "mismatch":
@@ -200,123 +192,63 @@ class Brackets(ExactLanguage):
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 
-    def log_prob(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return (n,): the log-probability of each sentence in nats, -log C(T, T/2).
-
-        Args:
-            tokens: (n, T or more) ids, padded on the right with anything.
-            lengths: (n,), all T.
-            mask: As `tokens`, bool: true at masked tokens, whose ids are not looked at. The result is then the
-                log-probability of the others, `log C(|H|, d) - log C(T, T/2)`.
-
-        Raises:
-            IsolossError: A token or a length is out of range, the mask has another shape or dtype, or a sentence is
-                impossible; the message names the row.
-        """
-        cases = self._checked(tokens, lengths, mask)
+    def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        cases = ids[:, : self.length]
         masked, missing = (cases == _MASKED).sum(dim=1), self.length // 2 - (cases == OPEN).sum(dim=1)
         codes, index = torch.unique(masked * (self.length + 1) + missing, return_inverse=True)
         pairs = [divmod(code, self.length + 1) for code in codes.tolist()]
         ways = [math.log(math.comb(h, d)) - self._log_ways for h, d in pairs]
         return torch.tensor(ways, dtype=self.dtype, device=self.device)[index]
 
-    def log_conditionals(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+    def _log_conditionals(
+        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return (n, T, 2): log Pr(x_t = c | the visible tokens but x_t) in nats, by the formula above.
+        return self._at(ids, positions, batches.clamped_log_(self._conditionals(ids)))
 
-        An impossible token has the log of the dtype's smallest normal number; padded positions hold 0.
-
-        Args:
-            tokens: As for `log_prob`.
-            lengths: As for `log_prob`.
-            mask: As for `log_prob`; None: none is masked but x_t.
-            positions: (n,) or (n, k) positions of each sentence: the result is (n, 2) or (n, k, 2).
-
-        Raises:
-            IsolossError: As for `log_prob`, or a position is beyond its sentence.
-        """
-        probs, cases = self._conditionals(tokens, lengths, mask)
-        logs = probs.clamp_(min=torch.finfo(self.dtype).tiny).log_()
-        chosen = batches.checked_positions(positions, lengths.to(self.device))
-        cases = cases if chosen is None else cases.gather(1, chosen)
-        values = logs.gather(1, cases[..., None].expand(-1, -1, 2))
-        if positions is not None:
-            return values.view(*positions.shape, 2)
-        return torch.nn.functional.pad(values, (0, 0, 0, tokens.shape[1] - self.length))
-
-    def conditional_entropy(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return (n, T): the entropy of each conditional in nats, 0 at padded positions.
-
-        Arguments and errors as for `log_conditionals`; with `positions` the result has their shape.
-        """
-        probs, cases = self._conditionals(tokens, lengths, mask)
-        logs = probs.clamp(min=torch.finfo(self.dtype).tiny).log_()
-        entropies = logs.mul_(probs).sum(dim=-1).neg_().abs_()  # no -0.0
-        chosen = batches.checked_positions(positions, lengths.to(self.device))
-        values = entropies.gather(1, cases if chosen is None else cases.gather(1, chosen))
-        if positions is not None:
-            return values.view(positions.shape)
-        return torch.nn.functional.pad(values, (0, tokens.shape[1] - self.length))
+    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        return self._at(ids, positions, batches.entropies(self._conditionals(ids))[..., None])[..., 0]
 
     def closed_form_entropies(self) -> tuple[float, float]:
         """Return log C(T, T/2), and 0: the others imply one masked bracket."""
         return self._log_ways, 0.0
 
-    def _conditionals(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n, 3, 2) probabilities and (n, T): which row of three holds at a position.
-
-        A sentence has three kinds of position: a visible `<`, a visible `>` and a masked one.
-        """
-        cases = self._checked(tokens, lengths, mask)
+    def _conditionals(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return (n, 3, 2) probabilities for the kinds of position: a visible `<`, a visible `>` and a masked one."""
+        cases = ids[:, : self.length]
         others_masked = (cases == _MASKED).sum(dim=1)
         missing = self.length // 2 - (cases == OPEN).sum(dim=1)
         missing = torch.stack([missing + 1, missing, missing], dim=1)
         masked = torch.stack([others_masked + 1, others_masked + 1, others_masked.clamp(min=1)], dim=1)
-        return torch.stack([missing, masked - missing], dim=-1).to(self.dtype) / masked[..., None], cases
+        return torch.stack([missing, masked - missing], dim=-1).to(self.dtype) / masked[..., None]
+
+    def _at(self, ids: torch.Tensor, positions: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+        """Return (n, k, d), or (n, T, d) padded with 0, of the (n, 3, d) values for the kinds of position."""
+        cases = ids[:, : self.length] if positions is None else ids.gather(1, positions)
+        values = values.gather(1, cases[..., None].expand(-1, -1, values.shape[2]))
+        padding = 0 if positions is not None else ids.shape[1] - self.length
+        return torch.nn.functional.pad(values, (0, 0, 0, padding))
 
     # --- checking ----------------------------------------------------------------------------------------------------
 
-    def _checked(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return possible sentences as (n, T) ids, masked tokens as id 2."""
-        cases, lengths = batches.checked(
-            tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.length, device=self.device
-        )
+    def _checked(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, lengths = super()._checked(tokens, lengths, mask)
         if (row := batches.first(lengths != self.length)) is not None:
             raise IsolossError(
                 f"sentence {row} has length {int(lengths[row])}; every sentence here has {self.length} brackets"
             )
-        cases = cases[:, : self.length]
         for bracket, name in enumerate(self.vocabulary):
-            count = (cases == bracket).sum(dim=1)
+            count = (ids == bracket).sum(dim=1)
             if (row := batches.first(count > self.length // 2)) is not None:
                 raise IsolossError(
                     f"sentence {row} has probability 0: it has {int(count[row])} {name!r}, and a sentence of "
                     f"{self.length} brackets has {self.length // 2}"
                 )
-        return cases
+        return ids, lengths
 
     def _checked_strings(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return strings of brackets, which need not be sentences, as (n, T) ids, masked tokens as id 2."""
         if tokens.dim() != 2 or tokens.shape[1] != self.length:
             raise IsolossError(f"tokens must be (n, {self.length}), not {tuple(tokens.shape)}")
-        lengths = torch.full((len(tokens),), self.length)
-        return batches.checked(
-            tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.length, device=self.device
-        )[0]
+        return super()._checked(tokens, torch.full((len(tokens),), self.length), mask)[0]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from isoloss import files
 from isoloss.config import LanguageConfig, check, setting
 from isoloss.errors import IsolossError
-from isoloss.languages.task_names import BRACKET_TASKS, GRAMMAR_TASKS, STATE_TASKS
 
 if TYPE_CHECKING:
-    from isoloss.languages.api import Language, Stored
-    from isoloss.languages.brackets import Brackets
-    from isoloss.languages.corpus import Corpus
-    from isoloss.languages.hmm.language import HMM
-    from isoloss.languages.pcfg.dyck import Dyck
-    from isoloss.languages.pcfg.language import PCFG
-    from isoloss.languages.teacher.language import Teacher
+    from isoloss.languages.api import Stored
 
 Progress = Callable[[int, int], None]  # called with what is done and all there is
 
@@ -26,9 +21,50 @@ MAX_LENGTH = 1024  # tokens of a grammar's sentence: the exact algorithms take t
 _MAX_LEVELS = 10  # sentences of MAX_LENGTH tokens
 _MAX_BRACKETS = 4096
 
+LATENT = "-latent"
+_LATENT_TASKS = {f"...{LATENT}": "of each of these, the symbol or state that did produce the sentence"}
+GRAMMAR_TASKS = {
+    "root": "the most likely symbol below the start symbol (grammars)",
+    "level-D": "the most likely first symbol on level D of the tree, the root's being 0 (grammars with levels)",
+    "prefix-L": "the most likely symbol over the first L tokens (grammars); A, B, C: the paper's L = 32, 16, 8",
+    **_LATENT_TASKS,
+}
+STATE_TASKS = {
+    "state-k": "the most likely k-th state (hidden Markov models); task-k: the paper's name",
+    **_LATENT_TASKS,
+}
+BRACKET_TASKS = {"mismatch": "number of > less number of <, in strings of random brackets (brackets)"}
+
 
 @dataclass(frozen=True, kw_only=True)
-class PCFGConfig(LanguageConfig):
+class _Config(LanguageConfig):
+    """A config of a class that is imported when it is needed, as it takes torch.
+
+    Attributes:
+        language: The class, `module:name` below `isoloss.languages`; it has `from_config` and, where it is stored in a
+            file, `from_tables`.
+    """
+
+    language: ClassVar[str]
+
+    def build(self, progress: Progress | None = None) -> Any:
+        """Return the language."""
+        check(self)
+        return self._class().from_config(self)
+
+    @classmethod
+    def from_tables(cls, stored: Stored, path: Path) -> Any:
+        """Return the language in a file."""
+        return cls._class().from_tables(stored, path)
+
+    @classmethod
+    def _class(cls) -> Any:
+        module, _, name = cls.language.partition(":")
+        return getattr(importlib.import_module(f"isoloss.languages.{module}"), name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PCFGConfig(_Config):
     """A random layered grammar, of the paper's kind (appendix A.1); a sentence has at most 2^levels tokens.
 
     The start symbol S is rewritten to a symbol of level 0 (`L0.0`, `L0.1`, ...). A symbol of level l < `levels` is
@@ -40,6 +76,7 @@ class PCFGConfig(LanguageConfig):
 
     decides_all: ClassVar[bool] = True
     tasks: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
+    language = "pcfg.language:PCFG"
     kind: Literal["pcfg"] = "pcfg"
     levels: int = setting(3, minimum=1, maximum=_MAX_LEVELS)
     """Number of binary levels: a sentence has at most 2^levels tokens."""
@@ -62,39 +99,23 @@ class PCFGConfig(LanguageConfig):
                 f"{self.symbols_per_level**2} different pairs; take fewer rules or more symbols"
             )
 
-    def build(self, progress: Progress | None = None) -> PCFG:
-        """Return the language."""
-        check(self)
-        from isoloss.languages.pcfg.language import PCFG
-        from isoloss.languages.pcfg.random_grammar import random_grammar
-
-        return PCFG(random_grammar(self), max_length=2**self.levels, config=self)
-
-    @classmethod
-    def from_tables(cls, stored: Stored, path: Path) -> PCFG:
-        """Return the grammar in a file."""
-        from isoloss.languages.pcfg.language import PCFG
-
-        return PCFG.from_tables(stored, path)
-
 
 @dataclass(frozen=True, kw_only=True)
-class GrammarConfig(LanguageConfig):
+class GrammarConfig(_Config):
     """A grammar given by its rules, as `PCFG.to_file` writes them: the run keeps the rules, not a path to them."""
 
     tasks: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
+    language = "pcfg.language:PCFG"
     kind: Literal["grammar"] = "grammar"
     rules: str
     """One rule a line: LHS RHS [RHS] weight."""
     max_length: int = setting(64, minimum=1, maximum=MAX_LENGTH)
     """Longer sentences are left out of the language, and its probabilities are given that."""
 
-    def build(self, progress: Progress | None = None) -> PCFG:
+    def build(self, progress: Progress | None = None) -> Any:
         """Return the language."""
         check(self)
-        from isoloss.languages.pcfg.language import PCFG
-
-        return PCFG.from_text(self.rules, source="the config's rules", max_length=self.max_length)
+        return self._class().from_text(self.rules, source="the config's rules", max_length=self.max_length)
 
     @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
@@ -106,23 +127,23 @@ class GrammarConfig(LanguageConfig):
             raise IsolossError(
                 f"{spec} is read as a grammar: leave out {', '.join(given)}, or add --tokenizer if it is text"
             )
-        from isoloss.languages.pcfg.language import PCFG
-
         try:
-            config: LanguageConfig = PCFG.from_file(path, max_length=options.get("length", cls.max_length)).config
+            language = cls._class().from_file(path, max_length=options.get("length", cls.max_length))
         except IsolossError as error:
             if path.suffix == ".txt":
                 raise IsolossError(f"{error} ({path} was read as a grammar: if it is text, add --tokenizer)") from error
             raise
+        config: LanguageConfig = language.config
         return config
 
 
 @dataclass(frozen=True, kw_only=True)
-class BracketsConfig(LanguageConfig):
+class BracketsConfig(_Config):
     """The paper's bracket language (see `isoloss.languages.brackets.Brackets`)."""
 
     decides_all: ClassVar[bool] = True
     tasks: ClassVar[Mapping[str, str]] = BRACKET_TASKS
+    language = "brackets:Brackets"
     kind: Literal["brackets"] = "brackets"
     length: int = setting(8, minimum=2, maximum=_MAX_BRACKETS, note="even")
     """Brackets in a sentence; even."""
@@ -132,26 +153,14 @@ class BracketsConfig(LanguageConfig):
         if self.length % 2:
             raise IsolossError(f"length is {self.length}; it must be even")
 
-    def build(self, progress: Progress | None = None) -> Brackets:
-        """Return the language."""
-        from isoloss.languages.brackets import Brackets
-
-        return Brackets(self.length)
-
-    @classmethod
-    def from_tables(cls, stored: Stored, path: Path) -> Brackets:
-        """Return the language of brackets in a file."""
-        from isoloss.languages.brackets import Brackets
-
-        return Brackets.from_tables(stored, path)
-
 
 @dataclass(frozen=True, kw_only=True)
-class DyckConfig(LanguageConfig):
+class DyckConfig(_Config):
     """Nested brackets of several kinds, as a grammar (see `isoloss.languages.pcfg.dyck.dyck_grammar`)."""
 
     decides_all: ClassVar[bool] = True
     tasks: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
+    language = "pcfg.dyck:Dyck"
     kind: Literal["dyck"] = "dyck"
     kinds: int = setting(2, minimum=1)
     """Kinds of bracket; all are equally likely."""
@@ -178,15 +187,9 @@ class DyckConfig(LanguageConfig):
                 f"{self.max_length // 2} deep; take a smaller max_depth or a larger max_length"
             )
 
-    def build(self, progress: Progress | None = None) -> Dyck:
-        """Return the language."""
-        from isoloss.languages.pcfg.dyck import Dyck
-
-        return Dyck(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class HMMConfig(LanguageConfig):
+class HMMConfig(_Config):
     """A random block-diagonal hidden Markov model, of the paper's kind (appendix A.1).
 
     States and tokens are divided into `blocks` runs of nearly equal size. A state is followed by states of its own
@@ -198,6 +201,7 @@ class HMMConfig(LanguageConfig):
 
     decides_all: ClassVar[bool] = True
     tasks: ClassVar[Mapping[str, str]] = STATE_TASKS
+    language = "hmm.language:HMM"
     kind: Literal["hmm"] = "hmm"
     states: int = setting(100, minimum=1)
     """Hidden states."""
@@ -220,21 +224,6 @@ class HMMConfig(LanguageConfig):
                 "block needs one of each"
             )
 
-    def build(self, progress: Progress | None = None) -> HMM:
-        """Return the language."""
-        check(self)
-        from isoloss.languages.hmm.language import HMM
-        from isoloss.languages.hmm.tables import random_tables
-
-        return HMM(*random_tables(self), self.length, config=self)
-
-    @classmethod
-    def from_tables(cls, stored: Stored, path: Path) -> HMM:
-        """Return the hidden Markov model in a file."""
-        from isoloss.languages.hmm.language import HMM
-
-        return HMM.from_tables(stored, path)
-
 
 @dataclass(frozen=True, kw_only=True)
 class FileConfig(LanguageConfig):
@@ -246,7 +235,7 @@ class FileConfig(LanguageConfig):
     content: str = ""
     """SHA-256 of the file; filled in when a run is made and checked whenever it is opened."""
 
-    def build(self, progress: Progress | None = None) -> Language:
+    def build(self, progress: Progress | None = None) -> Any:
         """Return the language; a file of another content than `content` says is an error."""
         from isoloss.languages.serialization import load
 
@@ -258,6 +247,11 @@ class FileConfig(LanguageConfig):
         return config
 
     @classmethod
+    def of(cls, path: Path) -> FileConfig:
+        """Return the config of the language in `path`: where the file is, and its content."""
+        return cls(path=str(path.resolve()), content=files.sha256(path))
+
+    @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
         """Return the config of the language in a `.safetensors` file."""
         if not spec.endswith(".safetensors") or not Path(spec).exists():
@@ -267,9 +261,10 @@ class FileConfig(LanguageConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherConfig(LanguageConfig):
+class TeacherConfig(_Config):
     """A causal language model that writes the sentences (see `isoloss.languages.teacher.language.Teacher`)."""
 
+    language = "teacher.language:Teacher"
     kind: Literal["teacher"] = "teacher"
     checkpoint: str
     """A Hugging Face folder or name."""
@@ -290,12 +285,6 @@ class TeacherConfig(LanguageConfig):
     content: str = ""
     """SHA-256 of weights and config.json; filled in when a run is made and checked whenever it is opened."""
 
-    def build(self, progress: Progress | None = None) -> Teacher:
-        """Return the language."""
-        from isoloss.languages.teacher.language import Teacher
-
-        return Teacher.from_config(self)
-
     def resolved(self) -> LanguageConfig:
         """Return the config with the tokens, the start and the content filled in."""
         config: LanguageConfig = self.build().config
@@ -312,10 +301,11 @@ class TeacherConfig(LanguageConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorpusConfig(LanguageConfig):
+class CorpusConfig(_Config):
     """Real text: files or datasets, a tokenizer and the length that the tokens are packed to."""
 
     reports_progress: ClassVar[bool] = True
+    language = "corpus:Corpus"
     kind: Literal["corpus"] = "corpus"
     paths: tuple[str, ...]
     """Text files (.txt), JSON lines (.jsonl), folders of them, or datasets: hf:NAME[:CONFIG][@REVISION]."""
@@ -334,17 +324,14 @@ class CorpusConfig(LanguageConfig):
     content: str = ""
     """SHA-256 over the text and the tokenizer; filled in when a run is made and checked whenever it is opened."""
 
-    def build(self, progress: Progress | None = None) -> Corpus:
+    def build(self, progress: Progress | None = None) -> Any:
         """Return the language; `progress` is called with the documents tokenized and all there are."""
-        from isoloss.languages.corpus import Corpus
-
-        return Corpus.from_config(self, progress=progress)
+        return self._class().from_config(self, progress=progress)
 
     def resolved(self) -> LanguageConfig:
         """Return the config with absolute paths and the content filled in."""
-        from isoloss.languages.corpus import resolve
-
-        return resolve(self)
+        config: LanguageConfig = self._class().resolve(self)
+        return config
 
     @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:

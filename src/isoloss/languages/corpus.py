@@ -89,6 +89,11 @@ class Corpus(Language):
         root = cache or Path(os.environ.get("ISOLOSS_CACHE") or "~/.cache/isoloss").expanduser()
         return cls(resolved, text.tokenizer, text.write(root / "corpora", progress))
 
+    @staticmethod
+    def resolve(config: CorpusConfig) -> CorpusConfig:
+        """Return `config` with absolute paths and with `content` filled in, so that it means the same text anywhere."""
+        return _open(config)[0]
+
     @property
     def start(self) -> Start:
         """[CLS] (and [SEP] at the end) of the packed sequences; without them the tokenizer's bos, else the mask."""
@@ -162,15 +167,6 @@ class Corpus(Language):
     def _take(self, part: np.ndarray[Any, Any], rows: torch.Tensor) -> Sentences:
         tokens = torch.from_numpy(part[rows.numpy()].astype(np.int64))
         return Sentences(tokens, torch.full((len(rows),), self.max_length))
-
-
-def resolve(config: CorpusConfig) -> CorpusConfig:
-    """Return `config` with absolute paths and with `content` filled in, so that it means the same text anywhere.
-
-    Raises:
-        IsolossError: A file, a dataset or the tokenizer is not there, or a number is out of range.
-    """
-    return _open(config)[0]
 
 
 def _open(config: CorpusConfig) -> tuple[CorpusConfig, PackedText]:

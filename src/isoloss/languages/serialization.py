@@ -19,7 +19,6 @@ from isoloss import files
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Stored
-from isoloss.languages.tensors import read_tensors
 from isoloss.registry import LANGUAGES
 
 SUFFIX = ".safetensors"
@@ -116,7 +115,7 @@ def _config_of(language: Language) -> LanguageConfig | None:
 
 def _read(path: Path) -> tuple[Stored, Any]:
     """Return what a file holds, and the config in its header, which may be anything."""
-    metadata, tables = read_tensors(path)
+    metadata, tables = _read_tensors(path)
     if _HEADER not in metadata:
         raise IsolossError(f"{path} holds no language: there is no {_HEADER!r} in the metadata of its header")
     try:
@@ -130,6 +129,22 @@ def _read(path: Path) -> tuple[Stored, Any]:
             f"{isoloss.__version__} reads the kinds {', '.join(LANGUAGES)} of the format 'language'"
         )
     return _stored(document, tables, path), document.get("config")
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, npt.NDArray[Any]]]:
+    """Return the metadata and the tensors of a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise IsolossError(
+            f"{path} does not exist{files.nearest(path)}" if not path.exists() else f"{path} is not a file"
+        )
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+    except (OSError, SafetensorError, TypeError) as error:
+        raise IsolossError(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def _stored(document: Mapping[str, Any], tables: dict[str, npt.NDArray[Any]], path: Path) -> Stored:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from isoloss.languages.alias_sampling import AliasTables, Rewrites
+from isoloss.text.sentences import Sentences
 
 _M0, _M1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _W0, _W1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
@@ -33,13 +34,7 @@ def tables_on(tables: AliasTables, device: torch.device) -> AliasTables:
 
 
 def philox(seed: int, sentences: torch.Tensor, block: int) -> tuple[torch.Tensor, ...]:
-    """Return four (n,) int64: the bits of Philox4x64-10 with the key (seed, 0) at the counters (block, sentence, 0, 0).
-
-    Args:
-        seed: From 0 to 2^64 - 1.
-        sentences: (n,) int64.
-        block: Not negative.
-    """
+    """Return four (n,) int64: Philox4x64-10 with the key (seed, 0) at the counters (block, sentence, 0, 0)."""
     zero = torch.zeros_like(sentences)
     a, b, c, d = zero + block, sentences, zero, zero
     k0, k1 = seed, 0
@@ -78,10 +73,8 @@ def chains(
     return tokens, states
 
 
-def derivations(
-    rewrites: Rewrites, *, n: int, seed: int, root: int, longest: int, pad: int, trees: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return (n, T) tokens, (n,) lengths and (n, M, 3) nodes, as `alias_sampling.draw_derivations`.
+def derivations(rewrites: Rewrites, *, n: int, seed: int, root: int, longest: int, pad: int, trees: bool) -> Sentences:
+    """Return n derivations, as `alias_sampling.draw_derivations`.
 
     The tables are tensors on one device. Every sentence that is not finished rewrites one symbol a step.
     """
@@ -99,7 +92,7 @@ def derivations(
         every_node = torch.cat(
             [torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[1]), value=-1) for part in nodes]
         )
-    return torch.cat(tokens)[:, : int(every_length.max()) if n else 0], every_length, every_node
+    return Sentences(torch.cat(tokens)[:, : int(every_length.max()) if n else 0], every_length, every_node)
 
 
 def _derive(

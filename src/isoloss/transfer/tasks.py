@@ -10,7 +10,7 @@ import torch
 from isoloss import languages, seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import UNDEFINED, Labeling, Language, Sentences
-from isoloss.languages.task_names import LATENT
+from isoloss.languages.config import LATENT
 from isoloss.registry import TASKS
 from isoloss.statistics.estimate import Estimate
 from isoloss.text.causal import with_start

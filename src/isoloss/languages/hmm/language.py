@@ -6,27 +6,32 @@ Shapes: n sentences, T positions, S states, V tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from isoloss import seeds
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
-from isoloss.languages.api import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored, task_number
-from isoloss.languages.config import MAX_LENGTH
+from isoloss.languages.api import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored, canonical, task_number
+from isoloss.languages.config import LATENT, MAX_LENGTH, STATE_TASKS, FileConfig, HMMConfig
 from isoloss.languages.hmm.forward_backward import Components, ForwardBackward, Index
-from isoloss.languages.hmm.tables import TABLES, Matrix, checked_tables
 from isoloss.languages.redrawing import Redrawing
-from isoloss.languages.task_names import LATENT, STATE_TASKS, canonical
-from isoloss.languages.tensors import check_names, file_config
 
 if TYPE_CHECKING:
     from isoloss.languages.alias_sampling import AliasTables
 
+TABLES = ("initial", "transition", "emission")
+_TOLERANCE = 1e-6  # of a row's sum, so that matrices kept in float32 pass
+_ROUNDING = 1e-12  # of a row's sum; a row that is nearer to 1 stays as it is
+
+Matrix = npt.ArrayLike | torch.Tensor
+Float = npt.NDArray[np.float64]
 _CHUNK_BYTES = 1 << 22  # of a chunk's (n, T, S + V) probabilities
 
 
@@ -34,9 +39,7 @@ class HMM(ExactLanguage):
     """A hidden Markov model as a language: immutable, with exact probabilities in nats.
 
     Every sentence that is drawn has `max_length` tokens. Exact computations also take shorter ones, which stand for the
-    model's first tokens; they take right-padded batches of mixed lengths on any device, and return tensors of the
-    language's dtype on its device. `mask`, where a method has it, is (n, T) bool and true where a token is unknown:
-    what stands there is not read, and everything is given the other tokens.
+    model's first tokens.
 
     Attributes:
         initial: (S,) float64 NumPy array, probabilities of the first state.
@@ -58,6 +61,7 @@ class HMM(ExactLanguage):
     """
 
     latent_name = "states"
+    task_patterns = STATE_TASKS
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class HMM(ExactLanguage):
         """
         if not 1 <= length <= MAX_LENGTH:
             raise IsolossError(f"{source}: the length is {length}; it must be from 1 to {MAX_LENGTH} tokens")
-        self.initial, self.transition, self.emission = checked_tables(initial, transition, emission, source)
+        self.initial, self.transition, self.emission = _checked_tables(initial, transition, emission, source)
         size, vocab_size = self.emission.shape
         self.states = tuple(f"s{index}" for index in range(size))
         self._set_vocabulary(vocabulary or tuple(f"w{index}" for index in range(vocab_size)))
@@ -98,10 +102,15 @@ class HMM(ExactLanguage):
         self._alias: list[AliasTables] = []
         self._move(torch.device("cpu"), torch.float64)
 
+    @classmethod
+    def from_config(cls, config: HMMConfig) -> HMM:
+        """Return the random model that `config` describes."""
+        return cls(*_random_tables(config), config.length, config=config)
+
     @staticmethod
     def from_tables(stored: Stored, path: Path) -> HMM:
         """Return the language in a file; see `LanguageConfig.from_tables`."""
-        check_names(stored.tables, TABLES, path)
+        stored.check_names(TABLES, path)
         initial, transition, emission = (stored.tables[name] for name in TABLES)
         return HMM(
             initial,
@@ -109,7 +118,7 @@ class HMM(ExactLanguage):
             emission,
             stored.max_length,
             vocabulary=stored.vocabulary,
-            config=file_config(path),
+            config=FileConfig.of(path),
             source=str(path),
         )
 
@@ -135,19 +144,10 @@ class HMM(ExactLanguage):
     # --- sampling ----------------------------------------------------------------------------------------------------
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
-        """Return `n` independent sentences of `max_length` tokens on the language's device.
+        """Return `n` independent sentences of `max_length` tokens; the latent is the states, (n, T) int64.
 
-        The generator gives one number, the seed; sentence i is a function of it and of i, so that the sentences of a
-        smaller n are the first of a larger one's, for every device and any number of threads. They are drawn on
-        the CPU or, for a language on a CUDA device, there.
-
-        Args:
-            n: Number of sentences.
-            generator: CPU generator of the seed; None: a fresh one, seeded by the system.
-            latent: Whether to return the states: (n, T) int64.
-
-        Raises:
-            IsolossError: `n` is negative, or the generator is not on the CPU.
+        As for a grammar, sentence i is a function of i and of one number of the generator, on every device; arguments
+        and errors as for `Language.sample`.
         """
         from isoloss.languages import alias_sampling, vectorized_sampler
 
@@ -170,10 +170,6 @@ class HMM(ExactLanguage):
         return [[self.states[state] for state in states] for states in sentences.latent.tolist()]
 
     # --- tasks and transfer ------------------------------------------------------------------------------------------
-
-    def tasks(self) -> Mapping[str, str]:
-        """Return the tasks about states."""
-        return STATE_TASKS
 
     def labeling(self, name: str) -> Labeling:
         """Return what the task `name` asks (see `isoloss.transfer.tasks.make_task`).
@@ -235,79 +231,29 @@ class HMM(ExactLanguage):
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 
-    def log_prob(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return (n,): the log-probability of each sentence given its length, in nats, by the forward algorithm.
-
-        It is the sum over all state sequences, not the most likely one of them.
-
-        Args:
-            tokens: (n, T) ids, padded on the right with anything.
-            lengths: (n,) from 1 to `max_length`.
-            mask: (n, T) bool, true where the token is unknown; the probability is then that of the others.
-
-        Raises:
-            IsolossError: A token or a length is out of range, or a sentence is impossible; the message names the row.
-        """
-        ids = self._checked(tokens, lengths, mask)
+    def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        # the sum over all state sequences, not the most likely one of them
         out = torch.zeros(len(ids), dtype=self.dtype, device=self.device)
         for rows, model in self._chunks(ids, spare=0):
             out[rows] = model.log_prob(ids[rows])
         _check_possible(out != -math.inf)
         return out
 
-    def log_conditionals(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+    def _log_conditionals(
+        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return (n, T, V): log Pr(x_t = c | all other tokens, the length), the full conditionals, in nats.
-
-        `Pr(x_t = c | x_-t)` is proportional to `sum_z Pr(z_t = z | x_<t) Pr(x_>t | z_t = z) Pr(c | z)`: one forward and
-        one backward pass give all positions and tokens (the paper's section 2.1 and appendix A.3). With a mask, the
-        masked tokens are not among the others, at any position. An impossible token has the log of the dtype's smallest
-        normal number; padded positions hold 0.
-
-        Args:
-            tokens: As for `log_prob`.
-            lengths: As for `log_prob`.
-            mask: As for `log_prob`.
-            positions: (n,) or (n, k) positions of each sentence: the result is (n, V) or (n, k, V).
-
-        Raises:
-            IsolossError: As for `log_prob`, or a position is beyond its sentence.
-        """
-        ids, chosen = self._checked(tokens, lengths, mask), self._positions(positions, lengths)
-        shape = ids.shape if chosen is None else chosen.shape
+        shape = (ids if positions is None else positions).shape
         impossible = math.log(torch.finfo(self.dtype).tiny)
         out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
-        for rows, model, probs in self._conditionals(ids, chosen):
+        for rows, model, probs in self._conditionals(ids, positions):
             _put(out, rows, model.tokens, batches.clamped_log_(probs), others=impossible)
-        return _zero_padding(out, lengths) if positions is None else out.view(*positions.shape, self.vocab_size)
+        return _zero_padding(out, lengths) if positions is None else out
 
-    def conditional_entropy(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return (n, T): the entropy of each full conditional in nats, 0 at padded positions.
-
-        The (n, T, V) conditionals exist a chunk at a time. Arguments and errors as for `log_conditionals`; with
-        `positions` the result has their shape.
-        """
-        ids, chosen = self._checked(tokens, lengths, mask), self._positions(positions, lengths)
-        out = torch.zeros(ids.shape if chosen is None else chosen.shape, dtype=self.dtype, device=self.device)
-        for rows, _, probs in self._conditionals(ids, chosen):
-            logs = probs.clamp(min=torch.finfo(self.dtype).tiny).log_()
-            out[rows] = logs.mul_(probs).sum(dim=2).neg_().clamp_(min=0).abs_()  # no -0.0
-        return _zero_padding(out, lengths) if positions is None else out.view(positions.shape)
+    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        out = torch.zeros((ids if positions is None else positions).shape, dtype=self.dtype, device=self.device)
+        for rows, _, probs in self._conditionals(ids, positions):
+            out[rows] = batches.entropies(probs)
+        return _zero_padding(out, lengths) if positions is None else out
 
     def posterior(
         self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
@@ -316,7 +262,7 @@ class HMM(ExactLanguage):
 
         Arguments and errors as for `log_prob`.
         """
-        ids = self._checked(tokens, lengths, mask)
+        ids, lengths = self._checked(tokens, lengths, mask)
         out = torch.zeros(*ids.shape, len(self.states), dtype=self.dtype, device=self.device)
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         for rows, model in self._chunks(ids, spare=0):
@@ -329,7 +275,11 @@ class HMM(ExactLanguage):
     def _conditionals(
         self, ids: torch.Tensor, positions: torch.Tensor | None
     ) -> Iterator[tuple[Index, ForwardBackward, torch.Tensor]]:
-        """Yield rows, their model, (rows, T or k, its tokens) conditionals; at the end, complain of impossible rows."""
+        """Yield rows, their model, (rows, T or k, its tokens) conditionals; at the end, complain of impossible rows.
+
+        `Pr(x_t = c | x_-t)` is proportional to `sum_z Pr(z_t = z | x_<t) Pr(x_>t | z_t = z) Pr(c | z)`: one forward and
+        one backward pass give all positions and tokens (the paper's section 2.1 and appendix A.3).
+        """
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         for rows, model in self._chunks(ids, spare=1):
             states, possible[rows] = model.leave_one_out(ids[rows])
@@ -347,17 +297,6 @@ class HMM(ExactLanguage):
                 part = slice(first, min(first + size, total))
                 yield (part if chosen is None else chosen[part]), model
 
-    def _positions(self, positions: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor | None:
-        return batches.checked_positions(positions, lengths.to(self.device))
-
-    def _checked(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return (n, T) ids with V where the token is unknown or absent."""
-        tokens, lengths = batches.checked(
-            tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.max_length, device=self.device
-        )
-        absent = torch.arange(tokens.shape[1], device=self.device) >= lengths[:, None]
-        return tokens.masked_fill(absent, self.vocab_size)
-
 
 def _put(out: torch.Tensor, rows: Index, columns: Index, values: torch.Tensor, *, others: float) -> None:
     """Write (rows, T, columns) values, and one number in the other columns, into rows of (n, T, all columns)."""
@@ -371,10 +310,54 @@ def _put(out: torch.Tensor, rows: Index, columns: Index, values: torch.Tensor, *
 def _zero_padding(out: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Put 0 behind the ends of the sentences, in place."""
     if out.numel() and bool((lengths < out.shape[1]).any()):
-        out[torch.arange(out.shape[1], device=out.device) >= lengths.to(out.device)[:, None]] = 0
+        out[torch.arange(out.shape[1], device=out.device) >= lengths[:, None]] = 0
     return out
 
 
 def _check_possible(possible: torch.Tensor) -> None:
     if (row := batches.first(~possible)) is not None:
         raise IsolossError(f"sentence {row} has probability 0: the HMM cannot produce it")
+
+
+def _checked_tables(initial: Matrix, transition: Matrix, emission: Matrix, source: str) -> tuple[Float, Float, Float]:
+    """Return the tables as read-only float64 arrays whose rows add up to 1, or say what is wrong."""
+    tables = []
+    for name, given in zip(TABLES, (initial, transition, emission), strict=True):
+        try:
+            raw: Any = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else given
+            tables.append(np.array(raw, dtype=np.float64))
+        except (ValueError, TypeError) as error:
+            raise IsolossError(f"{source}: {name} must be numbers: {error}") from error
+    size = len(tables[0]) if tables[0].ndim == 1 else 0
+    wanted = [("(states,)", tables[0].ndim == 1 and size > 0), (f"({size}, {size})", tables[1].shape == (size, size))]
+    wanted.append((f"({size}, tokens)", tables[2].ndim == 2 and len(tables[2]) == size and tables[2].shape[1] > 0))
+    for name, table, (shape, fits) in zip(TABLES, tables, wanted, strict=True):
+        if not fits:
+            raise IsolossError(f"{source}: {name} must be of shape {shape}, not {table.shape}")
+        for row, entries in enumerate(np.atleast_2d(table)):
+            where = f"{source}: {name}" if table.ndim == 1 else f"{source}: row {row} of {name}"
+            if (bad := ~(np.isfinite(entries) & (entries >= 0))).any():
+                raise IsolossError(f"{where} holds {entries[bad][0]}; a probability is from 0 to 1")
+            if abs(total := math.fsum(entries) - 1) > _TOLERANCE:
+                raise IsolossError(f"{where} adds up to {total + 1:.9g}; it must add up to 1")
+            if abs(total) > _ROUNDING:
+                entries /= entries.sum()
+        table += 0.0  # no -0.0
+        table.flags.writeable = False
+    return tables[0], tables[1], tables[2]
+
+
+def _random_tables(config: HMMConfig) -> tuple[Float, Float, Float]:
+    """Return initial, transition and emission of the model that `config` describes."""
+    rng = np.random.default_rng(seeds.derive(config.seed, "hmm"))
+    blocks = np.array_split(np.arange(config.states), config.blocks)
+    tables = []
+    for width in (config.states, config.vocab_size):
+        table = np.zeros((config.states, width))
+        for own, columns in zip(blocks, np.array_split(np.arange(width), config.blocks), strict=True):
+            drawn = rng.dirichlet(np.ones(len(columns)), size=len(own))
+            table[np.ix_(own, columns)] = (1 - config.mixing_weight) * drawn
+        if config.mixing_weight:
+            table += config.mixing_weight * rng.dirichlet(np.ones(width), size=config.states)
+        tables.append(table)
+    return np.full(config.states, 1 / config.states), tables[0], tables[1]

@@ -18,14 +18,12 @@ _PAIRS = ("()", "[]", "{}", "<>")  # the first kinds of bracket; further ones ar
 
 
 class Dyck(PCFG):
-    """The language of `dyck_grammar`: a `PCFG` whose entropies have a closed form.
+    """The language of `dyck_grammar`: a `PCFG` whose entropies have a closed form."""
 
-    Args:
-        config: The numbers.
-    """
-
-    def __init__(self, config: DyckConfig) -> None:
-        super().__init__(dyck_grammar(config), max_length=config.max_length, config=config)
+    @classmethod
+    def from_config(cls, config: DyckConfig) -> Dyck:
+        """Return the language that `config` describes."""
+        return cls(dyck_grammar(config), max_length=config.max_length, config=config)
 
     def closed_form_entropies(self) -> tuple[float, float]:
         """Return H(sentence | length) and the entropy of one masked bracket.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,19 +15,16 @@ from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.api import ExactLanguage, Labeling, Sentences, Stored
-from isoloss.languages.batches import Rows
-from isoloss.languages.config import MAX_LENGTH, GrammarConfig
-from isoloss.languages.parallel import run_in_threads
+from isoloss.languages.batches import Rows, run_in_threads
+from isoloss.languages.config import GRAMMAR_TASKS, MAX_LENGTH, GrammarConfig
 from isoloss.languages.pcfg.chart_plan import FoldedRules
 from isoloss.languages.pcfg.grammar import Format, Grammar, parse_grammar
 from isoloss.languages.pcfg.inside_outside import InsideOutside
 from isoloss.languages.pcfg.labeling import grammar_labeling
-from isoloss.languages.pcfg.random_grammar import redrawn_grammar
-from isoloss.languages.pcfg.sampler import Sampler, longest_yields
+from isoloss.languages.pcfg.random_grammar import random_grammar, redrawn_grammar
+from isoloss.languages.pcfg.sampler import Sampler, derivations, longest_yields
 from isoloss.languages.pcfg.tables import grammar_tables, read_grammar
-from isoloss.languages.pcfg.trees import derivations
 from isoloss.languages.redrawing import Redrawing
-from isoloss.languages.task_names import GRAMMAR_TASKS
 
 _OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
 _FEW = 128  # sentences that are not cut further: the compiled kernels take so many at once
@@ -56,6 +54,7 @@ class PCFG(ExactLanguage):
     """
 
     latent_name = "tree"
+    task_patterns = GRAMMAR_TASKS
 
     def __init__(
         self,
@@ -98,6 +97,11 @@ class PCFG(ExactLanguage):
         text = "" if config else grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
         self._config = config or GrammarConfig(rules=text, max_length=self.max_length)
         self._move(torch.device("cpu"), torch.float64)
+
+    @classmethod
+    def from_config(cls, config: Any) -> PCFG:
+        """Return the random grammar of a `PCFGConfig`."""
+        return PCFG(random_grammar(config), max_length=2**config.levels, config=config)
 
     @staticmethod
     def from_text(text: str, *, source: str = "<text>", max_length: int = GrammarConfig.max_length) -> PCFG:
@@ -172,7 +176,7 @@ class PCFG(ExactLanguage):
         latent: bool = False,
         length: int | None = None,
     ) -> Sentences:
-        """Return `n` independent sentences, padded to the longest of them, on the language's device.
+        """Return `n` independent sentences; see `Language.sample`.
 
         The generator gives one number, the seed; sentence i is a function of it and of i, so that the sentences of a
         smaller n are the first of a larger one's, for every device and any number of threads. They are drawn on the CPU
@@ -181,14 +185,14 @@ class PCFG(ExactLanguage):
 
         Args:
             n: Number of sentences.
-            generator: CPU generator of the seed; None: a fresh one, seeded by the system.
+            generator: CPU generator of the seed.
             latent: Whether to return the trees: (n, M, 3) int64 rows (start, stop, symbol id) of all nodes in preorder,
                 each over the tokens start to stop - 1, padded with -1.
             length: The number of tokens of every sentence, drawn given it; None: any length of the language.
 
         Raises:
-            IsolossError: `n` is negative, the generator is not on the CPU, no sentence has `length` tokens, or all
-                sentences together have a probability under 1e-250 before the language is cut at `max_length`.
+            IsolossError: As for `Language.sample`; no sentence has `length` tokens, or all sentences together have a
+                probability under 1e-250 before the language is cut at `max_length`.
 
         Example:
             >>> language = PCFG.from_text("S -> S S [0.9] | 'a' [0.05] | 'b' [0.05]", max_length=8)
@@ -197,18 +201,15 @@ class PCFG(ExactLanguage):
         """
         seed = self._seed(n, generator)
         device = self.device if self.device.type == "cuda" else torch.device("cpu")
-        derived = self._sampler(n, seed, length=length, trees=latent, device=device)
-        return Sentences(*(None if part is None else part.to(self.device) for part in derived))  # type: ignore[arg-type]
+        tokens, lengths, nodes = self._sampler(n, seed, length=length, trees=latent, device=device)
+        trees = None if nodes is None else nodes.to(self.device)
+        return Sentences(tokens.to(self.device), lengths.to(self.device), trees)
 
     def describe_latent(self, sentences: Sentences) -> list[str]:
         """Return the derivation of each sentence as nested brackets."""
         return derivations(sentences, self.symbols, self.vocabulary)
 
     # --- tasks and transfer ------------------------------------------------------------------------------------------
-
-    def tasks(self) -> Mapping[str, str]:
-        """Return the tasks of a grammar."""
-        return GRAMMAR_TASKS
 
     def labeling(self, name: str) -> Labeling:
         """Return what the task `name` asks (see `isoloss.transfer.tasks.make_task`)."""
@@ -236,95 +237,29 @@ class PCFG(ExactLanguage):
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 
-    def log_prob(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return (n,): the log-probability of each sentence in the language, its length included, in nats.
-
-        Args:
-            tokens: (n, T) ids, padded on the right with anything.
-            lengths: (n,) from 1 to `max_length`.
-            mask: (n, T) bool, true where the token is unknown, whatever id stands there. The result is then the
-                log-probability of the visible tokens and the length: a sum over all tokens at the unknown positions.
-
-        Raises:
-            IsolossError: A token or a length is out of range, or a sentence is impossible; the message names the row.
-        """
-        tokens, lengths = self._checked(tokens, lengths, mask)
-        out = torch.zeros(len(tokens), dtype=self.dtype, device=self.device)
+    def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(len(ids), dtype=self.dtype, device=self.device)
 
         def compute(rows: Rows, length: int) -> None:
-            log_z = self._engine.log_partition(tokens[rows, :length])
+            log_z = self._engine.log_partition(ids[rows, :length])
             self._check_possible(rows, log_z)
             out[rows] = (log_z - math.log(self._acceptance)).to(self.dtype)
 
         run_in_threads(compute, self._buckets(lengths), self.device)
         return out
 
-    def log_conditionals(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+    def _log_conditionals(
+        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        r"""Return (n, T, vocab_size): log Pr(x_t = c | all other visible tokens, the length), in nats.
-
-        `Pr(x_t = c | x_-t)` is proportional to `sum_A outside(A, t) Pr(A =>* c)`: one inside and one outside pass give
-        all positions and tokens (the true conditionals of the paper's section 2.1). An unknown token's leaf is the sum
-        over all tokens. An impossible token has the log of the dtype's smallest normal number; padded positions hold 0.
-
-        Args:
-            tokens: As for `log_prob`.
-            lengths: As for `log_prob`.
-            mask: (n, T) bool, true where the token is unknown; None: nowhere.
-            positions: (n,) or (n, k) positions of each sentence: the result is (n, vocab_size) or (n, k, vocab_size).
-
-        Raises:
-            IsolossError: As for `log_prob`, or a position is beyond its sentence.
-
-        Example:
-            >>> language = PCFG.from_text("S A B 1\nA a 0.5\nA b 0.5\nB a 0.25\nB b 0.75")
-            >>> masked = torch.tensor([[True, True]])
-            >>> given = {"mask": masked, "positions": torch.tensor([1])}
-            >>> language.log_conditionals(torch.tensor([[0, 0]]), torch.tensor([2]), **given).exp()
-            tensor([[0.2500, 0.7500]], dtype=torch.float64)
-        """
-        tokens, lengths = self._checked(tokens, lengths, mask)
-        chosen = batches.checked_positions(positions, lengths)
-        shape = tokens.shape if chosen is None else chosen.shape
+        shape = (ids if positions is None else positions).shape
         out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
+        self._conditionals(ids, lengths, positions, out, batches.clamped_log_)
+        return out
 
-        def write(rows: Rows, part: torch.Tensor) -> None:
-            batches.put(out, rows, batches.clamped_log_(part))
-
-        self._conditionals(tokens, lengths, chosen, write)
-        return out if positions is None else out.view(*positions.shape, self.vocab_size)
-
-    def conditional_entropy(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return (n, T): the entropy of each conditional of `log_conditionals` in nats, 0 at padded positions.
-
-        The (n, T, vocab_size) conditionals exist a chunk at a time. Arguments and errors as for `log_conditionals`;
-        with `positions` the result has their shape.
-        """
-        tokens, lengths = self._checked(tokens, lengths, mask)
-        chosen = batches.checked_positions(positions, lengths)
-        out = torch.zeros(tokens.shape if chosen is None else chosen.shape, dtype=self.dtype, device=self.device)
-
-        def write(rows: Rows, part: torch.Tensor) -> None:
-            logs = batches.clamped_log_(part.clone())
-            batches.put(out, rows, logs.mul_(part).sum(dim=-1).neg_().clamp_(min=0).abs_())  # no -0.0
-
-        self._conditionals(tokens, lengths, chosen, write)
-        return out if positions is None else out.view(positions.shape)
+    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        out = torch.zeros((ids if positions is None else positions).shape, dtype=self.dtype, device=self.device)
+        self._conditionals(ids, lengths, positions, out, batches.entropies)
+        return out
 
     def inside(self, tokens: torch.Tensor, lengths: torch.Tensor, *, start: int = 0, stop: int) -> torch.Tensor:
         """Return (n, symbols): log Pr(symbol =>* x_start .. x_{stop-1}), the inside scores of one span, in nats.
@@ -371,14 +306,7 @@ class PCFG(ExactLanguage):
         It is outside(A) inside(A) / Pr(sentence). A span need not be covered by any node, and a chain of unary rules
         puts several symbols on one span, so that a row's sum is between 0 and the longest chain.
 
-        Args:
-            tokens: (n, T) ids, padded on the right with anything.
-            lengths: (n,) from `stop` to `max_length`.
-            start: First position of the span.
-            stop: The position after its last; None: each sentence's length.
-
-        Raises:
-            IsolossError: As for `log_prob`, or a sentence is too short for the span.
+        Arguments and errors as for `inside`, or a sentence has probability 0; `stop` None: each sentence's length.
         """
         tokens, lengths = self._checked(tokens, lengths)
         batches.check_span(lengths, start, stop)
@@ -395,15 +323,20 @@ class PCFG(ExactLanguage):
 
     def _conditionals(
         self,
-        tokens: torch.Tensor,
+        ids: torch.Tensor,
         lengths: torch.Tensor,
         positions: torch.Tensor | None,
-        write: Callable[[Rows, torch.Tensor], None],
+        out: torch.Tensor,
+        function: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Call `write` with rows and their (rows, length or k, V) conditionals, each row once, from several threads."""
+        """Write a function of the (rows, length or k, V) conditionals to the rows of `out`, from several threads.
+
+        `Pr(x_t = c | x_-t)` is proportional to `sum_A outside(A, t) Pr(A =>* c)`: one inside and one outside pass give
+        all positions and tokens (the true conditionals of the paper's section 2.1).
+        """
 
         def compute(rows: Rows, length: int) -> None:
-            scores, log_z = self._engine.leaf_outside(tokens[rows, :length])
+            scores, log_z = self._engine.leaf_outside(ids[rows, :length])
             self._check_possible(rows, log_z)
             if positions is not None:
                 scores = scores[torch.arange(len(scores), device=self.device)[:, None], positions[rows]]
@@ -411,10 +344,9 @@ class PCFG(ExactLanguage):
             size = max(1, _OUTPUT_BYTES.get(self.device.type, _OUTPUT_BYTES["cpu"]) // row_bytes)
             for first in range(0, len(scores), size):
                 part = scores[first : first + size]
-                if isinstance(rows, slice):
-                    write(slice(rows.start + first, rows.start + first + len(part)), part @ self._emission)
-                else:
-                    write(rows[first : first + size], part @ self._emission)
+                chunk = slice(first, first + len(part))
+                chosen = slice(rows.start + first, rows.start + chunk.stop) if isinstance(rows, slice) else rows[chunk]
+                batches.put(out, chosen, function(part @ self._emission))
 
         run_in_threads(compute, self._buckets(lengths), self.device)
 
@@ -432,15 +364,6 @@ class PCFG(ExactLanguage):
                     yield slice(first, min(first + size, len(rows))), length
                 else:
                     yield rows[first : first + size], length
-
-    # --- checking ----------------------------------------------------------------------------------------------------
-
-    def _checked(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return batches.checked(
-            tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.max_length, device=self.device
-        )
 
     def _check_possible(self, rows: Rows, log_z: torch.Tensor) -> None:
         if (index := batches.first(log_z == -math.inf)) is not None:

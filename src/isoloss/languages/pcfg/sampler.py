@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.pcfg.grammar import Grammar
+from isoloss.text.sentences import Sentences
 
 if TYPE_CHECKING:
     from isoloss.languages.alias_sampling import Rewrites
@@ -24,20 +26,6 @@ _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 
 
-class Derived(NamedTuple):
-    """Sentences and their trees.
-
-    Attributes:
-        tokens: (n, T) int64, padded with the vocabulary's size; T is the longest length.
-        lengths: (n,) int64.
-        nodes: (n, M, 3) int64, the rows (start, stop, symbol) of all tree nodes in preorder, padded with -1; or None.
-    """
-
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-    nodes: torch.Tensor | None
-
-
 class Sampler:
     """Draws from a grammar's sentences of at most `max_length` tokens, exactly and without rejection.
 
@@ -48,10 +36,6 @@ class Sampler:
     hold a number for each rule and width, and serve every length. A length of probability under 1e-250 counts as none.
 
     Sentence i is a function of the seed and of i, on every device.
-
-    Args:
-        grammar: The grammar.
-        max_length: The longest sentence, in tokens.
     """
 
     def __init__(self, grammar: Grammar, max_length: int):
@@ -62,18 +46,11 @@ class Sampler:
 
     def __call__(
         self, n: int, seed: int, *, length: int | None = None, trees: bool = False, device: torch.device | None = None
-    ) -> Derived:
+    ) -> Sentences:
         """Return `n` independent sentences, with their trees where `trees` is set.
 
-        Args:
-            n: Number of sentences.
-            seed: From 0 to 2^63 - 1.
-            length: The number of tokens of every sentence; None: any that the grammar allows.
-            trees: Whether to return the trees.
-            device: Where to draw, which decides nothing else: by compiled loops on a CPU, by torch elsewhere.
-
-        Raises:
-            IsolossError: No sentence has `length` tokens.
+        They are drawn on `device`, by compiled loops on a CPU and by torch elsewhere. A `length` that no sentence has
+        is an `IsolossError`.
         """
         from isoloss.languages import alias_sampling, vectorized_sampler
 
@@ -84,26 +61,13 @@ class Sampler:
         longest = self._max_length if length is None else length
         most_nodes = (2 * longest - 1) * (len(self._chains) + 1)
         root = length if length is not None else len(rewrites.tables.offsets) - 2 if refined else 0
-        pad = len(self._grammar.vocabulary)
+        given: dict[str, Any] = {"n": n, "seed": seed, "root": root, "longest": longest, "trees": trees}
+        given["pad"] = len(self._grammar.vocabulary)
         if device is None or device.type == "cpu":
-            return Derived(
-                *alias_sampling.draw_derivations(
-                    rewrites,
-                    n=n,
-                    seed=seed,
-                    root=root,
-                    longest=longest,
-                    most_nodes=most_nodes,
-                    pad=pad,
-                    trees=trees,
-                )
-            )
+            return alias_sampling.draw_derivations(rewrites, most_nodes=most_nodes, **given)
         if (device, refined) not in self._on_device:
             self._on_device[device, refined] = vectorized_sampler.rewrites_on(rewrites, device)
-        tables = self._on_device[device, refined]
-        return Derived(
-            *vectorized_sampler.derivations(tables, n=n, seed=seed, root=root, longest=longest, pad=pad, trees=trees)
-        )
+        return vectorized_sampler.derivations(self._on_device[device, refined], **given)
 
     def _check(self, length: int | None) -> None:
         """Complain of a length that no sentence has; of None, where none is probable enough to be computed with."""
@@ -220,3 +184,37 @@ def _listed(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs)
+
+
+def derivations(sentences: Sentences, symbols: Sequence[str], vocabulary: Sequence[str]) -> list[str]:
+    """Return the derivation of each sentence, drawn with its tree: `(SYMBOL child child)` or `(SYMBOL token)`."""
+    rows = zip(sentences.latent.tolist(), sentences.tokens.tolist(), sentences.lengths.tolist(), strict=True)
+    return [
+        bracketed([node for node in nodes if node[0] >= 0], symbols, [vocabulary[token] for token in tokens[:length]])
+        for nodes, tokens, length in rows
+    ]
+
+
+def bracketed(nodes: Sequence[Sequence[int]], symbols: Sequence[str], words: Sequence[str]) -> str:
+    """Return a tree as nested brackets; a name with a bracket, a quote or a space in it stands in quotes.
+
+    The nodes are rows (start, stop, symbol id) in preorder, each over the words start to stop - 1.
+
+    Example:
+        >>> bracketed([(0, 2, 0), (0, 1, 1), (1, 2, 1)], ("S", "A"), ("the", "end"))
+        '(S (A the) (A end))'
+    """
+    text, open_until = "", list[int]()
+    for index, (start, stop, symbol) in enumerate(nodes):
+        while open_until and open_until[-1] <= start:
+            text += ")"
+            open_until.pop()
+        text += f" ({_quoted(symbols[symbol])}"
+        open_until.append(stop)
+        if index + 1 == len(nodes) or nodes[index + 1][0] >= stop:
+            text += f" {_quoted(words[start])}"
+    return text.strip() + ")" * len(open_until)
+
+
+def _quoted(name: str) -> str:
+    return repr(name) if any(c in "()'\"" or c.isspace() for c in name) else name

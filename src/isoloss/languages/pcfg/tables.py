@@ -14,7 +14,6 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Stored
 from isoloss.languages.pcfg.grammar import Grammar, build_grammar, vocabulary_of
 from isoloss.languages.pcfg.rules import Rule
-from isoloss.languages.tensors import check_names
 
 _RULES = {"binary": 3, "unary": 2, "emission": 2}  # tensors of rules and the ids in a row
 _TOLERANCE = 1e-6  # of a sum of probabilities, as for the rows of a hidden Markov model
@@ -39,7 +38,7 @@ def read_grammar(stored: Stored, path: Path) -> Grammar:
         IsolossError: They are no grammar's; the message says what is wrong, and where.
     """
     tables, symbols, vocabulary = stored.tables, stored.symbols, stored.vocabulary
-    check_names(tables, (name for rules in _RULES for name in (rules, f"{rules}_probs")), path)
+    stored.check_names((name for rules in _RULES for name in (rules, f"{rules}_probs")), path)
     if not symbols or len(set(symbols)) < len(symbols):
         raise IsolossError(f"{path}: the symbols must be different names, at least one, not {', '.join(symbols)!r}")
     rules: list[tuple[int, Rule]] = []

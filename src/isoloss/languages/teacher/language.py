@@ -21,8 +21,16 @@ from isoloss.languages import batches
 from isoloss.languages.api import ExactLanguage, Sentences, Stored
 from isoloss.languages.config import TeacherConfig
 from isoloss.languages.teacher import kept_tokens
-from isoloss.languages.teacher.scores import Prefix, Scorer, by_set, check_possible
-from isoloss.languages.teacher.truncated import Truncated, choose, join_parts, truncate
+from isoloss.languages.teacher.scores import (
+    Prefix,
+    Scorer,
+    Truncated,
+    by_set,
+    check_possible,
+    choose_kept,
+    join_parts,
+    truncate,
+)
 from isoloss.text import tokenizers
 
 if TYPE_CHECKING:
@@ -173,19 +181,12 @@ class Teacher(ExactLanguage):
     # --- sampling ----------------------------------------------------------------------------------------------------
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
-        """Return `n` independent sentences of `max_length` tokens on the language's device.
+        """Return `n` independent sentences of `max_length` tokens; arguments and errors as for `Language.sample`.
 
         The generator gives one number, the seed; sentence i is drawn by uniform numbers that are a function of the seed
         and of i. The model reads 256 sentences at a time. Another device, dtype or number of threads, or a smaller n,
-        may change the last bits of its probabilities, and so a token where a number falls between two of them.
-
-        Args:
-            n: Number of sentences.
-            generator: CPU generator of the seed; None: a fresh one, seeded by the system.
-            latent: Has no effect: nothing stands behind a sentence.
-
-        Raises:
-            IsolossError: `n` is negative, or the generator is not on the CPU.
+        may change the last bits of its probabilities, and so a token where a number falls between two of them. Nothing
+        stands behind a sentence: `latent` has no effect.
         """
         seed = self._seed(n, generator)
         tokens = torch.empty(n, self.max_length, dtype=torch.int64)
@@ -197,22 +198,8 @@ class Teacher(ExactLanguage):
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 
-    def log_prob(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, *, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return (n,): the log-probability of each sentence in nats, the sum of those of its tokens.
-
-        Args:
-            tokens: (n, T) ids, padded on the right with anything.
-            lengths: (n,) from 1 to `max_length`; a shorter sentence stands for the model's first tokens.
-            mask: (n, T) bool, true where the token is unknown; the probability is then that of the others, a sum over
-                all completions.
-
-        Raises:
-            IsolossError: A token or a length is out of range, unknown tokens of a sentence have more than 4,096
-                completions, or a sentence is impossible; the message names the row.
-        """
-        ids, lengths, masked = self._checked(tokens, lengths, mask)
+    def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        ids, masked = self._masked(ids, lengths)
         self._check_completions(masked.sum(dim=1))
         out = torch.empty(len(ids), dtype=self.dtype, device=self.device)
         for rows, prefix in self._read(ids, lengths):
@@ -226,56 +213,22 @@ class Teacher(ExactLanguage):
         check_possible(out)
         return out
 
-    def log_conditionals(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+    def _log_conditionals(
+        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return (n, T, K): log Pr(x_t = c | the other tokens), the full conditionals, in nats.
-
-        For each position, K endings are scored behind a beginning that is read once: on the average half the work of K
-        passes over whole sentences. An impossible token has the log of the dtype's smallest normal number; padded
-        positions hold 0.
-
-        Args:
-            tokens: As for `log_prob`.
-            lengths: As for `log_prob`.
-            mask: As for `log_prob`; unknown tokens are not among the others. Those of a sentence, x_t included, may
-                have 4,096 completions: one token always, two up to K = 64.
-            positions: (n,) or (n, k) positions of each sentence: the result is (n, K) or (n, k, K).
-
-        Raises:
-            IsolossError: As for `log_prob`, or a position is beyond its sentence.
-        """
-        wide, shape = self._positions(tokens, lengths, positions)
-        out = torch.zeros(*wide.shape, self.vocab_size, dtype=self.dtype, device=self.device)
-        for rows, columns, logs in self._conditionals(tokens, lengths, mask, wide):
+        positions = _all_positions(ids) if positions is None else positions
+        out = torch.zeros(*positions.shape, self.vocab_size, dtype=self.dtype, device=self.device)
+        for rows, columns, logs in self._conditionals(ids, lengths, positions):
             out[rows, columns] = logs.clamp(min=math.log(torch.finfo(self.dtype).tiny))
-        return out.view(*shape, self.vocab_size)
+        return out
 
-    def conditional_entropy(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return (n, T): the entropy of each conditional in nats, 0 at padded positions.
-
-        The (n, T, K) conditionals exist a part at a time. Arguments and errors as for `log_conditionals`; with
-        `positions` the result has their shape.
-        """
-        wide, shape = self._positions(tokens, lengths, positions)
-        out = torch.zeros(wide.shape, dtype=self.dtype, device=self.device)
-        for rows, columns, logs in self._conditionals(tokens, lengths, mask, wide):
-            probs = logs.exp()
-            terms = logs.clamp(min=math.log(torch.finfo(self.dtype).tiny)).mul_(probs)
+    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        positions = _all_positions(ids) if positions is None else positions
+        out = torch.zeros(positions.shape, dtype=self.dtype, device=self.device)
+        for rows, columns, logs in self._conditionals(ids, lengths, positions):
+            terms = logs.clamp(min=math.log(torch.finfo(self.dtype).tiny)).mul_(logs.exp())
             out[rows, columns] = terms.sum(dim=1).neg_().abs_()  # no -0.0
-        return out.view(shape)
+        return out
 
     def truncated_log_conditionals(
         self,
@@ -310,24 +263,30 @@ class Teacher(ExactLanguage):
             raise IsolossError(f"candidates is {candidates}; it must be from 1 to {self.vocab_size}")
         if not 0 < mass <= 1:
             raise IsolossError(f"mass is {mass}; it must be above 0 and at most 1")
-        ids, lengths, _ = self._checked(tokens, lengths, None)
-        wide, shape = self._positions(tokens, lengths, positions)
+        ids, lengths = self._checked(tokens, lengths)
+        ids, _ = self._masked(ids, lengths)
+        wide = batches.checked_positions(positions, lengths)
+        assert wide is not None
         parts: list[tuple[torch.Tensor, torch.Tensor, Truncated]] = []
         for chunk, prefix in self._read(ids, lengths):
             for position in sorted(set(wide[chunk].flatten().tolist())):
                 rows, columns = (wide[chunk] == position).nonzero(as_tuple=True)
-                kept = choose(prefix.logs[rows, position], mass=mass, candidates=candidates)
+                kept = choose_kept(prefix.logs[rows, position], mass=mass, candidates=candidates)
                 parts.append((chunk[rows], columns, truncate(self._scorer, prefix, rows, position, kept)))
         joined = join_parts(parts, wide.shape, self.pad_id, self.dtype, self.device)
-        return Truncated(*(field.view(*shape, *field.shape[2:]) for field in joined))
+        return Truncated(*(field.view(*positions.shape, *field.shape[2:]) for field in joined))
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _conditionals(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None, wide: torch.Tensor
+        self, ids: torch.Tensor, lengths: torch.Tensor, wide: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield rows, columns of `wide` and the (rows, K) log-conditionals at the positions that stand there."""
-        ids, lengths, masked = self._checked(tokens, lengths, mask)
+        """Yield rows, columns of `wide` and the (rows, K) log-conditionals at the positions that stand there.
+
+        K endings are scored behind a beginning that is read once: on the average half the work of K passes over whole
+        sentences.
+        """
+        ids, masked = self._masked(ids, lengths)
         inside = wide < lengths[:, None]
         already_masked = masked.gather(1, wide.clamp(max=ids.shape[1] - 1))
         counts = masked.sum(dim=1, keepdim=True) + (~already_masked).long()
@@ -356,25 +315,10 @@ class Teacher(ExactLanguage):
             for rows in (lengths == length).nonzero()[:, 0].split(_ROWS):
                 yield rows, self._scorer.read(ids[rows, :length])
 
-    def _positions(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Size]:
-        """Return the (n, k) positions that are asked for, all where None, and the shape of what is returned."""
-        wide = batches.checked_positions(positions, lengths.to(self.device))
-        if wide is None:
-            wide = torch.arange(tokens.shape[-1], device=self.device).expand(len(tokens), -1)
-        return wide, wide.shape if positions is None else positions.shape
-
-    def _checked(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids with 0 where the token is unknown or absent, lengths, and (n, T): which tokens are unknown."""
-        ids, lengths = batches.checked(
-            tokens, lengths, mask, vocab_size=self.vocab_size, max_length=self.max_length, device=self.device
-        )
-        present = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
-        masked = present & (torch.zeros_like(present) if mask is None else mask.to(self.device))
-        return ids.masked_fill(masked | ~present, 0), lengths, masked
+    def _masked(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids with 0 where a token is unknown or absent, and (n, T): which tokens are unknown."""
+        without = ids == self.vocab_size
+        return ids.masked_fill(without, 0), without & Sentences(ids, lengths).present()
 
     @property
     def max_masked(self) -> int:
@@ -388,6 +332,10 @@ class Teacher(ExactLanguage):
                 f"sentence {row} has {int(counts[row])} unknown tokens, with {self.vocab_size}^{int(counts[row])} "
                 f"completions to add up; a teacher adds up {_COMPLETIONS} at most, and always those of one token"
             )
+
+
+def _all_positions(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
 
 
 def _load(checkpoint: str) -> tuple[str, Any]:
