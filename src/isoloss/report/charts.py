@@ -70,11 +70,6 @@ def scatter(
 def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:
     """Each measure over the steps of pre-training, a line a run, with bands of 95 % confidence.
 
-    Args:
-        table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
-        shown: The measures, a panel each.
-        style: Colors and markers; by default those of this table.
-
     Raises:
         IsolossError: The table lacks a column or holds a number that cannot be drawn.
     """
@@ -105,11 +100,6 @@ def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None
 
 def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:
     """Each measure against the number of parameters, with 95 % error bars and a line through each group's means.
-
-    Args:
-        table: The checkpoints to compare, e.g. each run's last (see `isoloss.report.data.prepare`).
-        shown: The measures, a panel each.
-        style: Colors and markers; by default those of this table.
 
     Raises:
         IsolossError: The table lacks a column or holds a number that cannot be drawn.
@@ -195,17 +185,7 @@ def axis(
     ticks: Sequence[float] = (),
     **shown: Any,
 ) -> Any:
-    """Return a channel of numbers.
-
-    Args:
-        channel: `alt.X` or `alt.Y`.
-        field: What it shows.
-        title: Of the axis.
-        ends: Of the axis.
-        log: Whether it is logarithmic.
-        ticks: Where its ticks are; empty: chosen.
-        shown: Other settings of the axis.
-    """
+    """Return a channel of numbers."""
     ticks = list(ticks) or (data.log_ticks(ends) if log else [])
     marks: dict[str, Any] = {"values": ticks} if ticks else {"tickCount": 5}
     if log:

@@ -27,23 +27,16 @@ _PADDING = 0.05  # of an axis, beyond the outermost error bar
 class Measure:
     """A column of the table, and how it is shown.
 
-    Attributes:
-        column: Its name; the standard error is in `<column>_stderr`.
-        title: What it is, e.g. `KL to the truth`.
-        unit: E.g. `nats per token`.
-        log: Whether its axis is logarithmic; its values must then be above 0.
-        percent: Whether the column holds a fraction that is shown in percent.
-
     Example:
         >>> accuracy("root").axis_title
         'Probe accuracy, root (%)'
     """
 
-    column: str
-    title: str
-    unit: str
-    log: bool = False
-    percent: bool = False
+    column: str  # its name; the standard error is in `<column>_stderr`
+    title: str  # what it is, e.g. `KL to the truth`
+    unit: str  # E.g. `nats per token`
+    log: bool = False  # whether its axis is logarithmic; its values must then be above 0
+    percent: bool = False  # whether the column holds a fraction that is shown in percent
 
     @property
     def stderr_column(self) -> str:
@@ -109,12 +102,6 @@ def href(path: str) -> str:
 
 def prepare(table: pl.DataFrame, shown: Sequence[Measure]) -> pl.DataFrame:
     """Check `table` and return what is drawn.
-
-    Args:
-        table: One row a checkpoint: run (name), group (label), size (label), parameters (count), step, path (of its
-            run.json, relative to the page), and for each measure its value and its standard error. A measure that a
-            checkpoint does not have is null in both.
-        shown: The measures.
 
     Returns:
         run, group, size, parameters, step, href, and for each measure, by its `field`: the value (in percent where it
@@ -268,19 +255,12 @@ def ends(values: Sequence[float], *, log: bool) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Style:
-    """Which color and marker stands for what, the same in every chart and figure of a page.
+    """Which color and marker stands for what, the same in every chart and figure of a page."""
 
-    Attributes:
-        color: The column that decides the color.
-        colors: Hexadecimal color by value of that column.
-        marker: The other one of `group` and `size`, which decides the marker.
-        markers: Vega's marker by value of that column.
-    """
-
-    color: Literal["group", "size"]
-    colors: Mapping[str, str]
-    marker: Literal["group", "size"]
-    markers: Mapping[str, str]
+    color: Literal["group", "size"]  # the column that decides the color
+    colors: Mapping[str, str]  # hexadecimal color by value of that column
+    marker: Literal["group", "size"]  # the other one of `group` and `size`, which decides the marker
+    markers: Mapping[str, str]  # Vega's marker by value of that column
 
     @classmethod
     def of(cls, table: pl.DataFrame, *, color: Literal["group", "size"] = "group") -> Style:

@@ -67,21 +67,13 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a study says to a claim in one case, and the verdict.
+    """What a study says to a claim in one case, and the verdict."""
 
-    Attributes:
-        case: Which of several, e.g. the task; empty where there is one.
-        numbers: The estimates behind the verdict by name, in the order shown.
-        verdict: How the claim fared.
-        explanation: One or two sentences: what was compared, or why nothing was.
-        difference: What the verdict rests on; None where nothing was tested.
-    """
-
-    case: str
-    numbers: Mapping[str, Estimate]
-    verdict: Verdict
-    explanation: str
-    difference: Estimate | None = None
+    case: str  # which of several, e.g. the task; empty where there is one
+    numbers: Mapping[str, Estimate]  # the estimates behind the verdict by name, in the order shown
+    verdict: Verdict  # how the claim fared
+    explanation: str  # one or two sentences: what was compared, or why nothing was
+    difference: Estimate | None = None  # what the verdict rests on; None where nothing was tested
 
     @property
     def lines(self) -> tuple[tuple[str, str], ...]:
@@ -91,15 +83,10 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimResult:
-    """A claim, and what a study says to it in each case.
+    """A claim, and what a study says to it in each case."""
 
-    Attributes:
-        claim: The claim.
-        answers: One for each case, at least one.
-    """
-
-    claim: Claim
-    answers: tuple[Answer, ...]
+    claim: Claim  # the claim
+    answers: tuple[Answer, ...]  # one for each case, at least one
 
     @property
     def agree(self) -> bool:
@@ -258,11 +245,6 @@ def answer(claim: Claim, contrast: Contrast, keys: Mapping[str, str]) -> list[An
     """Return the answers to a claim for one contrast: by second - factor * first of each estimate.
 
     A claim that is not about the loss needs two models of the same loss, unless the contrast says otherwise.
-
-    Args:
-        claim: The claim.
-        contrast: What is compared.
-        keys: Which estimates, by case.
     """
     (first, second), pairs = contrast.names, contrast.pairs
     loss = loss_key(pairs)

@@ -153,15 +153,10 @@ class SummaryTable:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a study found.
+    """What a study found."""
 
-    Attributes:
-        tables: Tables of estimates.
-        claims: How each claim fared.
-    """
-
-    tables: Sequence[SummaryTable]
-    claims: Sequence[ClaimResult]
+    tables: Sequence[SummaryTable]  # tables of estimates
+    claims: Sequence[ClaimResult]  # how each claim fared
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""

@@ -37,39 +37,25 @@ ALGORITHMS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the study is.
+    """How large the study is."""
 
-    Attributes:
-        text: What it is for and how long it takes.
-        language: The grammar.
-        size: The model's size.
-        steps: Training steps.
-        watched: Steps at which each run is measured, besides the last.
-        early: Steps at which the runs with exact labels are measured, too: they reach AdamW's last loss so early.
-        batch_size: Sentences in a step.
-        warmup_steps: AdamW's; SGD's is 12 % of the steps (the paper's appendix B.2).
-        learning_rate: AdamW's, constant after the warm-up.
-        sgd_learning_rate: SGD's.
-        seeds: Of the runs of each algorithm. Runs of one seed have the same initial weights, sentences and masks.
-        tasks: Downstream tasks; the first is the one that the adversary spoils.
-        settings: Of the measures.
-        first_seed: Of the measures; that of the run is added to it, so that each seed is measured on sentences of its
-            own, and no probe is fitted on the sentences that the adversary has.
-    """
-
-    text: str
-    language: PCFGConfig
-    size: str
-    steps: int
-    watched: tuple[int, ...]
+    text: str  # what it is for and how long it takes
+    language: PCFGConfig  # the grammar
+    size: str  # the model's size
+    steps: int  # training steps
+    watched: tuple[int, ...]  # steps at which each run is measured, besides the last
+    # steps at which the runs with exact labels are measured, too: they reach AdamW's last loss so early
     early: tuple[int, ...]
-    batch_size: int
-    warmup_steps: int
-    learning_rate: float = 1e-3
-    sgd_learning_rate: float = 0.4
+    batch_size: int  # sentences in a step
+    warmup_steps: int  # AdamW's; SGD's is 12 % of the steps (the paper's appendix B.2)
+    learning_rate: float = 1e-3  # AdamW's, constant after the warm-up
+    sgd_learning_rate: float = 0.4  # SGD's
+    # of the runs of each algorithm. Runs of one seed have the same initial weights, sentences and masks
     seeds: tuple[int, ...]
-    tasks: tuple[str, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    tasks: tuple[str, ...]  # downstream tasks; the first is the one that the adversary spoils
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
+    # of the measures; that of the run is added to it, so that each seed is measured on sentences of its own, and no
+    # probe is fitted on the sentences that the adversary has
     first_seed: int = 100
 
     @functools.cached_property
@@ -170,15 +156,10 @@ def config_of(scale: Scale, algorithm: str, seed: int) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Matched:
-    """Checkpoints of an algorithm beside those of AdamW, a pair for each seed.
+    """Checkpoints of an algorithm beside those of AdamW, a pair for each seed."""
 
-    Attributes:
-        pairs: AdamW's, the algorithm's.
-        steps: Their steps, in the same order.
-    """
-
-    pairs: tuple[Pair, ...]
-    steps: tuple[tuple[int, int], ...]
+    pairs: tuple[Pair, ...]  # AdamW's, the algorithm's
+    steps: tuple[tuple[int, int], ...]  # their steps, in the same order
 
     def ranges(self) -> tuple[str, str]:
         """The algorithm's and AdamW's steps, each from first to last."""

@@ -24,37 +24,22 @@ EXPANSIONS = ("paper", "balanced", "exact")  # all values of isoloss expand --sc
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the study is.
+    """How large the study is."""
 
-    Attributes:
-        text: What it is for and how long it takes.
-        language: The grammar.
-        sizes: Model sizes, ascending; the last is the main one, which is watched over time and continued with SGD.
-        adamw: AdamW's optimizer settings, the paper's but for the warm-up (appendix A.5).
-        steps: AdamW steps.
-        watched: Steps at which the main run is measured, besides the last.
-        batch_size: Sentences in an AdamW step.
-        sgd: SGD's settings; its warm-up is 12 % of its steps (appendix B.2).
-        sgd_steps: SGD steps, from the last AdamW checkpoint.
-        sgd_watched: Steps at which they are measured, besides the last.
-        sgd_batch_size: Sentences in an SGD step.
-        tasks: Downstream tasks.
-        settings: Of the measures.
-    """
-
-    text: str
-    language: PCFGConfig
+    text: str  # what it is for and how long it takes
+    language: PCFGConfig  # the grammar
+    # model sizes, ascending; the last is the main one, which is watched over time and continued with SGD
     sizes: tuple[str, ...]
-    adamw: OptimizerConfig
-    steps: int
-    watched: tuple[int, ...]
-    batch_size: int
-    sgd: OptimizerConfig
-    sgd_steps: int
-    sgd_watched: tuple[int, ...]
-    sgd_batch_size: int
-    tasks: tuple[str, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    adamw: OptimizerConfig  # AdamW's optimizer settings, the paper's but for the warm-up (appendix A.5)
+    steps: int  # AdamW steps
+    watched: tuple[int, ...]  # steps at which the main run is measured, besides the last
+    batch_size: int  # sentences in an AdamW step
+    sgd: OptimizerConfig  # SGD's settings; its warm-up is 12 % of its steps (appendix B.2)
+    sgd_steps: int  # SGD steps, from the last AdamW checkpoint
+    sgd_watched: tuple[int, ...]  # steps at which they are measured, besides the last
+    sgd_batch_size: int  # sentences in an SGD step
+    tasks: tuple[str, ...]  # downstream tasks
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
 
     @property
     def main_run(self) -> str:

@@ -37,11 +37,6 @@ class MaskedLM:
     model's logits for the token there are `U tanh(sum_t E[t, x_t])`: E an embedding of each token and the mask at each
     position, U a decoder. With d >= C every table of conditionals can be had, in many ways.
 
-    Attributes:
-        joint: (V,) * T probabilities of the sentences, all positive.
-        width: d.
-        minimizer: (P,) parameters, R d of the embedding and then V d of the decoder: where SGD and the flow start.
-
     Example:
         >>> model = MaskedLM.random(seed=0)
         >>> model.joint.shape, len(model.minimizer), model.conditionals.shape
@@ -51,9 +46,9 @@ class MaskedLM:
         True
     """
 
-    joint: Array
-    width: int
-    minimizer: Array
+    joint: Array  # (V,) * T probabilities of the sentences, all positive
+    width: int  # d
+    minimizer: Array  # (P,) parameters, R d of the embedding and then V d of the decoder: where SGD and the flow start
 
     unit = "nats per predicted token"
     block = 1024
@@ -61,12 +56,6 @@ class MaskedLM:
     @classmethod
     def random(cls, *, seed: int, vocab: int = 3, length: int = 2, width: int = 8) -> MaskedLM:
         """Return a model at a minimizer whose decoder is large: brought there from normal parameters.
-
-        Args:
-            seed: Decides the language, whose log-probabilities are standard normal up to a constant, and the minimizer.
-            vocab: V.
-            length: T.
-            width: d.
 
         Raises:
             IsolossError: The width is too small for the conditionals of every language.

@@ -42,15 +42,7 @@ class Model(Protocol):
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
     ) -> None:
-        """Take one step of SGD, in place.
-
-        Args:
-            theta: (n, P), contiguous.
-            step_size: eta.
-            batch_size: B: fresh examples that the step averages.
-            generator: Of the examples.
-            exact: Whether the exact conditionals replace the drawn answers: no label noise.
-        """
+        """Take one step of SGD, in place."""
 
     def trace(self, theta: Array) -> Array:
         """Return the (n,) traces of the Hessian of the loss at (n, P) points, minimizers or not."""
@@ -81,16 +73,6 @@ def simulate(
     """Return the (n, P) parameters of independent trajectories of SGD at each time.
 
     The loss is the population's: every example is fresh.
-
-    Args:
-        model: The model.
-        theta: (n, P) starts.
-        step_size: eta.
-        times: K, increasing: K / eta^2 steps are taken.
-        generator: Of the examples.
-        batch_size: B.
-        exact: Whether the exact conditionals replace the drawn answers.
-        progress: Called with each number of further steps.
     """
     theta, points, done = theta.copy(), [], 0
     for time in times:

@@ -11,25 +11,16 @@ COEFFICIENT = 0.25  # of the theorem, for one example a step
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """SGD with one step size and batch size at one time, against the flow.
+    """SGD with one step size and batch size at one time, against the flow."""
 
-    Attributes:
-        batch_size: B.
-        step_size: eta; 0: the limit of small steps, extrapolated.
-        time: K, the number of steps times eta^2.
-        trace: Mean trace of the Hessian where SGD is, over the trajectories.
-        flow_trace: The flow's, with the coefficient that is checked.
-        coefficient: Of the flow that is where SGD is, times B.
-        distance: Mean squared distance of SGD's parameters from the flow's, as a fraction of the squared distance that
-            the flow is from the start.
-    """
-
-    batch_size: int
-    step_size: float
-    time: float
-    trace: Estimate
-    flow_trace: float
-    coefficient: Estimate
+    batch_size: int  # B
+    step_size: float  # eta; 0: the limit of small steps, extrapolated
+    time: float  # K, the number of steps times eta^2
+    trace: Estimate  # mean trace of the Hessian where SGD is, over the trajectories
+    flow_trace: float  # the flow's, with the coefficient that is checked
+    coefficient: Estimate  # of the flow that is where SGD is, times B
+    # mean squared distance of SGD's parameters from the flow's, as a fraction of the squared distance that the flow is
+    # from the start
     distance: Estimate
 
     @property

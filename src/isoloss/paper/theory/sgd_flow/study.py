@@ -23,27 +23,16 @@ from isoloss.statistics.estimate import Estimate
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `study` runs.
+    """What `study` runs."""
 
-    Attributes:
-        model: The model.
-        step_sizes: At least 2, from large to small.
-        times: Increasing.
-        batch_sizes: Increasing.
-        trajectories: For each step size and batch size, at least 2.
-        coefficient: The coefficient to check.
-        allowed: Relative error of the mean trace at the smallest step size that is allowed.
-        seed: Decides the examples that are drawn.
-    """
-
-    model: Model
-    step_sizes: tuple[float, ...]
-    times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
-    batch_sizes: tuple[int, ...] = (1, 2, 4)
-    trajectories: int
-    coefficient: float = COEFFICIENT
-    allowed: float
-    seed: int = 0
+    model: Model  # the model
+    step_sizes: tuple[float, ...]  # at least 2, from large to small
+    times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)  # increasing
+    batch_sizes: tuple[int, ...] = (1, 2, 4)  # increasing
+    trajectories: int  # for each step size and batch size, at least 2
+    coefficient: float = COEFFICIENT  # the coefficient to check
+    allowed: float  # relative error of the mean trace at the smallest step size that is allowed
+    seed: int = 0  # decides the examples that are drawn
 
     def __post_init__(self) -> None:
         etas, times, sizes = self.step_sizes, self.times, self.batch_sizes
@@ -81,52 +70,30 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The results of `study`.
+    """The results of `study`."""
 
-    Attributes:
-        rows: One for each batch size, step size and time.
-        limits: One for each batch size and time: what the rows say at step size 0.
-        control: Mean trace where every step sees the exact conditionals: once it is back on the minimizers, and at each
-            time from then on.
-        statements: The verdicts.
-    """
-
-    rows: tuple[Row, ...]
-    limits: tuple[Row, ...]
+    rows: tuple[Row, ...]  # one for each batch size, step size and time
+    limits: tuple[Row, ...]  # one for each batch size and time: what the rows say at step size 0
+    # mean trace where every step sees the exact conditionals: once it is back on the minimizers, and at each time from
+    # then on
     control: tuple[float, ...]
-    statements: tuple[Statement, ...]
+    statements: tuple[Statement, ...]  # the verdicts
 
 
 def two_parameters(*, probability: float = 0.7, start: float = 2.0, **changes: Any) -> Settings:
-    """Return the settings for the model of two parameters; see `TwoParameters`.
-
-    Args:
-        probability: Of the first answer.
-        start: a at the start.
-        changes: Other fields of `Settings` than the default ones.
-    """
+    """Return the settings for the model of two parameters; see `TwoParameters`."""
     given = {"step_sizes": (0.1, 0.05, 0.025), "trajectories": 65536, "allowed": 0.01, **changes}
     return Settings(model=TwoParameters(probability, start), **given)
 
 
 def masked_lm(*, seed: int = 0, **changes: Any) -> Settings:
-    """Return the settings for the masked language model of 88 parameters; see `MaskedLM`.
-
-    Args:
-        seed: Decides the language, the start and the examples that are drawn.
-        changes: Other fields of `Settings` than the default ones.
-    """
+    """Return the settings for the masked language model of 88 parameters; see `MaskedLM`."""
     given = {"step_sizes": (0.05, 0.025, 0.0125), "trajectories": 1024, "allowed": 0.05, **changes}
     return Settings(model=MaskedLM.random(seed=seed), seed=seed, **given)
 
 
 def study(settings: Settings, *, progress: Callable[[int], None] | None = None) -> Result:
-    """Simulate every batch size and step size, go to step size 0, run the control, and judge.
-
-    Args:
-        settings: What to run.
-        progress: Called with the number of steps that are done, of `settings.num_steps`.
-    """
+    """Simulate every batch size and step size, go to step size 0, run the control, and judge."""
     done = 0
 
     def count(steps: int) -> None:

@@ -26,17 +26,7 @@ def judge(
     allowed: float,
     start: float,
 ) -> list[Statement]:
-    """Return the statements with their verdicts.
-
-    Args:
-        name: Of the model.
-        rows: For each batch size, each step size from large to small, and each time.
-        limits: For each batch size and time: the same at step size 0.
-        control: Traces over time without label noise.
-        coefficient: The one that is checked.
-        allowed: Relative error of the mean trace at the smallest step size.
-        start: The trace at the start.
-    """
+    """Return the statements with their verdicts."""
     single = [row for row in rows if row.batch_size == rows[0].batch_size]
     by_step = [list(some) for _, some in itertools.groupby(single, key=lambda row: row.step_size)]
     at_zero = [row for row in limits if row.batch_size == rows[0].batch_size]
