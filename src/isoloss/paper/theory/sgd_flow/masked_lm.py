@@ -57,6 +57,8 @@ class MaskedLM:
     def random(cls, *, seed: int, vocab: int = 3, length: int = 2, width: int = 8) -> MaskedLM:
         """Return a model at a minimizer whose decoder is large: brought there from normal parameters.
 
+        `seed` decides these and the language, whose log-probabilities are standard normal up to a constant.
+
         Raises:
             IsolossError: The width is too small for the conditionals of every language.
         """

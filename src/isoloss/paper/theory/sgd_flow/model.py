@@ -42,7 +42,10 @@ class Model(Protocol):
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
     ) -> None:
-        """Take one step of SGD, in place."""
+        """Take one step of SGD, in place, on fresh examples; with `exact` the exact conditionals replace the answers.
+
+        `theta` is (n, P), contiguous.
+        """
 
     def trace(self, theta: Array) -> Array:
         """Return the (n,) traces of the Hessian of the loss at (n, P) points, minimizers or not."""
@@ -72,7 +75,8 @@ def simulate(
 ) -> list[Array]:
     """Return the (n, P) parameters of independent trajectories of SGD at each time.
 
-    The loss is the population's: every example is fresh.
+    The loss is the population's: every example is fresh. `times` are K, increasing: K / eta^2 steps are taken.
+    `progress` is called with each number of further steps.
     """
     theta, points, done = theta.copy(), [], 0
     for time in times:
