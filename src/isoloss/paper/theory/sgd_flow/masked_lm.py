@@ -84,20 +84,17 @@ class MaskedLM:
         """(C, T): which row of the embedding each position of each context takes."""
         vocab = self.joint.shape[0]
         masked = [(*rest[:position], vocab, *rest[position:]) for position, rest in self._contexts()]
-        rows: np.ndarray[Any, np.dtype[np.int64]] = np.array(masked) + np.arange(self.joint.ndim) * (vocab + 1)
-        return rows
+        return np.array(masked) + np.arange(self.joint.ndim) * (vocab + 1)
 
     @functools.cached_property
     def weights(self) -> Array:
         """(C,) probability of each context."""
-        weights: Array = self._joint_by_context.sum(axis=1)
-        return weights
+        return np.asarray(self._joint_by_context.sum(axis=1))
 
     @functools.cached_property
     def conditionals(self) -> Array:
         """(C, V) the exact probability of each token in each context."""
-        conditionals: Array = self._joint_by_context / self.weights[:, None]
-        return conditionals
+        return np.asarray(self._joint_by_context / self.weights[:, None])
 
     @functools.cached_property
     def minimizers(self) -> Minimizers:
@@ -117,8 +114,7 @@ class MaskedLM:
         """(n, P) the start, displaced by `KICK` in random directions."""
         rng = np.random.default_rng(seeds.derive(0, "sgd-flow", "beside"))
         draw = rng.standard_normal((_CONTROLS, len(self.minimizer)))
-        beside: Array = self.minimizer + KICK * draw / np.linalg.norm(draw, axis=1, keepdims=True)
-        return beside
+        return np.asarray(self.minimizer + KICK * draw / np.linalg.norm(draw, axis=1, keepdims=True))
 
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
