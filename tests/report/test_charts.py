@@ -24,9 +24,8 @@ CHARTS = pytest.mark.parametrize("name", ["scatter", "curves", "sizes"])
 
 
 @CHARTS
-@pytest.mark.parametrize("color", ["group", "size"])
-def test_every_point_names_its_run_its_numbers_and_its_config(table, name, color):
-    spec = draw(name, table, style=Style.of(table, color=color))
+def test_every_point_names_its_run_its_numbers_and_its_config(table, name):
+    spec = draw(name, table)
     for panel in range(len(spec["concat"])):
         points = spec["concat"][panel]["layer"][-1]
         assert points["mark"]["type"] == "point"

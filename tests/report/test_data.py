@@ -124,13 +124,13 @@ def test_groups_keep_their_colors_and_too_many_are_refused(table):
     style = Style.of(table)
     assert list(style.colors) == ["AdamW", "SGD continuation"]
     assert list(style.markers) == ["d16", "d64"]
-    assert Style.of(table, color="size").colors["d16"] == data.COLORS[0]
     assert len(set(data.COLORS)) == len(data.COLORS)
     many = pl.DataFrame({"group": [f"g{i}" for i in range(8)], "size": "d16", "parameters": 1})
     with pytest.raises(IsolossError, match="8 values of group, but only 7 colors"):
         Style.of(many)
-    with pytest.raises(IsolossError, match="8 values of group, but only 6 markers"):
-        Style.of(many, color="size")
+    sizes = pl.DataFrame({"group": "g", "size": [f"d{i}" for i in range(7)], "parameters": range(7)})
+    with pytest.raises(IsolossError, match="7 values of size, but only 6 markers"):
+        Style.of(sizes)
 
 
 def test_links_cannot_leave_the_page_as_another_scheme():

@@ -8,7 +8,7 @@ from isoloss import registry
 from isoloss.cli import study as command
 from isoloss.errors import IsolossError
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.load import load_study
+from isoloss.studies.spec import load_study
 
 FILE = """
 from isoloss.languages.config import PCFGConfig

@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> int:
         "before": {**result.before.to_dict(), "seconds": None},
         "after": {**result.after.to_dict(), "seconds": None},
         "change": result.change.to_dict(),
-        "shares": [dataclasses.asdict(share) for share in result.shares],
+        "shares": [dataclasses.asdict(part) for part in result.contributions],
         "statements": [statement.to_dict() for statement in result.statements],
     }
     if args.out is not None:
@@ -204,12 +204,12 @@ _NEGLIGIBLE = 1e-12  # of the trace: a part that is 0 but for rounding, as that 
 
 def _print(args: Args, result: Result) -> None:
     cells = []
-    for share in result.shares:
-        is_zero = share.before <= _NEGLIGIBLE * result.before.value
-        ratio = "" if is_zero else f"{share.after / share.before:.4f}"
-        factor = "" if share.factor is None else f"{share.factor:.4f}"
-        before = "" if share.factor is None else f"{share.before:.4g}"
-        cells.append((share.name, f"{share.parameters:,}", before, f"{share.after:.4g}", ratio, factor))
+    for part in result.contributions:
+        is_zero = part.before <= _NEGLIGIBLE * result.before.value
+        ratio = "" if is_zero else f"{part.after / part.before:.4f}"
+        factor = "" if part.factor is None else f"{part.factor:.4f}"
+        before = "" if part.factor is None else f"{part.before:.4g}"
+        cells.append((part.name, f"{part.parameters:,}", before, f"{part.after:.4g}", ratio, factor))
     columns = ("parameter", "size", "before", "after", "ratio", "expected")
     common.print_table("part of the trace, nats per predicted token; * is any layer", columns, cells)
     before, after = (trace.details["num_parameters"] for trace in (result.before, result.after))

@@ -146,7 +146,7 @@ def _components(registry: Registry) -> list[Row]:
 
 
 def _studies() -> list[Row]:
-    from isoloss.studies.load import load_study
+    from isoloss.studies.spec import load_study
 
     return [
         {"study": name, "scale": scale, "what": STUDIES.summary(name), "size": size.text}

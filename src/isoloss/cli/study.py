@@ -56,29 +56,20 @@ def main(arguments: list[str]) -> int:
     if Run(Path(args.name)).exists:
         raise IsolossError(f"{args.name} is a run, not a study: {common.command('show', args.name)} says what it holds")
     from isoloss.studies.folder import StudyFolder
-    from isoloss.studies.load import load_study
+    from isoloss.studies.spec import load_study
 
     study = load_study(args.name)
     scale = args.scale or next(iter(study.scales))
     folder = StudyFolder(study, args.folder or Path("runs") / f"{study.name}-{scale}", scale)
-    return {"plan": _plan, "status": _status, "run": _run, "report": _report, "verify": _verify}[args.action](
-        args, folder
-    )
+    actions = {"plan": _show_units, "status": _show_units, "run": _run, "report": _report, "verify": _verify}
+    return actions[args.action](args, folder)
 
 
-def _plan(args: Args, folder: StudyFolder) -> int:
-    folder.exists()  # or refuses
-    return _emit_units(args, folder)
-
-
-def _status(args: Args, folder: StudyFolder) -> int:
-    if not folder.exists():
+def _show_units(args: Args, folder: StudyFolder) -> int:
+    """Print each unit and how far it is, for `plan` and `status`; refuse a folder that holds something else."""
+    if not folder.exists() and args.action == "status":
         start = f"{_run_command(args, folder)} starts one"
         raise IsolossError(f"{folder.path} holds no study: {start}{files.nearest(folder.path)}")
-    return _emit_units(args, folder)
-
-
-def _emit_units(args: Args, folder: StudyFolder) -> int:
     units = folder.plan()
     progress = [(unit, *_state(unit)) for unit in units]
     done = sum(state == "done" for _, state, _ in progress)
@@ -98,7 +89,9 @@ def _emit_units(args: Args, folder: StudyFolder) -> int:
         )
         return 0
     if args.action == "plan":
-        cells = [(u.name, text or state, ", ".join(u.after), _command(u.arguments)) for u, state, text in progress]
+        # a command as far as it tells units apart; its settings are in the plan's JSON
+        commands = {unit.name: common.command(*unit.arguments[:2]) for unit in units}
+        cells = [(u.name, text or state, ", ".join(u.after), commands[u.name]) for u, state, text in progress]
         columns = ("unit", "state", "after", "command")
         common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, cells, key=1)
     else:
@@ -114,11 +107,6 @@ def _state(unit: Unit) -> tuple[str, str]:
         return "done", ""
     progress = unit.progress()
     return ("begun", progress) if progress else ("to do", "")
-
-
-def _command(arguments: tuple[str, ...]) -> str:
-    """A unit's command as far as it tells units apart; its settings are in the plan's JSON."""
-    return common.command(*arguments[:2])
 
 
 def _run(args: Args, folder: StudyFolder) -> int:

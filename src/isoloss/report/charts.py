@@ -2,12 +2,13 @@
 
 Pointing at a checkpoint shows its numbers and brings its run forward in every panel; a click opens the run's config;
 a click on a legend entry keeps it in front (shift-click adds, double-click clears). `isoloss.report.save` writes the
-same chart for a paper.
+same chart for a paper. Each function takes the evaluated checkpoints, as `isoloss.report.data.prepare` describes them
+and refuses what cannot be drawn; colors and markers are those of this table unless a style gives them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -30,120 +31,121 @@ def scatter(
     """Two measures of every checkpoint against each other, a panel for each pair of (horizontal, vertical).
 
     Bars are 95 % confidence intervals; a faint line joins a run's checkpoints in the order of steps. Panels of one
-    vertical measure share its axis.
-
-    Args:
-        table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
-        axes: The measures of each panel.
-        style: Colors and markers; by default those of this table.
-
-    Raises:
-        IsolossError: The table lacks a column or holds a number that cannot be drawn.
+    vertical measure share its axis. Only a panel whose left neighbor has another one names it.
     """
-    shown = tuple(dict.fromkeys(measure for pair in axes for measure in pair))
-    frame, style = _prepared(table, shown, style)
-    pick = _Pick(style)
-    tooltip = _tooltip(table, shown)
-    panels = []
-    for i, (across, up) in enumerate(axes):
-        rows, own = data.panel(frame, across, up)
-        _, ends = data.panel(frame, up)
-        x = _measured(alt.X, across, own[across])
-        y = _measured(alt.Y, up, ends[up], titled=data.titled(axes, i))
-        base = alt.Chart(_values(rows)).encode(color=_color(style), opacity=pick.opacity())
+    drawing = _Drawing(table, tuple(dict.fromkeys(measure for pair in axes for measure in pair)), style)
+    opacity = drawing.pick.opacity
+    panels, left = [], None
+    for across, up in axes:
+        rows, own = data.panel(drawing.frame, across, up)
+        _, ends = data.panel(drawing.frame, up)
+        x, y = _measured(alt.X, across, own[across]), _measured(alt.Y, up, ends[up], titled=up != left)
+        base = drawing.base(rows)
+        line = base.mark_line(strokeWidth=1)
+        bars = base.mark_rule(strokeWidth=RULE)
         panels.append(
             _layered(
-                base.mark_line(strokeWidth=1).encode(
-                    x, y, opacity=pick.opacity(0.35), detail="run:N", order=alt.Order("step:Q")
-                ),
-                base.mark_rule(strokeWidth=RULE).encode(x, y=of_field(y, f"{up.field}_low"), y2=f"{up.field}_high"),
-                base.mark_rule(strokeWidth=RULE).encode(
-                    y, x=of_field(x, f"{across.field}_low"), x2=f"{across.field}_high"
-                ),
-                _points(base, style, tooltip).encode(x, y),
+                line.encode(x, y, opacity=opacity(0.35), detail="run:N", order=alt.Order("step:Q")),
+                bars.encode(x, y=of_field(y, f"{up.field}_low"), y2=f"{up.field}_high"),
+                bars.encode(y, x=of_field(x, f"{across.field}_low"), x2=f"{across.field}_high"),
+                drawing.points(base).encode(x, y),
             )
         )
+        left = up
     words = " and ".join(f"{up.title} against {across.title}" for across, up in axes)
-    return _side_by_side(panels, pick, words, note=BARS)
+    return _side_by_side(panels, drawing.pick, words, note=BARS)
 
 
 def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:
-    """Each measure over the steps of pre-training, a line a run, with bands of 95 % confidence.
-
-    Args:
-        table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
-        shown: The measures, a panel each.
-        style: Colors and markers; by default those of this table.
-
-    Raises:
-        IsolossError: The table lacks a column or holds a number that cannot be drawn.
-    """
-    frame, style = _prepared(table, shown, style)
-    pick = _Pick(style)
-    tooltip = _tooltip(table, shown)
-    x = axis(alt.X, "step", "Step", data.step_limits(frame), format=",d")
+    """Each measure over the steps of pre-training, a line a run, with bands of 95 % confidence."""
+    drawing = _Drawing(table, shown, style)
+    last = max(1, *drawing.frame.get_column("step").to_list())
+    x = axis(alt.X, "step", "Step", [0.0, last * (1 + data.PADDING / 2)], format=",d")
     panels = []
     for measure in shown:
-        rows, ends = data.panel(frame, measure)
+        rows, ends = data.panel(drawing.frame, measure)
         y = _measured(alt.Y, measure, ends[measure])
-        base = alt.Chart(_values(rows)).encode(x, color=_color(style), detail="run:N", opacity=pick.opacity())
+        interval = {"y": of_field(y, f"{measure.field}_low"), "y2": f"{measure.field}_high"}
+        base = drawing.base(rows).encode(x, detail="run:N")
         panels.append(
             _layered(
-                base.mark_area().encode(
-                    y=of_field(y, f"{measure.field}_low"), y2=f"{measure.field}_high", opacity=pick.opacity(0.2)
-                ),
-                base.mark_rule(strokeWidth=RULE).encode(
-                    y=of_field(y, f"{measure.field}_low"), y2=f"{measure.field}_high"
-                ),
+                base.mark_area().encode(**interval, opacity=drawing.pick.opacity(0.2)),
+                base.mark_rule(strokeWidth=RULE).encode(**interval),
                 base.mark_line(strokeWidth=LINE).encode(y),
-                _points(base, style, tooltip).encode(y),
+                drawing.points(base).encode(y),
             )
         )
     words = f"{', '.join(m.title for m in shown)} over the steps of pre-training"
-    return _side_by_side(panels, pick, words, note=f"Bars and bands{INTERVALS}")
+    return _side_by_side(panels, drawing.pick, words, note=f"Bars and bands{INTERVALS}")
 
 
 def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:
-    """Each measure against the number of parameters, with 95 % error bars and a line through each group's means.
-
-    Args:
-        table: The checkpoints to compare, e.g. each run's last (see `isoloss.report.data.prepare`).
-        shown: The measures, a panel each.
-        style: Colors and markers; by default those of this table.
-
-    Raises:
-        IsolossError: The table lacks a column or holds a number that cannot be drawn.
-    """
-    frame, style = _prepared(table, shown, style)
-    pick = _Pick(style)
-    tooltip = _tooltip(table, shown)
-    x = axis(alt.X, "parameters", "Parameters", data.parameter_limits(frame), log=True, format="~s")
+    """Each measure against the number of parameters, with 95 % error bars and a line through each group's means."""
+    drawing = _Drawing(table, shown, style)
+    counts = drawing.frame.get_column("parameters").to_list()
+    x = axis(alt.X, "parameters", "Parameters", [min(counts) / 1.3, max(counts) * 1.3], log=True, format="~s")
     panels = []
     for measure in shown:
-        rows, ends = data.panel(frame, measure)
+        rows, ends = data.panel(drawing.frame, measure)
         y = _measured(alt.Y, measure, ends[measure])
-        base = alt.Chart(_values(rows)).encode(x, color=_color(style), opacity=pick.opacity())
-        means = alt.Chart(_values(data.size_means(rows, measure))).encode(x, y, detail="group:N")
-        line = means.mark_line(strokeWidth=1.5, opacity=0.6)
-        line = line.encode(color=_color(style)) if style.color == "group" else line.encode(color=alt.value("#8C8C8C"))
+        base = drawing.base(rows).encode(x)
+        means = alt.Chart(_values(data.size_means(rows, measure))).mark_line(strokeWidth=1.5, opacity=0.6)
+        bars = base.mark_rule(strokeWidth=RULE)
         panels.append(
             _layered(
-                line,
-                base.mark_rule(strokeWidth=RULE).encode(
-                    y=of_field(y, f"{measure.field}_low"), y2=f"{measure.field}_high"
-                ),
-                _points(base, style, tooltip).encode(y),
+                means.encode(x, y, detail="group:N", color=drawing.color),
+                bars.encode(y=of_field(y, f"{measure.field}_low"), y2=f"{measure.field}_high"),
+                drawing.points(base).encode(y),
             )
         )
     words = f"{', '.join(m.title for m in shown)} against the number of parameters"
-    return _side_by_side(panels, pick, words, note=f"{BARS}; lines: means of a group")
+    return _side_by_side(panels, drawing.pick, words, note=f"{BARS}; lines: means of a group")
+
+
+class _Drawing:
+    """What the panels of a chart share: the prepared table, what is in front, and how checkpoints look."""
+
+    def __init__(self, table: pl.DataFrame, shown: Sequence[Measure], style: Style | None) -> None:
+        style = style or Style.of(table)
+        everything = tuple(dict.fromkeys((*shown, *data.measures(table))))
+        self.frame = data.prepare(table, everything)
+        self.pick = _Pick(style)
+        self.color = _legend(alt.Color, "group", style.colors)
+        self._shape = _legend(alt.Shape, "size", style.markers) if len(style.markers) > 1 else None
+        self._tooltip = [
+            alt.Tooltip("run:N", title="Run"),
+            alt.Tooltip("group:N", title="Group"),
+            alt.Tooltip("size:N", title="Size"),
+            alt.Tooltip("parameters:Q", title="Parameters", format=",d"),
+            alt.Tooltip("step:Q", title="Step", format=",d"),
+            *(alt.Tooltip(field=f"{m.field}_text", type="nominal", title=m.axis_title) for m in everything),
+        ]
+
+    def base(self, rows: pl.DataFrame) -> alt.Chart:
+        """Return a chart of rows without marks."""
+        base: alt.Chart = alt.Chart(_values(rows)).encode(color=self.color, opacity=self.pick.opacity())
+        return base
+
+    def points(self, base: alt.Chart) -> alt.Chart:
+        """Return a marker for each checkpoint; a click opens its run's config."""
+        points: alt.Chart = base.mark_point(filled=True, size=POINT, cursor="pointer").encode(
+            tooltip=self._tooltip, href="href:N", **({} if self._shape is None else {"shape": self._shape})
+        )
+        points.name = "points"
+        return points
+
+
+def _legend(channel: Any, field: str, values: Mapping[str, str]) -> Any:
+    """Return the channel of colors or shapes: which of them stands for which value of a column."""
+    scale = alt.Scale(domain=list(values), range=list(values.values()))
+    return channel(field=field, type="nominal", title=field.capitalize(), scale=scale)
 
 
 class _Pick:
     """What is in front: the run under the pointer, and the legend entries that were clicked; the rest is dimmed."""
 
     def __init__(self, style: Style) -> None:
-        legends = [style.color, style.marker] if len(style.markers) > 1 else [style.color]
+        legends = ["group", "size"] if len(style.markers) > 1 else ["group"]
         self._selections = {
             "hovered": alt.PointSelectionConfig("point", fields=["run"], on="pointerover", clear="pointerout")
         }
@@ -164,23 +166,6 @@ class _Pick:
         ]
 
 
-def _prepared(table: pl.DataFrame, shown: Sequence[Measure], style: Style | None) -> tuple[pl.DataFrame, Style]:
-    frame = data.prepare(table, tuple(dict.fromkeys((*shown, *data.measures(table)))))
-    return frame, style or Style.of(table)
-
-
-def _tooltip(table: pl.DataFrame, shown: Sequence[Measure]) -> list[alt.Tooltip]:
-    everything = dict.fromkeys((*shown, *data.measures(table)))
-    return [
-        alt.Tooltip("run:N", title="Run"),
-        alt.Tooltip("group:N", title="Group"),
-        alt.Tooltip("size:N", title="Size"),
-        alt.Tooltip("parameters:Q", title="Parameters", format=",d"),
-        alt.Tooltip("step:Q", title="Step", format=",d"),
-        *(alt.Tooltip(field=f"{m.field}_text", type="nominal", title=m.axis_title) for m in everything),
-    ]
-
-
 def _values(rows: pl.DataFrame) -> alt.InlineData:
     return alt.InlineData(values=rows.to_dicts())
 
@@ -195,17 +180,7 @@ def axis(
     ticks: Sequence[float] = (),
     **shown: Any,
 ) -> Any:
-    """Return a channel of numbers.
-
-    Args:
-        channel: `alt.X` or `alt.Y`.
-        field: What it shows.
-        title: Of the axis.
-        ends: Of the axis.
-        log: Whether it is logarithmic.
-        ticks: Where its ticks are; empty: chosen.
-        shown: Other settings of the axis.
-    """
+    """Return a channel of numbers."""
     ticks = list(ticks) or (data.log_ticks(ends) if log else [])
     marks: dict[str, Any] = {"values": ticks} if ticks else {"tickCount": 5}
     if log:
@@ -228,32 +203,6 @@ def of_field(channel: Any, field: str) -> Any:
 
 def _measured(channel: Any, measure: Measure, ends: tuple[float, float], *, titled: bool = True) -> Any:
     return axis(channel, measure.field, measure.axis_title if titled else None, ends, log=measure.log)
-
-
-def _color(style: Style) -> alt.Color:
-    return alt.Color(
-        field=style.color,
-        type="nominal",
-        title=style.color.capitalize(),
-        scale=alt.Scale(domain=list(style.colors), range=list(style.colors.values())),
-    )
-
-
-def _points(base: alt.Chart, style: Style, tooltip: list[alt.Tooltip]) -> alt.Chart:
-    points: alt.Chart = base.mark_point(filled=True, size=POINT, cursor="pointer").encode(
-        tooltip=tooltip, href="href:N"
-    )
-    points.name = "points"
-    if len(style.markers) == 1:
-        return points
-    shape = alt.Shape(
-        field=style.marker,
-        type="nominal",
-        title=style.marker.capitalize(),
-        scale=alt.Scale(domain=list(style.markers), range=list(style.markers.values())),
-    )
-    marked: alt.Chart = points.encode(shape=shape)
-    return marked
 
 
 def _layered(*layers: alt.Chart) -> alt.LayerChart:

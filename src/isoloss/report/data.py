@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 import polars as pl
@@ -20,30 +20,23 @@ COLUMNS = ("run", "group", "size", "parameters", "step", "path")
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
 MARKERS = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
-_PADDING = 0.05  # of an axis, beyond the outermost error bar
+PADDING = 0.05  # of an axis, beyond the outermost error bar
 
 
 @dataclass(frozen=True)
 class Measure:
     """A column of the table, and how it is shown.
 
-    Attributes:
-        column: Its name; the standard error is in `<column>_stderr`.
-        title: What it is, e.g. `KL to the truth`.
-        unit: E.g. `nats per token`.
-        log: Whether its axis is logarithmic; its values must then be above 0.
-        percent: Whether the column holds a fraction that is shown in percent.
-
     Example:
         >>> accuracy("root").axis_title
         'Probe accuracy, root (%)'
     """
 
-    column: str
-    title: str
-    unit: str
-    log: bool = False
-    percent: bool = False
+    column: str  # its name; the standard error is in `<column>_stderr`
+    title: str  # what it is, e.g. `KL to the truth`
+    unit: str  # E.g. `nats per token`
+    log: bool = False  # whether its axis is logarithmic; its values must then be above 0
+    percent: bool = False  # whether the column holds a fraction that is shown in percent
 
     @property
     def stderr_column(self) -> str:
@@ -78,8 +71,13 @@ def measure_of(column: str, unit: str = "") -> Measure:
         >>> measure_of("sharpness", "nats").axis_title, measure_of("probe-root") == accuracy("root")
         ('sharpness (nats)', True)
     """
-    if column.startswith("probe-"):
-        return accuracy(column.removeprefix("probe-"))
+    kind, _, task = column.partition("-")
+    if kind == "probe":
+        return accuracy(task)
+    if kind == "lookup":
+        return Measure(column, f"Accuracy of the look-up table, {task}", "%", percent=True)
+    if column.startswith("trace-in-"):
+        return Measure(column, f"{TRACE.title} in one architecture", TRACE.unit, log=True)
     known = {measure.column: measure for measure in (KL, LOSS, TRACE)}
     if unit == "accuracy":
         return Measure(column, column, "%", percent=True)
@@ -198,11 +196,6 @@ def panel(frame: pl.DataFrame, *shown: Measure) -> tuple[pl.DataFrame, dict[Meas
     return rows.with_columns(pl.col(f"{m.field}_low").fill_null(axes[m][0]) for m in shown), axes
 
 
-def titled(axes: Sequence[tuple[Measure, Measure]], panel: int) -> bool:
-    """Whether a panel of (horizontal, vertical) measures names its vertical axis: unless the one on its left does."""
-    return panel == 0 or axes[panel][1] != axes[panel - 1][1]
-
-
 def log_ticks(ends: Sequence[float]) -> list[float]:
     """Return the ticks of a logarithmic axis: powers of ten and, where these are few, their multiples.
 
@@ -239,17 +232,6 @@ def columns(count: int, most: int = 3) -> int:
     return -(-count // rows)
 
 
-def parameter_limits(frame: pl.DataFrame) -> list[float]:
-    """Return the ends of the logarithmic axis of the number of parameters."""
-    counts = frame.get_column("parameters").to_list()
-    return [min(counts) / 1.3, max(counts) * 1.3]
-
-
-def step_limits(frame: pl.DataFrame) -> list[float]:
-    """Return the ends of the axis of steps: from 0 to a little beyond the last."""
-    return [0.0, max(1, *frame.get_column("step").to_list()) * (1 + _PADDING / 2)]
-
-
 def size_means(rows: pl.DataFrame, measure: Measure) -> pl.DataFrame:
     """Return the mean of a measure by group and number of parameters, in the order of a line: smallest model first."""
     means = rows.group_by("group", "parameters", maintain_order=True).agg(pl.col(measure.field).mean())
@@ -260,54 +242,36 @@ def ends(values: Sequence[float], *, log: bool) -> tuple[float, float]:
     """Return the ends of an axis that holds these values with a little room."""
     low, high = min(values), max(values)
     if log:
-        room = max((high / low) ** _PADDING, 1.05)
+        room = max((high / low) ** PADDING, 1.05)
         return low / room, high * room
-    room = (high - low) * _PADDING or abs(high) * _PADDING or 1.0
+    room = (high - low) * PADDING or abs(high) * PADDING or 1.0
     return low - room, high + room
 
 
 @dataclass(frozen=True)
 class Style:
-    """Which color and marker stands for what, the same in every chart and figure of a page.
+    """Which color and marker stands for what, the same in every chart and figure of a page."""
 
-    Attributes:
-        color: The column that decides the color.
-        colors: Hexadecimal color by value of that column.
-        marker: The other one of `group` and `size`, which decides the marker.
-        markers: Vega's marker by value of that column.
-    """
-
-    color: Literal["group", "size"]
-    colors: Mapping[str, str]
-    marker: Literal["group", "size"]
-    markers: Mapping[str, str]
+    colors: Mapping[str, str]  # hexadecimal, by group
+    markers: Mapping[str, str]  # Vega's, by size
 
     @classmethod
-    def of(cls, table: pl.DataFrame, *, color: Literal["group", "size"] = "group") -> Style:
+    def of(cls, table: pl.DataFrame) -> Style:
         """Return the style for a table: groups in its order, sizes by number of parameters.
 
         Raises:
             IsolossError: More values than there are colors or markers to tell them apart.
         """
         _require(table, ("group", "size", "parameters"))
-        marker: Literal["group", "size"] = "size" if color == "group" else "group"
-        names = {
-            "group": table.get_column("group").unique(maintain_order=True).to_list(),
-            "size": table.sort("parameters", maintain_order=True)
-            .get_column("size")
-            .unique(maintain_order=True)
-            .to_list(),
-        }
-        for column, choices in ((color, COLORS), (marker, MARKERS)):
-            if len(names[column]) > len(choices):
-                kind = "colors" if choices is COLORS else "markers"
-                raise IsolossError(
-                    f"the table has {len(names[column])} values of {column}, but only {len(choices)} {kind} can "
-                    "be told apart: show fewer, or color by the other of group and size"
-                )
-        return cls(
-            color=color,
-            colors=dict(zip(names[color], COLORS, strict=False)),
-            marker=marker,
-            markers=dict(zip(names[marker], MARKERS, strict=False)),
+        by_size = table.sort("parameters", maintain_order=True)
+        groups, sizes = (
+            some.get_column(name).unique(maintain_order=True).to_list()
+            for some, name in ((table, "group"), (by_size, "size"))
         )
+        for column, names, kind, choices in (("group", groups, "colors", COLORS), ("size", sizes, "markers", MARKERS)):
+            if len(names) > len(choices):
+                raise IsolossError(
+                    f"the table has {len(names)} values of {column}, but only {len(choices)} {kind} can be told "
+                    "apart: show fewer"
+                )
+        return cls(dict(zip(groups, COLORS, strict=False)), dict(zip(sizes, MARKERS, strict=False)))

@@ -21,10 +21,6 @@ def trace_against_loss(comparison: Comparison, names: Mapping[str, str] | None =
     """Draw each model as a point: its loss to the right, its trace upwards; bars are 95 % intervals.
 
     Where the traces lie far apart their axis is logarithmic. `isoloss.report.save.save` writes the chart to a file.
-
-    Args:
-        comparison: The comparison.
-        names: What to call the models; None: by their own names.
     """
     labels = {model.name: model.name for model in comparison.models} | dict(names or {})
     traces = [model.trace.value for model in comparison.models]

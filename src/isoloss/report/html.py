@@ -36,19 +36,12 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A chart with its caption.
+    """A chart with its caption."""
 
-    Attributes:
-        name: Of its files beside the page, `figures/NAME.pdf` and `.png`; the PNG is shown where JavaScript is off.
-        title: Heading.
-        chart: The interactive chart.
-        caption: What is seen.
-    """
-
-    name: str
-    title: str
-    chart: alt.ConcatChart
-    caption: str
+    name: str  # of its files beside the page, `figures/NAME.pdf` and `.png`; the PNG is shown where JavaScript is off
+    title: str  # heading
+    chart: alt.ConcatChart  # the interactive chart
+    caption: str  # what is seen
 
     @property
     def files(self) -> dict[str, str]:
@@ -76,39 +69,22 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """All that a page says. Every text is plain text.
+    """All that a page says. Every text is plain text."""
 
-    Attributes:
-        title: Heading.
-        lead: What this is, a paragraph each.
-        findings: The key findings, the most important first.
-        claims: What the paper claims and what a study says to it (`isoloss.studies.claims.ClaimResult`).
-        rule: How the verdicts on the claims are reached.
-        figures: The charts.
-        tables: What was compared, by heading.
-        checkpoints: Every evaluated checkpoint.
-        command: What makes the page again.
-        settings: How it was made, by name: scale, seeds, versions, device, threads, ...
-    """
-
-    title: str
-    lead: tuple[str, ...]
-    findings: tuple[Finding, ...]
-    claims: tuple[Any, ...]
-    figures: tuple[Figure, ...]
-    checkpoints: Table
-    command: str
-    settings: Mapping[str, str]
-    rule: str = ""
-    tables: Mapping[str, Table] = field(default_factory=dict)
+    title: str  # heading
+    lead: tuple[str, ...]  # what this is, a paragraph each
+    findings: tuple[Finding, ...]  # the key findings, the most important first
+    claims: tuple[Any, ...]  # what the paper claims and what a study says to it (`isoloss.studies.claims.ClaimResult`)
+    figures: tuple[Figure, ...]  # the charts
+    checkpoints: Table  # every evaluated checkpoint
+    command: str  # what makes the page again
+    settings: Mapping[str, str]  # how it was made, by name: scale, seeds, versions, device, threads,
+    rule: str = ""  # how the verdicts on the claims are reached
+    tables: Mapping[str, Table] = field(default_factory=dict)  # what was compared, by heading
 
 
 def checkpoint_table(table: pl.DataFrame, shown: tuple[Measure, ...] | None = None) -> Table:
     """Return the table of all evaluated checkpoints, each run's name linking to its config.
-
-    Args:
-        table: The evaluated checkpoints (see `isoloss.report.data.prepare`).
-        shown: The measures, a column each; by default all that the table has.
 
     Raises:
         IsolossError: The table lacks a column or holds a number that cannot be shown.

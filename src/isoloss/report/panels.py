@@ -15,68 +15,39 @@ INK = "#444444"  # of what is no series of its own, e.g. a control
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis of a panel.
+    """An axis of a panel."""
 
-    Attributes:
-        title: What it shows, with its unit.
-        log: Whether it is logarithmic; the values must then be above 0.
-        ticks: Where its ticks are; empty: chosen.
-    """
-
-    title: str
-    log: bool = False
-    ticks: Sequence[float] = ()
+    title: str  # what it shows, with its unit
+    log: bool = False  # whether it is logarithmic; the values must then be above 0
+    ticks: Sequence[float] = ()  # where its ticks are; empty: chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """What is drawn in one color under one name.
+    """What is drawn in one color under one name."""
 
-    Attributes:
-        name: In the legend.
-        color: Hexadecimal.
-        points: (x, y) drawn as markers.
-        errors: Half the length of each point's vertical bar; empty: no bars.
-        x_errors: Half the length of each point's horizontal bar; empty: no bars.
-        curve: (x, y) joined by a line.
-        marker: Vega's name of the marker.
-    """
-
-    name: str
-    color: str
-    points: Sequence[tuple[float, float]] = ()
-    errors: Sequence[float] = ()
-    x_errors: Sequence[float] = ()
-    curve: Sequence[tuple[float, float]] = ()
-    marker: str = "circle"
+    name: str  # in the legend
+    color: str  # hexadecimal
+    points: Sequence[tuple[float, float]] = ()  # (x, y) drawn as markers
+    errors: Sequence[float] = ()  # half the length of each point's vertical bar; empty: no bars
+    x_errors: Sequence[float] = ()  # half the length of each point's horizontal bar; empty: no bars
+    curve: Sequence[tuple[float, float]] = ()  # (x, y) joined by a line
+    marker: str = "circle"  # Vega's name of the marker
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One panel.
+    """One panel."""
 
-    Attributes:
-        x: The horizontal axis.
-        y: The vertical axis.
-        series: What is drawn, in the order of the legend.
-        title: Above the panel.
-        rule: A thin horizontal line at this value.
-    """
-
-    x: Axis
-    y: Axis
-    series: Sequence[Series] = field(default_factory=tuple)
-    title: str = ""
-    rule: float | None = None
+    x: Axis  # the horizontal axis
+    y: Axis  # the vertical axis
+    series: Sequence[Series] = field(default_factory=tuple)  # what is drawn, in the order of the legend
+    title: str = ""  # above the panel
+    rule: float | None = None  # A thin horizontal line at this value
 
 
 def draw(panels: Sequence[Panel], *, note: str) -> alt.ConcatChart:
-    """Return panels beside each other; a series without points has a line as its legend's symbol.
-
-    Args:
-        panels: The panels.
-        note: What their bars and lines are; printed below them.
-    """
+    """Return panels beside each other; a series without points has a line as its legend's symbol."""
     chart = charts.concat([_panel(panel) for panel in panels], note)
     done: alt.ConcatChart = chart.resolve_scale(color="independent", shape="independent")
     return done

@@ -20,7 +20,7 @@ A study is a Python file that returns a `Study`:
 """
 
 from isoloss.lazy import exports
-from isoloss.studies.spec import Experiment, Measurement, Scale, Study
+from isoloss.studies.spec import Experiment, Measurement, Scale, Study, load_study
 
 __all__ = ["Claim", "Contrast", "Experiment", "Measurement", "PageParts", "Results", "Scale", "Study",
            "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
@@ -32,6 +32,5 @@ _EXPORTS = {
     "Results": "isoloss.studies.results",
     "StudyFolder": "isoloss.studies.folder",
     "SummaryTable": "isoloss.studies.results",
-    "load_study": "isoloss.studies.load",
 }
 __getattr__, __dir__ = exports(__name__, _EXPORTS)

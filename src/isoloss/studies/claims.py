@@ -11,6 +11,7 @@ from typing import Literal
 
 from isoloss import config
 from isoloss.errors import IsolossError
+from isoloss.report.data import measure_of
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.comparison import Pair, change, difference, mean
 
@@ -43,45 +44,39 @@ class Claim:
     """One sentence of a paper that can be measured: a `[[claims]]` table of a study's claims.toml.
 
     It says what is compared and what is measured, not on which tasks: these are all that the study has.
+
+    Attributes:
+        id: Short name, e.g. `flatter-with-sgd`.
+        statement: What is claimed, in plain words.
+        paper: The paper's own figure with its setting.
+        direction: Which way the measured difference goes if the claim holds.
+        margin: How far beyond zero the difference must go, or how far from zero it may be; in the difference's unit.
+        compares: Which two models are compared, as the study calls the contrast.
+        measures: What is measured of them, as the study calls it, e.g. `kl`, or `transfer`: the probes of all tasks.
+        factor: What the first of the two is multiplied by before it is subtracted from the second.
+        not_tested: Why the study cannot test it; then nothing is compared.
     """
 
     id: str
-    """Short name, e.g. `flatter-with-sgd`."""
     statement: str
-    """What is claimed, in plain words."""
     paper: str
-    """The paper's own figure with its setting."""
     direction: Direction
-    """Which way the measured difference goes if the claim holds."""
     margin: float = 0.0
-    """How far beyond zero the difference must go, or how far from zero it may be; in the difference's unit."""
     compares: str = ""
-    """Which two models are compared, as the study calls the contrast."""
     measures: str = ""
-    """What is measured of them, as the study calls it, e.g. `kl`, `trace`, or `transfer`: the probes of all tasks."""
     factor: float = 1.0
-    """What the first of the two is multiplied by before it is subtracted from the second."""
     not_tested: str = ""
-    """Why the study cannot test it; then nothing is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a study says to a claim in one case, and the verdict.
+    """What a study says to a claim in one case, and the verdict."""
 
-    Attributes:
-        case: Which of several, e.g. the task; empty where there is one.
-        numbers: The estimates behind the verdict by name, in the order shown.
-        verdict: How the claim fared.
-        explanation: One or two sentences: what was compared, or why nothing was.
-        difference: What the verdict rests on; None where nothing was tested.
-    """
-
-    case: str
-    numbers: Mapping[str, Estimate]
-    verdict: Verdict
-    explanation: str
-    difference: Estimate | None = None
+    case: str  # which of several, e.g. the task; empty where there is one
+    numbers: Mapping[str, Estimate]  # the estimates behind the verdict by name, in the order shown
+    verdict: Verdict  # how the claim fared
+    explanation: str  # one or two sentences: what was compared, or why nothing was
+    difference: Estimate | None = None  # what the verdict rests on; None where nothing was tested
 
     @property
     def lines(self) -> tuple[tuple[str, str], ...]:
@@ -91,15 +86,10 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimResult:
-    """A claim, and what a study says to it in each case.
+    """A claim, and what a study says to it in each case."""
 
-    Attributes:
-        claim: The claim.
-        answers: One for each case, at least one.
-    """
-
-    claim: Claim
-    answers: tuple[Answer, ...]
+    claim: Claim  # the claim
+    answers: tuple[Answer, ...]  # one for each case, at least one
 
     @property
     def agree(self) -> bool:
@@ -258,11 +248,6 @@ def answer(claim: Claim, contrast: Contrast, keys: Mapping[str, str]) -> list[An
     """Return the answers to a claim for one contrast: by second - factor * first of each estimate.
 
     A claim that is not about the loss needs two models of the same loss, unless the contrast says otherwise.
-
-    Args:
-        claim: The claim.
-        contrast: What is compared.
-        keys: Which estimates, by case.
     """
     (first, second), pairs = contrast.names, contrast.pairs
     loss = loss_key(pairs)
@@ -284,7 +269,9 @@ def _not_tested(why: str, *, case: str = "") -> Answer:
 def _answer(claim: Claim, contrast: Contrast, key: str, case: str) -> Answer:
     (first, second), pairs, factor = contrast.names, contrast.pairs, claim.factor
     measured = change(pairs, key, factor=factor)
-    explanation = f"{title(key)}: {second} against {first}, {_paired_over(measured, pairs, key)}. {contrast.where}"
+    explanation = (
+        f"{measure_of(key).title}: {second} against {first}, {_paired_over(measured, pairs, key)}. {contrast.where}"
+    )
     numbers = {name: mean([pair[i][key].estimate for pair in pairs]) for i, name in enumerate(contrast.names)}
     numbers["difference" if factor == 1 else f"{second} minus {factor:g} times {first}"] = measured
     return Answer(
@@ -316,18 +303,3 @@ def _paired_over(measured: Estimate, pairs: Sequence[Pair], key: str) -> str:
         f"paired over {examples:,} test sentences and {probes} probes; McNemar's test on the probes' plurality "
         f"votes: {test.only_first} sentences gained, {test.only_second} lost, p = {test.p_value:.2g}"
     )
-
-
-def title(key: str) -> str:
-    """Return what an estimate is called in a sentence.
-
-    Example:
-        >>> title("probe-root")
-        'Probe accuracy, root'
-    """
-    if key.startswith("trace-in-"):
-        return "Trace of the Fisher in one architecture"
-    known = {"kl": "KL to the truth", "loss": "Pre-training loss", "trace": "Trace of the Fisher"}
-    kind, _, task = key.partition("-")
-    kinds = {"probe": "Probe accuracy", "lookup": "Accuracy of the look-up table"}
-    return known.get(key) or (f"{kinds[kind]}, {task}" if kind in kinds else key)

@@ -21,18 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """An estimate of one checkpoint, and what each example adds to it.
+    """An estimate of one checkpoint, and what each example adds to it."""
 
-    Attributes:
-        estimate: The estimate.
-        inputs: The SHA-256 of what it was measured on.
-        settings: The settings of the measure. Two estimates of the same inputs and settings are paired.
-        examples: `influence`, or `predictions` and `labels`; see `isoloss.runs.Run.examples`.
-    """
-
-    estimate: Estimate
-    inputs: str
-    settings: Mapping[str, Any]
+    estimate: Estimate  # the estimate
+    inputs: str  # the SHA-256 of what it was measured on
+    settings: Mapping[str, Any]  # the settings of the measure. Two estimates of the same inputs and settings are paired
+    # `influence`, or `predictions` and `labels`; see `isoloss.runs.Run.examples`
     examples: Mapping[str, np.ndarray[Any, Any]] = field(compare=False)
 
     @property

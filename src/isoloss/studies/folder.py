@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +205,12 @@ def _training_progress(run: Run, experiment: Experiment) -> str:
 
 
 def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:
-    return _is_trained(run, experiment) and not _pending(run, part, experiment.steps(part))
+    steps = experiment.steps(part)
+    return _is_trained(run, experiment) and not pending(run, part.measures, steps, part.settings)
 
 
 def _measuring_progress(run: Run, experiment: Experiment, part: Measurement) -> str:
     present = [step for step in experiment.steps(part) if step in run.steps()]
     total = len(experiment.steps(part)) * len(part.measures)
-    made = len(present) * len(part.measures) - len(_pending(run, part, present))
+    made = len(present) * len(part.measures) - len(pending(run, part.measures, present, part.settings))
     return f"{made} of {total} evaluations" if made else ""
-
-
-def _pending(run: Run, part: Measurement, steps: Sequence[int]) -> list[tuple[int, str]]:
-    return pending(run, part.measures, steps, part.settings)

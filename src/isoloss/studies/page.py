@@ -15,7 +15,7 @@ from isoloss.report.data import Measure, Style, measure_of
 from isoloss.report.html import Cell, Figure, Finding, Page, Table, checkpoint_table, render
 from isoloss.report.save import save
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import RULE, SAME_LOSS_NATS, title
+from isoloss.studies.claims import RULE, SAME_LOSS_NATS
 from isoloss.studies.results import Results, SummaryTable
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _measuring(results: Results) -> dict[str, str]:
     for key in results.keys:
         settings = {name: value for name, value in first[key].settings.items() if name != "seed"}
         words = [f"{name.replace('_', ' ')} {value:,}" for name, value in settings.items()]
-        lines[title(key)] = "; ".join([first[key].estimate.method, *words])
+        lines[measure_of(key).title] = "; ".join([first[key].estimate.method, *words])
     return {
         **lines,
         "Same loss": f"two models whose loss differs by less than {SAME_LOSS_NATS} nats with 95 % confidence",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss.runs import Run
-from isoloss.statistics.estimate import Estimate, rounded
+from isoloss.statistics.estimate import Estimate, number
 from isoloss.studies.claims import ClaimResult, loss_key
 from isoloss.studies.comparison import Checkpoint, Measured, measured
 from isoloss.studies.spec import AnyScale, Experiment
@@ -141,7 +141,10 @@ class SummaryTable:
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return columns and rows as text; accuracies are in percent."""
         columns = [*self.labels, *(_column(key, estimate.unit) for key, estimate in self.rows[0][1].items())]
-        return columns, [[*map(_label, labels), *map(_cell, some.values())] for labels, some in self.rows]
+        return columns, [
+            [*(f"{x:,}" if isinstance(x, int) else x for x in labels), *map(number, some.values())]
+            for labels, some in self.rows
+        ]
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return the rows as JSON types."""
@@ -153,15 +156,10 @@ class SummaryTable:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a study found.
+    """What a study found."""
 
-    Attributes:
-        tables: Tables of estimates.
-        claims: How each claim fared.
-    """
-
-    tables: Sequence[SummaryTable]
-    claims: Sequence[ClaimResult]
+    tables: Sequence[SummaryTable]  # tables of estimates
+    claims: Sequence[ClaimResult]  # how each claim fared
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""
@@ -207,13 +205,3 @@ def bare(estimate: Estimate) -> dict[str, Any]:
 def _column(key: str, unit: str) -> str:
     short = UNITS.get(unit, unit)
     return f"{'KL' if key == 'kl' else key} ({short})" if short else key
-
-
-def _label(label: str | int) -> str:
-    return f"{label:,}" if isinstance(label, int) else label
-
-
-def _cell(estimate: Estimate) -> str:
-    """Return value ± standard error without the unit; an accuracy in percent."""
-    scale = 100 if estimate.unit == "accuracy" else 1
-    return rounded(scale * estimate.value, scale * estimate.stderr)

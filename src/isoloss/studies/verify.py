@@ -20,13 +20,6 @@ def verify_run(
 ) -> Iterator[Check]:
     """Check a run's files against its config, its checkpoints and each other, and measure its last checkpoint again.
 
-    Args:
-        run: The run.
-        config: What it should have been made with.
-        measures: What each checkpoint should have been measured with.
-        steps: The steps whose checkpoints should be there.
-        settings: Of the measures.
-
     Yields:
         For each check its name and None, or what is wrong.
     """

@@ -7,7 +7,8 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.paper.theory import bartlett
-from isoloss.paper.theory.bartlett import bert_model, curvature, mean_and_stderr, num_points, softmax_model, study
+from isoloss.paper.theory.bartlett import bert_model, curvature, num_points, softmax_model, study
+from isoloss.paper.theory.statements import mean_and_stderr
 
 
 @pytest.fixture(scope="module", params=["softmax", "bert"])

@@ -9,6 +9,7 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.languages.brackets import Brackets
 from isoloss.paper.theory.bracket_language.attention import BracketAttention
+from isoloss.paper.theory.bracket_language.solutions import two_neurons
 from isoloss.seeds import generator
 
 
@@ -62,8 +63,7 @@ def test_the_output_is_the_sum_written_out():
 
 @pytest.mark.parametrize("width", [2, 5])
 def test_two_neurons_solve_the_pre_training_and_the_downstream_task(width):
-    model = BracketAttention(length=6, width=width, seed=0).double()
-    model.use_two_neurons()
+    model = two_neurons(6, width)
     tokens, targets = hidden_one(6)
     x = encode(tokens)
     torch.testing.assert_close(model(x), targets.double(), rtol=1e-12, atol=1e-12)
@@ -80,8 +80,7 @@ def test_even_attention_and_its_softmax():
         scores = [float(query @ sentence[0] @ (key @ token)) for token in sentence]
         expected = [math.exp(score) / sum(map(math.exp, scores)) for score in scores]
         assert row.tolist() == pytest.approx(expected, rel=1e-12)
-    model.use_two_neurons()
-    assert model.attention(x).tolist() == [[0.25] * 4] * len(x)
+    assert two_neurons(4, 2).attention(x).tolist() == [[0.25] * 4] * len(x)
 
 
 def test_squared_loss_trains_it():
@@ -110,4 +109,4 @@ def test_bad_arguments_are_refused():
     with pytest.raises(IsolossError, match="width is 0; it must be at least 1"):
         BracketAttention(length=4, width=0, seed=0)
     with pytest.raises(IsolossError, match="needs two neurons and the model has 1"):
-        BracketAttention(length=4, width=1, seed=0).use_two_neurons()
+        two_neurons(4, 1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.paper.theory.bracket_language import descent, heads, solutions, study
-from isoloss.paper.theory.bracket_language.inputs import downstream_inputs, pretraining_inputs
+from isoloss.paper.theory.bracket_language import heads, solutions, study
+from isoloss.paper.theory.bracket_language.attention import downstream_inputs, pretraining_inputs
 from isoloss.paper.theory.bracket_language.trace import flatness, squares
 from isoloss.paper.theory.bracket_language.verdicts import judge
 
@@ -44,7 +44,7 @@ def test_heads_of_least_norm_by_the_pseudoinverse(name):
         "two": lambda: solutions.two_neurons(length, 5),
         "kinks": lambda: solutions.on_the_kink(length),
         "features": lambda: solutions.random_features(pretraining_inputs(length), 40, seed=0),
-        "start": lambda: descent.initial(length, 6, seed=0),
+        "start": lambda: solutions.initial(length, 6, seed=0),
     }[name]()
     chosen = torch.randint(16, (20, 3), generator=torch.Generator().manual_seed(1))
     got = heads.population_losses(heads.kernel(model, inputs), inputs.y, chosen)
@@ -109,12 +109,12 @@ def test_heads_are_compared_on_the_same_training_sets():
 
 def test_descent_moves_the_attention_too_and_ends_at_the_bound():
     inputs = pretraining_inputs(4)
-    model = descent.initial(4, 8, seed=3)
+    model = solutions.initial(4, 8, seed=3)
     before = flatness(model, inputs)
     assert before.heads > 1
     assert before.loss > 0.5
     calls = []
-    path = descent.descend(model, inputs, steps=900, progress=lambda: calls.append(1))
+    path = solutions.descend(model, inputs, steps=900, progress=lambda: calls.append(1))
     after = flatness(model, inputs)
     assert len(calls) == 900
     assert path[0].ratio == pytest.approx(before.ratio, rel=1e-9)
@@ -230,13 +230,13 @@ def test_the_same_seed_gives_the_same_numbers(found):
         ({"lengths": ()}, "the lengths are none; choose from 4, 6, 8, 10"),
         ({"lengths": (8, 6)}, "the lengths are 8, 6"),
         ({"lengths": (5,)}, "the lengths are 5"),
-        ({"width": 1}, "the width is 1; it must be from 2 to 1024"),
-        ({"steps": 0}, "the number of steps is 0"),
-        ({"samples": (0, 2)}, "the sizes of training sets are 0, 2"),
+        ({"width": 1}, "width is 1; it must be at least 2 and at most 1024"),
+        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"samples": (0, 2)}, "samples is 0; it must be at least 1"),
         ({"samples": ()}, "the sizes of training sets are none"),
-        ({"trials": 1}, "the number of trials is 1"),
+        ({"trials": 1}, "trials is 1; it must be at least 2"),
         ({"trials": 10**8}, "100000000 training sets of 8 strings are too many"),
-        ({"draws": 1}, "the number of draws is 1"),
+        ({"draws": 1}, "draws is 1; it must be at least 2"),
     ],
 )
 def test_what_is_refused(wrong, message):

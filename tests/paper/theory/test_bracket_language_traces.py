@@ -9,8 +9,12 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.paper.theory.bracket_language import solutions
-from isoloss.paper.theory.bracket_language.attention import BracketAttention
-from isoloss.paper.theory.bracket_language.inputs import downstream_inputs, num_inputs, pretraining_inputs
+from isoloss.paper.theory.bracket_language.attention import (
+    BracketAttention,
+    downstream_inputs,
+    num_inputs,
+    pretraining_inputs,
+)
 from isoloss.paper.theory.bracket_language.trace import attend, bound, flatness, hessian_trace, squares
 
 

@@ -23,7 +23,7 @@ MASK, PAD = 3, 4
 LARGE = Shape(d_model=12, num_heads=3, num_layers=3, intermediate=12)
 
 # of the added blocks: what writes into the residual stream, and the layer norms on it
-WITH_A_SHARE = {
+WITH_A_PART = {
     "bert": {
         f"{block}.{vector}"
         for block in ("attention.output", "output")
@@ -77,7 +77,7 @@ def contexts(kind):
 def enumerated(model, batch, causal):
     """The Fisher's trace by parameter: every label of every context, each weighed by its probability."""
     named = dict(model.named_parameters())
-    shares = dict.fromkeys(named, 0.0)
+    parts = dict.fromkeys(named, 0.0)
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
         place = int((labels != -100).nonzero()) - causal
         log_probs = model(input_ids=ids[None]).logits[0, place].log_softmax(dim=0)
@@ -85,50 +85,50 @@ def enumerated(model, batch, causal):
             gradients = torch.autograd.grad(log_prob, named.values(), retain_graph=True, allow_unused=True)
             for name, gradient in zip(named, gradients, strict=True):
                 if gradient is not None:
-                    shares[name] += float(log_prob.detach().exp() * gradient.square().sum()) / len(batch["labels"])
-    return shares
+                    parts[name] += float(log_prob.detach().exp() * gradient.square().sum()) / len(batch["labels"])
+    return parts
 
 
 @pytest.mark.parametrize(
     ("kind", "scale"),
     [("bert", "exact"), ("bert", "balanced"), ("bert", "paper"), ("pre-ln", "balanced"), ("opt", "exact")],
 )
-def test_shares_of_the_enumerated_trace_change_by_the_factors(kind, scale):
+def test_parts_of_the_enumerated_trace_change_by_the_factors(kind, scale):
     small, batch = built(kind), contexts(kind)
     batch = {name: value[::3] for name, value in batch.items()}
-    found = expand(small, LARGE, scale=scale)
-    before, after = (enumerated(model, batch, kind == "opt") for model in (small, found.model))
+    result = expand(small, LARGE, scale=scale)
+    before, after = (enumerated(model, batch, kind == "opt") for model in (small, result.model))
     trace = sum(before.values())
     # OPT's softmax is in float32 whatever the weights are
     tolerance = 1e-6 if kind == "opt" else 1e-9
-    for name, part in found.parts.items():
+    for name, part in result.parts.items():
         assert after[part.name] == pytest.approx(part.trace_factor * before[name], abs=tolerance * trace), name
-    moving = {name.split(".", 4)[-1] for name in found.added if after[name] > 1e-9 * trace}
-    assert moving == WITH_A_SHARE[kind]
+    moving = {name.split(".", 4)[-1] for name in result.added if after[name] > 1e-9 * trace}
+    assert moving == WITH_A_PART[kind]
 
 
 @pytest.mark.parametrize("kind", ["bert", "opt"])
 def test_study(kind):
     small, batch = built(kind), contexts(kind)
-    embedded = expand(small, LARGE)
+    expanded = expand(small, LARGE)
     done = []
-    found = study(small, embedded, [batch], causal=kind == "opt", seed=0, progress=done.append)
+    result = study(small, expanded, [batch], causal=kind == "opt", seed=0, progress=done.append)
     exact = sum(enumerated(small, batch, kind == "opt").values())
     # the inputs are all of them, so that only the signs make the estimate differ from enumeration
-    assert found.before.value == pytest.approx(exact, rel=0.2)
-    assert found.before.details["num_parameters"] == small.num_parameters()
-    assert found.after.details["num_parameters"] == embedded.model.num_parameters()
-    assert found.change.value == pytest.approx(found.after.value - found.before.value)
-    assert 0 < found.change.stderr < found.before.stderr
-    assert [share.after for share in found.shares if share.factor is None] == [found.shares[-1].after]
-    assert sum(share.before for share in found.shares) == pytest.approx(found.before.value)
-    assert sum(share.after for share in found.shares) == pytest.approx(found.after.value)
-    assert found.shares[-1].name == ADDED
-    assert sum(share.parameters for share in found.shares[:-1]) == small.num_parameters()
+    assert result.before.value == pytest.approx(exact, rel=0.2)
+    assert result.before.details["num_parameters"] == small.num_parameters()
+    assert result.after.details["num_parameters"] == expanded.model.num_parameters()
+    assert result.change.value == pytest.approx(result.after.value - result.before.value)
+    assert 0 < result.change.stderr < result.before.stderr
+    assert [part.after for part in result.contributions if part.factor is None] == [result.contributions[-1].after]
+    assert sum(part.before for part in result.contributions) == pytest.approx(result.before.value)
+    assert sum(part.after for part in result.contributions) == pytest.approx(result.after.value)
+    assert result.contributions[-1].name == ADDED
+    assert sum(part.parameters for part in result.contributions[:-1]) == small.num_parameters()
     assert done == sorted(done)
     assert done[-1] == 3 * len(batch["labels"])
-    assert max(found.differences.logits, found.differences.hidden) < 1e-9
-    same, factors, most = found.statements
+    assert max(result.differences.logits, result.differences.hidden) < 1e-9
+    same, factors, most = result.statements
     assert (same.shown, factors.shown) == (True, True)
     matrices = 6 * 16 + 16 * (kind == "bert") + 5 * (kind == "bert")
     kept = f"{matrices:,} ({100 * matrices / small.num_parameters():.1f} %"
@@ -138,19 +138,19 @@ def test_study(kind):
 
 def test_another_function_is_not_shown():
     small, batch = built("bert"), contexts("bert")
-    embedded = expand(small, LARGE)
+    expanded = expand(small, LARGE)
     with torch.no_grad():
-        embedded.model.bert.encoder.layer[2].output.dense.bias[0] += 0.5
-    found = study(small, embedded, [batch], causal=False)
-    assert [statement.shown for statement in found.statements[:2]] == [False, False]
+        expanded.model.bert.encoder.layer[2].output.dense.bias[0] += 0.5
+    result = study(small, expanded, [batch], causal=False)
+    assert [statement.shown for statement in result.statements[:2]] == [False, False]
 
 
 def test_differences_are_relative_to_the_largest():
     small, batch = built("bert"), contexts("bert")
-    embedded = expand(small, Shape(4, 1, 1, 4))
+    expanded = expand(small, Shape(4, 1, 1, 4))
     with torch.no_grad():
-        embedded.model.cls.predictions.bias[2] += 0.25
-        embedded.model.bert.encoder.layer[0].output.LayerNorm.bias[0] += 0.125
+        expanded.model.cls.predictions.bias[2] += 0.25
+        expanded.model.bert.encoder.layer[0].output.LayerNorm.bias[0] += 0.125
     logits = small(input_ids=batch["input_ids"]).logits.detach()
     last = small.bert(input_ids=batch["input_ids"]).last_hidden_state.detach()
     half = expand(small, Shape(4, 1, 1, 4))
@@ -158,8 +158,8 @@ def test_differences_are_relative_to_the_largest():
         half.model.cls.predictions.bias[2] += 0.25
     assert differences(small, half, [batch]).logits == pytest.approx(0.25 / float(logits.abs().max()))
     assert differences(small, half, [batch]).hidden == 0
-    found = differences(small, embedded, [{name: value[:40] for name, value in batch.items()}, batch])
-    assert found.hidden == pytest.approx(0.125 / float(last.abs().max()))
+    result = differences(small, expanded, [{name: value[:40] for name, value in batch.items()}, batch])
+    assert result.hidden == pytest.approx(0.125 / float(last.abs().max()))
 
 
 def sentences(kind, n=192):
@@ -180,10 +180,10 @@ def sentences(kind, n=192):
 def test_the_factors_are_shown_at_every_width(kind, ratio, dtype):
     """Although the large model's layers, and so the control variates it would have by itself, are other ones."""
     small = built(kind, dtype)
-    found = study(small, expand(small, Shape(4 * ratio, ratio, 3, 4 * ratio)), [sentences(kind)], causal=kind == "opt")
-    assert [statement.shown for statement in found.statements[:2]] == [True, True]
-    for share in found.shares[:-1]:
-        assert share.after == pytest.approx(share.factor * share.before, abs=1e-6 * found.before.value), share.name
+    result = study(small, expand(small, Shape(4 * ratio, ratio, 3, 4 * ratio)), [sentences(kind)], causal=kind == "opt")
+    assert [statement.shown for statement in result.statements[:2]] == [True, True]
+    for part in result.contributions[:-1]:
+        assert part.after == pytest.approx(part.factor * part.before, abs=1e-6 * result.before.value), part.name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -191,38 +191,38 @@ def test_the_factors_are_shown_at_every_width(kind, ratio, dtype):
 def test_a_wrong_rule_is_not_shown(kind, dtype):
     """c^2 / n with one copy too many in n, for one parameter of the right expansion."""
     small = built(kind, dtype)
-    embedded = expand(small, LARGE)
-    name = next(name for name in embedded.parts if name.endswith(("query.weight", "q_proj.weight")))
-    part = embedded.parts[name]
+    expanded = expand(small, LARGE)
+    name = next(name for name in expanded.parts if name.endswith(("query.weight", "q_proj.weight")))
+    part = expanded.parts[name]
     assert part.copies == 9
     miscounted = dataclasses.replace(part, divisor=part.divisor * (9 / 10) ** 0.5)  # c^2 / 10 for c^2 / 9
-    wrong = dataclasses.replace(embedded, parts={**embedded.parts, name: miscounted})
-    found = study(small, wrong, [sentences(kind)], causal=kind == "opt")
-    assert [statement.shown for statement in found.statements[:2]] == [True, False]
-    assert f"({name.replace('.0.', '.*.')})" in found.statements[1].evidence
+    wrong = dataclasses.replace(expanded, parts={**expanded.parts, name: miscounted})
+    result = study(small, wrong, [sentences(kind)], causal=kind == "opt")
+    assert [statement.shown for statement in result.statements[:2]] == [True, False]
+    assert f"({name.replace('.0.', '.*.')})" in result.statements[1].evidence
 
 
 def test_another_expansion_with_the_same_function_is_not_shown():
     """Blocks W and 0 in a row add up to W h as W/2 and W/2 do, but the gradients are not equal."""
     small = built("bert")
-    embedded = expand(small, Shape(8, 2, 1, 8))
-    part = embedded.parts["cls.predictions.transform.dense.weight"]
+    expanded = expand(small, Shape(8, 2, 1, 8))
+    part = expanded.parts["cls.predictions.transform.dense.weight"]
     with torch.no_grad():
-        weight = embedded.model.get_parameter(part.name)
+        weight = expanded.model.get_parameter(part.name)
         weight[:, :4] *= 2
         weight[:, 4:] = 0
-    found = study(small, embedded, [sentences("bert")], causal=False)
-    assert [statement.shown for statement in found.statements[:2]] == [True, False]
+    result = study(small, expanded, [sentences("bert")], causal=False)
+    assert [statement.shown for statement in result.statements[:2]] == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["bert", "pre-ln", "opt"])
-def test_shares_change_by_the_factors_where_one_head_becomes_a_wider_one(kind):
+def test_parts_change_by_the_factors_where_one_head_becomes_a_wider_one(kind):
     small, batch = built(kind), contexts(kind)
     batch = {name: value[::9] for name, value in batch.items()}
-    found = expand(small, Shape(12, 1, 2, 12))
-    before, after = (enumerated(model, batch, kind == "opt") for model in (small, found.model))
-    factors = {name.split(".")[-2]: part.trace_factor for name, part in found.parts.items() if name.endswith("weight")}
+    result = expand(small, Shape(12, 1, 2, 12))
+    before, after = (enumerated(model, batch, kind == "opt") for model in (small, result.model))
+    factors = {name.split(".")[-2]: part.trace_factor for name, part in result.parts.items() if name.endswith("weight")}
     assert factors["q_proj" if kind == "opt" else "query"] == pytest.approx(3**0.5)
     tolerance = (1e-6 if kind == "opt" else 1e-9) * sum(before.values())  # OPT's softmax is in float32
-    for name, part in found.parts.items():
+    for name, part in result.parts.items():
         assert after[part.name] == pytest.approx(part.trace_factor * before[name], abs=tolerance), name

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
+from isoloss.paper.same_loss.study import SMOKE_LANGUAGE, SMOKE_SETTINGS, sgd
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.statistics.estimate import Estimate
+from isoloss.studies.claims import Contrast, same_loss
+from isoloss.studies.comparison import Checkpoint, Pair, change, over_seeds
+from isoloss.studies.results import Results, SummaryTable
 from isoloss.studies.spec import Experiment, Measurement, Study
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 
 if TYPE_CHECKING:
-    from isoloss.studies.claims import Contrast
-    from isoloss.studies.comparison import Checkpoint, Pair
     from isoloss.studies.page import PageParts
-    from isoloss.studies.results import Results, SummaryTable
 
 BASELINE = "adamw"
 
@@ -37,39 +38,25 @@ ALGORITHMS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the study is.
+    """How large the study is."""
 
-    Attributes:
-        text: What it is for and how long it takes.
-        language: The grammar.
-        size: The model's size.
-        steps: Training steps.
-        watched: Steps at which each run is measured, besides the last.
-        early: Steps at which the runs with exact labels are measured, too: they reach AdamW's last loss so early.
-        batch_size: Sentences in a step.
-        warmup_steps: AdamW's; SGD's is 12 % of the steps (the paper's appendix B.2).
-        learning_rate: AdamW's, constant after the warm-up.
-        sgd_learning_rate: SGD's.
-        seeds: Of the runs of each algorithm. Runs of one seed have the same initial weights, sentences and masks.
-        tasks: Downstream tasks; the first is the one that the adversary spoils.
-        settings: Of the measures.
-        first_seed: Of the measures; that of the run is added to it, so that each seed is measured on sentences of its
-            own, and no probe is fitted on the sentences that the adversary has.
-    """
-
-    text: str
-    language: PCFGConfig
-    size: str
-    steps: int
-    watched: tuple[int, ...]
+    text: str  # what it is for and how long it takes
+    language: PCFGConfig  # the grammar
+    size: str  # the model's size
+    steps: int  # training steps
+    watched: tuple[int, ...]  # steps at which each run is measured, besides the last
+    # steps at which the runs with exact labels are measured, too: they reach AdamW's last loss so early
     early: tuple[int, ...]
-    batch_size: int
-    warmup_steps: int
-    learning_rate: float = 1e-3
-    sgd_learning_rate: float = 0.4
+    batch_size: int  # sentences in a step
+    warmup_steps: int  # AdamW's; SGD's is 12 % of the steps (the paper's appendix B.2)
+    learning_rate: float = 1e-3  # AdamW's, constant after the warm-up
+    sgd_learning_rate: float = 0.4  # SGD's
+    # of the runs of each algorithm. Runs of one seed have the same initial weights, sentences and masks
     seeds: tuple[int, ...]
-    tasks: tuple[str, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    tasks: tuple[str, ...]  # downstream tasks; the first is the one that the adversary spoils
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
+    # of the measures; that of the run is added to it, so that each seed is measured on sentences of its own, and no
+    # probe is fitted on the sentences that the adversary has
     first_seed: int = 100
 
     @functools.cached_property
@@ -104,7 +91,7 @@ SCALES = {
     ),
     "smoke": Scale(
         text="two minutes on two cores: every part runs, no result means anything",
-        language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
+        language=SMOKE_LANGUAGE,
         size="d16",
         steps=100,
         watched=(50,),
@@ -113,14 +100,7 @@ SCALES = {
         warmup_steps=10,
         seeds=(1, 2),
         tasks=("prefix-2", "root", "prefix-1"),
-        settings={
-            "loss_sentences": 256,
-            "trace_sentences": 64,
-            "probe_train": 256,
-            "probe_test": 256,
-            "probe_seeds": 2,
-            "probe_epochs": 10,
-        },
+        settings={**SMOKE_SETTINGS, "probe_seeds": 2},
     ),
 }
 
@@ -133,9 +113,6 @@ def run_name(algorithm: str, seed: int) -> str:
 def config_of(scale: Scale, algorithm: str, seed: int) -> TrainConfig:
     """Return what a run is trained with: AdamW without dropout and weight decay, but for what its algorithm changes."""
     adamw = OptimizerConfig(learning_rate=scale.learning_rate, warmup_steps=scale.warmup_steps, weight_decay=0.0)
-    sgd = OptimizerConfig(
-        name="sgd", learning_rate=scale.sgd_learning_rate, warmup_steps=round(0.12 * scale.steps), weight_decay=0.0
-    )
     own: dict[str, dict[str, Any]] = {
         BASELINE: {},
         "regularized": {
@@ -144,12 +121,9 @@ def config_of(scale: Scale, algorithm: str, seed: int) -> TrainConfig:
         },
         "sam": {"algorithm": SAMConfig()},
         "adversarial": {"algorithm": AdversarialConfig(task=scale.tasks[0])},
-        "exact": {
-            "objective": ObjectiveConfig(labels="exact"),
-            "checkpoints": (*scale.early, *scale.watched),
-        },
+        "exact": {"objective": ObjectiveConfig(labels="exact"), "checkpoints": (*scale.early, *scale.watched)},
         "fisher-penalty": {"algorithm": FisherPenaltyConfig()},
-        "sgd": {"optimizer": sgd},
+        "sgd": {"optimizer": sgd(scale.steps, scale.sgd_learning_rate)},
     }
     common: dict[str, Any] = {
         "language": scale.language,
@@ -170,15 +144,10 @@ def config_of(scale: Scale, algorithm: str, seed: int) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Matched:
-    """Checkpoints of an algorithm beside those of AdamW, a pair for each seed.
+    """Checkpoints of an algorithm beside those of AdamW, a pair for each seed."""
 
-    Attributes:
-        pairs: AdamW's, the algorithm's.
-        steps: Their steps, in the same order.
-    """
-
-    pairs: tuple[Pair, ...]
-    steps: tuple[tuple[int, int], ...]
+    pairs: tuple[Pair, ...]  # AdamW's, the algorithm's
+    steps: tuple[tuple[int, int], ...]  # their steps, in the same order
 
     def ranges(self) -> tuple[str, str]:
         """The algorithm's and AdamW's steps, each from first to last."""
@@ -212,16 +181,12 @@ def last_checkpoints(results: Results, algorithm: str) -> list[Checkpoint]:
 
 def means(results: Results, algorithm: str) -> dict[str, Estimate]:
     """Return means over seeds of the estimates at the last checkpoints."""
-    from isoloss.studies.comparison import over_seeds
-
     last = last_checkpoints(results, algorithm)
     return {key: over_seeds([checkpoint[key].estimate for checkpoint in last]) for key in results.keys}
 
 
 def differences(results: Results, algorithm: str) -> dict[str, Estimate]:
     """Return means over seeds of the differences from AdamW at the matched checkpoints, which are paired by seed."""
-    from isoloss.studies.comparison import change
-
     pairs = matched(results, algorithm).pairs
     return {key: change(pairs, key) for key in results.keys}
 
@@ -232,8 +197,6 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     Each algorithm is compared with the baseline where their losses are nearest, and, as `<algorithm>, last step`, after
     the same number of steps.
     """
-    from isoloss.studies.claims import Contrast
-
     by_name = {}
     for algorithm, title in ALGORITHMS.items():
         names, nearest = (ALGORITHMS[BASELINE], title), matched(results, algorithm)
@@ -250,9 +213,6 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
 
 def tables(results: Results) -> tuple[SummaryTable, SummaryTable]:
     """Return the means at the last checkpoints, and the differences from AdamW at the same loss."""
-    from isoloss.studies.claims import same_loss
-    from isoloss.studies.results import SummaryTable
-
     seeds = len(results.scale.seeds)
     last = SummaryTable(
         "last",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -11,50 +12,40 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
+from isoloss.studies.claims import Contrast
+from isoloss.studies.comparison import Checkpoint, Measured
+from isoloss.studies.results import Results, SummaryTable, checkpoint_tables, common_measures
 from isoloss.studies.spec import Experiment, Measurement, Study
 
 if TYPE_CHECKING:
-    from isoloss.studies.claims import Contrast
-    from isoloss.studies.comparison import Checkpoint, Measured
     from isoloss.studies.page import PageParts
-    from isoloss.studies.results import Results, SummaryTable
 
 EXPANSIONS = ("paper", "balanced", "exact")  # all values of isoloss expand --scale
+SMOKE_LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
+SMOKE_SETTINGS = {
+    **{"loss_sentences": 256, "trace_sentences": 64},
+    **{"probe_train": 256, "probe_test": 256, "probe_epochs": 10},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the study is.
+    """How large the study is."""
 
-    Attributes:
-        text: What it is for and how long it takes.
-        language: The grammar.
-        sizes: Model sizes, ascending; the last is the main one, which is watched over time and continued with SGD.
-        adamw: AdamW's optimizer settings, the paper's but for the warm-up (appendix A.5).
-        steps: AdamW steps.
-        watched: Steps at which the main run is measured, besides the last.
-        batch_size: Sentences in an AdamW step.
-        sgd: SGD's settings; its warm-up is 12 % of its steps (appendix B.2).
-        sgd_steps: SGD steps, from the last AdamW checkpoint.
-        sgd_watched: Steps at which they are measured, besides the last.
-        sgd_batch_size: Sentences in an SGD step.
-        tasks: Downstream tasks.
-        settings: Of the measures.
-    """
-
-    text: str
-    language: PCFGConfig
+    text: str  # what it is for and how long it takes
+    language: PCFGConfig  # the grammar
+    # model sizes, ascending; the last is the main one, which is watched over time and continued with SGD
     sizes: tuple[str, ...]
-    adamw: OptimizerConfig
-    steps: int
-    watched: tuple[int, ...]
-    batch_size: int
-    sgd: OptimizerConfig
-    sgd_steps: int
-    sgd_watched: tuple[int, ...]
-    sgd_batch_size: int
-    tasks: tuple[str, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    adamw: OptimizerConfig  # AdamW's optimizer settings, the paper's but for the warm-up (appendix A.5)
+    steps: int  # AdamW steps
+    watched: tuple[int, ...]  # steps at which the main run is measured, besides the last
+    batch_size: int  # sentences in an AdamW step
+    sgd: OptimizerConfig  # SGD's settings; its warm-up is 12 % of its steps (appendix B.2)
+    sgd_steps: int  # SGD steps, from the last AdamW checkpoint
+    sgd_watched: tuple[int, ...]  # steps at which they are measured, besides the last
+    sgd_batch_size: int  # sentences in an SGD step
+    tasks: tuple[str, ...]  # downstream tasks
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
 
     @property
     def main_run(self) -> str:
@@ -74,30 +65,25 @@ class Scale:
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
         """AdamW at every size, and SGD on from the main run."""
-        runs = {
-            adamw_run(size): TrainConfig(
-                language=self.language,
-                model=ModelConfig(size=size, dropout=0.0),
-                optimizer=self.adamw,
-                steps=self.steps,
-                batch_size=self.batch_size,
-                checkpoints=self.watched,
-                device="cpu",
-                threads=1,
-            )
-            for size in self.sizes
-        }
-        runs[self.sgd_run] = TrainConfig(
+        adamw = TrainConfig(
             language=self.language,
-            model=ModelConfig(size=self.sizes[-1], dropout=0.0),
+            optimizer=self.adamw,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            checkpoints=self.watched,
+            device="cpu",
+            threads=1,
+        )
+        models = {size: ModelConfig(size=size, dropout=0.0) for size in self.sizes}
+        runs = {adamw_run(size): dataclasses.replace(adamw, model=model) for size, model in models.items()}
+        runs[self.sgd_run] = dataclasses.replace(
+            runs[self.main_run],
             optimizer=self.sgd,
             steps=self.sgd_steps,
             batch_size=self.sgd_batch_size,
             checkpoints=self.sgd_watched,
             initial=f"../{self.main_run}/checkpoints/step-{self.steps}",
             seed=1,
-            device="cpu",
-            threads=1,
         )
         return {name: self._experiment(name, config) for name, config in runs.items()}
 
@@ -125,7 +111,8 @@ def adamw_run(size: str) -> str:
     return f"adamw-{size}"
 
 
-def _sgd(steps: int, learning_rate: float) -> OptimizerConfig:
+def sgd(steps: int, learning_rate: float) -> OptimizerConfig:
+    """Return plain SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
     return OptimizerConfig(name="sgd", learning_rate=learning_rate, warmup_steps=round(0.12 * steps), weight_decay=0.0)
 
 
@@ -138,7 +125,7 @@ SCALES = {
         steps=16_000,
         watched=(500, 1_000, 2_000, 4_000, 8_000),
         batch_size=128,
-        sgd=_sgd(8_000, 0.4),
+        sgd=sgd(8_000, 0.4),
         sgd_steps=8_000,
         sgd_watched=(1_000, 2_000, 4_000),
         sgd_batch_size=128,
@@ -146,24 +133,18 @@ SCALES = {
     ),
     "smoke": Scale(
         text="a minute on two cores: every part runs, no result means anything",
-        language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
+        language=SMOKE_LANGUAGE,
         sizes=("d16", "d32"),
         adamw=OptimizerConfig(warmup_steps=20),
         steps=300,
         watched=(100,),
         batch_size=32,
-        sgd=_sgd(300, 0.2),
+        sgd=sgd(300, 0.2),
         sgd_steps=300,
         sgd_watched=(100,),
         sgd_batch_size=16,
         tasks=("root", "prefix-2"),
-        settings={
-            "loss_sentences": 256,
-            "trace_sentences": 64,
-            "probe_train": 256,
-            "probe_test": 256,
-            "probe_epochs": 10,
-        },
+        settings=SMOKE_SETTINGS,
     ),
 }
 
@@ -188,27 +169,19 @@ def sizes_expanded(results: Results) -> dict[str, Checkpoint]:
 
 def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
     """Return what can be measured of two models, by what claims.toml calls it."""
-    from isoloss.studies.results import common_measures
-
     expanded = {f"scale {name}": key for name, key in scale.expanded_traces.items()}
     return {**common_measures(scale), "trace in one architecture": expanded}
 
 
 def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     """Return the pairs of checkpoints that are compared, by what claims.toml calls them."""
-    from isoloss.studies.claims import Contrast
-
     scale: Scale = results.scale
-    last, earlier = results.at(scale.main_run), scale.watched[-1]
+    earlier = scale.watched[-1]
+    before, last = results.at(scale.main_run, earlier), results.at(scale.main_run)
     by_size = sizes_expanded(results)
     return {
         "sgd": [Contrast(names=("AdamW's last", "SGD's last"), pairs=[(last, results.at(scale.sgd_run))])],
-        "longer": [
-            Contrast(
-                names=(f"step {earlier:,}", f"step {scale.steps:,}"),
-                pairs=[(results.at(scale.main_run, earlier), last)],
-            )
-        ],
+        "longer": [Contrast(names=(f"step {earlier:,}", f"step {scale.steps:,}"), pairs=[(before, last)])],
         "larger": [
             Contrast(names=(small, large), pairs=[(by_size[small], by_size[large])], case=f"{small} to {large}")
             for small, large in itertools.pairwise(scale.sizes)
@@ -227,7 +200,6 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
 def tables(results: Results) -> Sequence[SummaryTable]:
     """Return every checkpoint, and the traces of the sizes in their own architectures and in the largest."""
     from isoloss.paper.same_loss.page import expansion_caption
-    from isoloss.studies.results import SummaryTable, checkpoint_tables
 
     scale: Scale = results.scale
     rows = []

@@ -19,7 +19,7 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.config import BracketsConfig
 from isoloss.models.initial import seeded_weights
-from isoloss.paper.theory.statements import Statement
+from isoloss.paper.theory.statements import Statement, counter, mean_and_stderr
 
 TOLERANCE = 1e-10  # relative gap at a minimizer that rounding in float64 may leave
 RADII = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # distances from the minimizer
@@ -29,39 +29,25 @@ MAX_LENGTH = 8  # brackets in a sentence of the enumerated language
 
 @dataclass(frozen=True)
 class EnumerableModel:
-    """A model whose every context and every answer can be visited.
+    """A model whose every context and every answer can be visited."""
 
-    Attributes:
-        name: What it is.
-        log_probs: From (P,) parameters to (n, V) log-probabilities in nats, differentiable twice.
-        teacher: (P,) float64: the parameters whose predictions are the true conditionals, so that they minimize the
-            loss.
-        weights: (n,) float64, with sum 1: the probability of each context.
-    """
-
-    name: str
+    name: str  # what it is
+    # from (P,) parameters to (n, V) log-probabilities in nats, differentiable twice
     log_probs: Callable[[torch.Tensor], torch.Tensor]
+    # (P,) float64: the parameters whose predictions are the true conditionals, so that they minimize the loss
     teacher: torch.Tensor
-    weights: torch.Tensor
+    weights: torch.Tensor  # (n,) float64, with sum 1: the probability of each context
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """Both sides of the identity at one point, exactly.
+    """Both sides of the identity at one point, exactly."""
 
-    Attributes:
-        kl_nats: KL divergence from the true conditionals to the model's, in nats per predicted token.
-        gradient_norm: Length of the gradient of the loss.
-        covariance: (P, P): of the gradient on one example whose answer is drawn from the true conditionals.
-        hessian: (P, P): of the loss.
-        fisher_trace: Trace of the Fisher information, where the answer is drawn from the model.
-    """
-
-    kl_nats: float
-    gradient_norm: float
-    covariance: torch.Tensor
-    hessian: torch.Tensor
-    fisher_trace: float
+    kl_nats: float  # KL divergence from the true conditionals to the model's, in nats per predicted token
+    gradient_norm: float  # length of the gradient of the loss
+    covariance: torch.Tensor  # (P, P): of the gradient on one example whose answer is drawn from the true conditionals
+    hessian: torch.Tensor  # (P, P): of the loss
+    fisher_trace: float  # trace of the Fisher information, where the answer is drawn from the model
 
     @property
     def gap(self) -> float:
@@ -76,27 +62,14 @@ class Curvature:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Means over the directions at one distance from a minimizer, with standard errors over the directions.
+    """Means over the directions at one distance from a minimizer, with standard errors over the directions."""
 
-    Attributes:
-        model: Name of the model.
-        radius: Euclidean distance from the minimizer.
-        kl_nats: KL divergence, nats per predicted token.
-        gap: See `Curvature.gap`.
-        gap_stderr: Its standard error.
-        trace_gap: See `Curvature.trace_gap`.
-        trace_gap_stderr: Its standard error.
-        covariance_trace: Trace of the covariance, nats per predicted token.
-        hessian_trace: Trace of the Hessian, nats per predicted token.
-        fisher_trace: Trace of the Fisher information, nats per predicted token.
-    """
-
-    model: str
-    radius: float
-    kl_nats: float
-    gap: float
+    model: str  # name of the model
+    radius: float  # Euclidean distance from the minimizer
+    kl_nats: float  # this and all traces are in nats per predicted token
+    gap: float  # see `Curvature.gap`
     gap_stderr: float
-    trace_gap: float
+    trace_gap: float  # see `Curvature.trace_gap`
     trace_gap_stderr: float
     covariance_trace: float
     hessian_trace: float
@@ -114,13 +87,8 @@ class Result:
 def softmax_model(*, seed: int, contexts: int = 6, vocab: int = 4, rank: int = 3) -> EnumerableModel:
     """Return a softmax over the products of a vector for each context and a vector for each token.
 
-    The logits are `U @ W.T`, which is not linear in the parameters, and many parameters give the same logits.
-
-    Args:
-        seed: Decides the teacher and the probabilities of the contexts.
-        contexts: n.
-        vocab: V.
-        rank: Length of the vectors.
+    The logits are `U @ W.T`, which is not linear in the parameters, and many parameters give the same logits. `seed`
+    decides the teacher and the probabilities of the contexts.
     """
     draw = functools.partial(torch.randn, generator=seeds.generator(seed, "bartlett", "softmax"), dtype=torch.float64)
     split = contexts * rank
@@ -136,11 +104,8 @@ def bert_model(*, seed: int, length: int = 4) -> EnumerableModel:
     """Return a BERT of width 4 with one layer that predicts one hidden bracket of every sentence of `Brackets(length)`.
 
     The contexts are all sentences with each of their brackets hidden in turn, equally likely; the answers are the
-    teacher's, over the language's ids and the two special ones.
-
-    Args:
-        seed: Decides the teacher: normal weights with standard deviation 0.5 on top of the initial ones.
-        length: Brackets in a sentence.
+    teacher's, over the language's ids and the two special ones. `seed` decides the teacher: normal weights with
+    standard deviation 0.5 on top of the initial ones.
 
     Raises:
         IsolossError: The length is odd or not from 2 to 8.
@@ -182,12 +147,7 @@ def curvature(model: EnumerableModel, theta: torch.Tensor, conditionals: torch.T
     r"""Return both sides of the identity at `theta` (section 3, Lemma 3.2), summed over every context and answer.
 
     With `L = -sum_x w(x) sum_y q(y|x) log f(y|x)` and `g(x, y)` the gradient of `-log f(y|x)`, the covariance is
-    `sum_x w(x) sum_y q(y|x) g g^T - (grad L)(grad L)^T`.
-
-    Args:
-        model: The model.
-        theta: (P,) where.
-        conditionals: (n, V) true conditionals q.
+    `sum_x w(x) sum_y q(y|x) g g^T - (grad L)(grad L)^T`. `theta` is (P,), `conditionals` are the (n, V) true q.
 
     Example:
         >>> model = softmax_model(seed=0)
@@ -221,11 +181,8 @@ def study(
 ) -> Result:
     """Check the identity at minimizers of two models, and follow the gap along straight lines away from them.
 
-    Args:
-        length: Brackets in a sentence of the tiny masked language model's language.
-        directions: Random directions for each model, each with a minimizer of its own; at least 2.
-        seed: Decides minimizers and directions.
-        progress: Called with the number of points that are done, of `num_points(directions)`.
+    Each of the `directions` has a minimizer of its own. `progress` is called with the number of points that are done,
+    of `num_points(directions)`.
 
     Raises:
         IsolossError: The length is out of range, or there are fewer than 2 directions.
@@ -235,19 +192,18 @@ def study(
     makers: list[Callable[..., EnumerableModel]] = [softmax_model, functools.partial(bert_model, length=length)]
     rows: list[Row] = []
     statements: list[Statement] = []
-    done = 0
+    count = counter(progress)
     for make in makers:
         paths: list[list[Curvature]] = []
         for index in range(directions):
             model = make(seed=seeds.derive(seed, "bartlett", index))
             truth = model.log_probs(model.teacher).exp().detach()
-            direction = _direction(model, seed, index)
+            generator = seeds.generator(seed, "bartlett", "direction", index)
+            draw = torch.randn(len(model.teacher), generator=generator, dtype=torch.float64)
             path = []
             for radius in (0.0, *RADII):
-                path.append(curvature(model, model.teacher + radius * direction, truth))
-                done += 1
-                if progress is not None:
-                    progress(done)
+                path.append(curvature(model, model.teacher + radius * (draw / draw.norm()), truth))
+                count()
             paths.append(path)
         rows += [_row(model.name, radius, [path[i] for path in paths]) for i, radius in enumerate((0.0, *RADII))]
         statements += _judge(model.name, paths)
@@ -257,14 +213,6 @@ def study(
 def num_points(directions: int) -> int:
     """Return how many points `study` visits."""
     return 2 * directions * (1 + len(RADII))
-
-
-def _direction(model: EnumerableModel, seed: int, index: int) -> torch.Tensor:
-    draw = torch.randn(
-        len(model.teacher), generator=seeds.generator(seed, "bartlett", "direction", index), dtype=torch.float64
-    )
-    unit: torch.Tensor = draw / draw.norm()
-    return unit
 
 
 def _row(name: str, radius: float, points: Sequence[Curvature]) -> Row:
@@ -307,8 +255,3 @@ def _judge(name: str, paths: Sequence[Sequence[Curvature]]) -> list[Statement]:
         shown=abs(power - 0.5) <= EXPONENT_TOLERANCE and all(path[1].gap > 100 * path[0].gap for path in paths),
     )
     return [equal, grows]
-
-
-def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of at least two values and its standard error."""
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))

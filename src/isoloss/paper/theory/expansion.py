@@ -27,121 +27,85 @@ ADDED = "added"  # what the large model's other parameters are called in the tab
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """How far two models are from having the same function.
+    """How far two models are from having the same function."""
 
-    Attributes:
-        logits: The largest difference of two logits over the largest absolute logit of the small model.
-        hidden: The same of the states before each of the small model's layers and after the last one, each of the
-            large model's copies held against the small model's; the largest of these.
-    """
-
-    logits: float
+    logits: float  # the largest difference of two logits over the largest absolute logit of the small model
+    # the same of the states before each of the small model's layers and after the last one, each of the large model's
+    # copies against the small model's; the largest of these
     hidden: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """A kind of parameter's share of the trace, all layers together, in nats per predicted token.
+class Contribution:
+    """What a kind of parameter adds to the trace, all layers together, in nats per predicted token."""
 
-    Attributes:
-        name: The parameter's name in the small model, the number of its layer left out; or `ADDED`.
-        parameters: Its numbers in the small model; of `ADDED`, in the large one.
-        before: Its share in the small model; of `ADDED`, 0.
-        after: Its share in the large model.
-        factor: What `after` over `before` is to be, by `Part.trace_factor`; of `ADDED`, None.
-    """
-
-    name: str
-    parameters: int
-    before: float
-    after: float
-    factor: float | None
+    name: str  # the parameter's name in the small model, without the number of its layer; or `ADDED`
+    parameters: int  # how many numbers it has in the small model; of `ADDED`, in the large one
+    before: float  # in the small model; of `ADDED`, 0
+    after: float  # in the large model
+    factor: float | None  # what `after` over `before` should be, by `Part.trace_factor`; of `ADDED`, None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What `study` found.
-
-    Attributes:
-        differences: Of the two functions.
-        before: The trace of the small model's Fisher.
-        after: That of the large model's.
-        change: `after` less `before`; the error is that of the difference on the same inputs.
-        shares: By kind of parameter, in the order of the small model's parameters; the last is `ADDED`.
-        statements: What is claimed, with verdicts.
-    """
+    """The results of `study`."""
 
     differences: Differences
-    before: Estimate
-    after: Estimate
-    change: Estimate
-    shares: tuple[Share, ...]
+    before: Estimate  # the trace of the small model's Fisher
+    after: Estimate  # that of the large model's
+    change: Estimate  # `after` minus `before`; the error is that of the difference on the same inputs
+    contributions: tuple[Contribution, ...]  # in the order of the small model's parameters; the last is `ADDED`
     statements: tuple[Statement, ...]
 
 
 @torch.no_grad()
 def differences(
-    small: nn.Module, embedded: Expanded, batches: Iterable[Batch], *, progress: Callable[[int], None] | None = None
+    small: nn.Module, expanded: Expanded, batches: Iterable[Batch], *, progress: Callable[[int], None] | None = None
 ) -> Differences:
-    """Return how far a small model and the large one that it is embedded in differ on inputs.
+    """Return how far a small model and the one that `isoloss.models.expansion.expand` makes of it differ on inputs.
 
-    Args:
-        small: A transformers language model.
-        embedded: What `isoloss.models.expansion.expand` returns for it.
-        batches: Mappings with `input_ids` and, where something is padded, `attention_mask`, each (n, T).
-        progress: Called with the number of sequences done.
+    `progress` is called with the number of sequences done.
     """
     gaps: dict[int, float] = {}
     sizes: dict[int, float] = {}
     done = 0
     for batch in batches:
-        few, many = (_logits_and_states(model, batch) for model in (small, embedded.model))
+        few, many = (_logits_and_states(model, batch) for model in (small, expanded.model))
         depth = len(few) - 2  # layers of the small model
-        last = many[-1] * embedded.last_divisor
-        for place, (own, other) in enumerate(zip(few, [*many[: depth + 1], last], strict=True)):
+        last = many[-1] * expanded.last_divisor
+        for index, (own, other) in enumerate(zip(few, [*many[: depth + 1], last], strict=True)):
             gap = other.reshape(*own.shape[:-1], -1, own.shape[-1]) - own.unsqueeze(-2)
-            gaps[place] = max(gaps.get(place, 0.0), float(gap.abs().max()))
-            sizes[place] = max(sizes.get(place, 0.0), float(own.abs().max()))
+            gaps[index] = max(gaps.get(index, 0.0), float(gap.abs().max()))
+            sizes[index] = max(sizes.get(index, 0.0), float(own.abs().max()))
         done += len(batch["input_ids"])
         if progress is not None:
             progress(done)
-    relative = [gaps[place] / sizes[place] for place in gaps]
+    relative = [gaps[index] / sizes[index] for index in gaps]
     return Differences(logits=relative[0], hidden=max(relative[1:]))
 
 
 def study(
     small: nn.Module,
-    embedded: Expanded,
+    expanded: Expanded,
     batches: Sequence[Batch],
     *,
     causal: bool,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Result:
-    """Compare a small model with itself inside a large one: function, trace, and the share of each kind of parameter.
+    """Compare a small model, dropout off, with its expansion: function, trace, and what each parameter adds to it.
 
-    Both traces are measured on the same inputs with the same random signs, by one estimator. The logits are the same,
-    so the signs fall on the same gradients and, by the rule of `Part.trace_factor`, the squared norms of a parameter's
-    gradients have one ratio on every sequence. The ratios of shares therefore have no sampling error, and the rule is
-    judged by what rounding may leave (`GRADIENT_TOLERANCE`).
-
-    Args:
-        small: A transformers language model, with dropout off.
-        embedded: What `isoloss.models.expansion.expand` returns for it.
-        batches: As `isoloss.flatness.fisher_trace` takes them.
-        causal: Whether position t predicts token t + 1.
-        seed: Decides the signs.
-        progress: Called with the number of sequences done, of three times as many as the batches have: one pass for the
-            differences, one for each trace.
-
-    Raises:
-        IsolossError: What `fisher_trace` refuses.
+    Both traces are measured on the same inputs with the same Rademacher probes, by one estimator. The logits are the
+    same, so the probes meet the same gradients and, by the rule of `Part.trace_factor`, the squared norms of a
+    parameter's gradients have one ratio on every sequence. So the ratios have no sampling error, and the rule is judged
+    by what rounding may leave (`GRADIENT_TOLERANCE`). `progress` is called with the number of sequences done, of three
+    times as many as the batches have: one pass for the differences, one for each trace.
     """
     passes = {"small": 1, "large": 2}
     total = sum(len(batch["labels"]) for batch in batches)
-    found = differences(small, embedded, batches, progress=progress)
+    differ = differences(small, expanded, batches, progress=progress)
     traces = compare(
-        {"small": small, "large": embedded.model},
+        {"small": small, "large": expanded.model},
         batches,
         seed=seed,
         causal=causal,
@@ -149,35 +113,29 @@ def study(
         progress=None if progress is None else lambda name, done: progress(passes[name] * total + done),
     )
     before, after = (model.trace for model in traces.models)
-    rows = shares(small, embedded, before.by_parameter or {}, after.by_parameter or {})
+    rows = contributions(small, expanded, before.by_parameter or {}, after.by_parameter or {})
+    decrease = traces.pair("small", "large").trace
     dtype = next(small.parameters()).dtype
     return Result(
-        differences=found,
+        differences=differ,
         before=before,
         after=after,
-        change=_negated(traces.pair("small", "large").trace),
-        shares=rows,
-        statements=(_same_function(found, dtype), _factors(rows, before.value, dtype), _most(rows, before.value)),
+        change=dataclasses.replace(decrease, value=-decrease.value),
+        contributions=rows,
+        statements=(_same_function(differ, dtype), _factors(rows, before.value, dtype), _most(rows, before.value)),
     )
 
 
-def shares(
-    small: nn.Module, embedded: Expanded, before: Mapping[str, float], after: Mapping[str, float]
-) -> tuple[Share, ...]:
-    """Return the shares of the trace by kind of parameter, before and after.
-
-    Args:
-        small: The small model.
-        embedded: What it is embedded in.
-        before: Its shares by parameter.
-        after: Those of the large model.
-    """
+def contributions(
+    small: nn.Module, expanded: Expanded, before: Mapping[str, float], after: Mapping[str, float]
+) -> tuple[Contribution, ...]:
+    """Return the traces of the small and of the large model, which are given by parameter, by kind of parameter."""
     sizes = {name: parameter.numel() for name, parameter in small.named_parameters()}
     kinds: dict[str, list[tuple[str, Part]]] = {}
-    for name, part in embedded.parts.items():
+    for name, part in expanded.parts.items():
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append((name, part))
     rows = [
-        Share(
+        Contribution(
             name=kind,
             parameters=sum(sizes[name] for name, _ in members),
             before=sum(before[name] for name, _ in members),
@@ -186,12 +144,12 @@ def shares(
         )
         for kind, members in kinds.items()
     ]
-    large = dict(embedded.model.named_parameters())
-    rest = Share(
+    large = dict(expanded.model.named_parameters())
+    rest = Contribution(
         name=ADDED,
-        parameters=sum(large[name].numel() for name in embedded.added),
+        parameters=sum(large[name].numel() for name in expanded.added),
         before=0.0,
-        after=sum(after[name] for name in embedded.added),
+        after=sum(after[name] for name in expanded.added),
         factor=None,
     )
     return (*rows, rest)
@@ -205,31 +163,25 @@ def _logits_and_states(model: Any, batch: Batch) -> list[torch.Tensor]:
     return [output.logits, *output.hidden_states]
 
 
-def _negated(estimate: Estimate) -> Estimate:
-    return dataclasses.replace(estimate, value=-estimate.value)
-
-
-def _same_function(found: Differences, dtype: torch.dtype) -> Statement:
-    allowed = TOLERANCE[dtype]
+def _same_function(differ: Differences, dtype: torch.dtype) -> Statement:
     return Statement(
         text="The large model has the function of the small one, and copies of its hidden states.",
-        evidence=f"largest difference of logits {found.logits:.1e}, of hidden states {found.hidden:.1e}, as shares of "
-        f"the largest of these; at most {allowed:.0e} allowed in {_name(dtype)}",
-        shown=max(found.logits, found.hidden) <= allowed,
+        evidence=f"largest difference of logits {differ.logits:.1e}, of hidden states {differ.hidden:.1e}, as "
+        f"fractions of the largest of these; at most {_allowed(TOLERANCE, dtype)}",
+        shown=max(differ.logits, differ.hidden) <= TOLERANCE[dtype],
     )
 
 
-def _root(share: float) -> float:
-    return math.sqrt(max(0.0, share))  # control variates leave a share of 0 a little above or below it
+def _allowed(tolerance: Mapping[torch.dtype, float], dtype: torch.dtype) -> str:
+    return f"{tolerance[dtype]:.0e} allowed in {str(dtype).removeprefix('torch.')}"
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _root(part: float) -> float:
+    return math.sqrt(max(0.0, part))  # control variates leave a part of 0 a little above or below it
 
 
-def _factors(rows: Sequence[Share], trace: float, dtype: torch.dtype) -> Statement:
-    """Judge the rule by the roots of shares: rounding moves a gradient by a part of the whole one, large or small."""
-    allowed = GRADIENT_TOLERANCE[dtype]
+def _factors(rows: Sequence[Contribution], trace: float, dtype: torch.dtype) -> Statement:
+    """Judge the rule by square roots: rounding moves a gradient by a part of the whole one, large or small."""
     gaps = {
         row.name: abs(_root(row.after) - _root(row.factor * row.before)) / math.sqrt(trace)
         for row in rows
@@ -237,28 +189,27 @@ def _factors(rows: Sequence[Share], trace: float, dtype: torch.dtype) -> Stateme
     }
     worst = max(gaps, key=lambda name: gaps[name])
     return Statement(
-        text="A parameter that becomes n copies divided by c has c^2 / n times its share of the trace.",
-        evidence=f"square roots of the shares differ by at most {gaps[worst]:.1e} of the root of the trace ({worst}); "
-        "both models are measured with the same signs, so there is no sampling error; at most "
-        f"{allowed:.0e} allowed in {_name(dtype)}",
-        shown=gaps[worst] <= allowed,
+        text="A parameter that becomes n copies divided by c has c^2 / n times its part of the trace.",
+        evidence=f"square roots of the parts differ by at most {gaps[worst]:.1e} of the root of the trace ({worst}); "
+        "both models are measured with the same probes, so there is no sampling error; at most "
+        f"{_allowed(GRADIENT_TOLERANCE, dtype)}",
+        shown=gaps[worst] <= GRADIENT_TOLERANCE[dtype],
     )
 
 
-def _most(rows: Sequence[Share], trace: float) -> Statement:
-    parameters = sum(row.parameters for row in rows if row.factor is not None)
-    by_factor: dict[float, list[Share]] = {}
+def _most(rows: Sequence[Contribution], trace: float) -> Statement:
+    by_factor: dict[float, list[Contribution]] = {}
     for row in rows:
         if row.factor is not None:
             by_factor.setdefault(round(row.factor, 9), []).append(row)
-    found = []
-    for factor, some in sorted(by_factor.items(), key=lambda item: -sum(row.parameters for row in item[1])):
-        count, held = sum(row.parameters for row in some), sum(row.before for row in some)
+    counts = {factor: sum(row.parameters for row in some) for factor, some in by_factor.items()}
+    total, evidence = sum(counts.values()), []
+    for factor, count in sorted(counts.items(), key=lambda item: -item[1]):
+        fraction = sum(row.before for row in by_factor[factor]) / trace
         verb = "keep it" if factor == 1 else f"have {factor:.3g} times it"
-        found.append(f"{count:,} ({100 * count / parameters:.1f} %, {100 * held / trace:.1f} % of the trace) {verb}")
-    kept = sum(row.parameters for row in by_factor.get(1.0, []))
+        evidence.append(f"{count:,} ({100 * count / total:.1f} %, {100 * fraction:.1f} % of the trace) {verb}")
     return Statement(
-        text="Most of the small model's parameters keep their share of the trace.",
-        evidence=f"of {parameters:,} parameters " + ", ".join(found),
-        shown=2 * kept > parameters,
+        text="Most of the small model's parameters keep their part of the trace.",
+        evidence=f"of {total:,} parameters " + ", ".join(evidence),
+        shown=2 * counts.get(1.0, 0) > total,
     )

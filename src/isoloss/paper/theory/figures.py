@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import altair as alt
 
@@ -25,18 +26,10 @@ def bartlett_gap(result: bartlett.Result) -> alt.ConcatChart:
     The minimizers themselves, whose KL is 0, are left out. The gray line has the slope of a square root.
     """
     rows = [row for row in result.rows if row.radius > 0]
-    series = []
-    for index, name in enumerate(dict.fromkeys(row.model for row in rows)):
-        own = [row for row in rows if row.model == name]
-        series.append(
-            Series(
-                name=name,
-                color=COLORS[index],
-                marker=MARKERS[index],
-                points=[(row.kl_nats, row.gap) for row in own],
-                errors=[row.gap_stderr for row in own],
-            )
-        )
+    series = [
+        _points(name, index, [(row.kl_nats, row.gap, row.gap_stderr) for row in rows if row.model == name])
+        for index, name in enumerate(dict.fromkeys(row.model for row in rows))
+    ]
     ends = min(row.kl_nats for row in rows), max(row.kl_nats for row in rows)
     root = [(kl, rows[0].gap * math.sqrt(kl / rows[0].kl_nats)) for kl in ends]
     series.append(Series(name="square root of the KL", color=GRAY, curve=root))
@@ -57,21 +50,29 @@ def sgd_and_flow(results: Sequence[tuple[Settings, Result]]) -> alt.ConcatChart:
     return draw(panels, note=f"{_BARS}; lines: the flow")
 
 
+def _points(
+    name: str, index: int, points: Sequence[tuple[float, float, float]], *, marked: bool = True, **more: Any
+) -> Series:
+    """Return a series of x, y and the standard error of y, in the color and, if marked, the marker of its number."""
+    return Series(
+        name=name,
+        color=COLORS[index % len(COLORS)],
+        marker=MARKERS[index % len(MARKERS)] if marked else "circle",
+        points=[(x, y) for x, y, _ in points],
+        errors=[error for *_, error in points],
+        **more,
+    )
+
+
 def _traces(settings: Settings, result: Result) -> Panel:
     smallest = settings.step_sizes[-1]
     times = [settings.times[-1] * i / 100 for i in range(101)]
     series = []
     for index, size in enumerate(settings.batch_sizes):
         rows = [row for row in result.rows if row.batch_size == size and row.step_size == smallest]
-        series.append(
-            Series(
-                name=f"B = {size}",
-                color=COLORS[index % len(COLORS)],
-                points=[(row.time, row.trace.value) for row in rows],
-                errors=[row.trace.stderr for row in rows],
-                curve=[(time, settings.flow_trace(time, size)) for time in times],
-            )
-        )
+        points = [(row.time, row.trace.value, row.trace.stderr) for row in rows]
+        curve = [(time, settings.flow_trace(time, size)) for time in times]
+        series.append(_points(f"B = {size}", index, points, marked=False, curve=curve))
     control = list(zip((0.0, *settings.times), result.control, strict=True))
     series.append(Series(name="no label noise", color=INK, points=control, marker="cross"))
     return Panel(
@@ -87,15 +88,8 @@ def _step_errors(settings: Settings, result: Result) -> Panel:
     series = []
     for index, eta in enumerate((*settings.step_sizes, 0.0)):
         rows = [row for row in (*result.rows, *result.limits) if (row.batch_size, row.step_size) == (least, eta)]
-        series.append(
-            Series(
-                name=f"η = {eta:g}" if eta else "η to 0",
-                color=COLORS[index % len(COLORS)],
-                marker=MARKERS[index % len(MARKERS)],
-                points=[(row.time, 100 * row.error) for row in rows],
-                errors=[100 * row.trace.stderr / row.flow_trace for row in rows],
-            )
-        )
+        points = [(row.time, 100 * row.error, 100 * row.trace.stderr / row.flow_trace) for row in rows]
+        series.append(_points(f"η = {eta:g}" if eta else "η to 0", index, points))
     y = Axis(title=f"SGD minus flow (%), B = {least}")
     return Panel(x=_TIME, y=y, series=series, title=settings.model.name, rule=0.0)
 
@@ -111,47 +105,25 @@ def bracket_solutions(result: study.Result) -> alt.ConcatChart:
     sizes = sorted({row.samples for row in heads})
     line = range(sizes[0], sizes[-1] + 1)
     descents, failures = [], []
-    for (length, path), color in zip(result.paths.items(), COLORS, strict=False):
+    for index, (length, path) in enumerate(result.paths.items()):
         name, own = f"T = {length}", [row for row in heads if row.length == length and row.failures > 0]
-        descents.append(Series(name=name, color=color, curve=[(point.step, point.ratio) for point in path]))
-        failures.append(
-            Series(
-                name=name,
-                color=color,
-                points=[(row.samples, row.failures) for row in own],
-                errors=[row.failures_stderr for row in own],
-                curve=[(n, sign_missing(length, n)) for n in line],
-            )
-        )
+        descents.append(_points(name, index, [], marked=False, curve=[(point.step, point.ratio) for point in path]))
+        points = [(row.samples, row.failures, row.failures_stderr) for row in own]
+        curve = [(n, sign_missing(length, n)) for n in line]
+        failures.append(_points(name, index, points, marked=False, curve=curve))
     failures.append(Series(name="2^-n", color=GRAY, curve=[(n, 0.5**n) for n in line]))
     predicted = [(row.length, float(row.predicted)) for row in result.widths]
     widths = [Series(name="predicted", color=GRAY, curve=predicted)]
     for index, loss in enumerate(study.LOSSES):
-        widths.append(
-            Series(
-                name=f"loss {loss:g}",
-                color=COLORS[index],
-                marker=MARKERS[index],
-                points=[(row.length, row.widths[index]) for row in result.widths],
-                errors=[row.widths_stderr[index] for row in result.widths],
-            )
-        )
+        needed = [(row.length, row.widths[index], row.widths_stderr[index]) for row in result.widths]
+        widths.append(_points(f"loss {loss:g}", index, needed))
+    step, ratio = Axis(title="Step of the descent"), Axis(title="Trace of the Hessian / bound")
+    strings = Axis(title="Strings in a training set, n", ticks=sizes)
+    failing = Axis(title="Fraction of heads that fail", log=True)
+    brackets = Axis(title="Brackets in a sentence, T", ticks=[row.length for row in result.widths])
     panels = [
-        Panel(
-            x=Axis(title="Step of the descent"),
-            y=Axis(title="Trace of the Hessian / bound"),
-            series=descents,
-            rule=1.0,
-        ),
-        Panel(
-            x=Axis(title="Strings in a training set, n", ticks=sizes),
-            y=Axis(title="Fraction of heads that fail", log=True),
-            series=failures,
-        ),
-        Panel(
-            x=Axis(title="Brackets in a sentence, T", ticks=[row.length for row in result.widths]),
-            y=Axis(title="Random features", log=True),
-            series=widths,
-        ),
+        Panel(x=step, y=ratio, series=descents, rule=1.0),
+        Panel(x=strings, y=failing, series=failures),
+        Panel(x=brackets, y=Axis(title="Random features", log=True), series=widths),
     ]
     return draw(panels, note=f"{_BARS}; colored lines in the middle: how probably a training set lacks a sign")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +13,14 @@ from typing import Any
 class Statement:
     """A statement, the figures that decide it, and whether they do.
 
-    Attributes:
-        text: What is claimed, in one sentence.
-        evidence: The figures, and the rule that they are held against.
-        shown: Whether the figures obey the rule.
-
     Example:
         >>> Statement(text="one is less than two", evidence="1 < 2", shown=1 < 2).verdict
         'shown'
     """
 
-    text: str
-    evidence: str
-    shown: bool
+    text: str  # what is claimed, in one sentence
+    evidence: str  # the figures, and the rule that they are held against
+    shown: bool  # whether the figures obey the rule
 
     @property
     def verdict(self) -> str:
@@ -32,3 +30,21 @@ class Statement:
     def to_dict(self) -> dict[str, Any]:
         """Return the statement as JSON types."""
         return {"statement": self.text, "evidence": self.evidence, "verdict": self.verdict}
+
+
+def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of at least two values and its standard error."""
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+def counter(progress: Callable[[int], None] | None) -> Callable[..., None]:
+    """Return a function to call after every step, or with a number of steps: `progress` gets how many are done."""
+    done = 0
+
+    def count(steps: int = 1) -> None:
+        nonlocal done
+        done += steps
+        if progress is not None:
+            progress(done)
+
+    return count

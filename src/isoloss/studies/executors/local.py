@@ -78,7 +78,8 @@ def run(units: Sequence[Unit], *, workers: int, logs: Path, say: Callable[[str],
             if time.monotonic() - heartbeat > HEARTBEAT_SECONDS:
                 heartbeat = time.monotonic()
                 for worker in running:
-                    say(f"  {_last_line(worker.log) or _at_work(worker)}")
+                    seconds = time.monotonic() - worker.start
+                    say(f"  {_last_line(worker.log) or f'{worker.unit.name}: at work for {seconds:.0f} s'}")
     except BaseException:
         _stop(running)
         raise
@@ -126,10 +127,6 @@ def _close(worker: _Worker) -> None:
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _at_work(worker: _Worker) -> str:
-    return f"{worker.unit.name}: at work for {time.monotonic() - worker.start:.0f} s"
 
 
 def _failure(worker: _Worker) -> str:

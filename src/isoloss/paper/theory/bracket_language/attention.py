@@ -1,16 +1,21 @@
-"""The paper's one-layer attention model of the bracket language (section 5), which predicts g* by squared loss.
+"""The paper's one-layer attention model of the bracket language (section 5), and every input of its two tasks.
 
-Shapes: n sentences of T brackets, 2 T the width of an encoding (`isoloss.languages.brackets.Brackets.encode`), m
-neurons, k the width of queries and keys.
+The model predicts g* by squared loss. Shapes: n sentences of T brackets, 2 T the width of an encoding
+(`isoloss.languages.brackets.Brackets.encode`), m neurons, k the width of queries and keys.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
+from isoloss.languages.brackets import OPEN, Brackets
+from isoloss.paper.theory.bracket_language.settings import LENGTHS
 
 
 class BracketAttention(nn.Module):
@@ -67,22 +72,53 @@ class BracketAttention(nn.Module):
         scores = (x @ self.key.T) @ (x[:, 0] @ self.query.T)[:, :, None]
         return scores[:, :, 0].softmax(dim=-1)
 
-    @torch.no_grad()
-    def use_two_neurons(self) -> None:
-        """Take the paper's transferable solution: even attention, V_1 = c [1; 0], V_2 = -c [1; 0], f = g* everywhere.
 
-        Any c > 0 gives this function with u_1 = -m T / c and u_2 = m T / c: the attention averages the encodings where
-        the paper's neurons read their sum. The flattest of them has `c = sqrt(m) T^(3/4)`, where the trace of the
-        Hessian is `4 / (m sqrt(T))`. All other weights are 0.
+@dataclass(frozen=True)
+class Inputs:
+    """All inputs of a task, equally likely."""
 
-        Raises:
-            IsolossError: There are fewer than two neurons.
-        """
-        m, length = len(self.output), self.value.shape[1] // 2
-        if m < 2:
-            raise IsolossError(f"the solution needs two neurons and the model has {m}")
-        for parameter in self.parameters():
-            parameter.zero_()
-        scale = m**0.5 * length**0.75
-        self.value[0, :length], self.value[1, :length] = scale, -scale
-        self.output[0], self.output[1] = -m * length / scale, m * length / scale
+    # (n, 2 T) float64: the sum of the encodings of an input's tokens. Token j is at coordinate j, or at j + T where it
+    # is hidden, so that nothing is lost in the sum
+    z: torch.Tensor
+    y: torch.Tensor  # (n,) float64: the answers g*, the number of `>` less that of `<`
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.z.shape[1] // 2
+
+
+def pretraining_inputs(length: int) -> Inputs:
+    """Return every sentence with each of its brackets hidden in turn, under both signs that may hide it.
+
+    Example:
+        >>> len(pretraining_inputs(6).y), num_inputs(6)
+        (240, 240)
+    """
+    language, strings = _language_and_strings(length)
+    sentences = strings[language.mismatch(strings) == 0]
+    tokens = sentences.repeat_interleave(length, dim=0)
+    hidden = torch.eye(length, dtype=torch.bool).repeat(len(sentences), 1)
+    z = language.encode(tokens, hidden, generator=torch.Generator())
+    y = torch.where(tokens[hidden] == OPEN, 1.0, -1.0).double()
+    signs = torch.ones(2 * length, dtype=torch.float64)
+    signs[length:] = -1  # the other sign that may hide a token
+    return Inputs(torch.cat([z, z * signs]), torch.cat([y, y]))
+
+
+def downstream_inputs(length: int) -> Inputs:
+    """Return all 2^T strings of brackets, none hidden."""
+    language, strings = _language_and_strings(length)
+    return Inputs(language.encode(strings), language.mismatch(strings).double())
+
+
+def num_inputs(length: int) -> int:
+    """Return the number of inputs of the pre-training task: 2 T C(T, T/2)."""
+    return 2 * length * math.comb(length, length // 2)
+
+
+def _language_and_strings(length: int) -> tuple[Brackets, torch.Tensor]:
+    """Return the language and all 2^T strings, (2^T, T)."""
+    if length not in LENGTHS:
+        raise IsolossError(f"the length is {length}; it must be {', '.join(map(str, LENGTHS))}, to visit every input")
+    return Brackets(length), torch.cartesian_prod(*[torch.arange(2)] * length)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from isoloss import seeds
-from isoloss.paper.theory.bracket_language.attention import BracketAttention
-from isoloss.paper.theory.bracket_language.inputs import Inputs
+from isoloss.paper.theory.bracket_language.attention import BracketAttention, Inputs
 from isoloss.paper.theory.bracket_language.trace import attend
 
 ZERO = 1e-6  # population loss that counts as 0: a descent leaves some 1e-8, and a head that fails has 0.01 or more
@@ -23,33 +22,20 @@ _BLOCK = 1 << 23  # numbers of a (training sets, strings, n) table that are held
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRow:
-    """Heads on many training sets of one size.
+    """Heads on many training sets of one size."""
 
-    Attributes:
-        solution: Name of the solution whose neurons the heads read.
-        length: T.
-        samples: n.
-        trials: Training sets.
-        failures: Fraction of them after which the population loss is not 0.
-        loss: Mean population loss, squared answers; an answer of 0 for every string has loss T.
-        loss_stderr: Its standard error over the training sets.
-        excess: Mean of the loss minus that of the heads on two neurons after the same training sets.
-        excess_stderr: Its standard error over the training sets, which are paired.
-        worst_covered: Largest population loss after a training set with answers of both signs; None: there was none.
-        expected: Probability that the set lacks a sign.
-    """
-
-    solution: str
-    length: int
-    samples: int
-    trials: int
-    failures: float
-    loss: float
-    loss_stderr: float
-    excess: float
-    excess_stderr: float
+    solution: str  # name of the solution whose neurons the heads read
+    length: int  # T
+    samples: int  # n
+    trials: int  # training sets
+    failures: float  # fraction of them after which the population loss is not 0
+    loss: float  # mean population loss, squared answers; an answer of 0 for every string has loss T
+    loss_stderr: float  # its standard error over the training sets
+    excess: float  # mean of the loss minus that of the heads on two neurons after the same training sets
+    excess_stderr: float  # its standard error over the training sets, which are paired
+    # largest population loss after a training set with answers of both signs; None: there was none
     worst_covered: float | None
-    expected: float
+    expected: float  # probability that the set lacks a sign
 
     @property
     def failures_stderr(self) -> float:
@@ -93,11 +79,6 @@ def population_losses(products: torch.Tensor, answers: torch.Tensor, chosen: tor
     """Return (k,): the loss over all strings of the head of least norm that fits a training set.
 
     Among the heads of least training loss it is that of least norm, so it exists where no head fits.
-
-    Args:
-        products: (N, N): see `kernel`.
-        answers: (N,) g*.
-        chosen: (k, n) indices of the strings of k training sets.
     """
     size = max(1, _BLOCK // (len(answers) * chosen.shape[1]))
     losses = []
@@ -118,12 +99,7 @@ def try_heads(
 ) -> list[HeadRow]:
     """Return how heads on `trials` training sets of `samples` strings, drawn with replacement, do on all strings.
 
-    Args:
-        models: Solutions by name, all with the same training sets; the first is that of two neurons.
-        inputs: All strings of the downstream task.
-        samples: n.
-        trials: Training sets, at least 2.
-        seed: Decides the training sets.
+    All models have the same training sets. The first of them is that of two neurons.
     """
     length = inputs.length
     generator = seeds.generator(seed, "brackets", "heads", length, samples)

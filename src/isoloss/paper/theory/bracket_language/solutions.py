@@ -1,15 +1,24 @@
-"""Solutions of the pre-training task: two neurons, four neurons on their kinks, and random features (Theorem G.6)."""
+"""Solutions of the pre-training task: two neurons, four on their kinks, random features (Theorem G.6), and descent.
+
+The descent lowers the trace by the gradient among the solutions, over all of Q, K, V and u.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.paper.theory.bracket_language.attention import BracketAttention
-from isoloss.paper.theory.bracket_language.inputs import Inputs, num_inputs
+from isoloss.paper.theory.bracket_language.attention import BracketAttention, Inputs, num_inputs
+from isoloss.paper.theory.bracket_language.trace import bound, squares
+
+RATE = 0.05  # of Adam; it falls to 0 over the second half of the steps
+WEIGHTS = (10.0, 1e5)  # of the loss beside trace / bound, at the first and the last step
+KEPT = 60  # points of the path that are kept
 
 
 def with_even_attention(value: torch.Tensor, output: torch.Tensor) -> BracketAttention:
@@ -25,10 +34,19 @@ def with_even_attention(value: torch.Tensor, output: torch.Tensor) -> BracketAtt
 
 
 def two_neurons(length: int, width: int) -> BracketAttention:
-    """Return the paper's transferable solution, solution (1), at its flattest; errors as for `use_two_neurons`."""
-    model = BracketAttention(length=length, width=width, seed=0).double()
-    model.use_two_neurons()
-    return model
+    """Return the paper's transferable solution (1): even attention, V_1 = c [1; 0], V_2 = -c [1; 0], f = g* everywhere.
+
+    Any c > 0 gives this function with u_1 = -m T / c and u_2 = m T / c: the attention averages the encodings where the
+    paper's neurons read their sum. This is the flattest: it has `c = sqrt(m) T^(3/4)`, where the trace of the Hessian
+    is `4 / (m sqrt(T))`. All other weights are 0.
+    """
+    if width < 2:
+        raise IsolossError(f"the solution needs two neurons and the model has {width}")
+    value, output = torch.zeros(width, 2 * length).double(), torch.zeros(width).double()
+    scale = width**0.5 * length**0.75
+    value[0, :length], value[1, :length] = scale, -scale
+    output[0], output[1] = -width * length / scale, width * length / scale
+    return with_even_attention(value, output)
 
 
 def on_the_kink(length: int) -> BracketAttention:
@@ -64,16 +82,7 @@ def full_width(length: int) -> int:
 
 
 def random_features(inputs: Inputs, width: int, *, seed: int) -> BracketAttention:
-    """Return the paper's solution (2): V_i normal with covariance T I, u of least norm among those of least loss.
-
-    Args:
-        inputs: All inputs of the pre-training task.
-        width: m, from the width that fits every input.
-        seed: Decides V.
-
-    Raises:
-        IsolossError: The width is below that.
-    """
+    """Return the paper's solution (2): V_i normal with covariance T I, u of least norm among those of least loss."""
     least = full_width(inputs.length)
     if width < least:
         raise IsolossError(f"the width is {width}; random features fit every input of {inputs.length} from {least} on")
@@ -87,9 +96,7 @@ def random_features(inputs: Inputs, width: int, *, seed: int) -> BracketAttentio
 def balanced(model: BracketAttention, inputs: Inputs) -> BracketAttention:
     """Return the same function with the least trace that scaling can give: V_i times s_i, u_i over s_i.
 
-    Args:
-        model: A model with Q = K = 0, so that `|h|` is the same for every input.
-        inputs: All inputs of the pre-training task.
+    The model must have Q = K = 0, so that `|h|` is the same for every input.
     """
     h = inputs.z / inputs.length
     values, active = torch.zeros(2, len(model.output), dtype=torch.float64)
@@ -106,10 +113,6 @@ def losses_by_width(inputs: Inputs, *, seed: int) -> torch.Tensor:
     """Return (w + 1,): the least loss that u can reach over the first 0, 1, ..., w random features, w the full width.
 
     One orthogonal basis serves every width: feature by feature it takes away a part of the answer.
-
-    Args:
-        inputs: All inputs of the pre-training task.
-        seed: Decides the features.
     """
     rows, targets = _equations(inputs, _values(inputs.length, full_width(inputs.length), seed))
     basis = torch.linalg.qr(rows).Q
@@ -150,3 +153,44 @@ def _equations(inputs: Inputs, value: torch.Tensor) -> tuple[torch.Tensor, torch
     rows = torch.cat([(pairs @ value.T).abs(), odd]) * weight
     targets = torch.cat([torch.zeros(len(pairs), dtype=torch.float64), triangle @ answer / math.sqrt(len(pairs))])
     return rows, targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathPoint:
+    """Where the descent is."""
+
+    step: int  # steps taken
+    ratio: float  # trace as a multiple of the bound
+    loss: float  # mean squared error
+
+
+def initial(length: int, width: int, *, seed: int) -> BracketAttention:
+    """Return random weights with variance 1 / (2 T) for Q, K and V and 1 for u, in float64."""
+    return BracketAttention(length=length, width=width, seed=seeds.derive(seed, "brackets", "start", length)).double()
+
+
+def descend(
+    model: BracketAttention, inputs: Inputs, *, steps: int, progress: Callable[[], None] | None = None
+) -> list[PathPoint]:
+    """Minimize `trace / bound + weight * loss` in place with Adam, the weight growing with the steps; return the path.
+
+    The trace is `2 E |grad f|^2`, differentiated once more; the relu's kinks, where it jumps, have no derivative. Each
+    step sees all inputs. The model need not solve the task at the start; `progress` is called after every step.
+    """
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+    least, path = bound(inputs.length, len(model.output)), []
+    first, last = map(math.log, WEIGHTS)
+    for step in range(steps):
+        fraction = step / steps
+        optimizer.param_groups[0]["lr"] = RATE * min(1, 2 * (1 - fraction))
+        at = squares(model, inputs.z)
+        ratio = 2 * (at.neurons + at.attention).mean() / least
+        loss = (at.outputs - inputs.y).square().mean()
+        if step % max(1, steps // KEPT) == 0:
+            path.append(PathPoint(step=step, ratio=float(ratio.detach()), loss=float(loss.detach())))
+        optimizer.zero_grad()
+        (ratio + math.exp(first + fraction * (last - first)) * loss).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if progress is not None:
+            progress()
+    return path

@@ -7,36 +7,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from isoloss.paper.theory.bracket_language.attention import BracketAttention
-from isoloss.paper.theory.bracket_language.inputs import Inputs
+from isoloss.paper.theory.bracket_language.attention import BracketAttention, Inputs
 
 UNIT = "squared answers"  # of the loss and of its second derivatives by weights
 KINK = 1e-9  # cosine of a neuron and its input below which the input lies on the neuron's kink
 _BLOCK = 1 << 22  # numbers of an (inputs, neurons) table that are held together
 
 
-@dataclass(frozen=True)
-class Squares:
-    """What a block of inputs adds to the trace and to the steps of the bound; all (n,).
+class Squares(NamedTuple):
+    """What a block of inputs adds to the trace and to the steps of the bound; all (n,)."""
 
-    Attributes:
-        outputs: f.
-        neurons: `|grad_u f|^2 + |grad_V f|^2`.
-        attention: `|grad_Q f|^2 + |grad_K f|^2`.
-        products: `2 / m^2 |h| sum_i |u_i| relu(V_i h)`: the part of `neurons` that no balance removes.
-        norms: `|h|`, h what the attention gives.
-        on_kink: Whether V_i h = 0 for a neuron with V_i and u_i not 0: the Hessian does not exist.
-    """
-
-    outputs: torch.Tensor
-    neurons: torch.Tensor
-    attention: torch.Tensor
-    products: torch.Tensor
-    norms: torch.Tensor
-    on_kink: torch.Tensor
+    outputs: torch.Tensor  # f
+    neurons: torch.Tensor  # `|grad_u f|^2 + |grad_V f|^2`
+    attention: torch.Tensor  # `|grad_Q f|^2 + |grad_K f|^2`
+    products: torch.Tensor  # `2 / m^2 |h| sum_i |u_i| relu(V_i h)`: the part of `neurons` that no balance removes
+    norms: torch.Tensor  # `|h|`, h what the attention gives
+    on_kink: torch.Tensor  # whether V_i h = 0 for a neuron with V_i and u_i not 0: the Hessian does not exist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,26 +35,16 @@ class Flatness:
 
     Each of the four factors is at least 1 where the loss is 0. They are the inequalities (6) to (9) of the paper's
     proof of Lemma G.1, and each is 1 exactly where its condition holds.
-
-    Attributes:
-        loss: Mean squared error.
-        trace: `2 E |grad f|^2` over Q, K, V and u: the trace of the Hessian of the loss, where that is 0.
-        bound: `4 / (m sqrt(T))`.
-        heads: What the gradients of Q and K add.
-        balance: 1 where every active neuron has `V_i h = |u_i| |h|`: condition (3).
-        cancellation: 1 where no two active neurons have different signs of u: condition (4).
-        evenness: 1 where the attention is even: condition (5).
-        kink: Fraction of the inputs that lie on the kink of a neuron.
     """
 
-    loss: float
-    trace: float
-    bound: float
-    heads: float
-    balance: float
-    cancellation: float
-    evenness: float
-    kink: float
+    loss: float  # mean squared error
+    trace: float  # `2 E |grad f|^2` over Q, K, V and u: the trace of the Hessian of the loss, where that is 0
+    bound: float  # `4 / (m sqrt(T))`
+    heads: float  # what the gradients of Q and K add
+    balance: float  # 1 where every active neuron has `V_i h = |u_i| |h|`: condition (3)
+    cancellation: float  # 1 where no two active neurons have different signs of u: condition (4)
+    evenness: float  # 1 where the attention is even: condition (5)
+    kink: float  # fraction of the inputs that lie on the kink of a neuron
 
     @property
     def ratio(self) -> float:
@@ -85,12 +65,7 @@ def bound(length: int, width: int) -> float:
 
 
 def attend(model: BracketAttention, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (n, T) the attention a and (n, 2 T) h, what it gives, from z: as from the tokens, but without zeros.
-
-    Args:
-        model: The model.
-        z: (n, 2 T): see `Inputs`.
-    """
+    """Return (n, T) the attention a and (n, 2 T) h, what it gives, from z: as from the tokens, but without zeros."""
     scores = _by_token(z * (_queries(model, z) @ model.key))
     weights = scores.softmax(dim=1)
     return weights, z * weights.repeat(1, 2)
@@ -102,11 +77,6 @@ def squares(model: BracketAttention, z: torch.Tensor, *, count_kink: bool = Fals
     With s = V h and 1[.] the indicator of an active neuron: `|grad_u f|^2 = |relu(s)|^2 / m^2`, `|grad_V f|^2 =
     |h|^2 sum_i u_i^2 1[s_i] / m^2`; with g the gradient by h and `c_j = a_j <x_j - h, g>` that by the score of token j,
     `|grad_Q f|^2 = |K sum_j c_j x_j|^2` and `|grad_K f|^2 = |Q x_1|^2 |sum_j c_j x_j|^2`, as x_1 has length 1.
-
-    Args:
-        model: The model.
-        z: (n, 2 T): see `Inputs`.
-        count_kink: Whether a neuron with V_i h = 0 counts as active.
     """
     m = len(model.output)
     weights, h = attend(model, z)
@@ -147,25 +117,16 @@ def _queries(model: BracketAttention, z: torch.Tensor) -> torch.Tensor:
 def flatness(model: BracketAttention, inputs: Inputs, *, count_kink: bool = False) -> Flatness:
     """Return the loss, the trace and its factors, exactly: averaged over every input.
 
-    Args:
-        model: The model, in float64.
-        inputs: All inputs of the pre-training task.
-        count_kink: Whether a neuron with V_i h = 0 counts as active; the Hessian exists only where it does not matter.
-
     Example:
-        >>> from isoloss.paper.theory.bracket_language.inputs import pretraining_inputs
-        >>> model = BracketAttention(length=6, width=2, seed=0).double()
-        >>> model.use_two_neurons()
-        >>> result = flatness(model, pretraining_inputs(6))
+        >>> from isoloss.paper.theory.bracket_language.attention import pretraining_inputs
+        >>> from isoloss.paper.theory.bracket_language.solutions import two_neurons
+        >>> result = flatness(two_neurons(6, 2), pretraining_inputs(6))
         >>> result.loss < 1e-9, round(result.trace * math.sqrt(6), 9)
         (True, 2.0)
     """
     m = len(model.output)
     blocks = [squares(model, z, count_kink=count_kink) for z in torch.split(inputs.z, max(1, _BLOCK // m))]
-    outputs, neurons, attention, products, norms, on_kink = (
-        torch.cat([getattr(block, name) for block in blocks])
-        for name in ("outputs", "neurons", "attention", "products", "norms", "on_kink")
-    )
+    outputs, neurons, attention, products, norms, on_kink = map(torch.cat, zip(*blocks, strict=True))
     least = bound(inputs.length, m)
     without_cancelling = 2 / m * (norms * outputs.abs()).mean()
     return Flatness(

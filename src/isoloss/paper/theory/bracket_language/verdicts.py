@@ -5,18 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from isoloss.paper.theory.bracket_language import study
 from isoloss.paper.theory.bracket_language.heads import HeadRow, binomial_stderr
-from isoloss.paper.theory.bracket_language.study import (
-    BALANCED,
-    DESCENT,
-    FEATURES,
-    FROM_FEATURES,
-    KINKS,
-    LOSSES,
-    TWO,
-    Result,
-    SolutionRow,
-)
+from isoloss.paper.theory.bracket_language.study import Result, SolutionRow
 from isoloss.paper.theory.statements import Statement
 
 ZERO_LOSS = 1e-9  # squared answers
@@ -31,11 +22,11 @@ def judge(result: Result) -> list[Statement]:
 
 
 def _on_traces(result: Result) -> list[Statement]:
-    two = _rows(result, TWO)
+    two = _rows(result, study.TWO)
     narrow = [row for row in two if row.width == 2]
     wide = [row for row in two if row.width > 2]
-    constructed = [*two, *_rows(result, FEATURES), *_rows(result, BALANCED)]
-    smooth = [row for row in result.solutions if row.solution != KINKS]
+    constructed = [*two, *_rows(result, study.FEATURES), *_rows(result, study.BALANCED)]
+    smooth = [row for row in result.solutions if row.solution != study.KINKS]
     largest = max(row.flatness.loss for row in constructed)
     gap = max(abs((row.hessian or 0.0) / row.flatness.trace - 1) for row in narrow)
     exact = max(abs(row.flatness.ratio - 1) for row in wide)
@@ -45,7 +36,7 @@ def _on_traces(result: Result) -> list[Statement]:
     example = wide[-1]
     factors = [
         f"{row.flatness.ratio:.1f} ({other.flatness.ratio:.1f} once balanced) at T = {row.length}"
-        for row, other in zip(_rows(result, FEATURES), _rows(result, BALANCED), strict=True)
+        for row, other in zip(_rows(result, study.FEATURES), _rows(result, study.BALANCED), strict=True)
     ]
     return [
         Statement(
@@ -74,9 +65,9 @@ def _on_traces(result: Result) -> list[Statement]:
         Statement(
             text="Random features are sharper than two neurons of a model with as many neurons.",
             evidence=f"trace as a multiple of the bound for the same width: {', '.join(factors)}",
-            shown=all(row.flatness.ratio > 1 + DESCENT_ALLOWED for row in _rows(result, BALANCED)),
+            shown=all(row.flatness.ratio > 1 + DESCENT_ALLOWED for row in _rows(result, study.BALANCED)),
         ),
-        _on_descents([*_rows(result, DESCENT), *_rows(result, FROM_FEATURES)]),
+        _on_descents([*_rows(result, study.DESCENT), *_rows(result, study.FROM_FEATURES)]),
     ]
 
 
@@ -95,7 +86,7 @@ def _on_descents(ends: Sequence[SolutionRow]) -> Statement:
 
 
 def _on_conditions(result: Result) -> list[Statement]:
-    two, features, kinks = _rows(result, TWO), _rows(result, FEATURES), _rows(result, KINKS)
+    two, features, kinks = _rows(result, study.TWO), _rows(result, study.FEATURES), _rows(result, study.KINKS)
     held = max(_excess(row) for row in two)
     broken = min(min(row.flatness.balance, row.flatness.cancellation) for row in features)
     obeyed = max(_excess(row) for row in kinks)
@@ -134,13 +125,13 @@ def _on_conditions(result: Result) -> list[Statement]:
 
 
 def _downstream(result: Result) -> list[Statement]:
-    two = [row for row in result.heads if row.solution == TWO]
+    two = [row for row in result.heads if row.solution == study.TWO]
     worst = max((row.worst_covered for row in two if row.worst_covered is not None), default=math.inf)
     last = {row.length: row for row in two}
     above = [row for row in two if row.failures > row.claimed + ERRORS * binomial_stderr(row.claimed, row.trials)]
     within = all(abs(row.failures - row.expected) <= ERRORS * binomial_stderr(row.expected, row.trials) for row in two)
     clearest = max(two, key=lambda row: row.failures / row.claimed if row.failures * row.trials >= 10 else 0.0)
-    pairs = [(row, _same(result, BALANCED, row)) for row in last.values()]
+    pairs = [(row, _same(result, study.BALANCED, row)) for row in last.values()]
     losses = [f"{other.loss:.3g} against {row.loss:.3g} at T = {row.length}" for row, other in pairs]
     return [
         Statement(
@@ -183,7 +174,7 @@ def _on_width(result: Result) -> list[Statement]:
         Statement(
             text="Theorem G.6, sharpened: random features solve the task exactly from T C(T, T/2) + 2T neurons on, and "
             "no earlier.",
-            evidence=f"least width at loss {LOSSES[-1]:.0e}: {', '.join(counts)}",
+            evidence=f"least width at loss {study.LOSSES[-1]:.0e}: {', '.join(counts)}",
             shown=all(row.widths[-1] == row.predicted and row.widths_stderr[-1] == 0 for row in widths),
         ),
         Statement(

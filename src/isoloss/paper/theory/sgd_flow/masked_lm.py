@@ -37,11 +37,6 @@ class MaskedLM:
     model's logits for the token there are `U tanh(sum_t E[t, x_t])`: E an embedding of each token and the mask at each
     position, U a decoder. With d >= C every table of conditionals can be had, in many ways.
 
-    Attributes:
-        joint: (V,) * T probabilities of the sentences, all positive.
-        width: d.
-        minimizer: (P,) parameters, R d of the embedding and then V d of the decoder: where SGD and the flow start.
-
     Example:
         >>> model = MaskedLM.random(seed=0)
         >>> model.joint.shape, len(model.minimizer), model.conditionals.shape
@@ -51,9 +46,9 @@ class MaskedLM:
         True
     """
 
-    joint: Array
-    width: int
-    minimizer: Array
+    joint: Array  # (V,) * T probabilities of the sentences, all positive
+    width: int  # d
+    minimizer: Array  # (P,) parameters, R d of the embedding and then V d of the decoder: where SGD and the flow start
 
     unit = "nats per predicted token"
     block = 1024
@@ -62,11 +57,7 @@ class MaskedLM:
     def random(cls, *, seed: int, vocab: int = 3, length: int = 2, width: int = 8) -> MaskedLM:
         """Return a model at a minimizer whose decoder is large: brought there from normal parameters.
 
-        Args:
-            seed: Decides the language, whose log-probabilities are standard normal up to a constant, and the minimizer.
-            vocab: V.
-            length: T.
-            width: d.
+        `seed` decides these and the language, whose log-probabilities are standard normal up to a constant.
 
         Raises:
             IsolossError: The width is too small for the conditionals of every language.
@@ -93,20 +84,17 @@ class MaskedLM:
         """(C, T): which row of the embedding each position of each context takes."""
         vocab = self.joint.shape[0]
         masked = [(*rest[:position], vocab, *rest[position:]) for position, rest in self._contexts()]
-        rows: np.ndarray[Any, np.dtype[np.int64]] = np.array(masked) + np.arange(self.joint.ndim) * (vocab + 1)
-        return rows
+        return np.array(masked) + np.arange(self.joint.ndim) * (vocab + 1)
 
     @functools.cached_property
     def weights(self) -> Array:
         """(C,) probability of each context."""
-        weights: Array = self._joint_by_context.sum(axis=1)
-        return weights
+        return np.asarray(self._joint_by_context.sum(axis=1))
 
     @functools.cached_property
     def conditionals(self) -> Array:
         """(C, V) the exact probability of each token in each context."""
-        conditionals: Array = self._joint_by_context / self.weights[:, None]
-        return conditionals
+        return np.asarray(self._joint_by_context / self.weights[:, None])
 
     @functools.cached_property
     def minimizers(self) -> Minimizers:
@@ -126,8 +114,7 @@ class MaskedLM:
         """(n, P) the start, displaced by `KICK` in random directions."""
         rng = np.random.default_rng(seeds.derive(0, "sgd-flow", "beside"))
         draw = rng.standard_normal((_CONTROLS, len(self.minimizer)))
-        beside: Array = self.minimizer + KICK * draw / np.linalg.norm(draw, axis=1, keepdims=True)
-        return beside
+        return np.asarray(self.minimizer + KICK * draw / np.linalg.norm(draw, axis=1, keepdims=True))
 
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool

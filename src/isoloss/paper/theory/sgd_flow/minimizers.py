@@ -32,10 +32,6 @@ class Minimizers:
     is `A^T A` (Lemma 3.2). So its trace is the sum of A's squares, its null space that of A, and a Gauss-Newton step on
     the errors r of the log-probabilities, weighted alike, is `-A^+ r`.
 
-    Attributes:
-        model: The model; its `teacher` plays no role.
-        conditionals: (n, V) q.
-
     Example:
         >>> from isoloss.paper.theory.bartlett import softmax_model
         >>> model = softmax_model(seed=0)
@@ -47,8 +43,8 @@ class Minimizers:
         12
     """
 
-    model: EnumerableModel
-    conditionals: torch.Tensor
+    model: EnumerableModel  # the model; its `teacher` plays no role
+    conditionals: torch.Tensor  # (n, V) q
 
     def root(self, theta: torch.Tensor) -> torch.Tensor:
         """Return A, (nV, P), at (P,) parameters."""

@@ -42,14 +42,9 @@ class Model(Protocol):
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
     ) -> None:
-        """Take one step of SGD, in place.
+        """Take one step of SGD, in place, on fresh examples; with `exact` the exact conditionals replace the answers.
 
-        Args:
-            theta: (n, P), contiguous.
-            step_size: eta.
-            batch_size: B: fresh examples that the step averages.
-            generator: Of the examples.
-            exact: Whether the exact conditionals replace the drawn answers: no label noise.
+        `theta` is (n, P), contiguous.
         """
 
     def trace(self, theta: Array) -> Array:
@@ -80,17 +75,8 @@ def simulate(
 ) -> list[Array]:
     """Return the (n, P) parameters of independent trajectories of SGD at each time.
 
-    The loss is the population's: every example is fresh.
-
-    Args:
-        model: The model.
-        theta: (n, P) starts.
-        step_size: eta.
-        times: K, increasing: K / eta^2 steps are taken.
-        generator: Of the examples.
-        batch_size: B.
-        exact: Whether the exact conditionals replace the drawn answers.
-        progress: Called with each number of further steps.
+    The loss is the population's: every example is fresh. `times` are K, increasing: K / eta^2 steps are taken.
+    `progress` is called with each number of further steps.
     """
     theta, points, done = theta.copy(), [], 0
     for time in times:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,38 +13,26 @@ import numpy as np
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.paper.theory.sgd_flow import verdicts
 from isoloss.paper.theory.sgd_flow.masked_lm import MaskedLM
 from isoloss.paper.theory.sgd_flow.model import Model, mean, simulate, steps_until
-from isoloss.paper.theory.sgd_flow.rows import COEFFICIENT, Row
 from isoloss.paper.theory.sgd_flow.two_parameters import TwoParameters
-from isoloss.paper.theory.statements import Statement
+from isoloss.paper.theory.sgd_flow.verdicts import Row, judge
+from isoloss.paper.theory.statements import Statement, counter
 from isoloss.statistics.estimate import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `study` runs.
-
-    Attributes:
-        model: The model.
-        step_sizes: At least 2, from large to small.
-        times: Increasing.
-        batch_sizes: Increasing.
-        trajectories: For each step size and batch size, at least 2.
-        coefficient: The coefficient to check.
-        allowed: Relative error of the mean trace at the smallest step size that is allowed.
-        seed: Decides the examples that are drawn.
-    """
+    """What `study` runs."""
 
     model: Model
-    step_sizes: tuple[float, ...]
-    times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
-    batch_sizes: tuple[int, ...] = (1, 2, 4)
-    trajectories: int
-    coefficient: float = COEFFICIENT
-    allowed: float
-    seed: int = 0
+    step_sizes: tuple[float, ...]  # at least 2, from large to small
+    times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)  # increasing
+    batch_sizes: tuple[int, ...] = (1, 2, 4)  # increasing
+    trajectories: int  # for each step size and batch size, at least 2
+    coefficient: float = 0.25  # the one to check; that of the theorem, for one example a step
+    allowed: float  # relative error of the mean trace at the smallest step size that is allowed
+    seed: int = 0  # decides the examples that are drawn
 
     def __post_init__(self) -> None:
         etas, times, sizes = self.step_sizes, self.times, self.batch_sizes
@@ -81,41 +70,24 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The results of `study`.
+    """The results of `study`."""
 
-    Attributes:
-        rows: One for each batch size, step size and time.
-        limits: One for each batch size and time: what the rows say at step size 0.
-        control: Mean trace where every step sees the exact conditionals: once it is back on the minimizers, and at each
-            time from then on.
-        statements: The verdicts.
-    """
-
-    rows: tuple[Row, ...]
-    limits: tuple[Row, ...]
+    rows: tuple[Row, ...]  # one for each batch size, step size and time
+    limits: tuple[Row, ...]  # one for each batch size and time: what the rows say at step size 0
+    # mean trace where every step sees the exact conditionals: once it is back on the minimizers, and at each time from
+    # then on
     control: tuple[float, ...]
-    statements: tuple[Statement, ...]
+    statements: tuple[Statement, ...]  # the verdicts
 
 
 def two_parameters(*, probability: float = 0.7, start: float = 2.0, **changes: Any) -> Settings:
-    """Return the settings for the model of two parameters; see `TwoParameters`.
-
-    Args:
-        probability: Of the first answer.
-        start: a at the start.
-        changes: Other fields of `Settings` than the default ones.
-    """
+    """Return the settings for `TwoParameters`; `changes` are other fields of `Settings` than the default ones."""
     given = {"step_sizes": (0.1, 0.05, 0.025), "trajectories": 65536, "allowed": 0.01, **changes}
     return Settings(model=TwoParameters(probability, start), **given)
 
 
 def masked_lm(*, seed: int = 0, **changes: Any) -> Settings:
-    """Return the settings for the masked language model of 88 parameters; see `MaskedLM`.
-
-    Args:
-        seed: Decides the language, the start and the examples that are drawn.
-        changes: Other fields of `Settings` than the default ones.
-    """
+    """Return the settings for the masked language model of 88 parameters, which `seed` decides; see `MaskedLM`."""
     given = {"step_sizes": (0.05, 0.025, 0.0125), "trajectories": 1024, "allowed": 0.05, **changes}
     return Settings(model=MaskedLM.random(seed=seed), seed=seed, **given)
 
@@ -123,18 +95,9 @@ def masked_lm(*, seed: int = 0, **changes: Any) -> Settings:
 def study(settings: Settings, *, progress: Callable[[int], None] | None = None) -> Result:
     """Simulate every batch size and step size, go to step size 0, run the control, and judge.
 
-    Args:
-        settings: What to run.
-        progress: Called with the number of steps that are done, of `settings.num_steps`.
+    `progress` is called with the number of steps that are done, of `settings.num_steps`.
     """
-    done = 0
-
-    def count(steps: int) -> None:
-        nonlocal done
-        done += steps
-        if progress is not None:
-            progress(done)
-
+    count = counter(progress)
     rows: list[Row] = []
     limits: list[Row] = []
     for batch_size in settings.batch_sizes:
@@ -142,15 +105,8 @@ def study(settings: Settings, *, progress: Callable[[int], None] | None = None) 
         rows += [row for some in by_step for row in some]
         limits += [_limit(settings, same_time, time) for *same_time, time in zip(*by_step, settings.times, strict=True)]
     control = _control(settings)
-    statements = verdicts.judge(
-        settings.model.name,
-        rows,
-        limits,
-        control,
-        coefficient=settings.coefficient,
-        allowed=settings.allowed,
-        start=settings.flow_trace(0.0, 1),
-    )
+    rule = {"coefficient": settings.coefficient, "allowed": settings.allowed, "start": settings.flow_trace(0.0, 1)}
+    statements = judge(settings.model.name, rows, limits, control, **rule)
     return Result(rows=tuple(rows), limits=tuple(limits), control=control, statements=tuple(statements))
 
 
@@ -218,12 +174,10 @@ def extrapolated(step_sizes: Sequence[float], estimates: Sequence[Estimate]) -> 
     """
     weights = [math.prod(other / (other - eta) for other in step_sizes if other != eta) for eta in step_sizes]
     pairs = list(zip(weights, estimates, strict=True))
-    return Estimate(
+    return dataclasses.replace(
+        estimates[0],
         value=math.fsum(weight * estimate.value for weight, estimate in pairs),
         stderr=math.hypot(*(weight * estimate.stderr for weight, estimate in pairs)),
-        samples=estimates[0].samples,
-        unit=estimates[0].unit,
-        num_inputs=estimates[0].num_inputs,
         method=f"{estimates[0].method}, extrapolated to step size 0",
     )
 
@@ -247,14 +201,7 @@ def _control(settings: Settings) -> tuple[float, ...]:
 
 def _times(estimate: Estimate, factor: float) -> Estimate:
     """Return an estimate times a number without unit."""
-    return Estimate(
-        value=factor * estimate.value,
-        stderr=abs(factor) * estimate.stderr,
-        samples=estimate.samples,
-        unit=estimate.unit,
-        num_inputs=estimate.num_inputs,
-        method=estimate.method,
-    )
+    return dataclasses.replace(estimate, value=factor * estimate.value, stderr=abs(factor) * estimate.stderr)
 
 
 def _list(values: Sequence[float]) -> str:

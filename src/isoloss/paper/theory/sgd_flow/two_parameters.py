@@ -23,10 +23,6 @@ class TwoParameters:
     As `(a^2 + b^2)^2 = D^2 + 4 (ab)^2`, the flow is closed: `D(t) = D(0) exp(-4 v t)` and
     `Tr(t) = v sqrt(D(t)^2 + 4 logit(p)^2)`.
 
-    Attributes:
-        probability: p, of the first answer.
-        start: a at the start; b is logit(p) / a.
-
     Example:
         >>> model = TwoParameters(0.7, 2.0)
         >>> start, later = model.flow(0.0), model.flow(1.0)
@@ -36,8 +32,8 @@ class TwoParameters:
         0.0
     """
 
-    probability: float
-    start: float
+    probability: float  # p, of the first answer
+    start: float  # a at the start; b is logit(p) / a
 
     name = "two parameters"
     unit = "nats per example"

@@ -1,4 +1,4 @@
-"""The statements of Theorem 3.3, with the figures of SGD and of the flow that decide them."""
+"""The statements of Theorem 3.3, and the rows of the table of SGD against the flow that decide them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,39 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from isoloss.paper.theory.sgd_flow.rows import Row
 from isoloss.paper.theory.statements import Statement
 from isoloss.statistics.estimate import Estimate, rounded
 
 ERRORS = 3.0  # standard errors that a statistical figure may be off
 PRECISION = 0.1  # standard error of a coefficient, as a fraction of it, above which nothing can be concluded
 CONTROL_ALLOWED = 1e-3  # change of the control's trace, as a fraction of what label noise takes off it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """SGD with one step size and batch size at one time, against the flow."""
+
+    batch_size: int  # B
+    step_size: float  # eta; 0: the limit of small steps, extrapolated
+    time: float  # K, the number of steps times eta^2
+    trace: Estimate  # mean trace of the Hessian where SGD is, over the trajectories
+    flow_trace: float  # the flow's, with the coefficient that is checked
+    coefficient: Estimate  # of the flow that is where SGD is, times B
+    # mean squared distance of SGD's parameters from the flow's, as a fraction of the squared distance that the flow is
+    # from the start
+    distance: Estimate
+
+    @property
+    def error(self) -> float:
+        """Mean trace of SGD less the flow's, as a fraction of the flow's."""
+        return self.trace.value / self.flow_trace - 1
+
+    @property
+    def error_percent(self) -> str:
+        """The same in percent, with its standard error."""
+        return f"{rounded(100 * self.error, 100 * self.trace.stderr / self.flow_trace)} %"
 
 
 def judge(
@@ -28,14 +53,9 @@ def judge(
 ) -> list[Statement]:
     """Return the statements with their verdicts.
 
-    Args:
-        name: Of the model.
-        rows: For each batch size, each step size from large to small, and each time.
-        limits: For each batch size and time: the same at step size 0.
-        control: Traces over time without label noise.
-        coefficient: The one that is checked.
-        allowed: Relative error of the mean trace at the smallest step size.
-        start: The trace at the start.
+    The rows come for each batch size, each step size from large to small, and each time; `limits` are the same at step
+    size 0, `control` the traces over time without label noise. `allowed` is the relative error of the mean trace at the
+    smallest step size, `start` the trace at the start.
     """
     single = [row for row in rows if row.batch_size == rows[0].batch_size]
     by_step = [list(some) for _, some in itertools.groupby(single, key=lambda row: row.step_size)]
