@@ -12,7 +12,6 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.files import write_text
-from isoloss.models import bert, bert_pre_ln
 from isoloss.models.expansion import Scale, check_fits, expand
 from isoloss.models.sizes import SIZES
 from isoloss.paper.theory.expansion import differences
@@ -21,7 +20,7 @@ from isoloss.run_config import ModelConfig
 from isoloss.seeds import generator
 
 TABLE_4 = ("d128", "d192", "d320", "d384", "d640", "d960", "d1920")
-MAKERS = {"bert": bert.build, "bert-pre-ln": bert_pre_ln.build}
+ARCHITECTURES = ("bert", "bert-pre-ln")
 TOKENS, LENGTH = 32, 8
 MASK, PAD = 32, 33
 
@@ -41,7 +40,7 @@ def trained(architecture: str, size: str, *, steps: int, noise: float) -> Any:
     inputs at those of matrices.
     """
     config = ModelConfig(architecture=architecture, size=size, dropout=0.0)
-    model = MAKERS[architecture](config, vocab_size=PAD + 1, max_length=LENGTH, pad_id=PAD, seed=0)
+    model = MODELS.load(architecture).new_model(config, vocab_size=PAD + 1, max_length=LENGTH, pad_id=PAD, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
         ids, hidden = sentences(4, step=step)
@@ -88,7 +87,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    for small, architecture in itertools.product(args.sizes, MAKERS):
+    for small, architecture in itertools.product(args.sizes, ARCHITECTURES):
         larger = [size for size in args.sizes[args.sizes.index(small) + 1 :] if fits(small, size)]
         if not larger:
             continue

@@ -35,7 +35,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from isoloss.files import write_text  # noqa: E402
 from isoloss.languages.config import PRESETS  # noqa: E402
 from isoloss.models import bert, fused  # noqa: E402
-from isoloss.models.bert import build  # noqa: E402
+from isoloss.models.architectures import BERT  # noqa: E402
 from isoloss.models.make import make_model  # noqa: E402
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig  # noqa: E402
 from isoloss.runs import Run  # noqa: E402
@@ -191,7 +191,7 @@ class Workload:
         if is_ours:
             return make_model(self.config.model, self.language, seed=0)
         ids = {"vocab_size": self.language.model_vocab_size, "pad_id": self.language.pad_id}
-        return build(self.config.model, max_length=self.language.max_length, seed=0, **ids)
+        return BERT.new_model(self.config.model, max_length=self.language.max_length, seed=0, **ids)
 
     def trainer(self, steps: int, *, attention: str, loss: str = "own", bf16: bool = False) -> list[float]:
         """Train with the Trainer, on the batches of the same steps, which are in memory."""

@@ -27,7 +27,7 @@ from transformers import (
 
 from isoloss.errors import IsolossError
 from isoloss.loading import load_model, quiet, resolve_device
-from isoloss.models.bert import build
+from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
@@ -38,7 +38,7 @@ INPUT = torch.tensor([[1, 2, 3, 4]])
 def bert_folder(tmp_path):
     folder = tmp_path / "bert"
     with quiet():
-        build(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).save_pretrained(folder)
+        BERT.new_model(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).save_pretrained(folder)
     return folder
 
 
@@ -65,7 +65,7 @@ def test_a_masked_model_loads_with_its_weights(bert_folder):
     loaded = load_model(bert_folder)
     assert (loaded.kind, loaded.architecture, loaded.name) == ("masked", "BertForMaskedLM", str(bert_folder))
     assert not loaded.model.training
-    expected = build(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).eval()
+    expected = BERT.new_model(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).eval()
     torch.testing.assert_close(loaded.model(INPUT).logits, expected(INPUT).logits)
 
 
@@ -341,7 +341,7 @@ def test_remote_code_runs_only_when_trusted(bert_folder, tmp_path):
     loaded = load_model(bert_folder, trust_remote_code=True)
     assert marker.exists()
     assert type(loaded.model).__name__ == "OwnForMaskedLM"
-    expected = build(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).eval()
+    expected = BERT.new_model(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).eval()
     torch.testing.assert_close(loaded.model(INPUT).logits, expected(INPUT).logits)
 
 

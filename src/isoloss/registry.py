@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import operator
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
@@ -54,18 +55,39 @@ class Registry:
         self._plural = plural
 
     def register(self, name: str, target: Any, *, summary: str = "") -> None:
-        """Add a component.
+        """Add a component for this process; another package adds one by an entry point (see above).
+
+        A language or a training algorithm is a subclass of `isoloss.config.LanguageConfig` or `AlgorithmConfig`, a
+        model an `isoloss.models.architectures.Architecture`, a measure a subclass of
+        `isoloss.evaluation.measures.base.Measure`, a study an `isoloss.studies.spec.Study` or a function that returns
+        one, and an executor a function like `isoloss.studies.executors.local.run`. A task is a function of a language
+        and of the parts of its name in capital letters, in small letters, that returns an
+        `isoloss.languages.api.Labeling`.
 
         Args:
-            name: What it is called; not the name of another one.
-            target: The component, or `"module:attribute"`.
+            name: What configs and the command line call it. Parts in capital letters stand for whatever is there: they
+                are fields of a measure (`probe-TASK`) and arguments of a task (`parity-TOKEN`).
+            target: The component, or where it is: `"module:attribute"`.
             summary: One line for lists; empty: the first line of its docstring.
 
         Raises:
             IsolossError: Another component has the name.
+
+        Example:
+            >>> from isoloss import make_task, register_language, register_task
+            >>> register_language("my-dyck", "isoloss.languages.config:DyckConfig", summary="nested brackets")
+            >>> LANGUAGES.load("my-dyck")(kinds=3).build()
+            PCFG(18 symbols, 6 tokens, at most 16 tokens a sentence, torch.float64 on cpu)
+            >>> def starts_with(language, token):
+            ...     from isoloss.languages.api import Labeling
+            ...     index = language.vocabulary.index(token)
+            ...     return Labeling(classes=("no", "yes"), label=lambda s: (s.tokens[:, 0] == index).long())
+            >>> register_task("starts-with-TOKEN", starts_with)
+            >>> make_task("brackets-8", "starts-with-<", num_train=10, num_test=10).classes
+            ('no', 'yes')
         """
         known = self._all().get(name)
-        if known is not None and known.target is not target:
+        if known is not None and _place(known.target) != _place(target):  # a notebook runs its cells again
             raise IsolossError(f"there is a {self.kind} {name!r} already; choose another name")
         self._entries[name] = Entry(target, summary)
 
@@ -97,18 +119,14 @@ class Registry:
         Raises:
             IsolossError: There is none, or the package that offers it cannot be imported.
         """
-        if name not in self:
-            raise IsolossError(
-                f"no {self.kind} {name!r}{did_you_mean(name, self) or ';'} the {self._plural} are {', '.join(self)}"
-            )
-        entry = self._all()[name]
+        entry = self._all().get(name)
+        if entry is None:
+            raise self._unknown(name)
         if not isinstance(entry.target, str):
             return entry.target
         module, _, attribute = entry.target.partition(":")
         try:
-            found: Any = importlib.import_module(module)
-            for part in attribute.split("."):
-                found = getattr(found, part)
+            found: Any = operator.attrgetter(attribute)(importlib.import_module(module))
         except (ImportError, AttributeError) as error:
             raise IsolossError(f"{self.kind} {name!r} cannot be loaded from {entry.target}: {error}") from error
         return found
@@ -128,7 +146,10 @@ class Registry:
         for pattern in self:
             if (values := _values(pattern, name)) is not None:
                 return pattern, values
-        raise IsolossError(
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> IsolossError:
+        return IsolossError(
             f"no {self.kind} {name!r}{did_you_mean(name, self) or ';'} the {self._plural} are {', '.join(self)}"
         )
 
@@ -141,6 +162,11 @@ class Registry:
             elif entries[point.name].target not in (point.value, _loaded(point)):
                 warn(f"{_package(point)} has a {self.kind} {point.name!r}, which is not used: the name is taken")
         return entries
+
+
+def _place(target: Any) -> Any:
+    """Return where a component is, or the component itself where it is an object without a name."""
+    return f"{target.__module__}:{target.__qualname__}" if hasattr(target, "__qualname__") else target
 
 
 def _values(pattern: str, name: str) -> dict[str, str] | None:
@@ -324,122 +350,6 @@ STUDIES = Registry(
 )
 
 
-def register_language(kind: str, config: Any, *, summary: str = "") -> None:
-    """Add a language for this process; another package adds one by an entry point of the group `isoloss.languages`.
-
-    Args:
-        kind: What configs and the command line call it.
-        config: A subclass of `isoloss.config.LanguageConfig`, or where it is: `"module:attribute"`.
-        summary: One line for lists; empty: the first line of the docstring.
-
-    Raises:
-        IsolossError: Another language has the name.
-
-    Example:
-        >>> register_language("my-dyck", "isoloss.languages.config:DyckConfig", summary="nested brackets")
-        >>> LANGUAGES.load("my-dyck")(kinds=3).build()
-        PCFG(18 symbols, 6 tokens, at most 16 tokens a sentence, torch.float64 on cpu)
-    """
-    LANGUAGES.register(kind, config, summary=summary)
-
-
-def register_model(name: str, architecture: Any, *, summary: str = "") -> None:
-    """Add an architecture, as `register_language` adds a language; the group is `isoloss.models`.
-
-    Args:
-        name: What `ModelConfig.architecture` and the command line call it.
-        architecture: An `isoloss.models.architectures.Architecture`, or where it is.
-        summary: As for `register_language`.
-
-    Example:
-        >>> register_model("my-bert", "isoloss.models.architectures:BERT", summary="BERT by another name")
-        >>> MODELS.load("my-bert").objective
-        'masked'
-    """
-    MODELS.register(name, architecture, summary=summary)
-
-
-def register_measure(name: str, measure: Any, *, summary: str = "") -> None:
-    """Add a measure, as `register_language` adds a language; the group is `isoloss.measures`.
-
-    Args:
-        name: What `isoloss eval` calls it; parts in capital letters are fields of the measure, e.g. `probe-TASK`.
-        measure: A subclass of `isoloss.evaluation.measures.base.Measure`, or where it is.
-        summary: As for `register_language`.
-
-    Example:
-        >>> register_measure("my-trace", "isoloss.evaluation.measures.flatness:Trace")
-        >>> MEASURES.load("my-trace")().trace_sentences
-        2048
-    """
-    MEASURES.register(name, measure, summary=summary)
-
-
-def register_task(name: str, labeling: Any, *, summary: str = "") -> None:
-    """Add a task of all languages, as `register_language` adds a language; the group is `isoloss.tasks`.
-
-    Args:
-        name: The task; parts in capital letters are arguments, e.g. `parity-TOKEN`.
-        labeling: A function of a language and these arguments, in small letters, that returns an
-            `isoloss.languages.api.Labeling`; or where it is.
-        summary: As for `register_language`.
-
-    Example:
-        >>> def starts_with(language, token):
-        ...     from isoloss.languages.api import Labeling
-        ...     index = language.vocabulary.index(token)
-        ...     return Labeling(classes=("no", "yes"), label=lambda s: (s.tokens[:, 0] == index).long())
-        >>> register_task("starts-with-TOKEN", starts_with)
-        >>> from isoloss import make_task
-        >>> make_task("brackets-8", "starts-with-<", num_train=10, num_test=10).classes
-        ('no', 'yes')
-    """
-    TASKS.register(name, labeling, summary=summary)
-
-
-def register_algorithm(kind: str, config: Any, *, summary: str = "") -> None:
-    """Add a training algorithm, as `register_language` adds a language; the group is `isoloss.algorithms`.
-
-    Args:
-        kind: What configs and `isoloss train --algorithm` call it.
-        config: A subclass of `isoloss.config.AlgorithmConfig`, or where it is.
-        summary: As for `register_language`.
-
-    Example:
-        >>> register_algorithm("my-sam", "isoloss.training.algorithms.config:SAMConfig")
-        >>> ALGORITHMS.load("my-sam")().rho
-        0.05
-    """
-    ALGORITHMS.register(kind, config, summary=summary)
-
-
-def register_executor(name: str, run: Any, *, summary: str = "") -> None:
-    """Add an executor of studies, as `register_language` adds a language; the group is `isoloss.executors`.
-
-    Args:
-        name: What `isoloss study run --executor` calls it.
-        run: A function `(units, *, workers, logs, say) -> int` (`isoloss.studies.executors.local.run`), or where it is.
-        summary: As for `register_language`.
-
-    Example:
-        >>> register_executor("my-local", "isoloss.studies.executors.local:run")
-        >>> EXECUTORS.load("my-local")([], workers=1, logs=None, say=print)
-        0
-    """
-    EXECUTORS.register(name, run, summary=summary)
-
-
-def register_study(name: str, study: Any, *, summary: str = "") -> None:
-    """Add a study, as `register_language` adds a language; the group is `isoloss.studies`.
-
-    Args:
-        name: What `isoloss study` calls it.
-        study: An `isoloss.studies.spec.Study`, a function that returns one, or where it is.
-        summary: As for `register_language`.
-
-    Example:
-        >>> register_study("my-study", "isoloss.paper.same_loss.study:STUDY")
-        >>> list(STUDIES.load("my-study").scales)
-        ['laptop', 'smoke']
-    """
-    STUDIES.register(name, study, summary=summary)
+register_language, register_model, register_measure = LANGUAGES.register, MODELS.register, MEASURES.register
+register_task, register_algorithm = TASKS.register, ALGORITHMS.register
+register_executor, register_study = EXECUTORS.register, STUDIES.register

@@ -5,13 +5,18 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from isoloss.errors import IsolossError
-from isoloss.models.bert import build, masked_logits
+from isoloss.models.architectures import BERT
+from isoloss.models.bert import states
 from isoloss.run_config import ModelConfig
 
 
 def small(size="d32", seed=0, **changes):
     arguments = {"vocab_size": 12, "max_length": 6, "pad_id": 10, **changes}
-    return build(ModelConfig(size=size), seed=seed, **arguments)
+    return BERT.new_model(ModelConfig(size=size), seed=seed, **arguments)
+
+
+def masked_logits(model, input_ids, mask, positions):
+    return model.get_output_embeddings()(states(model, input_ids, mask, positions))
 
 
 def perturbed(size, dtype):
@@ -135,7 +140,7 @@ def test_transformers_loads_what_is_saved(tmp_path):
 )
 def test_bad_settings_are_refused(config, pad_id, message):
     with pytest.raises(IsolossError, match=message):
-        build(config, vocab_size=12, max_length=6, pad_id=pad_id, seed=0)
+        BERT.new_model(config, vocab_size=12, max_length=6, pad_id=pad_id, seed=0)
 
 
 def test_dropout_of_attention_is_the_same_in_law_where_one_position_is_predicted():

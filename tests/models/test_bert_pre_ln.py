@@ -8,7 +8,8 @@ from transformers import AutoModelForMaskedLM
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.models.bert_pre_ln import build, states
+from isoloss.models.architectures import PRE_LAYER_NORM_BERT
+from isoloss.models.bert import states
 from isoloss.run_config import ModelConfig
 
 LENGTHS = (6, 3, 1, 6, 4)
@@ -16,7 +17,7 @@ LENGTHS = (6, 3, 1, 6, 4)
 
 def small(size="d128", seed=0, **changes):
     arguments = {"vocab_size": 12, "max_length": 6, "pad_id": 10, **changes}
-    return build(ModelConfig(architecture="bert-pre-ln", size=size), seed=seed, **arguments)
+    return PRE_LAYER_NORM_BERT.new_model(ModelConfig(architecture="bert-pre-ln", size=size), seed=seed, **arguments)
 
 
 def perturbed(size="d128", dtype=torch.float64):

@@ -11,7 +11,8 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PRESETS
-from isoloss.models import bert, fused, fused_kernels
+from isoloss.models import fused, fused_kernels
+from isoloss.models.architectures import BERT
 from isoloss.models.dropout import LEVELS, num_levels, random_bits
 from isoloss.models.fused_blocks import computed_by, with_fused_blocks
 from isoloss.models.make import make_model, predicted_states
@@ -251,7 +252,7 @@ def test_there_is_no_second_derivative_in_training_and_there_is_one_in_evaluatio
 
 @pytest.mark.parametrize("where", ["evaluation", "two threads", "float64", "autocast", "sdpa"])
 def test_elsewhere_the_blocks_are_transformers_own_bit_for_bit(where):
-    plain = bert.build(
+    plain = BERT.new_model(
         ModelConfig(size="d128", dropout=0.0),
         vocab_size=LANGUAGE.model_vocab_size,
         max_length=LANGUAGE.max_length,

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.models.lstm import build
+from isoloss.models.architectures import LSTM
 from isoloss.run_config import ModelConfig
 
 
 def small(size="h32", seed=0, dropout=0.1):
-    return build(ModelConfig(architecture="lstm", size=size, dropout=dropout), vocab_size=12, pad_id=10, seed=seed)
+    return LSTM.new_model(
+        ModelConfig(architecture="lstm", size=size, dropout=dropout), vocab_size=12, max_length=6, pad_id=10, seed=seed
+    )
 
 
 def test_the_weights_are_a_function_of_the_seed_alone():
@@ -47,4 +49,4 @@ def test_what_is_built_is_a_bidirectional_lstm_with_a_tied_decoder():
 )
 def test_bad_settings_are_refused(config, pad_id, message):
     with pytest.raises(IsolossError, match=message):
-        build(config, vocab_size=12, pad_id=pad_id, seed=0)
+        LSTM.new_model(config, vocab_size=12, max_length=6, pad_id=pad_id, seed=0)

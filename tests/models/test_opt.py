@@ -5,13 +5,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from isoloss.errors import IsolossError
-from isoloss.models.opt import build
+from isoloss.models.architectures import OPT
 from isoloss.run_config import ModelConfig
 
 
 def small(size="d32", seed=0, **changes):
     arguments = {"vocab_size": 12, "max_length": 6, "pad_id": 10, "start_id": 11, "end_id": None, **changes}
-    return build(ModelConfig(architecture="opt", size=size), seed=seed, **arguments)
+    return OPT.new_model(ModelConfig(architecture="opt", size=size), seed=seed, **arguments)
 
 
 def test_the_weights_are_a_function_of_the_seed_alone():
@@ -70,4 +70,4 @@ def test_transformers_loads_what_is_saved_and_generates(tmp_path):
 )
 def test_bad_settings_are_refused(config, pad_id, message):
     with pytest.raises(IsolossError, match=message):
-        build(config, vocab_size=12, max_length=6, pad_id=pad_id, start_id=11, end_id=None, seed=0)
+        OPT.new_model(config, vocab_size=12, max_length=6, pad_id=pad_id, start_id=11, end_id=None, seed=0)

@@ -8,7 +8,6 @@ import torch
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.models import bert, bert_pre_ln, lstm, opt
 from isoloss.models.architectures import BERT, LSTM
 from isoloss.models.sizes import LSTM_SIZES, SIZES, LSTMShape, Shape, shape
 from isoloss.registry import MODELS
@@ -58,15 +57,10 @@ def test_the_sizes_are_the_papers_tables():
     ("architecture", "name"), [(a, name) for a in ARCHITECTURES for name in ARCHITECTURES[a].sizes]
 )
 def test_the_closed_form_counts_the_built_models_parameters(architecture, name):
-    build = {"bert": bert.build, "bert-pre-ln": bert_pre_ln.build, "lstm": lstm.build, "opt": opt.build}[architecture]
-    settings = {"vocab_size": 202, "pad_id": 200, "seed": 0}
-    if architecture != "lstm":
-        settings["max_length"] = 32
-    if architecture == "opt":
-        settings |= {"start_id": 201, "end_id": None}
-    with torch.device("meta"):
-        model = build(ModelConfig(architecture=architecture, size=name), **settings)
     own = ARCHITECTURES[architecture]
+    config = ModelConfig(architecture=architecture, size=name)
+    with torch.device("meta"):
+        model = own.new_model(config, vocab_size=202, pad_id=200, max_length=32, start_id=201, seed=0)
     counted = own.num_parameters(own.sizes[name], vocab_size=202, max_length=32, pad_id=200)
     assert counted == sum(p.numel() for p in model.parameters())
 
@@ -88,14 +82,8 @@ FREE = [
 
 @pytest.mark.parametrize("config", FREE, ids=lambda config: config.architecture)
 def test_a_free_shape_is_what_is_built_and_counted(config):
-    build = {"bert": bert.build, "bert-pre-ln": bert_pre_ln.build, "lstm": lstm.build, "opt": opt.build}
-    settings = {"vocab_size": 13, "pad_id": 11, "seed": 0}
-    if config.architecture != "lstm":
-        settings["max_length"] = 6
-    if config.architecture == "opt":
-        settings |= {"start_id": 12, "end_id": None}
-    model = build[config.architecture](config, **settings)
     own = ARCHITECTURES[config.architecture]
+    model = own.new_model(config, vocab_size=13, pad_id=11, max_length=6, start_id=12, seed=0)
     size = own.sizes[config.size]
     built = model.config
     assert built.num_hidden_layers == (config.layers or size.num_layers)
@@ -122,7 +110,7 @@ def test_the_papers_lstms_read_one_way(layers, millions):
     """Without embeddings; the paper prints 67M and 135M."""
     config = ModelConfig(architecture="lstm", size="h1024", layers=layers, directions=1)
     with torch.device("meta"):
-        model = lstm.build(config, vocab_size=202, pad_id=200, seed=0)
+        model = LSTM.new_model(config, vocab_size=202, pad_id=200, max_length=32, seed=0)
     inner = sum(p.numel() for name, p in model.lstm.named_parameters() if not name.startswith("embeddings"))
     assert round(inner / 1e6) == millions
     assert inner == LSTM.num_parameters(LSTMShape(1024, layers, 1), 0, 1)

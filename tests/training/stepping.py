@@ -8,7 +8,7 @@ import torch
 from toy_language import PairLanguage
 
 from isoloss.languages.config import PCFGConfig
-from isoloss.models.bert import build
+from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.text.masking import IGNORED
 from isoloss.training.algorithms.base import TrainingContext
@@ -18,7 +18,9 @@ STEPS = 50
 
 
 def tiny(dtype=torch.float64, dropout=0.0):
-    return build(ModelConfig(size="d16", dropout=dropout), vocab_size=10, max_length=4, pad_id=8, seed=0).to(dtype)
+    return BERT.new_model(ModelConfig(size="d16", dropout=dropout), vocab_size=10, max_length=4, pad_id=8, seed=0).to(
+        dtype
+    )
 
 
 def context(optimizer, *, total=STEPS, **changes):

@@ -11,7 +11,7 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PCFGConfig
 from isoloss.loading import load_model
-from isoloss.models.bert import build
+from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.training.checkpoints import TrainerState, latest, load, load_weights, remove_except, save, weights_sha256
@@ -22,7 +22,7 @@ STATE = TrainerState(step=7, config=configs.identity(CONFIG), loss_sum_nats=0.1 
 
 
 def model(seed=0, size="d16"):
-    return build(ModelConfig(size=size), vocab_size=10, max_length=4, pad_id=8, seed=seed)
+    return BERT.new_model(ModelConfig(size=size), vocab_size=10, max_length=4, pad_id=8, seed=seed)
 
 
 @pytest.fixture
@@ -161,8 +161,8 @@ def test_weights_of_another_shape_are_refused(folder):
 
 
 def test_weights_of_a_deeper_model_are_refused(folder, tmp_path):
-    deep = build(ModelConfig(size="d128"), vocab_size=10, max_length=4, pad_id=8, seed=0)
-    shallow = build(ModelConfig(size="d128"), vocab_size=10, max_length=4, pad_id=8, seed=0)
+    deep = BERT.new_model(ModelConfig(size="d128"), vocab_size=10, max_length=4, pad_id=8, seed=0)
+    shallow = BERT.new_model(ModelConfig(size="d128"), vocab_size=10, max_length=4, pad_id=8, seed=0)
     del shallow.bert.encoder.layer[1:]
     save(tmp_path / "deep", deep, {}, STATE)
     save(tmp_path / "shallow", shallow, {}, STATE)

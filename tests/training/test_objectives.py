@@ -10,7 +10,7 @@ from toy_language import PairLanguage
 from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PCFGConfig
-from isoloss.models.bert import build
+from isoloss.models.architectures import BERT
 from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.text.masking import IGNORED
@@ -33,7 +33,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_masked_tokens(masking, is_rag
     assert num_tokens == int(sentences.lengths.sum())
     assert ("attention_mask" in batch) == is_ragged
 
-    model = build(ModelConfig(size="d16"), vocab_size=10, max_length=4, pad_id=8, seed=0).double().eval()
+    model = BERT.new_model(ModelConfig(size="d16"), vocab_size=10, max_length=4, pad_id=8, seed=0).double().eval()
     terms = []
     for i, length in enumerate(sentences.lengths.tolist()):
         hidden = [t for t in range(4) if batch["labels"][i, t] != IGNORED]

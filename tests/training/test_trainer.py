@@ -14,7 +14,7 @@ from toy_language import PairLanguage
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.loading import load_model
-from isoloss.models.bert import build
+from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.runs import Run
 from isoloss.training import throughput
@@ -51,7 +51,7 @@ def test_the_metrics_are_those_of_a_loop_written_out(tmp_path):
     config = small(model=ModelConfig(size="d16", dropout=0.0), optimizer=OptimizerConfig(name="sgd", warmup_steps=3))
     run = trained(tmp_path, config)
     language = PairLanguage()
-    model = build(config.model, vocab_size=10, max_length=4, pad_id=8, seed=0)
+    model = BERT.new_model(config.model, vocab_size=10, max_length=4, pad_id=8, seed=0)
     losses, norms, rates = [], [], []
     for step in range(1, 11):
         sentences = language.batch(step, 8, seed=0)
@@ -82,7 +82,7 @@ def test_the_metrics_are_those_of_a_loop_written_out(tmp_path):
 
 def test_step_0_is_the_initial_model(tmp_path):
     run = trained(tmp_path, small(checkpoints=(0,)))
-    expected = build(ModelConfig(size="d16"), vocab_size=10, max_length=4, pad_id=8, seed=0).state_dict()
+    expected = BERT.new_model(ModelConfig(size="d16"), vocab_size=10, max_length=4, pad_id=8, seed=0).state_dict()
     got = load_model(run.checkpoint(0)).model.state_dict()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 

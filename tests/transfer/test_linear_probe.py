@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.languages.pcfg.language import PCFG
-from isoloss.models.bert import build
+from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig
 from isoloss.transfer.config import Solver
 from isoloss.transfer.features import extract
@@ -243,7 +243,7 @@ def test_training_examples_of_one_class_make_it_the_prediction(solver: Solver) -
 def test_probing_a_model_is_extracting_and_probing() -> None:
     language = PCFG.from_text("S A B 1\nS B 1\nA a 2\nA b 1\nB b 1\nB c 1")
     task = make_task(language, "prefix-1", num_train=60, num_test=40, seed=0)
-    model = build(
+    model = BERT.new_model(
         ModelConfig(size="d16"),
         vocab_size=language.model_vocab_size,
         max_length=language.max_length,

@@ -5,6 +5,7 @@ An architecture is an `Architecture` object, registered in `isoloss.registry.MOD
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,11 +24,12 @@ TOKEN_TYPES = 2  # rows of the token-type embedding, as BERT's tokenizers expect
 
 
 class Architecture:
-    """A family of models in several sizes; a subclass says how a model is built.
+    """A family of models in several sizes; a subclass says what its models' Hugging Face config is made of.
 
     Attributes:
         objective: What it is trained with, as `isoloss.run_config.ObjectiveConfig.kind` names it.
         model_class: Name of the Hugging Face class of its models.
+        library: The module that has this class.
         sizes: Its shapes by name.
         default_size: The size where none is named.
         supports_fsdp: Whether its parameters can be sharded.
@@ -35,6 +37,7 @@ class Architecture:
 
     objective: Literal["masked", "causal"] = "masked"
     model_class: str
+    library = "transformers"
     sizes: Mapping[str, Any]
     default_size: str
     supports_fsdp = True
@@ -58,12 +61,81 @@ class Architecture:
         """
         raise NotImplementedError
 
-    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
-        """Return a randomly initialized model of a language's sentences, in training mode on the CPU.
+    def settings(
+        self, shape: Any, dropout: float, *, pad_id: int, max_length: int, start_id: int | None, end_id: int | None
+    ) -> dict[str, Any]:
+        """Return what the models' Hugging Face config takes besides the vocabulary, the padding and the kernel.
 
-        Its weights are a function of the arguments.
+        Args:
+            shape: As `shape` returns it.
+            dropout: Of the config.
+            pad_id: Id of the padding.
+            max_length: Longest sentence, in tokens, the start included.
+            start_id: Id that a sentence of a causal model starts from: the checkpoint's bos.
+            end_id: Id that ends a sentence, the checkpoint's eos, or None.
         """
         raise NotImplementedError
+
+    def new_model(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        pad_id: int,
+        max_length: int,
+        start_id: int | None = None,
+        end_id: int | None = None,
+        seed: int,
+    ) -> Any:
+        """Return a randomly initialized model, in float32 on the CPU, in training mode.
+
+        The weights are a pure function of the arguments (normal with standard deviation 0.02, those of an LSTM by
+        Glorot's uniform rule; biases 0, layer norms 1 and 0; the padding's embedding 0), and the caller's random state
+        is left alone. Attention is transformers' eager kernel: as fast as the fused one at short lengths, made of
+        operations that repeat bit for bit, and with second derivatives.
+
+        Args:
+            config: Shape and dropout.
+            vocab_size: Token ids that the model knows, the special ones included.
+            pad_id: As for `settings`.
+            max_length: As for `settings`.
+            start_id: As for `settings`.
+            end_id: As for `settings`.
+            seed: The experiment's seed; the stream is `"weights"`.
+
+        Raises:
+            IsolossError: An unknown size, a shape that cannot be, or a `pad_id` outside the vocabulary.
+
+        Example:
+            >>> from isoloss.run_config import ModelConfig
+            >>> BERT.new_model(ModelConfig(size="d16"), vocab_size=34, pad_id=32, max_length=8, seed=0).num_parameters()
+            4354
+        """
+        from isoloss.models.make import seeded_weights
+
+        if not 0 <= pad_id < vocab_size:
+            raise IsolossError(
+                f"the padding's id is {pad_id}; it must be one of the model's ids, 0 to {vocab_size - 1}"
+            )
+        settings = self.settings(
+            self.shape(config), config.dropout, pad_id=pad_id, max_length=max_length, start_id=start_id, end_id=end_id
+        )
+        model_class = getattr(importlib.import_module(self.library), self.model_class)
+        made = model_class.config_class(
+            vocab_size=vocab_size, pad_token_id=pad_id, attn_implementation="eager", **settings
+        )
+        with seeded_weights(seed):
+            return model_class(made).train()
+
+    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
+        """Return a randomly initialized model of a language's sentences; see `new_model`."""
+        ids: dict[str, Any] = {"vocab_size": language.model_vocab_size, "pad_id": language.pad_id}
+        max_length = language.max_length
+        if self.objective == "causal":
+            start = language.start
+            max_length += not start.is_in_sentences
+            ids |= {"start_id": start.id, "end_id": start.end_id}
+        return self.new_model(config, max_length=max_length, **ids, seed=seed)  # type: ignore[no-any-return]
 
     def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
         """Return (k, d): what the output layer of `model` turns into logits, at the k predicted tokens.
@@ -132,16 +204,27 @@ class Transformer(Architecture):
 
 
 class _BERT(Transformer):
+    """Post-layer-norm blocks, GELU, decoder tied to the token embedding, no pooler."""
+
     model_class = "BertForMaskedLM"
 
     def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
         """Return (V + T + 2 + 2) d of the embeddings and their layer norm, and d^2 + d + 2 d + V of the head."""
         return (vocab_size + max_length + TOKEN_TYPES + 2) * d + d * d + d + 2 * d + vocab_size
 
-    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
-        from isoloss.models import bert
-
-        return bert.build(config, max_length=language.max_length, **_ids(language), seed=seed)
+    def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
+        return {
+            "hidden_size": shape.d_model,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "intermediate_size": shape.intermediate,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": dropout,
+            "attention_probs_dropout_prob": dropout,
+            "max_position_embeddings": max_length,
+            "type_vocab_size": TOKEN_TYPES,
+            "layer_norm_eps": 1e-12,
+        }
 
     def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
         from isoloss.models import bert
@@ -150,41 +233,53 @@ class _BERT(Transformer):
 
 
 class _PreLayerNormBERT(_BERT):
+    """BERT with the blocks h + Attn(LN(h)), then h + FF(LN(h)), and a layer norm after the last one.
+
+    It is transformers' RoBERTa-PreLayerNorm, whose positions count from `pad_id` + 1: the rows of the position
+    embedding before that one belong to no token and have no gradient, and no token may have the padding's id.
+    """
+
     model_class = "RobertaPreLayerNormForMaskedLM"
 
     def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
         """Return BERT's, 2 d of the last layer norm and (P + 1) d of position embeddings that no token uses."""
         return super().other_parameters(d, vocab_size, max_length, pad_id) + 2 * d + (pad_id + 1) * d
 
-    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
-        from isoloss.models import bert_pre_ln
-
-        return bert_pre_ln.build(config, max_length=language.max_length, **_ids(language), seed=seed)
-
-    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
-        from isoloss.models import bert_pre_ln
-
-        return bert_pre_ln.states(model, batch["input_ids"], batch.get("attention_mask"), predicted)
+    def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
+        bert = super().settings(shape, dropout, max_length=ids["pad_id"] + 1 + max_length)
+        return {**bert, "bos_token_id": None, "eos_token_id": None}
 
 
 class _OPT(Transformer):
+    """The blocks of OPT-125M (Zhang et al., 2022): pre-layer-norm, ReLU, learned positions, tied decoder, no bias."""
+
     model_class, objective = "OPTForCausalLM", "causal"
 
     def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
         """Return (V + T + 2) d of the embeddings, as OPT's positions count from 2, and 2 d of the last layer norm."""
         return (vocab_size + max_length + 2) * d + 2 * d
 
-    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
-        from isoloss.models import opt
-
-        start = language.start
-        max_length = language.max_length + (not start.is_in_sentences)
-        ids = {"start_id": start.id, "end_id": start.end_id, **_ids(language)}
-        return opt.build(config, max_length=max_length, **ids, seed=seed)
+    def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
+        return {
+            "hidden_size": shape.d_model,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "ffn_dim": shape.intermediate,
+            "dropout": dropout,
+            "attention_dropout": dropout,
+            "max_position_embeddings": max_length,
+            "bos_token_id": ids["start_id"],
+            "eos_token_id": ids["end_id"],
+        }
 
 
 class _LSTM(Architecture):
-    model_class = "LSTMForMaskedLM"
+    """Layers that read both ways, or one, with dropout between them; the decoder's weight is the token embedding.
+
+    The paper (appendix A.4) names widths and numbers of layers; that both sides are read, it leaves unsaid.
+    """
+
+    model_class, library = "LSTMForMaskedLM", "isoloss.lstm"
     sizes, default_size = LSTM_SIZES, "h64"
     supports_fsdp = False  # torch's LSTM kernels need full weights
 
@@ -214,14 +309,13 @@ class _LSTM(Architecture):
         h, k = shape.hidden, shape.directions
         return k * h * vocab_size + shape.num_layers * k * (4 * (k + 1) * h * h + 8 * h) + vocab_size
 
-    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
-        from isoloss.models import lstm
-
-        return lstm.build(config, **_ids(language), seed=seed)
-
-
-def _ids(language: Language) -> dict[str, Any]:
-    return {"vocab_size": language.model_vocab_size, "pad_id": language.pad_id}
+    def settings(self, shape: LSTMShape, dropout: float, **ids: Any) -> dict[str, Any]:
+        return {
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": shape.num_layers,
+            "num_directions": shape.directions,
+            "hidden_dropout_prob": dropout,
+        }
 
 
 BERT, PRE_LAYER_NORM_BERT, LSTM, OPT = _BERT(), _PreLayerNormBERT(), _LSTM(), _OPT()

@@ -1,6 +1,6 @@
-"""BERT with a masked-language-model head, at a named size: how one is made, and its logits where they are wanted.
+"""What the decoder of a BERT reads where it predicts, post- and pre-layer-norm.
 
-Shapes: n sentences, T tokens, k predicted positions, V token ids.
+Shapes: n sentences, T tokens, k predicted positions, d the model's width.
 """
 
 from __future__ import annotations
@@ -12,98 +12,32 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM
-
-from isoloss.models.architectures import BERT, TOKEN_TYPES
-from isoloss.models.initial import check_padding, seeded_weights
-from isoloss.run_config import ModelConfig
-
-
-def build(config: ModelConfig, *, vocab_size: int, max_length: int, pad_id: int, seed: int) -> BertForMaskedLM:
-    """Return a randomly initialized BERT: post-layer-norm blocks, GELU, decoder tied to the token embedding, no pooler.
-
-    The weights are a pure function of the arguments (normal with standard deviation 0.02, biases 0, layer norms 1 and
-    0), and the caller's random state is left alone. Attention is transformers' eager kernel: as fast as the fused one
-    at short lengths, made of operations that repeat bit for bit, and with second derivatives.
-
-    Args:
-        config: Shape and dropout.
-        vocab_size: Token ids that the model knows, the special ones included.
-        max_length: Longest sentence, in tokens.
-        pad_id: Id of the padding; its embedding starts at 0.
-        seed: The experiment's seed; the stream is `"weights"`.
-
-    Returns:
-        The model in float32 on the CPU, in training mode.
-
-    Raises:
-        IsolossError: An unknown size, a shape that cannot be, or a `pad_id` outside the vocabulary.
-
-    Example:
-        >>> model = build(ModelConfig(size="d16"), vocab_size=34, max_length=8, pad_id=32, seed=0)
-        >>> model.num_parameters()
-        4354
-    """
-    check_padding(pad_id, vocab_size)
-    sizes = BERT.shape(config)
-    bert_config = BertConfig(
-        vocab_size=vocab_size,
-        hidden_size=sizes.d_model,
-        num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads,
-        intermediate_size=sizes.intermediate,
-        hidden_act="gelu",
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.dropout,
-        max_position_embeddings=max_length,
-        type_vocab_size=TOKEN_TYPES,
-        layer_norm_eps=1e-12,
-        pad_token_id=pad_id,
-        attn_implementation="eager",
-    )
-    with seeded_weights(seed):
-        return BertForMaskedLM(bert_config).train()
-
-
-def masked_logits(
-    model: BertForMaskedLM, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, positions: torch.Tensor
-) -> torch.Tensor:
-    """Return the logits at the predicted positions only: `model(...).logits[positions]` at a fraction of the work.
-
-    Args:
-        model: As for `states`.
-        input_ids: As for `states`.
-        attention_mask: As for `states`.
-        positions: (n, T) bool, true where logits are wanted.
-
-    Returns:
-        (k, V), in the order of `positions.nonzero()`.
-    """
-    logits: torch.Tensor = model.cls.predictions.decoder(states(model, input_ids, attention_mask, positions))
-    return logits
+from transformers import BertForMaskedLM
 
 
 def states(
-    model: BertForMaskedLM, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, positions: torch.Tensor
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return what the decoder turns into logits, at the predicted positions only.
+    """Return (k, d): what the decoder turns into logits, at the predicted positions only.
 
     What a position's logits need of the other positions ends with the mixing of values in the last layer's attention,
     so all that follows (its output projection, the last feed-forward block and the head) runs on the k predicted
     positions alone.
 
     Args:
-        model: A BERT with a masked-language-model head.
+        model: A BERT or a RoBERTa-PreLayerNorm with its masked-language-model head.
         input_ids: (n, T) int64.
         attention_mask: (n, T), 1 at tokens and 0 at padding; None where nothing is padded, which is faster.
-        positions: (n, T) bool, true where logits are wanted.
-
-    Returns:
-        (k, d), in the order of `positions.nonzero()`.
+        positions: (n, T) bool, true where logits are wanted; the rows come in the order of `positions.nonzero()`.
     """
-    with selected(model.bert.encoder.layer[-1].attention, positions):
-        hidden = model.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-    transformed: torch.Tensor = model.cls.predictions.transform(hidden)
+    base = model.base_model
+    with selected(base.encoder.layer[-1].attention, positions):
+        hidden = base(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    transformed: torch.Tensor
+    if isinstance(model, BertForMaskedLM):
+        transformed = model.cls.predictions.transform(hidden)
+    else:
+        transformed = model.lm_head.layer_norm(nn.functional.gelu(model.lm_head.dense(hidden)))
     return transformed
 
 

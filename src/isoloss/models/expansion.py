@@ -155,8 +155,9 @@ def expand(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Ex
 
     Example:
         >>> from isoloss.run_config import ModelConfig
-        >>> from isoloss.models import bert
-        >>> small = bert.build(ModelConfig(size="d64"), vocab_size=34, max_length=8, pad_id=32, seed=0).double().eval()
+        >>> from isoloss.models.architectures import BERT
+        >>> small = BERT.new_model(ModelConfig(size="d64"), vocab_size=34, max_length=8, pad_id=32, seed=0)
+        >>> small = small.double().eval()
         >>> large = expand(small, SIZES["d192"]).model
         >>> tokens = torch.arange(8)[None]
         >>> bool((large(tokens).logits - small(tokens).logits).abs().max() < 1e-9)
@@ -202,8 +203,8 @@ def shape_of(model: PreTrainedModel) -> Shape:
 
     Example:
         >>> from isoloss.run_config import ModelConfig
-        >>> from isoloss.models import bert
-        >>> shape_of(bert.build(ModelConfig(size="d64"), vocab_size=34, max_length=8, pad_id=32, seed=0))
+        >>> from isoloss.models.architectures import BERT
+        >>> shape_of(BERT.new_model(ModelConfig(size="d64"), vocab_size=34, max_length=8, pad_id=32, seed=0))
         Shape(d_model=64, num_heads=1, num_layers=1, intermediate=256)
     """
     family, config = _family(model), model.config
