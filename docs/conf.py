@@ -69,7 +69,7 @@ RESULTS = {  # what the public functions take and return
 
 def directive(kind: str, name: str, *options: str) -> str:
     """Return an autodoc directive as MyST."""
-    lines = "".join(f"   :{option}:\n" for option in options)
+    lines = "".join(f"   {option}\n" for option in options)
     return f"```{{eval-rst}}\n.. auto{kind}:: {name}\n{lines}```"
 
 
@@ -80,10 +80,10 @@ def write_public_reference() -> None:
     parts = ["# Public names", "`import isoloss` offers these names, and `__version__`."]
     for name in (*(name for name in names if name not in register), *register):
         member = getattr(isoloss, name)
-        kind, options = ("class", ("members",)) if isinstance(member, type) else ("function", ())
+        kind, options = ("class", (":members:",)) if isinstance(member, type) else ("function", ())
         parts.append(directive(kind, f"isoloss.{name}", *options))
     parts.append("## Results\n\nThe classes of what these functions take and return, where not above.")
-    parts += [directive("class", f"{module}.{name}", "members") for module, name in RESULTS.items()]
+    parts += [directive("class", f"{module}.{name}", ":members:") for module, name in RESULTS.items()]
     (GENERATED / "api-public.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -107,7 +107,7 @@ def write_api_reference() -> None:
         ]
         for name in names:
             excluded = ", ".join(sorted(member for module, member in elsewhere if module == name))
-            options = ["members", "ignore-module-all"] + ([f"exclude-members: {excluded}"] if excluded else [])
+            options = [":members:", ":ignore-module-all:", *([f":exclude-members: {excluded}"] if excluded else [])]
             parts.append(f"## {name}\n\n{directive('module', name, *options)}")
         (GENERATED / f"api-{group}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     internal = "\n".join(f"api-{group}" for group in PACKAGES)
@@ -124,12 +124,8 @@ def as_rst(app: object, what: str, name: str, member: object, options: object, l
     lines[:] = [re.sub(r"(?<!`)(`[^`]+`)(?=[a-z])", r"\1\\ ", line) for line in lines]
     if what == "module":
         for number, line in enumerate(lines[:-2]):
-            if (
-                line.endswith(":")
-                and not line.endswith("::")
-                and not lines[number + 1]
-                and lines[number + 2][:4] == "    "
-            ):
+            is_above_example = not lines[number + 1] and lines[number + 2].startswith("    ")
+            if re.search("[^:]:$", line) and is_above_example:
                 lines[number] += ":"
 
 
