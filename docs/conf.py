@@ -2,9 +2,12 @@
 
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+from sphinx.application import Sphinx
 
 import isoloss
 from isoloss.cli.main import SUBCOMMANDS
@@ -20,6 +23,7 @@ source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 default_role = "code"
+suppress_warnings = ["ref.python"]  # internal classes of one name in several modules, in annotations
 html_theme = "furo"
 html_title = f"isoloss {release}"
 autodoc_member_order = "bysource"
@@ -50,26 +54,84 @@ def write_cli_reference() -> None:
     (GENERATED / "cli.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
+PACKAGES = ["statistics", "text", "languages", "flatness", "models", "training", "transfer", "evaluation"]
+PACKAGES += ["studies", "report", "paper", "ground"]
+RESULTS = {  # what the public functions take and return
+    "isoloss.flatness.differences": "Comparison",
+    "isoloss.runs": "Run",
+    "isoloss.evaluation.results": "Evaluations",
+    "isoloss.loading": "Loaded",
+    "isoloss.transfer.tasks": "TaskData",
+    "isoloss.transfer.results": "TransferResult",
+    "isoloss.transfer.compare": "AccuracyComparison",
+}
+
+
+def directive(kind: str, name: str, *options: str) -> str:
+    """Return an autodoc directive as MyST."""
+    lines = "".join(f"   {option}\n" for option in options)
+    return f"```{{eval-rst}}\n.. auto{kind}:: {name}\n{lines}```"
+
+
+def write_public_reference() -> None:
+    """Write the page of the public names, from `isoloss.__all__`."""
+    names = [name for name in isoloss.__all__ if name != "__version__"]
+    register = [name for name in names if name.startswith("register_")]
+    parts = ["# Public names", "`import isoloss` offers these names, and `__version__`."]
+    for name in (*(name for name in names if name not in register), *register):
+        member = getattr(isoloss, name)
+        kind, options = ("class", (":members:",)) if isinstance(member, type) else ("function", ())
+        parts.append(directive(kind, f"isoloss.{name}", *options))
+    parts.append("## Results\n\nThe classes of what these functions take and return, where not above.")
+    parts += [directive("class", f"{module}.{name}", ":members:") for module, name in RESULTS.items()]
+    (GENERATED / "api-public.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
 def write_api_reference() -> None:
-    """Write a page for each package, with the public members of all its modules."""
+    """Write the page of public names, then a page for each internal package, with the other members of its modules."""
+    write_public_reference()
+    elsewhere = {(getattr(isoloss, name).__module__, name) for name in isoloss.__all__ if name != "__version__"}
+    elsewhere |= set(RESULTS.items())
     modules = [m.name for m in pkgutil.walk_packages(isoloss.__path__, "isoloss.")]
     modules = [name for name in modules if not name.endswith("__main__") and ".cli" not in name]
     groups: dict[str, list[str]] = {}
     for name in modules:
         is_package = (Path(*isoloss.__path__) / name.split(".")[1]).is_dir()
         groups.setdefault(name.split(".")[1] if is_package else "ground", []).append(name)
+    assert sorted(PACKAGES) == sorted(groups), f"packages missing in the reference: {set(groups) ^ set(PACKAGES)}"
     for group, names in groups.items():
-        parts = [f"# isoloss.{group}" if group != "ground" else "# isoloss: configs, files, seeds, runs"]
-        directive = "```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n   :ignore-module-all:\n```"
-        parts += [f"## {name}\n\n{directive.format(name=name)}" for name in names]
+        title = f"isoloss.{group}" if group != "ground" else "isoloss: configs, files, seeds, runs"
+        parts = [
+            f"# {title} (internal)",
+            "Internal, and may change at any time, unless a page of the documentation names it.",
+        ]
+        for name in names:
+            excluded = ", ".join(sorted(member for module, member in elsewhere if module == name))
+            options = [":members:", ":ignore-module-all:", *([f":exclude-members: {excluded}"] if excluded else [])]
+            parts.append(f"## {name}\n\n{directive('module', name, *options)}")
         (GENERATED / f"api-{group}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    order = ["statistics", "text", "languages", "flatness", "models", "training", "transfer", "evaluation"]
-    order += ["studies", "report", "paper", "ground"]
-    assert sorted(order) == sorted(groups), f"packages without a place in the reference: {set(groups) ^ set(order)}"
-    toctree = "\n".join(f"api-{group}" for group in order)
+    internal = "\n".join(f"api-{group}" for group in PACKAGES)
     (GENERATED / "api.md").write_text(
-        f"# API reference\n\nGenerated from the docstrings.\n\n```{{toctree}}\n{toctree}\n```\n", encoding="utf-8"
+        "# API reference\n\nGenerated from the docstrings.\n\n```{toctree}\napi-public\n```\n\n"
+        f"```{{toctree}}\n:caption: Internal packages\n\n{internal}\n```\n",
+        encoding="utf-8",
     )
+
+
+def as_rst(app: object, what: str, name: str, member: object, options: object, lines: list[str]) -> None:
+    """Let docstrings say `Rule`s, and indent an example below a line that ends with a colon."""
+    del app, name, member, options
+    lines[:] = [re.sub(r"(?<!`)(`[^`]+`)(?=[a-z])", r"\1\\ ", line) for line in lines]
+    if what == "module":
+        for number, line in enumerate(lines[:-2]):
+            is_above_example = not lines[number + 1] and lines[number + 2].startswith("    ")
+            if re.search("[^:]:$", line) and is_above_example:
+                lines[number] += ":"
+
+
+def setup(app: Sphinx) -> None:
+    """Register the change of docstrings."""
+    app.connect("autodoc-process-docstring", as_rst)
 
 
 GENERATED.mkdir(exist_ok=True)
