@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import operator
+import pkgutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
@@ -124,12 +124,10 @@ class Registry:
             raise self._unknown(name)
         if not isinstance(entry.target, str):
             return entry.target
-        module, _, attribute = entry.target.partition(":")
         try:
-            found: Any = operator.attrgetter(attribute)(importlib.import_module(module))
+            return pkgutil.resolve_name(entry.target)
         except (ImportError, AttributeError) as error:
             raise IsolossError(f"{self.kind} {name!r} cannot be loaded from {entry.target}: {error}") from error
-        return found
 
     def match(self, name: str) -> tuple[str, dict[str, str]]:
         """Return the registered name that `name` is one of, and what stands for its parts in capital letters.

@@ -100,7 +100,7 @@ def _emit_units(args: Args, folder: StudyFolder) -> int:
     if args.action == "plan":
         cells = [(u.name, text or state, ", ".join(u.after), _command(u.arguments)) for u, state, text in progress]
         columns = ("unit", "state", "after", "command")
-        common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, cells, key=1)
+        common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, cells, left=len(columns))
     else:
         lines = [(unit.name, text or state) for unit, state, text in progress]
         common.print_table(str(folder.path), ("unit", "state"), lines, left=2)

@@ -130,8 +130,8 @@ def _main(arguments: list[str]) -> int:
         return 0
 
     from isoloss.evaluation.pretraining import pretrain
-    from isoloss.training import Interrupted
-    from isoloss.training import Progress as Step
+    from isoloss.training.throughput import Progress as Step
+    from isoloss.training.trainer import Interrupted
 
     language = None if run.complete else _language(config.language)
     with common.Progress(f"training {run.name}", config.steps, "steps") as progress:

@@ -12,9 +12,10 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
-from isoloss.training import Examples, Progress, train
+from isoloss.training.algorithms.base import Examples
 from isoloss.training.distributed import process_group
-from isoloss.training.trainer import is_complete
+from isoloss.training.throughput import Progress
+from isoloss.training.trainer import is_complete, train
 
 _SEED = 0  # of what is measured on during training: the same for all runs
 

@@ -135,7 +135,7 @@ class Architecture:
             start = language.start
             max_length += not start.is_in_sentences
             ids |= {"start_id": start.id, "end_id": start.end_id}
-        return self.new_model(config, max_length=max_length, **ids, seed=seed)  # type: ignore[no-any-return]
+        return self.new_model(config, max_length=max_length, **ids, seed=seed)
 
     def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
         """Return (k, d): what the output layer of `model` turns into logits, at the k predicted tokens.

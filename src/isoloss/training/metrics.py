@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
-
-
-def append(run: Run, line: Mapping[str, Any]) -> None:
-    """Add a line.
-
-    Raises:
-        IsolossError: It cannot be written.
-    """
-    path = run.path / "metrics.jsonl"
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-    except OSError as error:
-        raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def flush(run: Run) -> None:

@@ -188,7 +188,7 @@ class _Training:
 
     def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Give the model the weights to go on from; return the step they are of and the algorithm's tensors."""
-        newest = self.group.from_main(-1 if (latest := checkpoints.latest(self.run)) is None else latest)
+        newest = self.group.from_main(max(self.run.steps(), default=-1))
         if newest < 0:
             if self.config.initial is not None:
                 self.initial_sha256 = checkpoints.load_weights(self.run.path / self.config.initial, self.model)
@@ -203,14 +203,11 @@ class _Training:
 
     def run_all(self) -> None:
         """Make every step that is left, and the run complete."""
-        try:
+        with contextlib.ExitStack() as held:
+            self.group.on_main(lambda: self._open(held))
             self._run_all()
-        finally:
-            if self.loggers is not None:  # they write what they have, however training ended
-                self.loggers.close()
 
     def _run_all(self) -> None:
-        self.group.on_main(self._open)
         if self.step == 0 and 0 in self.kept and not self.group.from_main(self.run.checkpoint(0).exists()):
             self._save()
         stop = False
@@ -226,7 +223,7 @@ class _Training:
             if stop:
                 raise Interrupted(self.step)
 
-    def _open(self) -> None:
+    def _open(self, held: contextlib.ExitStack) -> None:
         """Bring the directory to where training goes on from."""
         self.run.create(self.config)  # after initial weights that do not fit were refused: a mistake makes no run
         files.remove_unfinished(self.run.path)
@@ -252,6 +249,7 @@ class _Training:
         metrics.truncate(self.run, self.step, num_lines)
         if self.config.loggers:
             self.loggers = Loggers(self.config.loggers, self.run)
+            held.callback(self.loggers.close)  # they write what they have, however training ended
 
     def _close(self) -> None:
         """Write the result if all steps are made, and the throughput."""
@@ -284,7 +282,7 @@ class _Training:
     def _check_finite(self, values: Mapping[str, float], number: int) -> None:
         for name, value in values.items():
             if not math.isfinite(value):
-                newest = checkpoints.latest(self.run)
+                newest = max(self.run.steps(), default=None)
                 kept = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is kept"
                 raise IsolossError(
                     f"the {name} at step {number} is {value}: lower the learning rate or lengthen the warm-up ({kept})"
@@ -317,7 +315,7 @@ class _Training:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl and to the loggers."""
-        metrics.append(self.run, line)
+        files.append_json(self.run.path / "metrics.jsonl", line)
         if self.loggers is not None:
             self.loggers.log(line)
 
