@@ -9,8 +9,7 @@ from typing import Any, Literal
 import tyro
 
 from isoloss.cli import common
-from isoloss.cli.measures import measure_configs, with_options
-from isoloss.cli.options import select
+from isoloss.cli.options import measure_configs, select, with_options
 from isoloss.evaluation.config import ReadingConfig
 
 EXAMPLES = [

@@ -12,8 +12,7 @@ import tyro
 from isoloss import config as configs
 from isoloss import files, interrupts
 from isoloss.cli import common, comparison, estimates
-from isoloss.cli.measures import measure_configs, with_options
-from isoloss.cli.options import select
+from isoloss.cli.options import measure_configs, select, with_options
 from isoloss.errors import IsolossError
 from isoloss.evaluation.config import ReadingConfig
 from isoloss.evaluation.measures.flatness import FlatnessMeasure

@@ -16,6 +16,8 @@ import docstring_parser
 import tyro
 
 from isoloss.errors import IsolossError
+from isoloss.evaluation.measures.base import name_fields
+from isoloss.registry import MEASURES
 
 T = TypeVar("T")
 
@@ -150,11 +152,11 @@ def select(options: Any, config: type[T]) -> T:
     return config(**{field.name: getattr(options, field.name) for field in dataclasses.fields(config)})  # type: ignore[arg-type]
 
 
-def without_none(cls: type) -> type:
+def without_none(cls: type[T]) -> type[T]:
     """Return `cls` with no `(default: None)` in its help, where the text says what None stands for."""
     hints = get_type_hints(cls, include_extras=True)
     annotations: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         hint = hints[field.name]
         if field.default is None or field.default == ():
             annotations[field.name] = Annotated[hint, tyro.conf.arg(help_behavior_hint="")]
@@ -162,6 +164,31 @@ def without_none(cls: type) -> type:
         return cls
     subclass = type(cls.__name__, (cls,), {"__annotations__": annotations, "__doc__": cls.__doc__})
     return dataclasses.dataclass(frozen=True, kw_only=True)(subclass)
+
+
+def with_options(cls: type[T], *, exclude: Iterable[str] = (), **groups: Iterable[type]) -> type[T]:
+    """Return `cls` with further fields, each a group of options.
+
+    Args:
+        cls: The dataclass of a subcommand's arguments.
+        exclude: Fields of the configs that are no options.
+        groups: By the field's name, the configs whose fields are its options.
+    """
+    fields: list[Any] = []
+    excluded = {*exclude, *(field for each in MEASURES for field in name_fields(each))}
+    for name, configs in groups.items():
+        options = options_of(name, *configs, exclude=excluded)
+        options.__doc__ = ""
+        marked = tyro.conf.OmitArgPrefixes[options]  # type: ignore[valid-type]
+        fields.append((name, marked, dataclasses.field(default_factory=options)))
+    made: Any = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True)
+    made.__doc__ = cls.__doc__
+    return made  # type: ignore[no-any-return]
+
+
+def measure_configs() -> list[type]:
+    """Return the classes of all registered measures."""
+    return [MEASURES.load(name) for name in MEASURES]
 
 
 def _identifier(kind: str) -> str:

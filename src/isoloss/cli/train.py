@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _is_one_of_several() -> bool:
-    """Whether a launcher started several processes; `isoloss.training.distributed` knows, but needs torch."""
+    """Whether a launcher started several processes, as `isoloss.training.distributed` asks, which needs torch."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 

@@ -45,8 +45,9 @@ def _groups() -> Iterator[tuple[str, Any, Any]]:
         yield options.group(name, members, f"With --method {' or '.join(methods)}.")
 
 
+@options.without_none
 @dataclass(frozen=True, kw_only=True)
-class _SentenceOptions:
+class SentenceOptions:
     """For a task of a synthetic language."""
 
     language: str | None = None
@@ -59,8 +60,9 @@ class _SentenceOptions:
     """Test on a language with the same rules, with new probabilities for this fraction of the symbols or states."""
 
 
+@options.without_none
 @dataclass(frozen=True, kw_only=True)
-class _TextOptions:
+class TextOptions:
     """For a task of text."""
 
     data: str | None = None
@@ -81,14 +83,6 @@ class _TextOptions:
     """A Hugging Face folder or name, or a vocab.txt; default: the model's own."""
     max_length: int | None = None
     """The most tokens of an example; default: 128, or as many as the model reads."""
-
-
-if TYPE_CHECKING:
-    SentenceOptions = _SentenceOptions
-    TextOptions = _TextOptions
-else:
-    SentenceOptions = options.without_none(_SentenceOptions)
-    TextOptions = options.without_none(_TextOptions)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ all that a checkpoint has to hold, and a run that was killed ends with the same 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,7 +25,7 @@ from isoloss.models.make import make_model
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive
-from isoloss.training import checkpoints, loggers, metrics, objectives
+from isoloss.training import checkpoints, loggers, objectives
 from isoloss.training.algorithms.base import (
     StepResult,
     TaskExamples,
@@ -104,7 +106,7 @@ def train(
     if config.measure_every and measure is None:
         raise IsolossError(
             f"measure_every is {config.measure_every}, and there is no measure: isoloss.pretrain makes one, "
-            "isoloss.training.train takes it as an argument"
+            "isoloss.training.trainer.train takes it as an argument"
         )
     with process_group() as group, contextlib.ExitStack() as held:
         if config.batch_size % group.world_size:
@@ -245,8 +247,8 @@ class _Training:
             precision=self.config.precision,
         )
         checkpoints.remove_except(self.run, {*self.kept, self.step})
-        num_lines = metrics.num_lines(self.step, steps=self.config.steps, log_every=self.config.log_every)
-        metrics.truncate(self.run, self.step, num_lines)
+        num_lines = _num_lines(self.step, steps=self.config.steps, log_every=self.config.log_every)
+        _truncate(self.run, self.step, num_lines)
         if self.config.loggers:
             self.loggers = Loggers(self.config.loggers, self.run)
             held.callback(self.loggers.close)  # they write what they have, however training ended
@@ -334,7 +336,7 @@ class _Training:
         tokenizer = getattr(self.language, "tokenizer", None)
 
         def write() -> None:
-            metrics.flush(self.run)
+            _flush(self.run)
             folder = self.run.checkpoint(self.step)
             checkpoints.save(folder, model, tensors, state, tokenizer=tokenizer, average=kept_average)
             checkpoints.remove_except(self.run, {*self.kept, self.step})
@@ -356,3 +358,42 @@ class _Training:
                 },
             },
         )
+
+
+# --- metrics.jsonl: lines that a checkpoint never outlives, and that a resumed run has once
+
+
+def _flush(run: Run) -> None:
+    """Bring metrics.jsonl to the disk: a checkpoint must not outlive the lines before it."""
+    path = run.path / "metrics.jsonl"
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _num_lines(step: int, *, steps: int, log_every: int) -> int:
+    """Return how many lines metrics.jsonl has when `step` of `steps` steps are made."""
+    last = step == steps and step % log_every != 0
+    return step // log_every + last
+
+
+def _truncate(run: Run, step: int, count: int) -> None:
+    """Keep the `count` lines up to `step`; a killed process may have left more, and half a line after them.
+
+    Raises:
+        IsolossError: They are not there, or not of these steps.
+    """
+    path = run.path / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = text.splitlines(keepends=True)[:count]
+    try:
+        complete = len(lines) == count and all(json.loads(line)["step"] <= step for line in lines)
+    except (ValueError, KeyError, TypeError):
+        complete = False
+    if not complete:
+        raise IsolossError(
+            f"{path} is damaged: its first {count} lines are not those of the {step} steps that were made; "
+            "delete the run to start it again"
+        )
+    if len(text) > len("".join(lines)):
+        files.write_text(path, "".join(lines))
