@@ -39,9 +39,9 @@ from isoloss.models.architectures import BERT  # noqa: E402
 from isoloss.models.make import make_model  # noqa: E402
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig  # noqa: E402
 from isoloss.runs import Run  # noqa: E402
-from isoloss.training import train  # noqa: E402
 from isoloss.training.objectives import prediction_loss, training_batch  # noqa: E402
 from isoloss.training.process import process_settings  # noqa: E402
+from isoloss.training.trainer import train  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("isoloss", "torch", "transformers", "accelerate", "numpy", "numba")

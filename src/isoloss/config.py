@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import operator
+import pkgutil
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,35 +69,26 @@ class Range:
 def setting(
     default: Any = dataclasses.MISSING,
     *,
-    factory: Callable[[], Any] | None = None,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    note: str = "",
+    factory: Any = dataclasses.MISSING,
     exclude_from_fingerprint: bool = False,
     omit_default: bool = False,
+    **bounds: Any,
 ) -> Any:
     """Return a dataclass field with a range.
 
     Args:
         default: The field's default; none: it must be given.
         factory: Makes the default, where that is no constant.
-        minimum: The least value; of a tuple, of each of its items.
-        above: A bound that the value exceeds.
-        maximum: The greatest value.
-        below: A bound that the value stays below.
-        note: What is said in parentheses where the range is told.
         exclude_from_fingerprint: The field says how a result is computed, not which result.
         omit_default: The field decides a result and, at its default, stays out of the fingerprint.
+        bounds: Fields of `Range`; of a tuple, they are those of each of its items.
     """
-    bounds = Range(minimum=minimum, above=above, maximum=maximum, below=below, note=note)
     metadata = {
-        "range": bounds if bounds != Range(note=note) else None,
+        "range": Range(**bounds) if bounds.keys() - {"note"} else None,
         "exclude_from_fingerprint": exclude_from_fingerprint,
         "omit_default": omit_default,
     }
-    if factory is not None:
+    if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -215,21 +207,20 @@ class AlgorithmConfig:
 
     Attributes:
         kind: Its name in `isoloss.registry.ALGORITHMS`.
+        algorithm: Where the class that `build` makes it of is, `"module:attribute"`.
     """
 
+    algorithm: ClassVar[str]
     kind: str
 
     def build(self, model: Any, context: Any) -> Any:
-        """Return the algorithm for a model.
+        """Return the algorithm (`isoloss.training.algorithms.base.TrainingAlgorithm`).
 
         Args:
             model: The model to train, on its device.
             context: `isoloss.training.algorithms.base.TrainingContext`.
-
-        Returns:
-            `isoloss.training.algorithms.base.TrainingAlgorithm`.
         """
-        raise NotImplementedError
+        return pkgutil.resolve_name(self.algorithm)(model, context, self)
 
     def check_run(self, run: Any, *, num_processes: int = 1) -> None:
         """Raise an `IsolossError` if the algorithm cannot train `run`, an `isoloss.run_config.TrainConfig`."""
@@ -327,7 +318,6 @@ def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
     Either may be what `identity` returned.
     """
     lines = []
-    left, right = identity(ours), identity(theirs)
 
     def compare(a: Any, b: Any, path: str) -> None:
         if isinstance(a, dict) and isinstance(b, dict):
@@ -336,7 +326,7 @@ def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
         elif a != b:
             lines.append(f"{path}: {a!r} != {b!r}")
 
-    compare(left, right, prefix)
+    compare(identity(ours), identity(theirs), prefix)
     return lines
 
 

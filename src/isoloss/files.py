@@ -11,20 +11,25 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from isoloss.errors import IsolossError, most_like
 
 TEMPORARY = ".tmp-"  # prefix of everything unfinished; whatever carries it may be deleted once its writer is gone
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` through a temporary file in the same folder, flushed to disk, then renamed."""
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a temporary file in the folder of `path` that becomes `path`, flushed to disk, when the block ends well.
+
+    Raises:
+        IsolossError: It cannot be written.
+    """
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -36,6 +41,12 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data`, whole or not at all."""
+    with new_file(path) as file:
+        file.write(data)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, whole or not at all."""
     write_bytes(path, text.encode())
@@ -44,6 +55,15 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, document: Any) -> None:
     """Write `document` as indented JSON (NaN refused, keys in the order given), whole or not at all."""
     write_text(path, json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def append_json(path: Path, line: Any) -> None:
+    """Add a line to a file of JSON lines."""
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+    except OSError as error:
+        raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def read_json(path: Path) -> Any:

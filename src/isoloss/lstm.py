@@ -47,6 +47,7 @@ class LSTMPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     config_class = LSTMConfig
     base_model_prefix = "lstm"
+    _input_embed_layer = "embeddings"
     _supports_sdpa = True  # there is no attention: any kernel will do, see LSTMModel
 
 
@@ -78,14 +79,6 @@ class LSTMModel(LSTMPreTrainedModel):
         self.backwards = nn.ModuleList(nn.LSTM(width, h, batch_first=True) for _ in layers if reads_back)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Return the token embedding."""
-        return self.embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the token embedding."""
-        self.embeddings = value
 
     def forward(
         self,

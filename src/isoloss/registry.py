@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import operator
+import pkgutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
@@ -124,12 +124,10 @@ class Registry:
             raise self._unknown(name)
         if not isinstance(entry.target, str):
             return entry.target
-        module, _, attribute = entry.target.partition(":")
         try:
-            found: Any = operator.attrgetter(attribute)(importlib.import_module(module))
+            return pkgutil.resolve_name(entry.target)
         except (ImportError, AttributeError) as error:
             raise IsolossError(f"{self.kind} {name!r} cannot be loaded from {entry.target}: {error}") from error
-        return found
 
     def match(self, name: str) -> tuple[str, dict[str, str]]:
         """Return the registered name that `name` is one of, and what stands for its parts in capital letters.
@@ -160,7 +158,8 @@ class Registry:
             if point.name not in entries:
                 entries[point.name] = Entry(point.value)
             elif entries[point.name].target not in (point.value, _loaded(point)):
-                warn(f"{_package(point)} has a {self.kind} {point.name!r}, which is not used: the name is taken")
+                package = point.dist.name if point.dist is not None else point.value
+                warn(f"{package} has a {self.kind} {point.name!r}, which is not used: the name is taken")
         return entries
 
 
@@ -193,162 +192,102 @@ def _loaded(point: EntryPoint) -> Any:
         return None
 
 
-def _package(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else point.value
+def _entries(module: str, components: Mapping[str, tuple[str, str]]) -> dict[str, Entry]:
+    """Return the entries of components of a module: by name, the attribute and the summary."""
+    return {name: Entry(f"{module}:{attribute}", summary) for name, (attribute, summary) in components.items()}
 
 
 # a file is read by the last kind that takes it: other packages' come before the grammars, which take any file
-LANGUAGES = Registry(
-    "language",
-    "languages",
-    {
-        "pcfg": Entry("isoloss.languages.config:PCFGConfig", "a random layered grammar"),
-        "grammar": Entry("isoloss.languages.config:GrammarConfig", "a grammar given by its rules"),
-        "brackets": Entry("isoloss.languages.config:BracketsConfig", "the paper's bracket language (section 5)"),
-        "dyck": Entry("isoloss.languages.config:DyckConfig", "nested brackets of several kinds, as a grammar"),
-        "hmm": Entry("isoloss.languages.config:HMMConfig", "a random block-diagonal hidden Markov model"),
-        "corpus": Entry("isoloss.languages.config:CorpusConfig", "real text"),
-        "teacher": Entry("isoloss.languages.config:TeacherConfig", "a causal language model that writes sentences"),
-        "file": Entry("isoloss.languages.config:FileConfig", "a stored language"),
-    },
-)
+_LANGUAGES = {
+    "pcfg": ("PCFGConfig", "a random layered grammar"),
+    "grammar": ("GrammarConfig", "a grammar given by its rules"),
+    "brackets": ("BracketsConfig", "the paper's bracket language (section 5)"),
+    "dyck": ("DyckConfig", "nested brackets of several kinds, as a grammar"),
+    "hmm": ("HMMConfig", "a random block-diagonal hidden Markov model"),
+    "corpus": ("CorpusConfig", "real text"),
+    "teacher": ("TeacherConfig", "a causal language model that writes sentences"),
+    "file": ("FileConfig", "a stored language"),
+}
+_ALGORITHMS = {
+    "gradient": ("GradientConfig", "the gradient of the loss alone"),
+    "sam": ("SAMConfig", "sharpness-aware minimization"),
+    "adversarial": ("AdversarialConfig", "spoil a downstream task at the same loss"),
+    "fisher-penalty": ("FisherPenaltyConfig", "penalize the trace of the Fisher"),
+}
+_MODELS = {
+    "bert": ("BERT", "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder"),
+    "bert-pre-ln": ("PRE_LAYER_NORM_BERT", "BERT with pre-layer-norm blocks and a layer norm after the last one"),
+    "lstm": ("LSTM", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
+    "opt": ("OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
+}
+_LOSS = "loss per predicted token: entropy of the true conditionals + KL to them; for text, held-out cross-entropy"
+_FLATNESS = {
+    "trace": ("Trace", "trace of the Fisher of that loss, which at saturation is the trace of its Hessian"),
+    "trace-in-SIZE-SCALE": (
+        "TraceIn",
+        "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand --scale)",
+    ),
+    "empirical-fisher": ("EmpiricalFisher", "mean squared gradient norm at the given labels"),
+    "hessian-trace": ("HessianTrace", "trace of the Hessian at the given labels"),
+    "weighted-trace": (
+        "WeightedTrace",
+        "trace of the Fisher weighted by squared parameters: invariant to rescaling",
+    ),
+    "fisher-rao": ("FisherRao", "squared Fisher-Rao norm: invariant to rescaling"),
+    "largest-eigenvalue": ("LargestEigenvalue", "largest eigenvalues of the Gauss-Newton matrix or the Hessian"),
+    "spectral-density": ("SpectralDensity", "distribution of these eigenvalues"),
+    "sam-sharpness": ("SAMSharpness", "rise of the loss in a batch's worst direction"),
+    "noise-sharpness": ("NoiseSharpness", "expected rise of the loss under noise on the weights"),
+    "squared-norm": ("SquaredNorm", "sum of the squared parameters, exact"),
+}
+_TRANSFER = {
+    "probe-TASK": (
+        "Probe",
+        "accuracy of a linear probe on the concatenated token embeddings, e.g. probe-root, probe-prefix-4",
+    ),
+    "lookup-TASK": (
+        "Lookup",
+        "the same probe on the true conditionals: the look-up table, a model without parameters",
+    ),
+    "finetune-TASK": ("Finetune", "accuracy of the fine-tuned model, e.g. finetune-root"),
+}
+_GLUE = {
+    "cola": ("COLA", "GLUE: whether a sentence is acceptable"),
+    "mnli": ("MNLI", "GLUE: whether a premise entails a hypothesis, contradicts it, or neither"),
+    "mrpc": ("MRPC", "GLUE: whether two sentences say the same"),
+    "qnli": ("QNLI", "GLUE: whether a sentence answers a question"),
+    "qqp": ("QQP", "GLUE: whether two questions ask the same"),
+    "rte": ("RTE", "GLUE: whether one sentence entails another"),
+    "sst2": ("SST2", "GLUE: whether a review is positive"),
+    "wnli": ("WNLI", "GLUE: whether a sentence with a pronoun entails one with the pronoun replaced"),
+}
 
-ALGORITHMS = Registry(
-    "training algorithm",
-    "algorithms",
-    {
-        "gradient": Entry("isoloss.training.algorithms.config:GradientConfig", "the gradient of the loss alone"),
-        "sam": Entry("isoloss.training.algorithms.config:SAMConfig", "sharpness-aware minimization"),
-        "adversarial": Entry(
-            "isoloss.training.algorithms.config:AdversarialConfig", "spoil a downstream task at the same loss"
-        ),
-        "fisher-penalty": Entry(
-            "isoloss.training.algorithms.config:FisherPenaltyConfig", "penalize the trace of the Fisher"
-        ),
-    },
-)
+_SAME_LOSS = "models of the same pre-training loss: longer training, another optimizer, other sizes"
+_COMPARED = "the paper's algorithms and others, several seeds of each: loss, flatness and transfer"
 
-MODELS = Registry(
-    "model",
-    "models",
-    {
-        "bert": Entry(
-            "isoloss.models.architectures:BERT",
-            "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder",
-        ),
-        "bert-pre-ln": Entry(
-            "isoloss.models.architectures:PRE_LAYER_NORM_BERT",
-            "BERT with pre-layer-norm blocks and a layer norm after the last one",
-        ),
-        "lstm": Entry(
-            "isoloss.models.architectures:LSTM",
-            "LSTM layers that read both ways, or one; a decoder tied to the token embedding",
-        ),
-        "opt": Entry(
-            "isoloss.models.architectures:OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"
-        ),
-    },
-)
+LANGUAGES = Registry("language", "languages", _entries("isoloss.languages.config", _LANGUAGES))
+ALGORITHMS = Registry("training algorithm", "algorithms", _entries("isoloss.training.algorithms.config", _ALGORITHMS))
+MODELS = Registry("model", "models", _entries("isoloss.models.architectures", _MODELS))
 MEASURES = Registry(
     "measure",
     "measures",
-    {
-        "loss": Entry(
-            "isoloss.evaluation.measures.loss:Loss",
-            "loss per predicted token: entropy of the true conditionals + KL to them; for text, held-out cross-entropy",
-        ),
-        "trace": Entry(
-            "isoloss.evaluation.measures.flatness:Trace",
-            "trace of the Fisher of that loss, which at saturation is the trace of its Hessian",
-        ),
-        "trace-in-SIZE-SCALE": Entry(
-            "isoloss.evaluation.measures.flatness:TraceIn",
-            "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand --scale)",
-        ),
-        "empirical-fisher": Entry(
-            "isoloss.evaluation.measures.flatness:EmpiricalFisher", "mean squared gradient norm at the given labels"
-        ),
-        "hessian-trace": Entry(
-            "isoloss.evaluation.measures.flatness:HessianTrace", "trace of the Hessian at the given labels"
-        ),
-        "weighted-trace": Entry(
-            "isoloss.evaluation.measures.flatness:WeightedTrace",
-            "trace of the Fisher weighted by squared parameters: invariant to rescaling",
-        ),
-        "fisher-rao": Entry(
-            "isoloss.evaluation.measures.flatness:FisherRao", "squared Fisher-Rao norm: invariant to rescaling"
-        ),
-        "largest-eigenvalue": Entry(
-            "isoloss.evaluation.measures.flatness:LargestEigenvalue",
-            "largest eigenvalues of the Gauss-Newton matrix or the Hessian",
-        ),
-        "spectral-density": Entry(
-            "isoloss.evaluation.measures.flatness:SpectralDensity", "distribution of these eigenvalues"
-        ),
-        "sam-sharpness": Entry(
-            "isoloss.evaluation.measures.flatness:SAMSharpness", "rise of the loss in a batch's worst direction"
-        ),
-        "noise-sharpness": Entry(
-            "isoloss.evaluation.measures.flatness:NoiseSharpness",
-            "expected rise of the loss under noise on the weights",
-        ),
-        "squared-norm": Entry(
-            "isoloss.evaluation.measures.flatness:SquaredNorm", "sum of the squared parameters, exact"
-        ),
-        "probe-TASK": Entry(
-            "isoloss.evaluation.measures.transfer:Probe",
-            "accuracy of a linear probe on the concatenated token embeddings, e.g. probe-root, probe-prefix-4",
-        ),
-        "lookup-TASK": Entry(
-            "isoloss.evaluation.measures.transfer:Lookup",
-            "the same probe on the true conditionals: the look-up table, a model without parameters",
-        ),
-        "finetune-TASK": Entry(
-            "isoloss.evaluation.measures.transfer:Finetune", "accuracy of the fine-tuned model, e.g. finetune-root"
-        ),
-    },
+    _entries("isoloss.evaluation.measures.loss", {"loss": ("Loss", _LOSS)})
+    | _entries("isoloss.evaluation.measures.flatness", _FLATNESS)
+    | _entries("isoloss.evaluation.measures.transfer", _TRANSFER),
 )
-
 # a callable `(language, **parts) -> Labeling`, parts being the capital letters of the name, or a TextTask
-TASKS = Registry(
-    "task",
-    "tasks",
-    {
-        name: Entry(f"isoloss.transfer.text_sources:{name.upper()}", f"GLUE: {summary}")
-        for name, summary in {
-            "cola": "whether a sentence is acceptable",
-            "mnli": "whether a premise entails a hypothesis, contradicts it, or neither",
-            "mrpc": "whether two sentences say the same",
-            "qnli": "whether a sentence answers a question",
-            "qqp": "whether two questions ask the same",
-            "rte": "whether one sentence entails another",
-            "sst2": "whether a review is positive",
-            "wnli": "whether a sentence with a pronoun entails one with the pronoun replaced",
-        }.items()
-    },
-)
-
+TASKS = Registry("task", "tasks", _entries("isoloss.transfer.text_sources", _GLUE))
 EXECUTORS = Registry(
     "executor",
     "executors",
-    {"local": Entry("isoloss.studies.executors.local:run", "worker processes on this machine")},
+    _entries("isoloss.studies.executors.local", {"local": ("run", "worker processes on this machine")}),
 )
-
 STUDIES = Registry(
     "study",
     "studies",
-    {
-        "same-loss": Entry(
-            "isoloss.paper.same_loss.study:STUDY",
-            "models of the same pre-training loss: longer training, another optimizer, other sizes",
-        ),
-        "algorithms": Entry(
-            "isoloss.paper.algorithms.study:STUDY",
-            "the paper's algorithms and others, several seeds of each: loss, flatness and transfer",
-        ),
-    },
+    _entries("isoloss.paper.same_loss.study", {"same-loss": ("STUDY", _SAME_LOSS)})
+    | _entries("isoloss.paper.algorithms.study", {"algorithms": ("STUDY", _COMPARED)}),
 )
-
 
 register_language, register_model, register_measure = LANGUAGES.register, MODELS.register, MEASURES.register
 register_task, register_algorithm = TASKS.register, ALGORITHMS.register

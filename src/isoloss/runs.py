@@ -64,15 +64,7 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, without the seconds."""
         estimates = {name: {**e.to_dict(), "seconds": None} for name, e in self.estimates.items()}
-        return {
-            "measure": self.measure,
-            "step": self.step,
-            "weights": self.weights,
-            "settings": dict(self.settings),
-            "estimates": estimates,
-            "inputs": self.inputs,
-            "examples": self.examples,
-        }
+        return {**vars(self), "settings": dict(self.settings), "estimates": estimates}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Evaluation:
@@ -219,6 +211,12 @@ class Run:
         steps = sorted(int(match[1]) for match in matches if match)
         return [step for step in steps if self.checkpoint(step).is_dir()] if self.is_average else steps
 
+    def last_step(self) -> int:
+        """The step of the last checkpoint; an error if there is none yet."""
+        if not (steps := self.steps()):
+            raise IsolossError(f"{self.path} has no checkpoint yet: isoloss train {self.path} goes on with it")
+        return steps[-1]
+
     # --- evaluations
 
     def evaluation_path(self, measure: str, step: int | None) -> Path:
@@ -281,12 +279,7 @@ class Run:
 
     def log(self, event: str, **values: Any) -> None:
         """Append a line to log.jsonl: for what depends on time, and so must stay out of the results."""
-        path = self.path / "log.jsonl"
-        try:
-            with path.open("a") as file:
-                file.write(json.dumps({"event": event, **values}) + "\n")
-        except OSError as error:
-            raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+        files.append_json(self.path / "log.jsonl", {"event": event, **values})
 
 
 def refuse_study(path: Path) -> None:

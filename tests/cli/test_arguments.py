@@ -98,6 +98,11 @@ def test_what_is_wrong_is_one_sentence(words, message):
         parsed(*words)
 
 
+def parts(args):
+    """The arguments, then each group of options in them."""
+    return [args, *(part for value in vars(args).values() if is_dataclass(value) for part in parts(value))]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_every_subcommand_is_read_as_tyro_reads_it(name):
     """Each option with a value of its type, alone; what is left to tyro must then be what it takes."""
@@ -116,6 +121,10 @@ def test_every_option_of_every_subcommand_is_read_as_tyro_reads_it(name):
         words = [*fixed, *required, option.name, *map(value, option.types)]
         found = common.parse(cls, name, words, examples=[])
         field = option.name[2:].replace("-", "_")
+<<<<<<< HEAD
+=======
+        holder = next(part for part in parts(found) if hasattr(part, field))
+>>>>>>> r-cli
         if option.types == (int,):
             assert _value_of(found, field) == ((10,) if option.is_many else 10)
         assert read(cls, name, words) == read(cls, name, read(cls, name, words))

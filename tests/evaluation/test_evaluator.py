@@ -25,7 +25,7 @@ from isoloss.runs import Run
 from isoloss.statistics.paired import paired_difference
 from isoloss.studies.comparison import difference, measured, ratio
 from isoloss.text.masking import IGNORED
-from isoloss.training import train
+from isoloss.training.trainer import train
 from isoloss.transfer.compare import paired_difference as accuracy_difference
 from isoloss.transfer.linear_probing import linear_probe, lookup_probe
 from isoloss.transfer.tasks import make_task

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.models.expansion_mlp import expand_mlp
+from isoloss.models.expansion import expand_mlp
 
 
 def perceptron(*, bias=True, activation=nn.ReLU, widths=(3, 4, 5, 2)):

@@ -22,7 +22,8 @@ from isoloss import config as configs
 from isoloss.config import AlgorithmConfig
 from isoloss.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
-from isoloss.training import Examples, train
+from isoloss.training.algorithms.base import Examples
+from isoloss.training.trainer import train
 from isoloss.runs import Run
 from isoloss.seeds import generator
 

@@ -13,7 +13,7 @@ from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.verify import verify_run
-from isoloss.training import train
+from isoloss.training.trainer import train
 
 CONFIG = TrainConfig(
     language=PRESETS["pcfg-laptop"][0],

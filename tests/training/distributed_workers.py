@@ -17,8 +17,9 @@ from isoloss.errors import IsolossError
 from isoloss.run_config import OptimizerConfig
 from isoloss.runs import Run
 from isoloss.seeds import generator
-from isoloss.training import Examples, train
+from isoloss.training.algorithms.base import Examples
 from isoloss.training.distributed import ProcessLost, process_group
+from isoloss.training.trainer import train
 
 FAILED, LOST = 2, 3  # exit statuses of a worker
 

@@ -10,7 +10,7 @@ from toy_language import PairLanguage
 from isoloss.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run
-from isoloss.training import train
+from isoloss.training.trainer import train
 
 
 def small(**changes):

@@ -19,9 +19,9 @@ from isoloss.errors import IsolossError
 from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig
 from isoloss.runs import Run, checkpoint_of
-from isoloss.training import Interrupted, train
 from isoloss.training.algorithms.config import GradientConfig, SAMConfig
 from isoloss.training.averaging import WeightAverage, averaged
+from isoloss.training.trainer import Interrupted, train
 
 DECAY = 0.8
 EVERY = tuple(range(11))

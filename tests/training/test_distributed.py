@@ -35,12 +35,12 @@ from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive
-from isoloss.training import Interrupted, train
 from isoloss.training.algorithms.adversarial import Adversarial
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 from isoloss.training.data_parallel import SingleProcess
 from isoloss.training.distributed import ProcessGroup
 from isoloss.training.objectives import prediction_loss, training_batch
+from isoloss.training.trainer import Interrupted, train
 
 STEPS = 6
 EVEN = ModelConfig(size="d16", dropout=0.0)

@@ -9,7 +9,8 @@ from toy_language import PairLanguage
 
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
-from isoloss.training import Interrupted, loggers, train
+from isoloss.training import loggers
+from isoloss.training.trainer import Interrupted, train
 
 MIRRORED = ("loss_nats", "learning_rate", "grad_norm")
 

@@ -12,8 +12,8 @@ from isoloss.errors import IsolossError
 from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.runs import Run
-from isoloss.training import Interrupted, train
 from isoloss.training.objectives import prediction_loss, training_batch
+from isoloss.training.trainer import Interrupted, train
 
 ARCHITECTURES = [("bert", "d16"), ("bert-pre-ln", "d16"), ("lstm", "h16"), ("opt", "d16")]
 

@@ -12,8 +12,8 @@ from toy_language import PairLanguage
 from isoloss.errors import IsolossError
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.runs import Run
-from isoloss.training import Interrupted, train
 from isoloss.training.prefetching import Batches
+from isoloss.training.trainer import Interrupted, train
 
 AHEAD = small(prefetch=True)
 

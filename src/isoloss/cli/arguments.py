@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,18 +37,10 @@ _MOST_DIGITS = 18
 
 @dataclass(frozen=True)
 class _Argument:
-    """A field of the dataclass: an option, or a word by its place.
-
-    Attributes:
-        name: `--learning-rate` of an option, `RUN` of a word by its place.
-        types: Of each value; of any number of values, the one that all have.
-        is_many: Whether it takes any number of values.
-        is_required: Whether it has no default.
-        is_positional: Whether its place tells it, not its name.
-    """
+    """A field of the dataclass: an option `--learning-rate`, or a word `RUN` that its place tells."""
 
     name: str
-    types: tuple[Any, ...]
+    types: tuple[Any, ...]  # of each value; of any number of values, the one that all have
     is_many: bool
     is_required: bool
     is_positional: bool
@@ -64,11 +57,6 @@ class _Argument:
 
 def read(cls: type, subcommand: str, arguments: Sequence[str]) -> list[str]:
     """Return the arguments with whole numbers written out, so that all that is left for tyro is to fill in `cls`.
-
-    Args:
-        cls: The dataclass of the subcommand's arguments.
-        subcommand: What the arguments are of.
-        arguments: The words after the subcommand.
 
     Raises:
         IsolossError: An option that `cls` does not have, a value that is none of the choices or no number, a missing
@@ -103,14 +91,10 @@ def read(cls: type, subcommand: str, arguments: Sequence[str]) -> list[str]:
             raise IsolossError(
                 f"there is no option {word}{_meant(name, options)} isoloss {subcommand} --help lists all"
             )
-        option = options[name]
-        values: list[str] = []
-        while position < len(words) and not _is_option(words[position]):
-            if not option.is_many and len(values) == len(option.types):
-                break
-            values.append(words[position])
-            position += 1
-        given[name] = option.read(values)
+        values = list(itertools.takewhile(lambda word: not _is_option(word), words[position:]))
+        values = values if options[name].is_many else values[: len(options[name].types)]
+        position += len(values)
+        given[name] = options[name].read(values)
     fixed = [value for argument, own in _placed(places, free, subcommand) for value in argument.read(own)]
     missing = [name for name, option in options.items() if option.is_required and name not in given]
     if missing:

@@ -12,7 +12,6 @@ import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
@@ -45,11 +44,7 @@ LINE_EVERY_SECONDS = 30.0  # how often progress writes a line where there is no 
 def parse(cls: type[T], subcommand: str, arguments: Sequence[str], *, examples: Iterable[tuple[str, str]]) -> T:
     """Return `cls` filled from the command line; `--help` opens with the examples.
 
-    Args:
-        cls: A dataclass whose docstring says what the subcommand does and whose field docs are the help.
-        subcommand: E.g. `train`, `study run`.
-        arguments: What follows the subcommand.
-        examples: Pairs of a command and what it does.
+    The docstring of `cls` says what the subcommand does, and those of its fields are the help.
 
     Raises:
         IsolossError: The command line is not one of the subcommand's.
@@ -82,6 +77,12 @@ def use_threads(threads: int) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def check_distinct(models: Sequence[str]) -> None:
+    """Refuse a model that is named twice."""
+    if twice := next((name for i, name in enumerate(models) if name in models[:i]), None):
+        raise IsolossError(f"{twice} is named twice; a model is compared with others")
 
 
 def check_figure(file: Path | None) -> None:
@@ -138,92 +139,53 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1, key: int | None = None
-) -> None:
-    """Print a table; the first `left` columns are text, the others numbers. With `key`, all are text.
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> None:
+    """Print a table; the first `left` columns are text, the others numbers.
 
-    Where a terminal is too narrow, headings fold, then long text; if that is not enough the numbers go into several
-    tables with the text in each. With `key`, text folds between words only and parts into several tables with the first
-    `key` columns in each; where a word has no room even so, every row becomes a list. Piped output is not cut to a
-    width.
+    Where a terminal is too narrow, headings and text fold between words; where that is not enough, every row becomes a
+    list. Piped output is not cut to a width.
     """
-    left = left if key is None else len(columns)
     cells = [[str(cell) for cell in row] for row in rows]
     console: Console = _Output()
     whole = _table(columns, cells, left)
+    width = _measure(whole).maximum
     if not console.is_terminal:
-        unbounded = Console(width=_width(whole), color_system=None)
+        unbounded = Console(width=width, color_system=None)
         with unbounded.capture() as captured:
             unbounded.print(whole)
         say("\n".join([title, *(line.rstrip() for line in captured.get().splitlines())]))
         return
     console.print(Text(title, style="bold"))  # a table's own title would fold at the table's width
-    if _width(whole) <= console.width:
-        console.print(whole)
-    else:
-        _print_folded(console, columns, cells, left, key)
-
-
-def _print_folded(
-    console: Console, columns: Sequence[str], cells: Sequence[Sequence[str]], left: int, key: int | None
-) -> None:
-    """Print a table that is wider than the terminal: folded, parted or as a list."""
     folded = [_folded(heading, [row[place] for row in cells]) for place, heading in enumerate(columns)]
-    room = console.width - _width(_table(["", *folded[left:]], [["", *row[left:]] for row in cells], 1))
-    is_one = key is None and (left == 0 or (left == 1 and room >= LEAST_TEXT))
-    if not is_one and (parts := _parts(console.width, folded, cells, left, left if key is None else key)):
-        for index, part in enumerate(parts):
-            if index:
-                console.print()
-            console.print(part)
-    elif key is None:
-        console.print(_table(folded, cells, left))
+    if width <= console.width:
+        console.print(whole)
+    elif widths := _widths(folded, cells, left, console.width):
+        console.print(_table(folded, cells, left, widths))
     else:
-        _print_list(columns, cells)
+        for row in cells:
+            _print_list(columns, row)
 
 
-def _parts(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, key: int) -> list[Table]:
-    """Return as few tables as leave text readable and numbers whole, the first `key` columns in each.
-
-    There are none if a word or a number would be torn.
-    """
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, width: int) -> list[int]:
+    """Return the width of each column, numbers whole and text as equal as may be; none if a word would be torn."""
     sizes = [_measure(_table([heading], [[row[i]] for row in rows], 1)) for i, heading in enumerate(columns)]
-    sizes[left:] = [Measurement(size.maximum, size.maximum) for size in sizes[left:]]
-    parts = [[*range(key)]]
-    for place in range(key, len(columns)):
-        wanted = [min(sizes[i].maximum, max(sizes[i].minimum, LEAST_TEXT)) for i in (*parts[-1], place)]
-        if len(parts[-1]) > key and sum(wanted) + GAP * (len(wanted) - 1) > width:
-            parts.append([*range(key)])
-        parts[-1].append(place)
-    shares = [_shares([sizes[i] for i in part], width - GAP * (len(part) - 1)) for part in parts]
-    if not all(shares):
-        return []
-    return [
-        _table([columns[i] for i in part], [[row[i] for i in part] for row in rows], left, share)
-        for part, share in zip(parts, shares, strict=True)
+    widths = [
+        min(size.maximum, max(size.minimum, LEAST_TEXT)) if i < left else size.maximum for i, size in enumerate(sizes)
     ]
-
-
-def _shares(sizes: Sequence[Measurement], room: int) -> list[int]:
-    """Return the width of each column: no less than its longest word, as equal as may be; none if there is no room."""
-    widths = [size.minimum for size in sizes]
-    if sum(widths) > room:
-        return []
-    for _ in range(room - sum(widths)):
+    room = width - sum(widths) - GAP * (len(widths) - 1)
+    for _ in range(room):
         folding = [i for i, size in enumerate(sizes) if widths[i] < size.maximum]
         if folding:
             widths[min(folding, key=widths.__getitem__)] += 1
-    return widths
+    return widths if room >= 0 else []
 
 
-def _print_list(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print each row below its first cell, a line a column; what is empty is left out."""
-    for first, *others in rows:
-        say_wrapped(first)
-        for heading, cell in zip(columns[1:], others, strict=True):
-            if cell:
-                say_wrapped(f"{heading}: {cell}", indent=2)
+def _print_list(columns: Sequence[str], row: Sequence[str]) -> None:
+    """Print a row as its first cell and, below it, a line a column; what is empty is left out."""
+    say_wrapped(row[0])
+    for heading, cell in zip(columns[1:], row[1:], strict=True):
+        if cell:
+            say_wrapped(f"{heading}: {cell}" if heading else cell, indent=2)
 
 
 def _table(
@@ -234,13 +196,8 @@ def _table(
         width = None if widths is None else widths[place]
         table.add_column(column, justify="left" if place < left else "right", overflow="fold", width=width)
     for row in rows:
-        table.add_row(*map(_escape, row))
+        table.add_row(*map(Text, row))
     return table
-
-
-def _width(table: Table) -> int:
-    """The columns of a terminal in which nothing of the table folds."""
-    return _measure(table).maximum
 
 
 def _measure(table: Table) -> Measurement:
@@ -266,17 +223,11 @@ class _Output(Console):
         raise
 
 
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
 class Progress:
     """A bar on a terminal, a line every 30 seconds elsewhere; always on stderr."""
 
-    def __init__(self, label: str, total: int, unit: str = "") -> None:
-        """Name the work, how much there is, and in what it is counted."""
+    def __init__(self, label: str, total: int | None, unit: str = "") -> None:
+        """Name the work, how much there is (None: not known yet), and in what it is counted."""
         self.label, self.total, self.unit = label, total, unit
         self._bar: Bar | None = None
         self._last_line = time.monotonic()
@@ -290,26 +241,30 @@ class Progress:
                 TextColumn("{task.description}"),
                 *bar,
                 MofNCompleteColumn(),
-                TextColumn(f"{self.unit}{{task.fields[note]}}"),
+                TextColumn("{task.fields[note]}"),
                 TimeRemainingColumn(),
                 console=console,
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task(self.label, total=self.total, note="")
+            self._task = self._bar.add_task(self.label, total=self.total, note=self.unit)
         return self
+
+    def begin(self, label: str, total: int, unit: str) -> None:
+        """Start again with other work, in the place of what was under way."""
+        self.label, self.total, self.unit = label, total, unit
+        if self._bar is not None:
+            self._bar.reset(self._task, description=label, total=total, note=unit)
 
     def __call__(self, done: int, note_text: str = "") -> None:
         """Say that `done` of the total are done."""
         if self._bar is not None:
             note_text = note_text.partition(",")[0] if self._narrow else note_text
-            self._bar.update(self._task, completed=done, note=note_text and f", {note_text}")
+            self._bar.update(self._task, completed=done, note=self.unit + (note_text and f", {note_text}"))
         elif time.monotonic() - self._last_line >= LINE_EVERY_SECONDS:
             self._last_line = time.monotonic()
             note(f"{self.label}: {done} of {self.total} {self.unit}" + (note_text and f", {note_text}"))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()

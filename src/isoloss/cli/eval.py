@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +9,7 @@ from typing import Any, Literal
 import tyro
 
 from isoloss.cli import common
-from isoloss.cli.measures import measure_configs, with_options
-from isoloss.cli.options import select
+from isoloss.cli.options import measure_configs, select, with_options
 from isoloss.evaluation.config import ReadingConfig
 
 EXAMPLES = [
@@ -63,12 +61,11 @@ def main(arguments: list[str]) -> int:
     common.use_threads(args.threads)
     from isoloss.evaluation.evaluator import evaluate
 
-    with contextlib.ExitStack() as stack:
-        bar: common.Progress | None = None
+    with common.Progress("measuring", None, "evaluations") as bar:
 
         def show(done: int, total: int, note: str) -> None:
-            nonlocal bar
-            bar = bar or stack.enter_context(common.Progress("measuring", total, "evaluations"))
+            if bar.total is None:
+                bar.begin(bar.label, total, bar.unit)
             bar(done, note)
 
         evaluations = evaluate(

@@ -142,11 +142,7 @@ def _name_of(args: Args) -> str:
 def _checkpoint(model: str) -> str:
     """Return the checkpoint that a run stands for, or `model` itself."""
     run = Run(Path(model))
-    if not run.exists:
-        return model
-    if not run.steps():
-        raise IsolossError(f"{model} has no checkpoint yet: isoloss train {model} goes on with it")
-    return str(run.checkpoint(run.steps()[-1]))
+    return str(run.checkpoint(run.last_step())) if run.exists else model
 
 
 def _inputs(args: Args, name: str, loaded: Loaded) -> Inputs:

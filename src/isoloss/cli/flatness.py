@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +12,7 @@ import tyro
 from isoloss import config as configs
 from isoloss import files, interrupts
 from isoloss.cli import common, comparison, estimates
-from isoloss.cli.measures import measure_configs, with_options
-from isoloss.cli.options import select
+from isoloss.cli.options import measure_configs, select, with_options
 from isoloss.errors import IsolossError
 from isoloss.evaluation.config import ReadingConfig
 from isoloss.evaluation.measures.flatness import FlatnessMeasure
@@ -101,13 +98,22 @@ def main(arguments: list[str]) -> int:
     inputs = context.inputs(args.num_inputs, args.settings.seed)
     for model in models:
         common.note(f"{model.name}: {model.architecture}, {model.kind}; {inputs.description}")
-    with _Bars(settings, inputs.num_sequences) as progress:
+    with common.Progress("loading", None) as bar:
+        current = ("", "")
+
+        def show(measure: str, model: str, done: int) -> None:
+            nonlocal current
+            if current != (measure, model):
+                current = measure, model
+                bar.begin(measure, *flatness_measure(measure, settings).amount(inputs.num_sequences))
+            bar(done, model)
+
         results = measure_flatness(
             {name: partial(_model, args, name) for name in args.models},
             args.measures,
             context,
             settings=settings,
-            progress=progress,
+            progress=show,
         )
     if args.figure is not None and "trace" in results.comparisons:
         from isoloss.report.flatness import trace_against_loss
@@ -125,26 +131,6 @@ def main(arguments: list[str]) -> int:
     return 0 if results.interrupted is None else interrupts.status()
 
 
-class _Bars(contextlib.ExitStack):
-    """Progress of one measure of one model after another, each with a bar of its own."""
-
-    def __init__(self, settings: Mapping[str, Any], num_sequences: int) -> None:
-        super().__init__()
-        self._settings, self._num_sequences = settings, num_sequences
-        self._current: tuple[str, str] | None = None
-
-    def __call__(self, measure: str, model: str, done: int) -> None:
-        """Say how much of a measurement is done."""
-        if self._current != (measure, model):
-            self.close()
-            from isoloss.evaluation.flatness import flatness_measure
-
-            total, unit = flatness_measure(measure, self._settings).amount(self._num_sequences)
-            self._current = measure, model
-            self._bar = self.enter_context(common.Progress(measure, total, unit))
-        self._bar(done, model)
-
-
 def _check(args: Any) -> None:
     """Refuse what needs no model to be seen as wrong."""
     if not args.models:
@@ -158,8 +144,7 @@ def _check(args: Any) -> None:
                 f"{name} is a run, and flatness is a checkpoint's: "
                 + (f"name {run.checkpoint(steps[-1])}" if steps else "it has none yet")
             )
-    if twice := next((name for i, name in enumerate(args.models) if name in args.models[:i]), None):
-        raise IsolossError(f"{twice} is named twice; a model is compared with others")
+    common.check_distinct(args.models)
     if args.figure is not None and (len(args.models) == 1 or "trace" not in args.measures):
         raise IsolossError("--figure shows the traces of several models beside each other: name more, or leave it out")
     common.check_figure(args.figure)

@@ -25,7 +25,6 @@ What = Literal["all", "languages", "models", "sizes", "tasks", "measures", "algo
 VOCABULARY, LENGTH = 30_522, 128  # that sizes are given for: BERT's vocabulary, and its usual sequences
 TRAINING_BYTES = 16  # a parameter's value, gradient and AdamW's two moments, in float32
 MEMORY = "AdamW in float32"
-KEYS = {"sizes": None, "studies": 2}  # columns that name a row of text; where it is not one
 FREE_SHAPES = (
     "For any other shape, give isoloss train a size and --layers, --width, --heads or --ffn (for an LSTM: --layers, "
     "--width or --directions 1)."
@@ -69,7 +68,7 @@ def main(arguments: list[str]) -> int:
             continue
         title = f"{name} ({COUNTED})" if name in ("models", "sizes") else name
         cells = [["" if value is None else value for value in row.values()] for row in rows]
-        common.print_table(title, list(rows[0]), cells, key=KEYS.get(name, 1))
+        common.print_table(title, list(rows[0]), cells, left=1 if name == "sizes" else len(rows[0]))
         if name in ("models", "sizes"):
             common.say_wrapped(FREE_SHAPES)
         common.say("")

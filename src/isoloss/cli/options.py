@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
 
 from isoloss.errors import IsolossError
+from isoloss.evaluation.measures.base import name_fields
+from isoloss.registry import MEASURES
 
 T = TypeVar("T")
 
@@ -40,14 +42,10 @@ def help_texts(config: type) -> Mapping[str, str]:
 
 
 def options_of(name: str, *configs: type, exclude: Iterable[str] = ()) -> type:
-    """Return a dataclass with the fields of configs, once each, with their defaults and help.
+    """Return a dataclass with the fields of configs, once each, with their defaults and help, but for those excluded.
 
-    Args:
-        name: Of the dataclass.
-        configs: Dataclasses all of whose fields have defaults; a field that several have is the same in all.
-        exclude: Fields that are no options.
-
-    The help of a field whose default is None or empty says itself what that stands for.
+    All fields have defaults, and a field that several configs have is the same in all. The help of a field whose
+    default is None or empty says itself what that stands for.
 
     Raises:
         IsolossError: Two configs give a field another default.
@@ -74,54 +72,78 @@ def options_of(name: str, *configs: type, exclude: Iterable[str] = ()) -> type:
     return dataclasses.make_dataclass(name, list(fields.values()), frozen=True, kw_only=True)
 
 
+def unset(name: str, configs: Mapping[str, type]) -> Any:
+    """Return the annotation of an option that is None unless given: what any of the components takes in this field.
+
+    Its help has the text and the default of each component, by `configs`, once where they are the same.
+    """
+    hints = [get_type_hints(config, include_extras=True)[name] for config in configs.values()]
+    if get_origin(hints[0]) is Literal:
+        choices = dict.fromkeys(choice for hint in hints for choice in get_args(hint))
+        hints[0] = Literal.__getitem__(tuple(choices))
+    defaults = {
+        kind: _default(field)
+        for kind, config in configs.items()
+        for field in dataclasses.fields(config)
+        if field.name == name
+    }
+    told = {kind: "" if value is None else _told(value) for kind, value in defaults.items()}
+    texts = {kind: " ".join(help_texts(config).get(name, "").split()) for kind, config in configs.items()}
+    hint = f"(default: {_by_component(told, ', ')})" if any(told.values()) else ""
+    mark = tyro.conf.arg(help=_by_component(texts, " "), help_behavior_hint=hint)
+    return Annotated.__class_getitem__((hints[0] | None, mark))  # type: ignore[attr-defined]
+
+
+def _by_component(texts: Mapping[str, str], separator: str) -> str:
+    """Return the one text, or each with the components that it is of."""
+    kinds: dict[str, list[str]] = {}
+    for kind, text in texts.items():
+        kinds.setdefault(text, []).append(kind)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return separator.join(f"{' and '.join(own)}: {text}" for text, own in kinds.items())
+
+
+def group(name: str, members: Mapping[str, Any], title: str) -> tuple[str, Any, Any]:
+    """Return a field that is a group of options, each None unless given: their annotations by name, and its title."""
+    made: Any = dataclasses.make_dataclass(
+        name, [(*member, None) for member in members.items()], frozen=True, kw_only=True
+    )
+    made.__doc__ = title
+    return name, tyro.conf.OmitArgPrefixes[made], dataclasses.field(default_factory=made)  # type: ignore[misc]
+
+
 def component_options(name: str, configs: Mapping[str, type]) -> type:
     """Return a dataclass with an optional field `KIND_FIELD` for each field of the components' configs but their kind.
 
-    Its groups are the kinds. `chosen` makes the config of one component of it; an option that was not given is None.
-
-    Args:
-        name: Of the dataclass.
-        configs: The configs by kind, in the order of the groups.
+    Its groups are the kinds, in the order of `configs`. `chosen` makes the config of one component of it; an option
+    that was not given is None.
     """
     groups = []
     for kind, config in configs.items():
-        hints = get_type_hints(config, include_extras=True)
-        fields: list[Any] = []
-        for field in dataclasses.fields(config):
-            if field.name == "kind":
-                continue
-            default = tyro.conf.arg(
-                help=help_texts(config).get(field.name, ""), help_behavior_hint=f"(default: {_told(_default(field))})"
-            )
-            fields.append((f"{_identifier(kind)}_{field.name}", Annotated[hints[field.name] | None, default], None))
-        if fields:
-            group = dataclasses.make_dataclass(kind, fields, frozen=True, kw_only=True)
-            group.__doc__ = (config.__doc__ or "").partition("\n")[0]
-            marked = tyro.conf.OmitArgPrefixes[group]  # type: ignore[valid-type]
-            groups.append((_identifier(kind), marked, dataclasses.field(default_factory=group)))
+        fields = [field.name for field in dataclasses.fields(config) if field.name != "kind"]
+        members = {f"{_identifier(kind)}_{field}": unset(field, {kind: config}) for field in fields}
+        if members:
+            groups.append(group(_identifier(kind), members, (config.__doc__ or "").partition("\n")[0]))
     return dataclasses.make_dataclass(name, groups, frozen=True, kw_only=True)
 
 
 def chosen(options: Any, kind: str, config: type[T], *, option: str) -> T:
     """Return the config of the component `kind` with what the command line gave of it.
 
-    Args:
-        options: Of the class that `component_options` returned.
-        kind: Which component.
-        config: Its config's class.
-        option: How the command line chooses a component, e.g. `--algorithm`.
+    `options` are of the class that `component_options` returned, and `option` chooses a component: `--algorithm`.
 
     Raises:
         IsolossError: An option of another component was given.
     """
     values: dict[str, Any] = {}
-    for group in dataclasses.fields(options):
-        own = group.name == _identifier(kind)
-        for name, value in vars(getattr(options, group.name)).items():
+    for part in dataclasses.fields(options):
+        own = part.name == _identifier(kind)
+        for name, value in vars(getattr(options, part.name)).items():
             if value is not None and not own:
-                raise IsolossError(f"{option_name(name)} needs {option} {group.name.replace('_', '-')}")
+                raise IsolossError(f"{option_name(name)} needs {option} {part.name.replace('_', '-')}")
             if value is not None:
-                values[name.removeprefix(f"{group.name}_")] = value
+                values[name.removeprefix(f"{part.name}_")] = value
     return config(**values)
 
 
@@ -130,11 +152,11 @@ def select(options: Any, config: type[T]) -> T:
     return config(**{field.name: getattr(options, field.name) for field in dataclasses.fields(config)})  # type: ignore[arg-type]
 
 
-def without_none(cls: type) -> type:
+def without_none(cls: type[T]) -> type[T]:
     """Return `cls` with no `(default: None)` in its help, where the text says what None stands for."""
     hints = get_type_hints(cls, include_extras=True)
     annotations: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         hint = hints[field.name]
         if field.default is None or field.default == ():
             annotations[field.name] = Annotated[hint, tyro.conf.arg(help_behavior_hint="")]
@@ -142,6 +164,31 @@ def without_none(cls: type) -> type:
         return cls
     subclass = type(cls.__name__, (cls,), {"__annotations__": annotations, "__doc__": cls.__doc__})
     return dataclasses.dataclass(frozen=True, kw_only=True)(subclass)
+
+
+def with_options(cls: type[T], *, exclude: Iterable[str] = (), **groups: Iterable[type]) -> type[T]:
+    """Return `cls` with further fields, each a group of options.
+
+    Args:
+        cls: The dataclass of a subcommand's arguments.
+        exclude: Fields of the configs that are no options.
+        groups: By the field's name, the configs whose fields are its options.
+    """
+    fields: list[Any] = []
+    excluded = {*exclude, *(field for each in MEASURES for field in name_fields(each))}
+    for name, configs in groups.items():
+        options = options_of(name, *configs, exclude=excluded)
+        options.__doc__ = ""
+        marked = tyro.conf.OmitArgPrefixes[options]  # type: ignore[valid-type]
+        fields.append((name, marked, dataclasses.field(default_factory=options)))
+    made: Any = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True)
+    made.__doc__ = cls.__doc__
+    return made  # type: ignore[no-any-return]
+
+
+def measure_configs() -> list[type]:
+    """Return the classes of all registered measures."""
+    return [MEASURES.load(name) for name in MEASURES]
 
 
 def _identifier(kind: str) -> str:

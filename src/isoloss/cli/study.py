@@ -93,7 +93,7 @@ def _show_units(args: Args, folder: StudyFolder) -> int:
         commands = {unit.name: common.command(*unit.arguments[:2]) for unit in units}
         cells = [(u.name, text or state, ", ".join(u.after), commands[u.name]) for u, state, text in progress]
         columns = ("unit", "state", "after", "command")
-        common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, cells, key=1)
+        common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, cells, left=len(columns))
     else:
         lines = [(unit.name, text or state) for unit, state, text in progress]
         common.print_table(str(folder.path), ("unit", "state"), lines, left=2)

@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _is_one_of_several() -> bool:
-    """Whether a launcher started several processes; `isoloss.training.distributed` knows, but needs torch."""
+    """Whether a launcher started several processes, as `isoloss.training.distributed` asks, which needs torch."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
@@ -130,8 +130,8 @@ def _main(arguments: list[str]) -> int:
         return 0
 
     from isoloss.evaluation.pretraining import pretrain
-    from isoloss.training import Interrupted
-    from isoloss.training import Progress as Step
+    from isoloss.training.throughput import Progress as Step
+    from isoloss.training.trainer import Interrupted
 
     language = None if run.complete else _language(config.language)
     with common.Progress(f"training {run.name}", config.steps, "steps") as progress:

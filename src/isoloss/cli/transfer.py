@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import files, interrupts
 from isoloss.cli import common, comparison
-from isoloss.cli.transfer_inputs import Subject, Tasks, subjects
-from isoloss.cli.transfer_options import Args, TransferArgs, method_config
+from isoloss.cli.transfer_inputs import Args, Subject, Tasks, TransferArgs, method_config, subjects
 
 if TYPE_CHECKING:
     from isoloss.transfer.compare import AccuracyComparison
@@ -37,7 +36,7 @@ def main(arguments: list[str]) -> int:
         files.check_writable(args.output)
     common.use_threads(args.threads)
     tasks = Tasks(args, models)
-    from isoloss.training import Interrupted
+    from isoloss.training.trainer import Interrupted
     from isoloss.transfer.compare import compare_accuracy
 
     results: dict[str, tuple[TaskData, TransferResult]] = {}

@@ -1,20 +1,24 @@
-"""What `isoloss transfer` works on: models and where they come from, and the task that they share."""
+"""The options of `isoloss transfer`, those of a method made from its config, and what they name: models and a task."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
 
 from isoloss import files
-from isoloss.cli import common
+from isoloss.cli import common, options
 from isoloss.cli.options import option_name
-from isoloss.cli.transfer_options import TransferArgs
+from isoloss.config import check
 from isoloss.errors import IsolossError, warn
 from isoloss.registry import TASKS
 from isoloss.runs import Run, checkpoint_of
+from isoloss.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
 from isoloss.transfer.text_sources import TextTask, registered_text_task
 
 if TYPE_CHECKING:
@@ -24,20 +28,125 @@ if TYPE_CHECKING:
     from isoloss.transfer.tasks import TaskData
 
 _MOST_TOKENS = 128  # of an example of real text, where the model reads as many
+METHODS: dict[str, type] = {"probe": LinearProbeConfig, "lookup": ClassifierConfig, "finetune": FinetuneConfig}
+_NO_OPTIONS = ("name", "betas", "momentum", "standardize", "seed")  # only the library sets these; seed is in `Args`
+
+
+def _groups() -> Iterator[tuple[str, Any, Any]]:
+    """Yield a group of options for each set of methods that share them."""
+    names = dict.fromkeys(own.name for config in METHODS.values() for own in dataclasses.fields(config))
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
+    for name in names:
+        if name not in _NO_OPTIONS:
+            configs = {method: config for method, config in METHODS.items() if hasattr(config, name)}
+            groups.setdefault(tuple(configs), {})[name] = options.unset(name, configs)
+    for methods, members in groups.items():
+        name = "every_method" if len(methods) == len(METHODS) else "_or_".join(methods)
+        yield options.group(name, members, f"With --method {' or '.join(methods)}.")
+
+
+@options.without_none
+@dataclass(frozen=True, kw_only=True)
+class SentenceOptions:
+    """For a task of a synthetic language."""
+
+    language: str | None = None
+    """The language; default: that of the models' runs."""
+    train_lengths: tuple[int, int] | None = None
+    """Least and most tokens of the training sentences."""
+    test_lengths: tuple[int, int] | None = None
+    """Least and most tokens of the test sentences."""
+    test_redraw: float | None = None
+    """Test on a language with the same rules, with new probabilities for this fraction of the symbols or states."""
+
+
+@options.without_none
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """For a task of text."""
+
+    data: str | None = None
+    """Labeled text: a .tsv, .csv, .jsonl or .json file, a folder with one for each split, or a dataset hf:NAME."""
+    test_data: str | None = None
+    """The same for the test examples; default: another split of --data or, of a single file, one example in five."""
+    text: str | None = None
+    """Column of the text."""
+    pair: str | None = None
+    """Column of the second text, where an example is two."""
+    label: str = "label"
+    """Column of the label."""
+    train_split: str = "train"
+    """Split of a folder or dataset."""
+    test_split: str | None = None
+    """Split of the test examples; default: dev or validation."""
+    tokenizer: str | None = None
+    """A Hugging Face folder or name, or a vocab.txt; default: the model's own."""
+    max_length: int | None = None
+    """The most tokens of an example; default: 128, or as many as the model reads."""
+
+
+@dataclass(frozen=True)
+class TransferArgs:
+    """Accuracy on a downstream task: a linear probe (the paper's), fine-tuning, or the look-up table.
+
+    The accuracy of the majority class and, where it is known, that of the Bayes classifier are printed beside it.
+    Several models are compared on the same examples.
+    """
+
+    models: tyro.conf.Positional[tuple[str, ...]]
+    """Runs (their last checkpoints), checkpoint folders, or names on the Hugging Face hub."""
+    task: str
+    """A task of the language (root, prefix-L, ...), of GLUE (sst2, rte, ...), or a name of your own for --data; see
+    isoloss ls tasks."""
+    method: Literal["probe", "lookup", "finetune"] = "probe"
+    """A probe on the model's token states, one on the true conditionals, or training all weights."""
+    num_train: int | None = None
+    """Training examples; default: 4096 sentences of a language, all of a text."""
+    num_test: int | None = None
+    """Test examples; default: as for training."""
+    seed: int = 0
+    """Decides the examples and the classifiers."""
+    sentences: tyro.conf.OmitArgPrefixes[SentenceOptions] = field(default_factory=SentenceOptions)
+    labeled_text: tyro.conf.OmitArgPrefixes[TextOptions] = field(default_factory=TextOptions)
+    output: Path | None = None
+    """Folder for each model's result (.json), predictions (.jsonl) and, of fine-tuning, the state to resume from."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    threads: int = 0
+    """CPU threads; 0: all cores."""
+    trust_remote_code: bool = False
+    """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+Args: Any = dataclasses.make_dataclass("Args", _groups(), bases=(TransferArgs,), frozen=True)
+Args.__doc__ = TransferArgs.__doc__
+
+
+def method_config(args: TransferArgs) -> Any:
+    """Return the config of the method with what the command line gives of it.
+
+    Raises:
+        IsolossError: An option that the method does not have, or a value out of its range.
+    """
+    config = METHODS[args.method]
+    own = {member.name for member in dataclasses.fields(TransferArgs)}
+    groups = [vars(group) for name, group in vars(args).items() if name not in own]
+    given = {name: value for group in groups for name, value in group.items() if value is not None}
+    if unknown := [option_name(name) for name in given if not hasattr(config, name)]:
+        raise IsolossError(f"{', '.join(unknown)}: no effect with --method {args.method}")
+    chosen = config(**given, seed=args.seed)
+    check(chosen)
+    return chosen
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, or the look-up table of a language.
-
-    Attributes:
-        name: What it is called.
-        checkpoint: What is loaded; None of a look-up table.
-        run: The run that it is of, if it is of one.
-    """
+    """A model, or the look-up table of a language, and the run that it is of, if it is of one."""
 
     name: str
-    checkpoint: str | None
+    checkpoint: str | None  # of a look-up table, None
     run: Run | None
 
     @property
@@ -56,15 +165,12 @@ def subjects(args: TransferArgs) -> list[Subject]:
         if args.method == "lookup" and args.sentences.language is not None:
             return [Subject(args.sentences.language, None, None)]
         raise IsolossError("no model is named: give a run, a checkpoint folder or a name on the Hugging Face hub")
-    if twice := next((name for i, name in enumerate(args.models) if name in args.models[:i]), None):
-        raise IsolossError(f"{twice} is named twice; a model is compared with others")
+    common.check_distinct(args.models)
     models = []
     for name in args.models:
         run = Run(Path(name))
         if run.exists:
-            if not run.steps():
-                raise IsolossError(f"{name} has no checkpoint yet: {common.command('train', name)} goes on with it")
-            step = run.steps()[-1]
+            step = run.last_step()
             models.append(Subject(f"{name} at step {step}", str(run.checkpoint(step)), run))
         else:
             own = checkpoint_of(Path(name))

@@ -12,9 +12,10 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
-from isoloss.training import Examples, Progress, train
+from isoloss.training.algorithms.base import Examples
 from isoloss.training.distributed import process_group
-from isoloss.training.trainer import is_complete
+from isoloss.training.throughput import Progress
+from isoloss.training.trainer import is_complete, train
 
 _SEED = 0  # of what is measured on during training: the same for all runs
 
@@ -28,9 +29,9 @@ def pretrain(
 ) -> Run:
     """Pre-train a model into a run directory, from its newest checkpoint if it has one, and return the run.
 
-    This is `isoloss.training.train` with what the config needs besides: an algorithm that asks for the training set of
-    a downstream task gets it from `isoloss.transfer.tasks.make_task` and the run's seed, and where `measure_every` is
-    set, metrics.jsonl gets the measurements of `Monitor`.
+    This is `isoloss.training.trainer.train` with what the config needs besides: an algorithm that asks for the training
+    set of a downstream task gets it from `isoloss.transfer.tasks.make_task` and the run's seed, and where
+    `measure_every` is set, metrics.jsonl gets the measurements of `Monitor`.
 
     Args:
         run: The directory; new, or of the same config.
@@ -39,8 +40,8 @@ def pretrain(
         progress: Called about once a second and at the end; of several processes, in rank 0.
 
     Raises:
-        IsolossError: As for `isoloss.training.train`; the language has no such task, or nothing of it can be measured.
-        Interrupted: As for `isoloss.training.train`.
+        IsolossError: As for `train`; the language has no such task, or nothing of it can be measured.
+        Interrupted: As for `train`.
 
     Example:
         >>> import tempfile

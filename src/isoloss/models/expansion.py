@@ -90,23 +90,14 @@ class Expanded:
 
 @dataclass(frozen=True)
 class _Family:
-    """What the construction has to know of an architecture.
+    """What the construction has to know of an architecture."""
 
-    Attributes:
-        layers: The list of its blocks.
-        last_norm: The layer norm whose output the decoder reads.
-        queries_and_keys: The linear layers of a block whose outputs meet in the attention scores.
-        closing_norm: In a post-layer-norm block, the layer norm that ends it; None: blocks are pre-layer-norm.
-        inner_width: The config's field for the width inside the feed-forward blocks.
-        is_bare: Whether no layer norm follows the embeddings, and no transform the blocks.
-    """
-
-    layers: str
-    last_norm: str
-    closing_norm: str | None
-    queries_and_keys: tuple[str, str] = ("query", "key")
-    inner_width: str = "intermediate_size"
-    is_bare: bool = False
+    layers: str  # the list of its blocks
+    last_norm: str  # the layer norm whose output the decoder reads
+    closing_norm: str | None  # in a post-layer-norm block, the layer norm that ends it; None: blocks are pre-layer-norm
+    queries_and_keys: tuple[str, str] = ("query", "key")  # whose outputs meet in the attention scores
+    inner_width: str = "intermediate_size"  # the config's field for the width inside the feed-forward blocks
+    is_bare: bool = False  # whether no layer norm follows the embeddings, and no transform the blocks
 
 
 _FAMILIES: dict[type[PreTrainedModel], _Family] = {
@@ -333,3 +324,59 @@ def _target(name: str, family: _Family, few: int, many: int) -> str:
     closing = f"{family.layers}.{{}}.{family.closing_norm}."
     own = closing.format(few - 1)
     return closing.format(many - 1) + name.removeprefix(own) if name.startswith(own) else name
+
+
+def expand_mlp(mlp: nn.Sequential, factor: int) -> Expanded:
+    """Return a perceptron whose hidden layers are `factor` times as wide, with the same outputs (appendix B.4.1).
+
+    Every parameter is copied n times and divided by sqrt(n): the first layer's weight and the hidden biases with
+    n = factor, the weights between hidden layers with n = factor^2, the last layer's weight with n = factor; its bias
+    stays. So hidden layers are `factor` copies divided by sqrt(factor), which rectifiers let through, and every
+    parameter keeps its part of the Fisher's trace (`Part.trace_factor` is 1).
+
+    Args:
+        mlp: Linear layers with `nn.ReLU` or `nn.LeakyReLU` between them, at least one hidden layer.
+        factor: How many times as wide, at least 1.
+
+    Raises:
+        IsolossError: Other layers, or a factor below 1.
+
+    Example:
+        >>> small = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+        >>> large = expand_mlp(small, 2).model
+        >>> large[2].weight.shape
+        torch.Size([8, 8])
+        >>> x = torch.ones(5, 3, dtype=torch.float64)
+        >>> bool((large(x) - small(x)).abs().max() < 1e-12)
+        True
+    """
+    if factor < 1:
+        raise IsolossError(f"the factor is {factor}; it must be at least 1")
+    layers = list(mlp)
+    linear, between = layers[::2], layers[1::2]
+    if (
+        len(linear) < 2
+        or len(linear) != len(between) + 1
+        or not all(isinstance(layer, nn.Linear) for layer in linear)
+        or not all(isinstance(layer, nn.ReLU | nn.LeakyReLU) for layer in between)
+    ):
+        found = ", ".join(type(layer).__name__ for layer in layers) or "nothing"
+        raise IsolossError(
+            f"the layers are {found}; they must be Linear layers with ReLU or LeakyReLU between them, at least two "
+            "Linear, as other activations do not let a factor through"
+        )
+    shapes = [(layer.out_features, layer.in_features) for layer in linear if isinstance(layer, nn.Linear)]
+    parts: dict[str, Part] = {}
+    wide = copy.deepcopy(mlp)
+    for number, (rows, columns) in enumerate(shapes):
+        layer = wide[2 * number]
+        assert isinstance(layer, nn.Linear)
+        high = factor if number < len(shapes) - 1 else 1
+        across = factor if number > 0 else 1
+        layer.out_features, layer.in_features = rows * high, columns * across
+        for name, parameter in list(layer.named_parameters()):
+            blocks = (high, across)[: parameter.ndim]
+            part = Part(name=f"{2 * number}.{name}", blocks=blocks, divisor=math.sqrt(math.prod(blocks)))
+            parts[part.name] = part
+            setattr(layer, name, nn.Parameter(part.of(parameter)))
+    return Expanded(model=wide.eval(), parts=parts, added=())

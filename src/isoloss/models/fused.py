@@ -39,14 +39,10 @@ def attention(
     num_heads: int,
     dropout: float,
 ) -> torch.Tensor:
-    """Return (n, T, d): self-attention without its output projection, from one product for queries, keys and values.
+    """Return (n, T, d): self-attention of x (n, T, d) without its output projection, with dropout of its weights.
 
-    Args:
-        x: (n, T, d).
-        mask: (n, 1, T, T) or what expands to it, added to the scores; None: nothing is.
-        projections: To queries, keys and values, each from d to d with a bias.
-        num_heads: h.
-        dropout: Of the attention's weights.
+    One product gives queries, keys and values, whose projections have biases. A mask (n, 1, T, T), or what expands to
+    it, is added to the scores.
     """
     parts = [tensor for linear in projections for tensor in (linear.weight, linear.bias)]
     mixed: torch.Tensor = _Attention.apply(x, mask, num_heads, dropout, *parts)  # type: ignore[no-untyped-call]

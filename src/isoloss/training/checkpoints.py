@@ -60,14 +60,14 @@ def save(
     tokenizer: Any = None,
     average: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write the checkpoint `path`, whole or not at all.
+    """Write the checkpoint `path`, whole or not at all; one that is there is replaced.
 
     Args:
-        path: The folder; one that is there is replaced.
+        path: The folder.
         model: A transformers model.
         tensors: The training algorithm's state.
         state: Where the run stands.
-        tokenizer: A transformers tokenizer that is saved along, so that the folder can be used by itself.
+        tokenizer: Saved along, so that the folder can be used by itself.
         average: What `WeightAverage.state` returned, to be saved in the folder `ema` as a model; empty or None: none.
 
     Raises:
@@ -139,11 +139,6 @@ def weights_sha256(path: Path) -> str:
     """Return the SHA-256 of a checkpoint's weights, as it was recorded when they were written."""
     recorded: str = _read_trainer(path)["sha256"][WEIGHTS]
     return recorded
-
-
-def latest(run: Run) -> int | None:
-    """Return the step of the newest checkpoint of `run`, or None."""
-    return max(run.steps(), default=None)
 
 
 def remove_except(run: Run, keep: Iterable[int]) -> None:

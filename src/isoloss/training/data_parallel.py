@@ -31,15 +31,7 @@ Function = Callable[..., torch.Tensor]  # of a model and anything else
 
 
 class SingleProcess:
-    """One process: a gradient is what backward gives; `DDP` and `FSDP` are variations of it.
-
-    Args:
-        model: The model that is trained.
-        group: The processes that train it.
-
-    Attributes:
-        group: As given.
-    """
+    """One process: a gradient is what backward gives; `DDP` and `FSDP` are variations, for the processes of `group`."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None = None) -> None:
         self._model = model
@@ -66,12 +58,7 @@ class SingleProcess:
 
 
 class DDP(SingleProcess):
-    """Distributed data parallel: every process has the whole model, and backward averages the gradients.
-
-    Args:
-        model: As for `SingleProcess`, on its device, the same in each process.
-        group: As for `SingleProcess`.
-    """
+    """Distributed data parallel: every process has the same whole model, and backward averages the gradients."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         super().__init__(model, group)
@@ -91,10 +78,6 @@ class FSDP(SingleProcess):
     """FSDP2: every process has a shard of each parameter, its gradient and the optimizer's state.
 
     Gradients are averaged at every backward pass: keeping them to their process would take full ones in each.
-
-    Args:
-        model: As for `DDP`; its parameters become shards.
-        group: As for `SingleProcess`.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:

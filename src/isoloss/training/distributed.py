@@ -170,7 +170,7 @@ def process_group() -> Iterator[ProcessGroup]:
         with _listening():
             yield ProcessGroup(distributed.get_rank(), distributed.get_world_size(), local_rank)
         return
-    if not is_launched():
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield ProcessGroup()
         return
     with _listening():
@@ -203,11 +203,6 @@ def _forget(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def is_launched() -> bool:
-    """Whether the environment says that this process is one of several."""
-    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 @contextlib.contextmanager

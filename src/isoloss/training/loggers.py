@@ -15,7 +15,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
@@ -26,16 +26,11 @@ PROJECT = "isoloss"
 _logger = logging.getLogger(__name__)
 
 
-class Logger(Protocol):
-    """Where the numbers of a run go."""
+class Logger(NamedTuple):
+    """Where the numbers of a run go: `log` takes those of a step, `close` writes everything that is not written yet."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
-        ...
-
-    def close(self) -> None:
-        """Write everything that is not written yet."""
-        ...
+    log: Callable[[int, Mapping[str, float]], object]
+    close: Callable[[], object]
 
 
 def run_label(run: Run) -> str:
@@ -43,78 +38,55 @@ def run_label(run: Run) -> str:
     return f"{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 
 
-class TensorBoard:
-    """Event files in the folder `tensorboard` of the run."""
+def _tensorboard(run: Run) -> Logger:
+    """Event files in the folder `tensorboard` of the run, one scalar a number."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run: Run) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    folder = run.path / "tensorboard"
+    shutil.rmtree(folder, ignore_errors=True)
+    writer: Any = SummaryWriter(str(folder))
 
-        folder = run.path / "tensorboard"
-        shutil.rmtree(folder, ignore_errors=True)
-        self._writer: Any = SummaryWriter(str(folder))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one scalar a number."""
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Write what is buffered."""
-        self._writer.close()
+    return Logger(log, writer.close)
 
 
-class Trackio:
+def _trackio(run: Run) -> Logger:
     """A run of trackio's project `isoloss`, in trackio's own folder (TRACKIO_DIR)."""
+    import trackio
 
-    def __init__(self, run: Run) -> None:
-        import trackio
-
-        name = run_label(run)
-        with contextlib.suppress(ValueError):  # the project is new
-            for earlier in trackio.Api().runs(PROJECT):
-                if earlier.name == name:
-                    earlier.delete()
-        self._trackio: Any = trackio
-        self._run: Any = trackio.init(project=PROJECT, name=name, config=configs.to_dict(run.config), embed=False)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Wait until all are stored."""
-        self._trackio.finish()  # the module's, or it prints once more when the process ends
+    name = run_label(run)
+    with contextlib.suppress(ValueError):  # the project is new
+        for earlier in trackio.Api().runs(PROJECT):
+            if earlier.name == name:
+                earlier.delete()
+    opened: Any = trackio.init(project=PROJECT, name=name, config=configs.to_dict(run.config), embed=False)
+    # the module's own finish, or it prints once more when the process ends
+    return Logger(lambda step, values: opened.log(dict(values), step=step), trackio.finish)
 
 
-class Wandb:
+def _wandb(run: Run) -> Logger:
     """A run of the W&B project `isoloss`; offline, in the folder `wandb` of the run, where there is no API key."""
+    import wandb
 
-    def __init__(self, run: Run) -> None:
-        import wandb
-
-        shutil.rmtree(run.path / "wandb", ignore_errors=True)
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-        self._run: Any = wandb.init(
-            project=PROJECT,
-            id=run_label(run),
-            name=run.name,
-            dir=str(run.path),
-            config=configs.to_dict(run.config),
-            resume=None if mode == "offline" else "allow",
-            mode=mode,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers; W&B leaves out steps that it has."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Wait until all are stored."""
-        self._run.finish()
+    shutil.rmtree(run.path / "wandb", ignore_errors=True)
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+    opened: Any = wandb.init(
+        project=PROJECT,
+        id=run_label(run),
+        name=run.name,
+        dir=str(run.path),
+        config=configs.to_dict(run.config),
+        resume=None if mode == "offline" else "allow",
+        mode=mode,
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    return Logger(lambda step, values: opened.log(dict(values), step=step), opened.finish)
 
 
-LOGGERS: dict[str, Callable[[Run], Logger]] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb}
+LOGGERS: dict[str, Callable[[Run], Logger]] = {"tensorboard": _tensorboard, "trackio": _trackio, "wandb": _wandb}
 
 
 def check_installed(names: Sequence[str]) -> None:

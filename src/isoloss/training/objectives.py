@@ -39,10 +39,7 @@ def check_language(objective: ObjectiveConfig, language: Language) -> None:
 def exact_targets(language: Language, sentences: Sentences, labels: torch.Tensor) -> torch.Tensor:
     """Return (k, V) float64: the true conditionals of the masked tokens given all visible ones, sentence by sentence.
 
-    Args:
-        language: Whose sentences they are.
-        sentences: n sentences padded to T tokens.
-        labels: (n, T), -100 where nothing is masked.
+    The labels (n, T) are -100 where nothing is masked.
     """
     masked = labels != IGNORED
     tokens, lengths, _ = sentences
@@ -55,14 +52,9 @@ def exact_targets(language: Language, sentences: Sentences, labels: torch.Tensor
 def training_batch(
     language: Language, config: TrainConfig, step: int, device: torch.device, rows: slice = slice(None)
 ) -> TrainingBatch:
-    """Return the batch of training step `step`: the language's sentences of that step, and what is predicted of them.
+    """Return the batch of training step `step`, from 1: the language's sentences, and what is predicted of them.
 
-    Args:
-        language: Where the sentences come from.
-        config: Batch size, seed and objective.
-        step: Counted from 1.
-        device: Where the batch goes.
-        rows: Which of its sentences are wanted; `num_tokens` counts all.
+    Of its sentences, `rows` are wanted; `num_tokens` counts all.
     """
     sentences = language.batch(step, config.batch_size, seed=config.seed)
     masks = generator(config.seed, "masks", step)

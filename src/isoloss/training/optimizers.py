@@ -54,13 +54,7 @@ class Optimizer:
     Weights and embeddings decay, biases and layer norms do not (every parameter of one dimension), as in BERT's
     training and in Izsak et al. (2021), whose code the paper trains with.
 
-    Args:
-        model: The model that is updated in place.
-        config: Which of the two, and its settings.
-        total: Steps of the whole run.
-
-    Attributes:
-        parameters: The trainable parameters.
+    The model, whose trainable parameters are `parameters`, is updated in place, in `total` steps of a whole run.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig, *, total: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -35,7 +34,7 @@ class Batches(Generic[T]):
     def __enter__(self) -> Batches[T]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait for the batch that is being made, and let go of the thread."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)

@@ -7,7 +7,9 @@ all that a checkpoint has to hold, and a run that was killed ends with the same 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,7 +25,7 @@ from isoloss.models.make import make_model
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive
-from isoloss.training import checkpoints, loggers, metrics, objectives
+from isoloss.training import checkpoints, loggers, objectives
 from isoloss.training.algorithms.base import (
     StepResult,
     TaskExamples,
@@ -104,7 +106,7 @@ def train(
     if config.measure_every and measure is None:
         raise IsolossError(
             f"measure_every is {config.measure_every}, and there is no measure: isoloss.pretrain makes one, "
-            "isoloss.training.train takes it as an argument"
+            "isoloss.training.trainer.train takes it as an argument"
         )
     with process_group() as group, contextlib.ExitStack() as held:
         if config.batch_size % group.world_size:
@@ -188,7 +190,7 @@ class _Training:
 
     def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Give the model the weights to go on from; return the step they are of and the algorithm's tensors."""
-        newest = self.group.from_main(-1 if (latest := checkpoints.latest(self.run)) is None else latest)
+        newest = self.group.from_main(max(self.run.steps(), default=-1))
         if newest < 0:
             if self.config.initial is not None:
                 self.initial_sha256 = checkpoints.load_weights(self.run.path / self.config.initial, self.model)
@@ -203,14 +205,11 @@ class _Training:
 
     def run_all(self) -> None:
         """Make every step that is left, and the run complete."""
-        try:
+        with contextlib.ExitStack() as held:
+            self.group.on_main(lambda: self._open(held))
             self._run_all()
-        finally:
-            if self.loggers is not None:  # they write what they have, however training ended
-                self.loggers.close()
 
     def _run_all(self) -> None:
-        self.group.on_main(self._open)
         if self.step == 0 and 0 in self.kept and not self.group.from_main(self.run.checkpoint(0).exists()):
             self._save()
         stop = False
@@ -226,7 +225,7 @@ class _Training:
             if stop:
                 raise Interrupted(self.step)
 
-    def _open(self) -> None:
+    def _open(self, held: contextlib.ExitStack) -> None:
         """Bring the directory to where training goes on from."""
         self.run.create(self.config)  # after initial weights that do not fit were refused: a mistake makes no run
         files.remove_unfinished(self.run.path)
@@ -248,10 +247,11 @@ class _Training:
             precision=self.config.precision,
         )
         checkpoints.remove_except(self.run, {*self.kept, self.step})
-        num_lines = metrics.num_lines(self.step, steps=self.config.steps, log_every=self.config.log_every)
-        metrics.truncate(self.run, self.step, num_lines)
+        num_lines = _num_lines(self.step, steps=self.config.steps, log_every=self.config.log_every)
+        _truncate(self.run, self.step, num_lines)
         if self.config.loggers:
             self.loggers = Loggers(self.config.loggers, self.run)
+            held.callback(self.loggers.close)  # they write what they have, however training ended
 
     def _close(self) -> None:
         """Write the result if all steps are made, and the throughput."""
@@ -284,7 +284,7 @@ class _Training:
     def _check_finite(self, values: Mapping[str, float], number: int) -> None:
         for name, value in values.items():
             if not math.isfinite(value):
-                newest = checkpoints.latest(self.run)
+                newest = max(self.run.steps(), default=None)
                 kept = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is kept"
                 raise IsolossError(
                     f"the {name} at step {number} is {value}: lower the learning rate or lengthen the warm-up ({kept})"
@@ -317,7 +317,7 @@ class _Training:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl and to the loggers."""
-        metrics.append(self.run, line)
+        files.append_json(self.run.path / "metrics.jsonl", line)
         if self.loggers is not None:
             self.loggers.log(line)
 
@@ -336,7 +336,7 @@ class _Training:
         tokenizer = getattr(self.language, "tokenizer", None)
 
         def write() -> None:
-            metrics.flush(self.run)
+            _flush(self.run)
             folder = self.run.checkpoint(self.step)
             checkpoints.save(folder, model, tensors, state, tokenizer=tokenizer, average=kept_average)
             checkpoints.remove_except(self.run, {*self.kept, self.step})
@@ -358,3 +358,42 @@ class _Training:
                 },
             },
         )
+
+
+# --- metrics.jsonl: lines that a checkpoint never outlives, and that a resumed run has once
+
+
+def _flush(run: Run) -> None:
+    """Bring metrics.jsonl to the disk: a checkpoint must not outlive the lines before it."""
+    path = run.path / "metrics.jsonl"
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _num_lines(step: int, *, steps: int, log_every: int) -> int:
+    """Return how many lines metrics.jsonl has when `step` of `steps` steps are made."""
+    last = step == steps and step % log_every != 0
+    return step // log_every + last
+
+
+def _truncate(run: Run, step: int, count: int) -> None:
+    """Keep the `count` lines up to `step`; a killed process may have left more, and half a line after them.
+
+    Raises:
+        IsolossError: They are not there, or not of these steps.
+    """
+    path = run.path / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = text.splitlines(keepends=True)[:count]
+    try:
+        complete = len(lines) == count and all(json.loads(line)["step"] <= step for line in lines)
+    except (ValueError, KeyError, TypeError):
+        complete = False
+    if not complete:
+        raise IsolossError(
+            f"{path} is damaged: its first {count} lines are not those of the {step} steps that were made; "
+            "delete the run to start it again"
+        )
+    if len(text) > len("".join(lines)):
+        files.write_text(path, "".join(lines))

@@ -32,13 +32,12 @@ from isoloss.errors import IsolossError
 from isoloss.runs import versions
 from isoloss.seeds import derive, generator
 from isoloss.text.masking import Batch
-from isoloss.training import Interrupted
 from isoloss.training.algorithms.base import TrainingAlgorithm, TrainingContext
 from isoloss.training.process import process_settings, signals
-from isoloss.transfer.checks import absent_classes, check_labels
+from isoloss.training.trainer import Interrupted
 from isoloss.transfer.config import FinetuneConfig
 from isoloss.transfer.features import backbone_of, check_sentences
-from isoloss.transfer.results import TransferResult, score
+from isoloss.transfer.results import TransferResult, absent_classes, check_labels, score
 from isoloss.transfer.tasks import TaskData
 
 _DEVIATION = 0.02  # of the head's initial weights, as in BERT
@@ -149,12 +148,8 @@ def num_steps(config: FinetuneConfig, num_train: int) -> int:
 class Classifier(nn.Module):
     """A model's body with a linear head on one of its last states.
 
-    Args:
-        backbone: The body, which becomes part of this module.
-        pooling: Which state: `first`, `last` or `mean`.
-        width: Of the states, d.
-        num_classes: C.
-        draws: Gives the head's initial weights, normal with deviation 0.02; the bias is 0.
+    The body, `backbone`, becomes part of this module. The head's initial weights are normal with deviation 0.02, from
+    `draws`, and its bias is 0.
     """
 
     def __init__(self, backbone: Any, pooling: str, width: int, num_classes: int, draws: torch.Generator) -> None:
@@ -192,6 +187,7 @@ class _Seed:
     ) -> None:
         self.index, self.backbone, self.pooling = index, backbone, pooling
         self.task, self.config, self.folder = task, config, folder
+        self._result, self._state = (Path(folder or "", f"seed-{index}.{kind}") for kind in ("json", "safetensors"))
         self.total = num_steps(config, len(task.train_labels))
         self.per_epoch = self.total // config.epochs
         self.device = next(backbone.parameters()).device
@@ -224,16 +220,6 @@ class _Seed:
             files.write_json(self._result, result)
             self._state.unlink(missing_ok=True)
         return result
-
-    @property
-    def _result(self) -> Path:
-        assert self.folder is not None
-        return self.folder / f"seed-{self.index}.json"
-
-    @property
-    def _state(self) -> Path:
-        assert self.folder is not None
-        return self.folder / f"seed-{self.index}.safetensors"
 
     def _start(self) -> None:
         """Begin at the pre-trained weights and a fresh head, or at the state in the folder."""

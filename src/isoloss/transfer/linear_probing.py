@@ -19,12 +19,11 @@ from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.languages.api import ExactLanguage
 from isoloss.statistics.estimate import Estimate
-from isoloss.transfer.checks import absent_classes, check_labels
 from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
 from isoloss.transfer.features import extract, lookup_features
 from isoloss.transfer.fits import adamw
 from isoloss.transfer.fits.cross_validated import fit_convex
-from isoloss.transfer.results import TransferResult, score
+from isoloss.transfer.results import TransferResult, absent_classes, check_labels, score
 from isoloss.transfer.stored_features import StoredFeatures, rows_at_once
 from isoloss.transfer.tasks import TaskData
 

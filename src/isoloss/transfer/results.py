@@ -17,11 +17,46 @@ from typing import Any
 import torch
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.statistics.estimate import Estimate, rounded
 from isoloss.statistics.tables import text_table
 
 MOST_CLASSES = 12  # in a printed table; `by_class` has all
+
+
+def check_classes(what: str, values: torch.Tensor, num_classes: int) -> None:
+    """Raise an `IsolossError` unless all values, of which there is one at least, are classes."""
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= num_classes:
+        raise IsolossError(
+            f"the {what}s go from {low} to {high}; with {num_classes} classes they are 0 to {num_classes - 1}"
+        )
+
+
+def absent_classes(train_y: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Return the classes that no training label (n,) has."""
+    return (train_y.bincount(minlength=num_classes) == 0).nonzero()[:, 0]
+
+
+def check_labels(train_y: torch.Tensor, test_y: torch.Tensor, classes: Sequence[str]) -> None:
+    """Raise an `IsolossError` unless the labels (n,) are classes, and warn of classes without training examples."""
+    for split, y in (("training", train_y), ("test", test_y)):
+        if y.numel() == 0:
+            raise IsolossError(f"the {split} split is empty")
+        if y.dtype != torch.int64:
+            raise IsolossError(f"the {split} split needs int64 labels, not {y.dtype}")
+        check_classes(f"{split} label", y, len(classes))
+    absent = absent_classes(train_y, len(classes))
+    unseen = torch.isin(test_y, absent.to(test_y.device))
+    if count := int(unseen.sum()):
+        names = ", ".join(classes[label] for label in sorted(set(test_y[unseen].tolist())))
+        warn(
+            f"{count:,} of the {len(test_y):,} test examples have a label that none of the {len(train_y):,} training "
+            f"examples has ({names}): they count as errors"
+        )
+    if len(absent) == len(classes) - 1:
+        label = classes[int(train_y[0])]
+        warn(f"all {len(train_y):,} training examples have the label {label}, so every prediction is that label")
 
 
 def majority_rate(labels: torch.Tensor) -> float:
@@ -238,12 +273,8 @@ def score(
             f"a score needs predictions (seeds, examples) and a label of each example, not {tuple(predictions.shape)} "
             f"and {tuple(labels.shape)}"
         )
-    for what, values in (("label", labels), ("prediction", predictions)):
-        if int(values.min()) < 0 or int(values.max()) >= len(classes):
-            raise IsolossError(
-                f"the {what}s go from {int(values.min())} to {int(values.max())}; with {len(classes)} classes they are "
-                f"0 to {len(classes) - 1}"
-            )
+    check_classes("label", labels, len(classes))
+    check_classes("prediction", predictions, len(classes))
     num_seeds, num_test = predictions.shape
     accuracies = (predictions == labels).double().mean(dim=1)
     value = float(accuracies.mean())

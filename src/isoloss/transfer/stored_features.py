@@ -118,23 +118,14 @@ def store(path: Path, blocks: Iterable[torch.Tensor], *, shape: tuple[int, int],
     entry = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [0, math.prod(shape) * dtype.itemsize]}
     header = json.dumps({_NAME: entry}).encode()
     header += b" " * (-len(header) % 8)
-    temporary = path.with_name(f"{files.TEMPORARY}{os.getpid()}-{path.name}")
     rows = 0
-    try:
-        with temporary.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for block in blocks:
-                if block.ndim != 2 or block.shape[1] != shape[1]:
-                    raise IsolossError(f"a block of features has the shape {tuple(block.shape)}, not (B, {shape[1]})")
-                file.write(block.to("cpu", dtype).contiguous().view(torch.uint8).numpy().data)
-                rows += len(block)
-            file.flush()
-            os.fsync(file.fileno())
+    with files.new_file(path) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for block in blocks:
+            if block.ndim != 2 or block.shape[1] != shape[1]:
+                raise IsolossError(f"a block of features has the shape {tuple(block.shape)}, not (B, {shape[1]})")
+            file.write(block.to("cpu", dtype).contiguous().view(torch.uint8).numpy().data)
+            rows += len(block)
         if rows != shape[0]:
             raise IsolossError(f"there are {rows} rows of features, not {shape[0]}")
-        temporary.replace(path)
-    except OSError as error:
-        raise IsolossError(f"cannot write the features {path}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return StoredFeatures(path)

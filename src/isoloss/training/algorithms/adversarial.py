@@ -79,19 +79,18 @@ class Adversarial(TrainingAlgorithm):
 
     `adversary_loss` and `adversary_accuracy` are of that head on D2, or the means over the heads.
 
-    Args:
-        model: A transformers language model.
-        context: As for `TrainingAlgorithm`; it has a language and task examples, which always go together whatever the
-            `micro_batch`. The stream of a step is `("adversary", step)`, and per rank `("adversary", step, rank)`.
-        config: The task, the weight, the ridge and the sizes.
+    The context has a language and task examples, which always go together whatever the `micro_batch`. The stream of a
+    step is `("adversary", step)`, and per rank `("adversary", step, rank)`.
 
     Raises:
         IsolossError: The language has no such task, or there are fewer examples than a step takes.
     """
 
+    config: AdversarialConfig
+
     def __init__(self, model: Any, context: TrainingContext, config: AdversarialConfig) -> None:
-        super().__init__(model, context)
-        self._config, self._examples = config, context.task_examples(config.task, config.task_examples)
+        super().__init__(model, context, config)
+        self._examples = context.task_examples(config.task, config.task_examples)
         per_step, num_examples = config.head_examples + config.loss_examples, len(self._examples.labels)
         if num_examples < per_step:
             raise IsolossError(
@@ -102,7 +101,7 @@ class Adversarial(TrainingAlgorithm):
     def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
         """Add the gradient of the objective; see `TrainingAlgorithm.add_gradient`."""
         head_loss, accuracy = self.head_loss(number)
-        (-self._config.weight * head_loss).backward()  # type: ignore[no-untyped-call]
+        (-self.config.weight * head_loss).backward()  # type: ignore[no-untyped-call]
         group = self.parallel.group
         sums = group.sum(head_loss.item(), accuracy)
         mean_loss, mean_accuracy = (value / group.world_size for value in sums)
@@ -111,7 +110,7 @@ class Adversarial(TrainingAlgorithm):
 
     def head_loss(self, number: int) -> tuple[torch.Tensor, float]:
         """Return step `number`'s loss of the head on D2, which can be differentiated, and its accuracy there."""
-        config, context, (sentences, labels, num_classes) = self._config, self.context, self._examples
+        config, context, (sentences, labels, num_classes) = self.config, self.context, self._examples
         assert context.language is not None
         stream = self.parallel.group.stream if config.ascent == "per-rank" else ()
         order = torch.randperm(len(labels), generator=generator(context.seed, "adversary", number, *stream))

@@ -44,7 +44,7 @@ def no_task_examples(name: str, n: int) -> Examples:
     """Refuse to draw examples of a task, for a run that was not given any."""
     raise IsolossError(
         f"the training algorithm needs {n} examples of the task {name}: isoloss.pretrain draws them, "
-        "isoloss.training.train takes a function that does"
+        "isoloss.training.trainer.train takes a function that does"
     )
 
 
@@ -96,13 +96,10 @@ class TrainingAlgorithm:
     The gradient is the sum of those of the parts of `micro_batch` sentences, in all processes, each weighted by its
     fraction of the predicted tokens: that of the whole batch, up to rounding. A process is given its part of the batch.
 
-    Args:
+    Attributes:
         model: The model that is updated in place.
         context: What else the algorithm may use.
-
-    Attributes:
-        model: As given.
-        context: As given.
+        config: The algorithm's settings.
         optimizer: Makes the update.
         parallel: How the gradients of several processes come together.
 
@@ -114,8 +111,8 @@ class TrainingAlgorithm:
         0.0001
     """
 
-    def __init__(self, model: Any, context: TrainingContext) -> None:
-        self.model, self.context = model, context
+    def __init__(self, model: Any, context: TrainingContext, config: Any = None) -> None:
+        self.model, self.context, self.config = model, context, config
         self.optimizer = Optimizer(model, context.optimizer, total=context.total_steps)
         self.parallel = context.parallel or SingleProcess(model)
 

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from isoloss.config import AlgorithmConfig, setting
 from isoloss.errors import IsolossError
 
 if TYPE_CHECKING:
     from isoloss.run_config import TrainConfig
-    from isoloss.training.algorithms.base import TrainingAlgorithm, TrainingContext
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientConfig(AlgorithmConfig):
     """The gradient of the loss alone."""
 
+    algorithm: ClassVar[str] = "isoloss.training.algorithms.base:TrainingAlgorithm"
     kind: Literal["gradient"] = "gradient"
-
-    def build(self, model: Any, context: TrainingContext) -> TrainingAlgorithm:
-        """Return the algorithm; see `AlgorithmConfig.build`."""
-        from isoloss.training.algorithms.base import TrainingAlgorithm
-
-        return TrainingAlgorithm(model, context)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAMConfig(AlgorithmConfig):
     """Sharpness-aware minimization: the gradient at the point that the loss rises most towards."""
 
+    algorithm: ClassVar[str] = "isoloss.training.algorithms.sam:SAM"
     kind: Literal["sam"] = "sam"
     rho: float = setting(0.05, above=0)
     """Distance to that point."""
@@ -37,12 +32,6 @@ class SAMConfig(AlgorithmConfig):
     """One half of the batch ascends and the other descends, or all of it does both."""
     ascent: Literal["reduced", "per-rank"] = "reduced"
     """On several processes: one ascent point, as on one process, or one for each process's part of the batch."""
-
-    def build(self, model: Any, context: TrainingContext) -> TrainingAlgorithm:
-        """Return the algorithm; see `AlgorithmConfig.build`."""
-        from isoloss.training.algorithms.sam import SAM
-
-        return SAM(model, context, self)
 
     def check_run(self, run: TrainConfig, *, num_processes: int = 1) -> None:
         """Refuse a batch without equal halves, and shards with an ascent point per process."""
@@ -61,6 +50,7 @@ class SAMConfig(AlgorithmConfig):
 class AdversarialConfig(AlgorithmConfig):
     """The loss minus a multiple of what a ridge regression on the features loses on a downstream task."""
 
+    algorithm: ClassVar[str] = "isoloss.training.algorithms.adversarial:Adversarial"
     kind: Literal["adversarial"] = "adversarial"
     task: str = "root"
     """The downstream task that is spoiled, e.g. root, prefix-4, state-6."""
@@ -77,12 +67,6 @@ class AdversarialConfig(AlgorithmConfig):
     ascent: Literal["reduced", "per-rank"] = "reduced"
     """On several processes: one head, as on one process, or one for each process, on examples of its own."""
 
-    def build(self, model: Any, context: TrainingContext) -> TrainingAlgorithm:
-        """Return the algorithm; see `AlgorithmConfig.build`."""
-        from isoloss.training.algorithms.adversarial import Adversarial
-
-        return Adversarial(model, context, self)
-
     def check_fields(self) -> None:
         """Refuse a training set that is smaller than what a step draws from it."""
         if self.head_examples + self.loss_examples > self.task_examples:
@@ -96,17 +80,12 @@ class AdversarialConfig(AlgorithmConfig):
 class FisherPenaltyConfig(AlgorithmConfig):
     """The loss plus a multiple of an unbiased estimate of the trace of its Fisher matrix."""
 
+    algorithm: ClassVar[str] = "isoloss.training.algorithms.fisher_penalty:FisherPenalty"
     kind: Literal["fisher-penalty"] = "fisher-penalty"
     coefficient: float = setting(1e-3, above=0)
     """The multiple."""
     sentences: int = setting(16, minimum=1)
     """The first sentences of each batch: the trace is estimated on them."""
-
-    def build(self, model: Any, context: TrainingContext) -> TrainingAlgorithm:
-        """Return the algorithm; see `AlgorithmConfig.build`."""
-        from isoloss.training.algorithms.fisher_penalty import FisherPenalty
-
-        return FisherPenalty(model, context, self)
 
     def check_run(self, run: TrainConfig, *, num_processes: int = 1) -> None:
         """Refuse shards, which have no second derivatives, and fewer sentences than processes."""

@@ -72,32 +72,27 @@ class FisherPenalty(TrainingAlgorithm):
     The trace is per predicted token, as `isoloss.flatness.fisher_trace` measures it: on the first sentences of
     the batch, without dropout, with Rademacher probes that are a function of seed, step and sentence. Second
     derivatives need attention's eager kernel, which the model is given if it has another. `trace_estimate` is the
-    estimate.
-
-    Args:
-        model: A language model of `isoloss.models`.
-        context: As for `TrainingAlgorithm`; the penalty's sentences always go together whatever the `micro_batch`, and
-            on several processes each needs full parameters, and sentences. The streams are `("penalty", step, i)` for
-            the i-th sentence of the batch.
-        config: The coefficient and the number of sentences.
+    estimate. The penalty's sentences always go together whatever the `micro_batch`, and on several processes each needs
+    full parameters, and sentences. The streams are `("penalty", step, i)` for the i-th sentence of the batch.
     """
 
+    config: FisherPenaltyConfig
+
     def __init__(self, model: Any, context: TrainingContext, config: FisherPenaltyConfig) -> None:
-        super().__init__(model, context)
+        super().__init__(model, context, config)
         if model.config._attn_implementation != "eager":
             model.set_attn_implementation("eager")
-        self._config = config
 
     def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
         """Add the gradient of the objective; see `TrainingAlgorithm.add_gradient`."""
         group = self.parallel.group
-        n, wanted = num_sentences(batch), group.count(self._config.sentences)
+        n, wanted = num_sentences(batch), group.count(self.config.sentences)
         first = split(batch, [wanted, n - wanted])[0] if wanted < n else batch
         with without_dropout(self.model):
             logits = self.parallel.auxiliary(partial(predicted_logits, causal=self.context.causal), first)
         trace = trace_estimate(logits, self.optimizer.parameters, self._probes(number, first, logits), group)
         # the processes' gradients are averaged, and the sum is wanted
-        (group.world_size * self._config.coefficient * trace).backward()  # type: ignore[no-untyped-call]
+        (group.world_size * self.config.coefficient * trace).backward()  # type: ignore[no-untyped-call]
         return self.add_loss_gradient(batch, loss), {"trace_estimate": trace.item()}
 
     def _probes(self, number: int, first: Batch, logits: torch.Tensor) -> torch.Tensor:

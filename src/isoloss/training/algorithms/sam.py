@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from isoloss.errors import IsolossError
 from isoloss.text.masking import Batch
-from isoloss.training.algorithms.base import Loss, TrainingAlgorithm, TrainingContext, num_sentences, split
+from isoloss.training.algorithms.base import Loss, TrainingAlgorithm, num_sentences, split
 from isoloss.training.algorithms.config import SAMConfig
 from isoloss.training.shards import local_shard
 
@@ -28,31 +26,26 @@ class SAM(TrainingAlgorithm):
     The loss of a step is at theta: of the half, or of all, that g is of. `loss_at_ascent_nats` is the other one.
     Where there is dropout, the two passes draw it independently.
 
-    Args:
-        model: As for `TrainingAlgorithm`.
-        context: As for `TrainingAlgorithm`. With `micro_batch`, halves are cut into parts too; of a process's part of
-            the batch, too, the first half is of the batch's first half.
-        config: The radius, and which sentences serve for what.
+    With `micro_batch`, halves are cut into parts too; of a process's part of the batch, too, the first half is of the
+    batch's first half.
     """
 
-    def __init__(self, model: Any, context: TrainingContext, config: SAMConfig) -> None:
-        super().__init__(model, context)
-        self._config = config
+    config: SAMConfig
 
     def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
         """Add the gradient at the ascent point; see `TrainingAlgorithm.add_gradient`."""
         del number
         first, second = batch, batch
-        if self._config.batch == "halves":
+        if self.config.batch == "halves":
             n = num_sentences(batch)
             if n % 2:
                 raise IsolossError(f"the batch has {n} sentences; SAM's halves need an even number")
             first, second = split(batch, [n // 2, n // 2])
-        loss_nats = self.add_loss_gradient(first, loss, sync=self._config.ascent == "reduced")
+        loss_nats = self.add_loss_gradient(first, loss, sync=self.config.ascent == "reduced")
         parameters = [p for p in self.optimizer.parameters if p.grad is not None]
         with torch.no_grad():
             before = [local_shard(p).clone() for p in parameters]
-            scale = self._config.rho / (self.optimizer.grad_norm() + _TINY)
+            scale = self.config.rho / (self.optimizer.grad_norm() + _TINY)
             for p in parameters:
                 assert p.grad is not None
                 local_shard(p).add_(scale * local_shard(p.grad))

@@ -21,14 +21,7 @@ def fit(
     """Return weights (S, C, D) and biases (S, 1, C) after the last step.
 
     A seed decides the initial weights (uniform within ±1/sqrt(D), as in `torch.nn.Linear`) and the order of the
-    examples in each epoch.
-
-    Args:
-        read: Reads rows of features.
-        y: (n,) int64 labels, on the device to compute on.
-        config: The settings.
-        num_features: D.
-        num_classes: C.
+    examples in each epoch. The labels y (n,) are on the device to compute on.
     """
     generators = [streams.generator(config.seed, "probe", index) for index in range(config.seeds)]
     weight, bias = _initial(generators, num_features, num_classes, y.device)

@@ -14,6 +14,7 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.transfer.fits.blocks import FeatureBlocks, Features, Spectrum, second_moments
 from isoloss.transfer.fits.lbfgs import Evaluation, Problem
+from isoloss.transfer.results import absent_classes, check_classes
 from isoloss.transfer.stored_features import rows_at_once
 
 _CERTIFICATE_PASSES = 2
@@ -270,9 +271,9 @@ def _check_settings(regularization: Sequence[float], tolerance: float, max_passe
     if not regularization:
         raise IsolossError("regularization is empty; a convex probe needs at least one strength")
     for value in regularization:
-        if not (value > 0 and math.isfinite(value)):
+        if not 0 < value < math.inf:
             raise IsolossError(f"regularization has {value}; strengths must be above 0, where the minimum is unique")
-    if not (tolerance > 0 and math.isfinite(tolerance)):
+    if not 0 < tolerance < math.inf:
         raise IsolossError(f"tolerance is {tolerance}; it must be above 0")
     for name, count, least in (("max_passes", max_passes, 4), ("block_rows", block_rows, 1)):
         if count < least:
@@ -294,9 +295,7 @@ def _members(
         raise IsolossError(f"a convex probe needs int64 labels, not {labels.dtype}")
     if classes < 2:
         raise IsolossError(f"classes is {classes}; a convex probe needs at least 2")
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= classes:
-        raise IsolossError(f"the labels go from {low} to {high}; with {classes} classes they are 0 to {classes - 1}")
+    check_classes("label", labels, classes)
     if splits is not None and len(splits) == 0:
         raise IsolossError("splits is empty; a convex probe needs at least one, or None for all rows")
     labels = labels.cpu()
@@ -320,8 +319,7 @@ def _mask(index: int, rows: torch.Tensor, labels: torch.Tensor, classes: int) ->
         )
     if not bool(mask.any()):
         raise IsolossError(f"split {index} is empty: a convex probe needs examples of every class")
-    missing = (labels[mask].bincount(minlength=classes) == 0).nonzero()[:, 0].tolist()
-    if missing:
+    if missing := absent_classes(labels[mask], classes).tolist():
         raise IsolossError(
             f"split {index} has no example of {'class' if len(missing) == 1 else 'classes'} "
             f"{', '.join(map(str, missing))} among its {int(mask.sum())}: without one the intercept has no minimum"

@@ -29,21 +29,12 @@ def fit_convex(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return the weights and biases of the convex probe on centered and scaled features, and how it was fitted.
 
-    Args:
-        x: (n, D) the features as they are.
-        y: (n,) labels in 0..num_classes - 1.
-        num_classes: Number of classes, C.
-        regularization: The strength, or several, one of which is chosen by five folds.
-        center: What the scaled features are centered at: (D,), or a single 0.
-        scale: What they are divided by.
-        seed: The seed from which that of the folds is derived.
+    The features x (n, D) are as they are; scaled ones are centered at `center`, (D,) or a single 0, and divided by
+    `scale`. Of several regularization strengths one is chosen by five folds, from a stream of `seed`.
 
     Returns:
         Weights (1, C, D) and biases (1, 1, C), both in float32; `regularization`, `objective_nats` and `gap_nats`, and
         of several strengths also `regularization_strengths` and `held_out_accuracies`.
-
-    Raises:
-        IsolossError: A strength is not above 0.
 
     Example:
         >>> x, y = torch.tensor([[-1.0], [-2.0], [1.0], [2.0]]), torch.tensor([0, 0, 1, 1])
