@@ -121,10 +121,6 @@ def test_every_option_of_every_subcommand_is_read_as_tyro_reads_it(name):
         words = [*fixed, *required, option.name, *map(value, option.types)]
         found = common.parse(cls, name, words, examples=[])
         field = option.name[2:].replace("-", "_")
-<<<<<<< HEAD
-=======
-        holder = next(part for part in parts(found) if hasattr(part, field))
->>>>>>> r-cli
         if option.types == (int,):
             assert _value_of(found, field) == ((10,) if option.is_many else 10)
         assert read(cls, name, words) == read(cls, name, read(cls, name, words))
