@@ -27,12 +27,8 @@ Attention = Literal["sdpa", "eager"]
 _MASKED = ("ForMaskedLM", "ForPreTraining")
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 # these number positions from their padding id + 1 on, so that fewer are left than the config says
-_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"} | {
-    "roberta-prelayernorm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-}
+_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"}
+_POSITIONS_AFTER_PADDING |= {"roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

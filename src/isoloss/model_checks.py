@@ -79,13 +79,7 @@ _UNSHIFTED = ("XLNetLMHeadModel", "XLMWithLMHeadModel")  # named like causal mod
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that `torch.compile` or data parallelism was put around, else the model itself.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> unwrapped(nn.DataParallel(layer)) is unwrapped(layer) is layer
-        True
-    """
+    """Return the model that `torch.compile` or data parallelism was put around, else the model itself."""
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
@@ -116,12 +110,6 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
 
     Inside, gradients are enabled, `torch.inference_mode` is off, nothing runs compiled, and no activation is
     recomputed. None of this changes what is computed.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> with torch.inference_mode(), plainly(nn.DataParallel(layer)) as model:
-        ...     model is layer, model(torch.ones(2)).requires_grad
-        (True, True)
     """
     inner = unwrapped(model)
     checkpointing = [module for module in inner.modules() if getattr(module, "gradient_checkpointing", False) is True]

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from isoloss.cli import comparison
+from isoloss.cli import estimates
 from isoloss.cli.main import main
 from isoloss.evaluation import context as contexts
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
@@ -385,14 +385,14 @@ def test_bad_models_get_one_sentence(capsys, folder, tmp_path):
 
 
 def test_short_names_leave_out_what_all_share():
-    assert comparison.short_names(["runs/x/step-1", "runs/x/step-2"]) == {
+    assert estimates.short_names(["runs/x/step-1", "runs/x/step-2"]) == {
         "runs/x/step-1": "step-1",
         "runs/x/step-2": "step-2",
     }
-    assert comparison.short_names(["a/b", "c"]) == {"a/b": "a/b", "c": "c"}
-    assert comparison.short_names(["/x/run", "/x/run/deeper"]) == {"/x/run": "run", "/x/run/deeper": "run/deeper"}
-    assert comparison.short_names([".", "./ema"]) == {".": ".", "./ema": "ema"}
-    assert comparison.short_names(["/x/a", "b"]) == {"/x/a": "/x/a", "b": "b"}
+    assert estimates.short_names(["a/b", "c"]) == {"a/b": "a/b", "c": "c"}
+    assert estimates.short_names(["/x/run", "/x/run/deeper"]) == {"/x/run": "run", "/x/run/deeper": "run/deeper"}
+    assert estimates.short_names([".", "./ema"]) == {".": ".", "./ema": "ema"}
+    assert estimates.short_names(["/x/a", "b"]) == {"/x/a": "/x/a", "b": "b"}
 
 
 def test_a_sequence_that_decides_the_error_is_told(capsys, folder, monkeypatch):

@@ -9,7 +9,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import factors
-from isoloss.flatness.engine.backward import intermediates_of, tail_cotangents
+from isoloss.flatness.engine.passes import intermediates_of, tail_cotangents
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
 
 

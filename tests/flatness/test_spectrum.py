@@ -10,7 +10,7 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness import largest_eigenvalues, spectral_density
 from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.lanczos import Lanczos
+from isoloss.flatness.engine.curvature_products import Lanczos
 
 
 def matrix_of(model, batches, matrix, *, causal=False):

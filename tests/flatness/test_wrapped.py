@@ -10,7 +10,7 @@ from plain_gradients import assert_norms, measure
 from test_position_selection import all_signs, assert_exact  # noqa: F401 (a fixture)
 from torch import nn
 
-from isoloss.cli import comparison
+from isoloss.cli import estimates
 from isoloss.errors import IsolossError
 from isoloss.flatness import (
     empirical_fisher_trace,
@@ -328,7 +328,7 @@ def test_one_sequence_with_labels_has_no_error_bar():
 
 def test_skipped_batches_are_in_what_is_printed():
     def line(*given):
-        return list(comparison.skipped(fisher_trace(gpt2(), given)))
+        return list(estimates.skipped(fisher_trace(gpt2(), given)))
 
     assert line(*batches()) == []
     assert line(*batches(), unlabelled()) == ["1 batch skipped: every label is -100"]

@@ -9,8 +9,7 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.statistics import ratio
 from isoloss.statistics import ratio_estimator as estimators
-from isoloss.statistics.clusters import Clusters
-from isoloss.statistics.ratio_estimator import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator
+from isoloss.statistics.ratio_estimator import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator, Clusters
 
 
 def random_rows(n, parameters=3, controls=2, seed=0):

@@ -1,16 +1,22 @@
-"""An estimate as people read it: what it rests on, and its parts by layer and parameter."""
+"""Flatness as people read it: an estimate with what it rests on and its parts, and several models with a verdict."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from isoloss.cli import common, comparison
-from isoloss.statistics.estimate import Estimate, rounded
+from isoloss.cli import common
+from isoloss.statistics.estimate import Estimate, number, rounded
+
+if TYPE_CHECKING:
+    from isoloss.flatness.differences import Comparison, Pair
 
 _FEW = 32  # clusters, of which one may well make up much of the error
 _LARGEST = 3  # parts that are printed in any case
 _LEADING = 0.25  # of the squared error: more than one cluster should make up
+_SURE = 0.975  # the probability from which the verdict names a model
 
 
 def print_details(args: Any, estimate: Estimate) -> None:
@@ -24,10 +30,12 @@ def print_details(args: Any, estimate: Estimate) -> None:
 
 def print_parts(args: Any, estimate: Estimate) -> None:
     """Print the parts by layer and by parameter, where they are asked for and known."""
-    if args.by_layer and estimate.by_layer:
-        _print_parts("layer", estimate, estimate.by_layer, estimate.by_layer_stderr or {})
-    if args.by_parameter and estimate.by_parameter:
-        _print_parts("parameter", estimate, estimate.by_parameter, estimate.by_parameter_stderr or {})
+    for part, asked in (("layer", args.by_layer), ("parameter", args.by_parameter)):
+        parts: Mapping[str, float] = getattr(estimate, f"by_{part}") or {}
+        errors: Mapping[str, float] = getattr(estimate, f"by_{part}_stderr") or {}
+        rows = [(name, parts[name], errors.get(name)) for name in sorted(parts, key=lambda name: -parts[name])]
+        if asked and rows:
+            _print_rows(f"\nby {part}", part, estimate, rows, digits=2)
 
 
 def _remarks(args: Any, estimate: Estimate) -> Iterator[str]:
@@ -36,7 +44,7 @@ def _remarks(args: Any, estimate: Estimate) -> Iterator[str]:
     if not estimate.is_exact:
         relative = f"; the error is {percent(estimate.stderr / estimate.value)} of the value" * (estimate.value > 0)
         kind = details.get("clusters", "samples")
-        yield f"95 % interval {comparison.interval(estimate)}{relative}, over {estimate.samples:,} {kind}"
+        yield f"95 % interval {interval(estimate)}{relative}, over {estimate.samples:,} {kind}"
     if estimate.samples >= _FEW and details.get("leading_cluster", 0) > _LEADING:
         yield (
             f"one of the {details['clusters']} makes up {100 * details['leading_cluster']:.0f} % of the squared error: "
@@ -50,8 +58,8 @@ def _remarks(args: Any, estimate: Estimate) -> Iterator[str]:
         )
     else:
         yield parameters
-    yield from comparison.skipped(estimate)
-    yield from comparison.adjustment(estimate)
+    yield from skipped(estimate)
+    yield from adjustment(estimate)
     method = estimate.method
     if estimate.num_probes:
         drawn = "label" if "sampled labels" in method else "probe"
@@ -91,15 +99,133 @@ def _print_largest(estimate: Estimate) -> None:
     lines = [(name, parts[name], errors.get(name)) for name in largest]
     if details.get("embeddings"):
         lines.append(("without embeddings", details["without_embeddings"], details["without_embeddings_stderr"]))
-    cells = [(name, _part(value, error), f"{100 * value / estimate.value:.1f} %") for name, value, error in lines]
-    common.print_table("\nlargest parts by parameter", ("parameter", estimate.unit, "fraction"), cells)
+    _print_rows("\nlargest parts by parameter", "parameter", estimate, lines, digits=1)
 
 
-def _print_parts(part: str, estimate: Estimate, parts: Mapping[str, float], errors: Mapping[str, float]) -> None:
-    rows = sorted(parts.items(), key=lambda item: -item[1])
-    cells = [(name, _part(value, errors.get(name)), f"{100 * value / estimate.value:.2f} %") for name, value in rows]
-    common.print_table(f"\nby {part}", (part, estimate.unit, "fraction"), cells)
+def _print_rows(
+    title: str, part: str, estimate: Estimate, rows: list[tuple[str, float, float | None]], *, digits: int
+) -> None:
+    cells = [(name, _part(value, error), f"{100 * value / estimate.value:.{digits}f} %") for name, value, error in rows]
+    common.print_table(title, (part, estimate.unit, "fraction"), cells)
 
 
 def _part(value: float, error: float | None) -> str:
     return f"{value:.4g}" if error is None else rounded(value, error)
+
+
+# --- several models --------------------------------------------------------------------------------------------------
+
+
+def print_tables(comparison: Comparison) -> None:
+    """Print the models, their differences where there are several, what they rest on, and a verdict."""
+    short = short_names([model.name for model in comparison.models])
+    split = any(model.trace.details["embeddings"] for model in comparison.models)
+    rows = [
+        (
+            short[model.name],
+            f"{model.trace.details['num_parameters']:,}",
+            number(model.loss),
+            number(model.trace),
+            *([number(model.without_embeddings)] if split else []),
+            _probability(model.flattest),
+        )
+        for model in comparison.models
+    ]
+    rest = ["without embeddings"] if split else []
+    trace = comparison.models[0].trace
+    common.print_table(
+        "loss and trace of the Fisher, nats per predicted token",
+        ("model", "parameters", "loss", "trace", *rest, "probability of being the flattest"),
+        rows,
+    )
+    if comparison.pairs:
+        differences = [
+            (
+                f"{short[pair.first]} less {short[pair.second]}",
+                number(pair.loss),
+                number(pair.trace),
+                interval(pair.trace),
+                f"{pair.ratio:.3f}",
+                "{:.3f} to {:.3f}".format(*pair.ratio_ci95),
+                *([number(pair.without_embeddings)] if split else []),
+            )
+            for pair in comparison.pairs
+        ]
+        common.print_table(
+            "\ndifferences, paired by input",
+            ("", "loss", "trace", "95 % interval", "ratio of traces", "95 % interval", *rest),
+            differences,
+        )
+    common.say("")
+    common.say_wrapped(
+        f"{trace.num_inputs:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard error "
+        f"over {trace.samples:,} {trace.details['clusters']}"
+    )
+    for line in (*skipped(trace), *adjustment(trace)):
+        common.say_wrapped(line)
+    if comparison.pairs:
+        for sentence in _verdict(comparison, short):
+            common.say_wrapped(sentence)
+
+
+def _verdict(comparison: Comparison, short: dict[str, str]) -> list[str]:
+    """Say in one sentence which model is the flattest, and in another what the losses do to this."""
+    best, second = comparison.ranking[:2]
+    pair = comparison.pair(best, second)
+    chance = next(model.flattest for model in comparison.models if model.name == best)
+    if chance >= _SURE:
+        sentences = [
+            f"{short[best]} is the flattest, with probability {_probability(chance)}: the next, {short[second]}, has "
+            f"{_ratio_of(pair, second)} times its trace."
+        ]
+    else:
+        sentences = [
+            f"Which one is the flattest is open: {short[best]} has the smallest trace with probability "
+            f"{_probability(chance)}, and more inputs would tell."
+        ]
+    low, high = pair.loss.ci95
+    if low > 0 or high < 0:
+        sentences.append("The two also differ in loss, so they are not compared at the same loss.")
+    return sentences
+
+
+def _probability(fraction: float) -> str:
+    if 0.001 <= fraction <= 0.999:
+        return f"{fraction:.3f}"
+    return "above 0.999" if fraction > 0.5 else "below 0.001"
+
+
+def _ratio_of(pair: Pair, name: str) -> str:
+    return f"{pair.ratio if pair.first == name else 1 / pair.ratio:.3f}"
+
+
+def short_names(names: list[str]) -> dict[str, str]:
+    """Return each name without the folders above it that all have in common."""
+    parts = {name: Path(name).parts for name in names}
+    shared = len(Path(os.path.commonpath(names)).parts) if len({Path(name).is_absolute() for name in names}) == 1 else 0
+    shared = max(0, min(shared, *(len(own) - 1 for own in parts.values())))  # one may lie in another
+    return {name: str(Path(*own[shared:])) for name, own in parts.items()}
+
+
+def skipped(trace: Estimate) -> Iterator[str]:
+    """Say how many batches had nothing to predict; nothing where none had."""
+    if number := trace.details.get("skipped_batches"):
+        yield f"{number:,} batch{'es' if number > 1 else ''} skipped: every label is -100"
+
+
+def adjustment(trace: Estimate) -> Iterator[str]:
+    """Say how the auxiliary sample was used, or that it differs from what was measured; nothing where there is none."""
+    details = trace.details
+    number = details.get("auxiliary_directions", 0)
+    used = ["how probable each is after the one before"] if details.get("auxiliary_bigrams") else []
+    used += [f"{number} direction{'s' if number > 1 else ''} of their mean embedding"] if number else []
+    if used:
+        yield f"adjusted to all {details['auxiliary_sequences']:,} sequences by their tokens: {' and '.join(used)}"
+    elif details.get("auxiliary_differs"):
+        yield "not adjusted to the rest of the data by its tokens: those that were measured differ from them"
+
+
+def interval(estimate: Estimate) -> str:
+    """Return the two ends of the 95 % interval, with as many digits as the error has."""
+    low, high = (rounded(end, estimate.stderr).split(" ±")[0] for end in estimate.ci95)
+    return f"{low} to {high}"

@@ -11,7 +11,7 @@ import tyro
 
 from isoloss import config as configs
 from isoloss import files, interrupts
-from isoloss.cli import common, comparison, estimates
+from isoloss.cli import common, estimates
 from isoloss.cli.options import measure_configs, select, with_options
 from isoloss.errors import IsolossError
 from isoloss.evaluation.config import ReadingConfig
@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
         from isoloss.report.flatness import trace_against_loss
 
         traces: Any = results.comparisons["trace"]
-        short = comparison.short_names([model.name for model in traces.models])
+        short = estimates.short_names([model.name for model in traces.models])
         common.save_figure(args.figure, trace_against_loss(traces, short))
     if args.json:
         document = results.to_dict()
@@ -203,7 +203,7 @@ def _print(args: Any, results: FlatnessResults) -> None:
             common.say("")
         compared = results.comparisons.get(measure)
         if isinstance(compared, Comparison):
-            comparison.print_tables(compared)
+            estimates.print_tables(compared)
         elif compared is not None:
             common.say(str(compared))
         for model, by_measure in results.estimates.items():

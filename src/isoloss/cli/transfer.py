@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss import files, interrupts
-from isoloss.cli import common, comparison
+from isoloss.cli import common, estimates
 from isoloss.cli.transfer_inputs import Args, Subject, Tasks, TransferArgs, method_config, subjects
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _measure(args: TransferArgs, config: Any, subject: Subject, tasks: Tasks) ->
 def _print_differences(compared: AccuracyComparison) -> None:
     from isoloss.transfer.compare import DIFFERENCE_COLUMNS
 
-    short = comparison.short_names(list(compared.results))
+    short = estimates.short_names(list(compared.results))
     rows = [pair.row(short[pair.first], short[pair.second]) for pair in compared.pairs]
     common.print_table("differences in accuracy on the same examples, percentage points", DIFFERENCE_COLUMNS, rows)
     common.say_wrapped(

@@ -46,18 +46,12 @@ class EstimatePair:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MeasureComparison:
-    """One measure of several models on the same inputs; it prints as a table.
+    """One measure of several models on the same inputs; it prints as a table."""
 
-    Attributes:
-        measure: The measure.
-        models: The estimates of each model, by their names.
-        pairs: Each two models, for each estimate that can be paired; none of an exact one.
-        smallest: Of each estimate that can be paired, the probability of each model to have the smallest.
-    """
-
-    measure: str
-    models: Mapping[str, Estimates]
-    pairs: tuple[EstimatePair, ...]
+    measure: str  # the measure
+    models: Mapping[str, Estimates]  # the estimates of each model, by their names
+    pairs: tuple[EstimatePair, ...]  # each two models, for each estimate that can be paired; none of an exact one
+    # of each estimate that can be paired, the probability of each model to have the smallest
     smallest: Mapping[str, Mapping[str, float]]
 
     @classmethod
@@ -118,17 +112,13 @@ def _chances(name: str, models: Mapping[str, Estimates]) -> dict[str, float]:
 
 @dataclass(kw_only=True)
 class FlatnessResults:
-    """What was measured of which model, and how they compare.
+    """What was measured of which model, and how they compare."""
 
-    Attributes:
-        estimates: By model and measure.
-        comparisons: Of several models, by measure.
-        interrupted: After Ctrl-C, the measure and the model that were in work, and the estimate so far, if there is
-            one with an error; None: nothing was interrupted.
-    """
-
-    estimates: dict[str, dict[str, Estimates]] = field(default_factory=dict)
+    estimates: dict[str, dict[str, Estimates]] = field(default_factory=dict)  # by model and measure
+    # of several models, by measure
     comparisons: dict[str, Comparison | MeasureComparison] = field(default_factory=dict)
+    # after Ctrl-C, the measure and the model that were in work, and the estimate so far, if there is one with an error;
+    # None: nothing was interrupted
     interrupted: tuple[str, str, Estimate | None] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,19 +169,6 @@ def measure_flatness(
 
     The models are loaded one after another, for each measure anew. Of several models, the first decides where `rtol`
     or `seconds` of the context end a measurement, and the others are measured on as many sequences.
-
-    Args:
-        models: What loads each model, by its name.
-        measures: Names of measures of flatness.
-        context: What they are measured on; `resume` is for one measure of one model.
-        settings: Of the measures.
-        progress: Called with a measure, a model, and how many of its sequences are done.
-
-    Returns:
-        The results; after Ctrl-C those so far, see `FlatnessResults.interrupted`.
-
-    Raises:
-        IsolossError: A name that is no measure of flatness, one that does not apply, or what a measure refuses.
     """
     made = {name: flatness_measure(name, settings) for name in measures}
     if context.resume is not None and (len(made) > 1 or len(models) > 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, overload
 
@@ -38,9 +38,6 @@ class Evaluations(Sequence[Evaluation]):
 
     def __len__(self) -> int:
         return len(self.evaluations)
-
-    def __iter__(self) -> Iterator[Evaluation]:
-        return iter(self.evaluations)
 
     def table(self) -> tuple[list[str], list[list[str]], int]:
         """Return the columns and rows of a table, and how many columns are text; several models stand side by side.

@@ -17,9 +17,8 @@ from torch import nn
 from isoloss.errors import IsolossError
 from isoloss.flatness.differences import Comparison, Measured, comparison_of
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
-from isoloss.flatness.engine.batches import CheckedBatch
 from isoloss.flatness.engine.measurement import Measurement, Terms
-from isoloss.flatness.engine.predictions import Predictions
+from isoloss.flatness.engine.predictions import CheckedBatch, Predictions
 from isoloss.flatness.engine.run import UNIT, InterruptedEstimate, Stopping
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.loading import load_model
@@ -100,12 +99,12 @@ def compare(
         models: Language models by name, or functions that load them, or names of checkpoints. What is loaded here is
             dropped before the next one is. Sizes may differ; vocabularies may not.
         batches: As for `isoloss.flatness.fisher_trace`. The values of the labels count for the loss.
-        seed: Decides the probes.
-        num_probes: Rademacher probes a position; None: 1.
-        num_sequences: Stop after as many; None: at the end of the batches.
+        seed: As for `fisher_trace`, and so are `num_probes`, `num_sequences` and `causal`.
+        num_probes: See there.
+        num_sequences: See there.
         rtol: As for `fisher_trace`, for the first model; all others are measured on as many sequences.
-        seconds: As for `fisher_trace`, for the first model; all others are measured on as many sequences.
-        causal: Whether position t predicts token t + 1. None: by each model's class.
+        seconds: Likewise.
+        causal: See there.
         auxiliary_sample: As for `fisher_trace`. All models share what was chosen for the first one: its embeddings
             describe the sequences, and its error decides how much is used.
         one_estimator: Whether every estimate is the same linear function of the squared norms of the sequences'
@@ -180,18 +179,13 @@ def compare(
 
 
 class WithLoss(ExactLabels):
-    """The exact expectation over labels, keeping the loss at the given labels of every sequence.
+    """The exact expectation over labels, keeping the loss at the given labels of every sequence."""
 
-    Attributes:
-        controls: (N, C) control variates to use instead of the model's own; None: its own.
-        own_controls: The model's own control variates (B, C) of each batch, whether they were used or not.
-    """
-
-    controls: torch.Tensor | None = None
+    controls: torch.Tensor | None = None  # (N, C) control variates to use instead of the model's own
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self.own_controls: list[torch.Tensor] = []
+        self.own_controls: list[torch.Tensor] = []  # (B, C) of each batch, whether they were used or not
         self._nats: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
 

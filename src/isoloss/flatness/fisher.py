@@ -16,12 +16,11 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
-from isoloss.flatness.engine.backward import intermediates_of, tail_cotangents
-from isoloss.flatness.engine.batches import CheckedBatch
 from isoloss.flatness.engine.curvature_products import predicted_logits
 from isoloss.flatness.engine.measurement import Source, Terms, measure
+from isoloss.flatness.engine.passes import intermediates_of, tail_cotangents
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
-from isoloss.flatness.engine.predictions import Predictions
+from isoloss.flatness.engine.predictions import CheckedBatch, Predictions
 from isoloss.flatness.engine.run import Options, takes_options
 from isoloss.model_checks import plainly
 from isoloss.statistics.estimate import Estimate
@@ -111,11 +110,12 @@ def fisher_trace(
         >>> model = BertForMaskedLM(config).eval()
         >>> input_ids = torch.randint(0, 8, (64, 4))
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
-        >>> trace = fisher_trace(model, [{"input_ids": input_ids, "labels": labels}])
+        >>> batches = [{"input_ids": input_ids, "labels": labels}]
+        >>> trace = fisher_trace(model, batches)
         >>> trace.num_inputs, trace.samples, trace.value > 0, trace.stderr < 0.1 * trace.value
         (64, 64, True, True)
         >>> more = [{"input_ids": torch.randint(0, 8, (640, 4))}]
-        >>> trace = fisher_trace(model, [{"input_ids": input_ids, "labels": labels}], auxiliary_sample=more)
+        >>> trace = fisher_trace(model, batches, auxiliary_sample=more)
         >>> trace.details["auxiliary_sequences"]
         640
     """

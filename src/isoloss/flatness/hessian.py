@@ -1,6 +1,7 @@
 """Trace of the loss's true Hessian at given labels: the Fisher's part and the residual.
 
 Shapes: B sequences of a batch, K trainable parameter tensors, n clusters.
+The examples measure the model and the batches of that of `isoloss.flatness.fisher_trace`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.batches import CheckedBatch
 from isoloss.flatness.engine.curvature_products import (
     MeanLoss,
     hessian_vector_product,
@@ -23,6 +23,7 @@ from isoloss.flatness.engine.curvature_products import (
 )
 from isoloss.flatness.engine.measurement import Source, Terms, measure
 from isoloss.flatness.engine.parameters import requiring_gradients
+from isoloss.flatness.engine.predictions import CheckedBatch
 from isoloss.flatness.engine.run import Options, takes_options
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.model_checks import device_of, plainly
@@ -73,14 +74,7 @@ def hessian_trace(
         IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
 
     Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> _ = torch.manual_seed(0)
-        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                     intermediate_size=16, max_position_embeddings=8)
-        >>> model = BertForMaskedLM(config).eval()
-        >>> input_ids = torch.randint(0, 8, (64, 4))
-        >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
-        >>> trace = hessian_trace(model, [{"input_ids": input_ids, "labels": labels}])
+        >>> trace = hessian_trace(model, batches)
         >>> trace.samples, abs(trace.details["fisher"] + trace.details["residual"] - trace.value) < 1e-9
         (8, True)
     """

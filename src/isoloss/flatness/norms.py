@@ -1,6 +1,7 @@
 """Norms of the weights: the plain one, and two through the Fisher matrix that rescaling the network does not change.
 
 Shapes: B sequences of a batch, m predicted positions, V vocabulary, K trainable parameter tensors.
+The examples measure the model and the batches of that of `isoloss.flatness.fisher_trace`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import torch
 from torch import nn
 
 from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.batches import CheckedBatch
 from isoloss.flatness.engine.curvature_products import predicted_logits, prediction_variances
 from isoloss.flatness.engine.measurement import Source, Terms, measure
 from isoloss.flatness.engine.parameters import counted_parameters
-from isoloss.flatness.engine.predictions import Batch
+from isoloss.flatness.engine.predictions import Batch, CheckedBatch
 from isoloss.flatness.engine.run import Options, takes_options
 from isoloss.statistics.estimate import Estimate
 
@@ -73,15 +73,8 @@ def fisher_rao_norm(
     Raises:
         IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
 
-    Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> _ = torch.manual_seed(0)
-        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                     intermediate_size=16, max_position_embeddings=8)
-        >>> model = BertForMaskedLM(config).eval()
-        >>> input_ids = torch.randint(0, 8, (16, 4))
-        >>> labels = torch.tensor([3, -100, -100, -100]).expand(16, 4)
-        >>> norm = fisher_rao_norm(model, [{"input_ids": input_ids, "labels": labels}])
+    Example (the model and batches are like those of `fisher_trace`):
+        >>> norm = fisher_rao_norm(model, batches)
         >>> norm.value > 0, norm.num_probes
         (True, 0)
     """
@@ -131,14 +124,7 @@ def weighted_fisher_trace(
     Arguments, result and errors are those of `fisher_trace`. The error covers inputs and probes.
 
     Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> _ = torch.manual_seed(0)
-        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                     intermediate_size=16, max_position_embeddings=8)
-        >>> model = BertForMaskedLM(config).eval()
-        >>> input_ids = torch.randint(0, 8, (16, 4))
-        >>> labels = torch.tensor([3, -100, -100, -100]).expand(16, 4)
-        >>> trace = weighted_fisher_trace(model, [{"input_ids": input_ids, "labels": labels}])
+        >>> trace = weighted_fisher_trace(model, batches)
         >>> trace.value > 0, trace.samples
         (True, 16)
     """

@@ -1,6 +1,7 @@
 """How far the loss rises around the weights: in the worst direction (SAM), and on average under noise.
 
 Shapes: n clusters of sequences, R pairs of noise, P parameters counted one by one.
+The examples measure the model and the batches of that of `isoloss.flatness.fisher_trace`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.batches import CheckedBatch
 from isoloss.flatness.engine.curvature_products import MeanLoss
 from isoloss.flatness.engine.measurement import Source, Terms, measure
+from isoloss.flatness.engine.predictions import CheckedBatch
 from isoloss.flatness.engine.run import UNIT, Options, Probes, Stopping, takes_options
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
@@ -58,14 +59,6 @@ def sam_sharpness(
             gradient is not finite.
 
     Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> _ = torch.manual_seed(0)
-        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                     intermediate_size=16, max_position_embeddings=8)
-        >>> model = BertForMaskedLM(config).eval()
-        >>> input_ids = torch.randint(0, 8, (32, 4))
-        >>> labels = torch.tensor([3, -100, -100, -100]).expand(16, 4)
-        >>> batches = [{"input_ids": part, "labels": labels} for part in input_ids.split(16)]
         >>> sam_sharpness(model, batches).value > 0
         True
     """
@@ -159,14 +152,7 @@ def noise_sharpness(
         InterruptedEstimate: Ctrl-C after at least two pairs; it carries the estimate so far.
 
     Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> _ = torch.manual_seed(0)
-        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                     intermediate_size=16, max_position_embeddings=8)
-        >>> model = BertForMaskedLM(config).eval()
-        >>> input_ids = torch.randint(0, 8, (32, 4))
-        >>> labels = torch.tensor([3, -100, -100, -100]).expand(32, 4)
-        >>> rise = noise_sharpness(model, [{"input_ids": input_ids, "labels": labels}], num_probes=4)
+        >>> rise = noise_sharpness(model, batches, num_probes=4)
         >>> rise.num_probes, rise.stderr > 0
         (4, True)
     """

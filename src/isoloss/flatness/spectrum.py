@@ -1,6 +1,7 @@
 """Largest eigenvalues and spectral density of the Gauss-Newton matrix or the Hessian of a language model's loss.
 
 Shapes: R random probes, s steps of Lanczos' method for each, G points of a grid, P parameters counted one by one.
+The examples measure the model and the batches of that of `isoloss.flatness.fisher_trace`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.curvature_products import MeanLoss
-from isoloss.flatness.engine.lanczos import Lanczos, Product
+from isoloss.flatness.engine.curvature_products import Lanczos, MeanLoss, Product
 from isoloss.flatness.engine.run import UNIT, Accumulation, Options, Probes, State, Stopping, takes_options
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
@@ -73,14 +73,7 @@ def largest_eigenvalues(
             than two independent sequences, or a part of the model has no second derivative.
 
     Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> _ = torch.manual_seed(0)
-        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                     intermediate_size=16, max_position_embeddings=8)
-        >>> model = BertForMaskedLM(config).eval()
-        >>> input_ids = torch.randint(0, 8, (16, 4))
-        >>> labels = torch.tensor([3, -100, -100, -100]).expand(16, 4)
-        >>> first, second = largest_eigenvalues(model, [{"input_ids": input_ids, "labels": labels}], k=2)
+        >>> first, second = largest_eigenvalues(model, batches, k=2)
         >>> first.value > second.value > 0, first.details["residual_norm"] <= 1e-3 * first.value
         (True, True)
     """
@@ -269,14 +262,7 @@ def spectral_density(
         InterruptedEstimate: Ctrl-C after at least two probes; it carries the estimate of the trace so far.
 
     Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> _ = torch.manual_seed(0)
-        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                     intermediate_size=16, max_position_embeddings=8)
-        >>> model = BertForMaskedLM(config).eval()
-        >>> input_ids = torch.randint(0, 8, (16, 4))
-        >>> labels = torch.tensor([3, -100, -100, -100]).expand(16, 4)
-        >>> spectrum = spectral_density(model, [{"input_ids": input_ids, "labels": labels}], num_steps=5)
+        >>> spectrum = spectral_density(model, batches, num_steps=5)
         >>> density, stderr = spectrum.density(torch.linspace(-0.1, 0.5, 7), width=0.01)
         >>> spectrum.nodes.shape == (8, 5), density.shape == stderr.shape == (7,), spectrum.moment(1).value > 0
         (True, True, True)

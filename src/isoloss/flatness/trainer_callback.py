@@ -66,16 +66,11 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         IsolossError: `every` is below 1, or `rtol` is out of range.
 
     Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                     intermediate_size=16, max_position_embeddings=8)
-        >>> model = BertForMaskedLM(config)  # in training mode, with dropout
-        >>> held_out = [{"input_ids": torch.arange(8).view(2, 4), "labels": torch.tensor([[3, -100, -100, -100]] * 2)}]
-        >>> callback = FlatnessCallback(held_out, every=100)  # for Trainer(..., callbacks=[callback])
-        >>> with evaluating(model):  # and in any other loop
-        ...     trace = fisher_trace(model, held_out)
+        >>> callback = FlatnessCallback(batches, every=100)  # for Trainer(..., callbacks=[callback])
+        >>> with evaluating(model.train()):  # and in any other loop; in training mode it has dropout
+        ...     trace = fisher_trace(model, batches)
         >>> trace.samples, model.training
-        (2, True)
+        (64, True)
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.model_checks import unwrapped
-from isoloss.statistics.clusters import Clusters
+from isoloss.statistics.ratio_estimator import Clusters
 from isoloss.text.masking import IGNORED
 
 _DIRECTIONS = 16
@@ -119,16 +119,6 @@ class AuxiliarySample:
     regression estimator of double sampling (Neyman 1938; Cochran, Sampling Techniques, chapter 12): the part of the
     variance that the features explain is divided by the size of the auxiliary sample, not by the number of measured
     sequences. Draw the auxiliary sample from the same distribution as the measured sequences, which it may contain.
-
-    Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                     intermediate_size=16, max_position_embeddings=8)
-        >>> batch = {"input_ids": torch.randint(0, 8, (64, 4))}
-        >>> auxiliary = AuxiliarySample.read(BertForMaskedLM(config), [batch])
-        >>> features = auxiliary.features(batch)
-        >>> features.shape, bool(features.mean(dim=0).abs().max() < 1e-7)
-        (torch.Size([64, 8]), True)
     """
 
     embedding: torch.Tensor  # (V, d) the model's input embeddings
@@ -194,12 +184,7 @@ class AuxiliarySample:
 
 
 def input_embeddings(model: nn.Module) -> torch.Tensor | None:
-    """Return a Hugging Face model's input embeddings (V, d), detached; None where it has none to ask for.
-
-    Example:
-        >>> input_embeddings(nn.Linear(2, 2)) is None
-        True
-    """
+    """Return a Hugging Face model's input embeddings (V, d), detached; None where it has none to ask for."""
     holder: Any = unwrapped(model)
     try:
         weight = getattr(holder.get_input_embeddings(), "weight", None)

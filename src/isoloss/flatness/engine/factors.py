@@ -127,7 +127,7 @@ def _squares(factor: Factor) -> torch.Tensor:
 
 
 def _by_sequence(values: torch.Tensor, selected: SelectedRows, num_sequences: int) -> torch.Tensor:
-    return values.new_zeros(num_sequences).index_add_(0, selected.rows, values)
+    return values.new_zeros(num_sequences, *values.shape[1:]).index_add_(0, selected.rows, values)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
@@ -137,9 +137,7 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
 
 def _summed(factor: Dense, num_sequences: int) -> torch.Tensor:
     values = _wide(factor.values)
-    if factor.selected is None:
-        return values
-    return values.new_zeros(num_sequences, values.shape[1]).index_add_(0, factor.selected.rows, values)
+    return values if factor.selected is None else _by_sequence(values, factor.selected, num_sequences)
 
 
 def _ragged_norms(values: torch.Tensor, selected: SelectedRows, num_sequences: int) -> torch.Tensor:

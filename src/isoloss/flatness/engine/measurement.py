@@ -18,8 +18,8 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
-from isoloss.flatness.engine.batches import CheckedBatch, StreamPosition, read_batches
 from isoloss.flatness.engine.parameters import counted_parameters, embeddings, refuse_unreached, requiring_gradients
+from isoloss.flatness.engine.predictions import CheckedBatch, StreamPosition, read_batches
 from isoloss.flatness.engine.run import (
     FIRST_LOOK,
     UNIT,

@@ -23,15 +23,6 @@ def counted_parameters(
 
     Where it is all of them and layers of the model are quantized, it warns with the number of weights that are left
     out, as quantized weights are not parameters.
-
-    Raises:
-        IsolossError: There is none, or one that is given is not the model's; or all are measured and quantized layers
-            of torch pass no gradient to some of them.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> list(counted_parameters(layer)), list(counted_parameters(layer, {"w": layer.weight}))
-        (['weight', 'bias'], ['w'])
     """
     if parameters is None:
         trainable = measured_parameters(model)
@@ -53,28 +44,14 @@ def counted_parameters(
 
 
 def embeddings(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return the names of those parameters that belong to an embedding.
-
-    Example:
-        >>> model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
-        >>> model[1].weight = model[0].weight  # tied
-        >>> embeddings(model, dict(model.named_parameters()))
-        ['0.weight']
-    """
+    """Return the names of those parameters that belong to an embedding."""
     modules = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     owned = {id(parameter) for module in modules for parameter in module.parameters()}
     return [name for name, value in parameters.items() if id(value) in owned]
 
 
 def quantized_weights(model: nn.Module) -> int:
-    """Return how many weights of linear maps and embeddings are stored as integers or packed, and are not parameters.
-
-    Example:
-        >>> layer = nn.Linear(3, 2)
-        >>> layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
-        >>> quantized_weights(nn.Sequential(layer, nn.Linear(2, 2)))
-        6
-    """
+    """Return how many weights of linear maps and embeddings are integers or packed, and so are no parameters."""
     return sum(_size(module) for module in _quantized(model))
 
 

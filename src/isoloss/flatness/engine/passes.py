@@ -7,38 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.backward import Collector, collect
-from isoloss.flatness.engine.capture import Call, Capture, PositionSelection, calls
+from isoloss.flatness.engine import factors
+from isoloss.flatness.engine.capture import Call, Capture, PositionSelection, Use, calls
+from isoloss.flatness.engine.control_variates import NUM_INTERMEDIATES
 from isoloss.flatness.engine.predictions import Batch, Predictions, predict
 from isoloss.model_checks import device_of, measured_parameters, plainly, refuse_dropout, unwrapped
 
 # the last selection that was right for a model, which is tried before all others are
 LAST_SELECTION: weakref.WeakKeyDictionary[nn.Module, PositionSelection] = weakref.WeakKeyDictionary()
+HIDDEN = -1  # the index of the decoder's input among the cotangents that are kept; intermediates count from 0
 _FEWEST_POSITIONS = 3  # of which one keeps its logits while the first and the last are NaN
 
 
 class Passes:
-    """Forward and backward passes of one model, with what is known of its parameters by now.
-
-    Attributes:
-        parameters: The P parameters by name.
-        names: Their names.
-        selection: Where the predicted positions are selected from all: what comes later sees only these.
-    """
+    """Forward and backward passes of one model, with what is known of its parameters by now."""
 
     def __init__(self, model: nn.Module, *, causal: bool, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         refuse_dropout(model)
         self.parameters = measured_parameters(model) if parameters is None else dict(parameters)
-        self.names = list(self.parameters)
-        self.selection = PositionSelection()
+        self.names = list(self.parameters)  # P
+        self.selection = PositionSelection()  # what comes later sees the predicted positions alone
         self._model, self._causal = model, causal
         self._slow: set[str] = set()  # by automatic differentiation, as a use of them has no rule
         self._reached: set[str] = set()
@@ -265,3 +263,111 @@ def mostly_agree(first: torch.Tensor, second: torch.Tensor) -> bool:
     off = (first - second).abs().amax(dim=1) > tolerance * second.abs().max()
     allowed = 0.1 if first.dtype in (torch.float16, torch.bfloat16) else 0.0
     return bool(off.double().mean() <= allowed)
+
+
+# --- one backward pass to activations: it collects the factors of every parameter's gradient --------------------------
+
+
+def intermediates_of(predictions: Predictions) -> list[GradientEdge]:
+    """Return the first outputs with parameters behind where positions were selected, at most 3.
+
+    They are (m, n) with n the width that most such outputs have, that of the model. The cotangent of each at a
+    position depends on the logits' cotangent at this position alone.
+    """
+    m, capture = len(predictions.rows), predictions.capture
+    uses = [use for use in capture.before_last_linear if use.selected and use.shape[:-1].numel() == m]
+    widths = Counter(use.shape[-1] for use in uses)
+    widest = [use for use in uses if widths[use.shape[-1]] == max(widths.values())]
+    return [use.edge for use in widest[:NUM_INTERMEDIATES]]
+
+
+def tail_cotangents(
+    predictions: Predictions, intermediate: GradientEdge, cotangent: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cotangents (m, d) of the decoder's input and of an intermediate, by a backward pass of the tail
+    alone.
+    """
+    assert predictions.hidden_states is not None
+    ends = [get_gradient_edge(predictions.hidden_states), intermediate]
+    cotangents = torch.autograd.grad(predictions.logits, ends, cotangent.to(predictions.logits), retain_graph=True)
+    hidden, outer = (values.reshape(len(predictions.rows), -1) for values in cotangents)
+    return hidden, outer
+
+
+def collect(
+    predictions: Predictions,
+    names: list[str],
+    cotangent: torch.Tensor,
+    intermediates: Sequence[GradientEdge] = (),
+    *,
+    separate: bool = False,
+    keep: bool = True,
+) -> Collector:
+    """Return the squared norms by the rules, zero for the parameters without one, and what else the pass gave."""
+    capture, states = predictions.capture, predictions.hidden_states
+    collector = Collector(capture, names, predictions.num_sequences, cotangent.device, separate=separate)
+    hooks = [use.edge.node.register_prehook(collector.receiver(use)) for use in capture.uses]
+    if not keep:
+        capture.uses.clear()
+    kept = dict(enumerate(intermediates))
+    if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
+        kept[HIDDEN] = get_gradient_edge(states)
+    for index, edge in kept.items():
+        hooks.append(edge.node.register_prehook(partial(collector.keep, index, edge.output_nr)))
+    try:
+        torch.autograd.grad(predictions.logits, predictions.leaves, cotangent, retain_graph=keep, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    collector.finish()
+    return collector
+
+
+class Collector:
+    """Collects the factors of a backward pass; a parameter's norm is taken as soon as all its uses are there."""
+
+    def __init__(
+        self, capture: Capture, names: list[str], num_sequences: int, device: torch.device, *, separate: bool
+    ) -> None:
+        self._separate = separate
+        self.norms = torch.zeros(num_sequences, len(names), dtype=torch.float64, device=device)
+        self.kept: dict[int, torch.Tensor] = {}  # cotangents (m, d)
+        self.reached: set[str] = set()
+        self._columns = {name: column for column, name in enumerate(names)}
+        self._missing = Counter(name for use in capture.uses for name in use.contributions)
+        self._waiting: dict[str, list[factors.Factor]] = {}
+
+    def receiver(self, use: Use) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+        """Return what takes the cotangent of a use, once; after that it no longer holds the activations."""
+        waiting = [use]
+
+        @torch.no_grad()
+        def receive(cotangents: tuple[torch.Tensor | None, ...]) -> None:
+            taken = waiting.pop()
+            cotangent = cotangents[taken.edge.output_nr]
+            for name, contribution in taken.contributions.items():
+                self._missing[name] -= 1
+                if cotangent is not None:
+                    self._waiting.setdefault(name, []).append(contribution(cotangent.reshape(taken.shape)))
+                if self._missing[name] == 0:
+                    self._take(name)
+
+        return receive
+
+    def keep(self, index: int, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
+        """Keep the cotangent of the decoder's input, or of an intermediate."""
+        cotangent = cotangents[number]
+        if cotangent is not None:
+            self.kept[index] = cotangent.reshape(-1, cotangent.shape[-1])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take the norms of parameters with uses that the logits do not depend on."""
+        for name in list(self._waiting):
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        parts = self._waiting.pop(name, None)
+        if parts:
+            self.reached.add(name)
+            self.norms[:, self._columns[name]] = factors.squared_norms(parts, len(self.norms), separate=self._separate)

@@ -19,9 +19,8 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.backward import HIDDEN, intermediates_of
 from isoloss.flatness.engine.capture import Capture, PositionSelection
-from isoloss.flatness.engine.passes import LAST_SELECTION, Passes, agree, mostly_agree
+from isoloss.flatness.engine.passes import HIDDEN, LAST_SELECTION, Passes, agree, intermediates_of, mostly_agree
 from isoloss.flatness.engine.predictions import Batch, Predictions, plain_logits, predict
 from isoloss.model_checks import refuse_random_training
 
@@ -50,20 +49,6 @@ class Predictor(Passes):
     that a later batch reaches first.
 
     It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the model is as result.
-
-    Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                     intermediate_size=16, max_position_embeddings=8)
-        >>> model = BertForMaskedLM(config).eval()
-        >>> batch = {"input_ids": torch.arange(8).view(2, 4), "labels": torch.tensor([[3, -100, -100, -100]] * 2)}
-        >>> with Predictor(model, causal=False) as predictor:
-        ...     predictions = predictor.forward(batch)
-        ...     norms = predictor.squared_norms(predictions, torch.ones(2, 8))
-        >>> norms.by_parameter.shape == (2, len(predictor.names)), predictor.slow_parameters
-        (True, ())
-        >>> str(predictor.selection)
-        'before bert.encoder.layer.0.attention.output.dense'
     """
 
     def __init__(self, model: nn.Module, *, causal: bool, parameters: Mapping[str, nn.Parameter] | None = None) -> None:

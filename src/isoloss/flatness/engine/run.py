@@ -120,17 +120,11 @@ class Stopping:
 
 
 class Accumulation(abc.ABC):
-    """What a measurement has summed up, item by item: batches, probes, or the steps of a method.
+    """What a measurement has summed up, item by item: batches, probes, or the steps of a method."""
 
-    Attributes:
-        seconds: The time that it has taken.
-        done: What `progress` is told: how many sequences, probes or steps.
-        fewest: Samples before `seconds` may end it.
-    """
-
-    seconds = 0.0
-    done = 0
-    fewest = 2
+    seconds = 0.0  # the time that it has taken
+    done = 0  # what `progress` is told: how many sequences, probes or steps
+    fewest = 2  # samples before `seconds` may end it
 
     @abc.abstractmethod
     def __len__(self) -> int:

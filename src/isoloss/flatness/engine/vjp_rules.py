@@ -97,48 +97,34 @@ def _matrix_use(uses: Uses, x: torch.Tensor, handle: Handle, *, by_rows: bool) -
     return contribution
 
 
-def _linear(uses: Uses, input: Any, weight: Any, bias: Any = None) -> Result | None:  # noqa: A002
-    matrix, vector = uses.handle(weight), uses.handle(bias)
+def _affine(
+    uses: Uses, x: Any, weight: Any, bias: Any, apply: Callable[[], torch.Tensor], *, by_rows: bool
+) -> Result | None:
+    """Return the rule of what `apply` gives: y = x W^T (`by_rows`) or y = x W, plus a bias if there is one."""
+    matrix = uses.handle(weight)
     contributions: dict[str, Contribution] = {}
     if matrix is not None:
-        use = _matrix_use(uses, input, matrix, by_rows=True) if _is_plain(uses, input) and weight.ndim == 2 else None
+        use = _matrix_use(uses, x, matrix, by_rows=by_rows) if _is_plain(uses, x) and weight.ndim == 2 else None
         if use is None:
             return None
         contributions[matrix.name] = use
-    output = F.linear(input, weight, bias)
-    if vector is not None:
-        added = _elementwise(uses, output, bias, None)
-        if added is None:
-            return None
-        contributions[vector.name] = added
-    return Result(output, contributions)
+    return _terms(uses, apply(), (bias, None), contributions=contributions)
+
+
+def _linear(uses: Uses, input: Any, weight: Any, bias: Any = None) -> Result | None:  # noqa: A002
+    return _affine(uses, input, weight, bias, lambda: F.linear(input, weight, bias), by_rows=True)
 
 
 def _addmm(uses: Uses, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Result | None:  # noqa: A002
-    matrix, vector = uses.handle(mat2), uses.handle(input)
     if beta != 1 or alpha != 1 or not _is_plain(uses, mat1):
         return None
-    contributions: dict[str, Contribution] = {}
-    if matrix is not None:
-        use = _matrix_use(uses, mat1, matrix, by_rows=False)
-        if use is None:
-            return None
-        contributions[matrix.name] = use
-    output = torch.addmm(input, mat1, mat2)
-    if vector is not None:
-        added = _elementwise(uses, output, input, None)
-        if added is None:
-            return None
-        contributions[vector.name] = added
-    return Result(output, contributions)
+    return _affine(uses, mat1, mat2, input, lambda: torch.addmm(input, mat1, mat2), by_rows=False)
 
 
 def _matmul(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
-    matrix = uses.handle(other)
-    if matrix is None or not _is_plain(uses, input) or other.ndim != 2 or input.ndim < 2:
+    if uses.handle(other) is None or input.ndim < 2:
         return None
-    use = _matrix_use(uses, input, matrix, by_rows=False)
-    return None if use is None else Result(torch.matmul(input, other), {matrix.name: use})
+    return _affine(uses, input, other, None, lambda: torch.matmul(input, other), by_rows=False)
 
 
 def _embedding(
@@ -215,16 +201,19 @@ def _elementwise(uses: Uses, output: torch.Tensor, parameter: torch.Tensor, scal
     return contribution
 
 
-def _normalised(
-    uses: Uses, output: torch.Tensor, weight: Any, bias: Any, scale: Callable[[], torch.Tensor]
+def _terms(
+    uses: Uses,
+    output: torch.Tensor,
+    *terms: tuple[Any, Callable[[], torch.Tensor] | None],
+    contributions: dict[str, Contribution] | None = None,
 ) -> Result | None:
-    """Return the rule of y = weight * x + bias, x the normalised input that `scale` gives."""
-    contributions: dict[str, Contribution] = {}
-    for parameter, factor in ((weight, scale), (bias, None)):
+    """Return the rule of an output to which parameters are added, each times what its function gives, if it has one."""
+    contributions = contributions or {}
+    for parameter, scale in terms:
         handle = uses.handle(parameter)
         if handle is None:
             continue
-        use = _elementwise(uses, output, parameter, factor)
+        use = _elementwise(uses, output, parameter, scale)
         if use is None or handle.transposed:
             return None
         contributions[handle.name] = use
@@ -243,7 +232,7 @@ def _layer_norm(
         return None
     x, shape = input.detach(), tuple(normalized_shape)
     output = F.layer_norm(input, shape, weight, bias, eps)
-    return _normalised(uses, output, weight, bias, lambda: F.layer_norm(x, shape, None, None, eps))
+    return _terms(uses, output, (weight, lambda: F.layer_norm(x, shape, None, None, eps)), (bias, None))
 
 
 def _rms_norm(
@@ -257,17 +246,15 @@ def _rms_norm(
         return None
     x, shape = input.detach(), tuple(normalized_shape)
     output = F.rms_norm(input, shape, weight, eps)
-    return _normalised(uses, output, weight, None, lambda: F.rms_norm(x, shape, None, eps))
+    return _terms(uses, output, (weight, lambda: F.rms_norm(x, shape, None, eps)))
 
 
 def _product(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
     parameter, values = (input, other) if uses.handle(input) is not None else (other, input)
-    handle = uses.handle(parameter)
-    if handle is None or handle.transposed or not isinstance(values, torch.Tensor) or not _is_plain(uses, values):
+    if uses.handle(parameter) is None or not isinstance(values, torch.Tensor) or not _is_plain(uses, values):
         return None
     output, held = torch.mul(input, other), values.detach()
-    use = _elementwise(uses, output, parameter, lambda: held)
-    return None if use is None else Result(output, {handle.name: use})
+    return _terms(uses, output, (parameter, lambda: held))
 
 
 def _sum(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
@@ -278,10 +265,7 @@ def _sum(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
     output = torch.add(input, other)
     if not isinstance(values, torch.Tensor):
         return Result(output, {}, alias=handle)
-    if handle.transposed or not _is_plain(uses, values):
-        return None
-    use = _elementwise(uses, output, parameter, None)
-    return None if use is None else Result(output, {handle.name: use})
+    return _terms(uses, output, (parameter, None)) if _is_plain(uses, values) else None
 
 
 def _is_plain(uses: Uses, value: Any) -> bool:
