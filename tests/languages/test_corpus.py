@@ -16,7 +16,7 @@ from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.languages import Language
 from isoloss.languages.config import CorpusConfig
-from isoloss.languages.corpus import Corpus, resolve
+from isoloss.languages.corpus import Corpus
 from isoloss.seeds import generator
 from isoloss.text.packing import pack
 from isoloss.text.tokenizers import load_tokenizer
@@ -224,23 +224,24 @@ def test_damaged_cache_is_named(config, corpus, tmp_path):
 def test_resolved_config_stands_anywhere(config, text, vocab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     relative = dataclasses.replace(config, paths=("text.jsonl",), tokenizer="vocab.txt")
-    resolved = resolve(relative)
+    resolved = relative.resolved()
     assert (resolved.paths, resolved.tokenizer) == ((str(text),), str(vocab))
     assert len(resolved.content) == 64
-    assert resolve(resolved) == resolved == resolve(config)
+    assert resolved.resolved() == resolved == config.resolved()
     (tmp_path / "else").mkdir()
     monkeypatch.chdir(tmp_path / "else")
     assert Corpus.from_config(resolved, cache=tmp_path / "cache").config == resolved
 
 
 def test_content_covers_files_order_and_tokenizer(config, text, vocab, tmp_path):
-    resolved = resolve(config)
+    resolved = config.resolved()
     copy = tmp_path / "copy.txt"
     copy.write_bytes(text.read_bytes())
     both = [
-        resolve(dataclasses.replace(config, paths=p)).content for p in ((str(text), str(copy)), (str(copy), str(text)))
+        dataclasses.replace(config, paths=p).resolved().content
+        for p in ((str(text), str(copy)), (str(copy), str(text)))
     ]
-    as_text = resolve(dataclasses.replace(config, paths=(str(copy),))).content  # read otherwise
+    as_text = dataclasses.replace(config, paths=(str(copy),)).resolved().content  # read otherwise
     assert len({resolved.content, as_text, *both}) == 4
     original = text.read_bytes()
     text.write_bytes(original + b'{"text": "av"}\n')
@@ -342,7 +343,7 @@ def test_a_dataset_is_tokenised_as_the_same_lines_are(config, corpus, text, tmp_
     assert again.held_out().tokens.equal(corpus.held_out().tokens)
     assert again.batch(3, 5, seed=1).tokens.equal(corpus.batch(3, 5, seed=1).tokens)
     assert again.config.paths == named.paths
-    resolved = resolve(named)
+    resolved = named.resolved()
     assert resolved == again.config
     shutil.rmtree(tmp_path / "saved")
     datasets.Dataset.from_dict({"body": [*texts[:-1], "av"]}).save_to_disk(tmp_path / "saved")
@@ -398,7 +399,7 @@ def test_languages_are_named_with_their_text(config, text, vocab, tmp_path, monk
     assert (found.paths, found.column, found.max_documents, found.length) == ((name,), "body", 2, 9)
     toml = tmp_path / "corpus.toml"
     toml.write_text(configs.to_toml(dataclasses.replace(config, content="")))
-    assert languages.resolve(str(toml)) == resolve(config)
+    assert languages.resolve(str(toml)) == config.resolved()
     with pytest.raises(IsolossError, match=r"saved is text and needs --tokenizer"):
         languages.resolve(name)
     with pytest.raises(IsolossError, match=r"complete as it is: leave out --length, --max-documents"):

@@ -277,10 +277,10 @@ def test_files(tmp_path):
         assert again.max_length == 8
         tokens, lengths, _ = some(language)
         assert torch.equal(again.log_conditionals(tokens, lengths), language.log_conditionals(tokens, lengths))
-    with pytest.raises(IsolossError, match="missing does not exist"):
+    with pytest.raises(IsolossError, match=r"cannot read .*missing: No such file"):
         PCFG.from_file(tmp_path / "missing")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(IsolossError, match="binary is not a readable UTF-8 text file"):
+    with pytest.raises(IsolossError, match="binary is not UTF-8 text"):
         PCFG.from_file(tmp_path / "binary")
     (tmp_path / "bad").write_text("S a b c d")
     with pytest.raises(IsolossError, match=r"bad, line 1: a rule is LHS"):

@@ -111,7 +111,7 @@ def test_named_datasets_know_their_labels(tmp_path):
         ("a.jsonl", '{"t": "x", "label": 0.5}\n', r"line 1: the column 'label' holds no label but 0.5"),
         ("a.jsonl", '{"t": "x", "label": null}\n', r"line 1: the column 'label' holds no label but None"),
         ("a.jsonl", "[1]\n", "line 1 is no JSON object"),
-        ("a.jsonl", "{\n", "not a readable .jsonl file"),
+        ("a.jsonl", "{\n", "line 1 is not JSON"),
         ("a.json", "3", "neither a list of JSON objects nor an object"),
         ("a.json", '{"k": 3}', "item k is no JSON object"),
         ("a.txt", "x", "must end in .tsv, .csv, .jsonl, .json"),

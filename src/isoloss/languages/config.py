@@ -345,6 +345,15 @@ class CorpusConfig(_Config):
         return cls(paths=(spec,), **options).resolved()
 
 
+def check_unchanged(what: str, before: str, now: str) -> None:
+    """Raise an `IsolossError` where a run was begun with other content; `before` is empty where none was."""
+    if before not in ("", now):
+        raise IsolossError(
+            f"{what} has changed since the run began: its SHA-256 was {before[:16]} and is {now[:16]}; bring the "
+            "former content back, or begin a new run"
+        )
+
+
 def refuse_options(spec: str, options: Mapping[str, Any]) -> None:
     """Raise an `IsolossError` where options come with a language that leaves nothing open."""
     if options:

@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from isoloss import files
 from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Labeling, Language, Sentences, Stored
-from isoloss.languages.config import CorpusConfig
+from isoloss.languages.config import CorpusConfig, Progress, check_unchanged
 from isoloss.seeds import generator
-from isoloss.text import documents, hub_datasets, tokenizers
-from isoloss.text.packing import PARTS, PackedText, Progress, boundary_token_ids, open_tokens
+from isoloss.text import documents, hub_datasets, packing, tokenizers
 from isoloss.text.sentences import Start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+_FORMAT = 1  # of the cached tokens: raise it whenever the same text would give other ones
+_PARTS = ("training", "held_out")
+_REPORT = 100  # documents between two calls of `progress`
 
 
 class Corpus(Language):
@@ -37,9 +43,7 @@ class Corpus(Language):
 
     Attributes:
         config: The resolved config.
-        tokenizer: The tokenizer, to be kept with checkpoints.
         num_training: Sequences to train on.
-        num_held_out: Sequences held out.
         vocab_size: Number of the tokenizer's ids, the special ones included; the same as `model_vocab_size`.
         special_token_ids: All of the tokenizer's special tokens, the unknown one included.
 
@@ -51,7 +55,7 @@ class Corpus(Language):
     def __init__(self, config: CorpusConfig, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         self._config = config
         self.tokenizer = tokenizer
-        self._training, self._held_out = (open_tokens(folder / f"{part}.npy", config.length) for part in PARTS)
+        self._training, self._held_out = (packing.open_rows(folder / f"{part}.npy", config.length) for part in _PARTS)
         self.num_training, self.num_held_out = len(self._training), len(self._held_out)
         self.vocabulary = tokenizers.vocabulary(tokenizer)
         self.vocab_size = self.model_vocab_size = len(self.vocabulary)
@@ -79,25 +83,24 @@ class Corpus(Language):
                 was taken from; a tokenizer without mask or padding token; less than one sequence to train on or to
                 hold out.
         """
-        resolved, text = _open(config)
-        if config.content not in ("", resolved.content):
-            raise IsolossError(
-                f"the text ({', '.join(config.paths)}) or the tokenizer ({config.tokenizer}) has changed since the run "
-                f"began: the content was {config.content[:16]} and is {resolved.content[:16]}; bring the former back, "
-                "or begin a new run"
-            )
+        text = _Text(config)
+        check_unchanged(
+            f"the text ({', '.join(config.paths)}) or the tokenizer ({config.tokenizer})",
+            config.content,
+            text.config.content,
+        )
         root = cache or Path(os.environ.get("ISOLOSS_CACHE") or "~/.cache/isoloss").expanduser()
-        return cls(resolved, text.tokenizer, text.write(root / "corpora", progress))
+        return cls(text.config, text.tokenizer, text.write(root / "corpora", progress))
 
     @staticmethod
     def resolve(config: CorpusConfig) -> CorpusConfig:
         """Return `config` with absolute paths and with `content` filled in, so that it means the same text anywhere."""
-        return _open(config)[0]
+        return _Text(config).config
 
     @property
     def start(self) -> Start:
         """[CLS] (and [SEP] at the end) of the packed sequences; without them the tokenizer's bos, else the mask."""
-        around = boundary_token_ids(self.tokenizer)
+        around = packing.boundary_token_ids(self.tokenizer)
         if around["first"] is not None:
             return Start(around["first"], around["last"], is_in_sentences=True)
         if self.tokenizer.bos_token_id is not None:
@@ -169,31 +172,96 @@ class Corpus(Language):
         return Sentences(tokens, torch.full((len(rows),), self.max_length))
 
 
-def _open(config: CorpusConfig) -> tuple[CorpusConfig, PackedText]:
-    check(config)
-    tokenizer = tokenizers.load_tokenizer(config.tokenizer, needs=("mask", "pad"))
-    local = Path(config.tokenizer).expanduser()
-    paths = tuple(_absolute(path) for path in config.paths)
-    sources = documents.open_sources(paths, column=config.column, split=config.split)
-    content = hashlib.sha256(tokenizers.serialized(tokenizer))
-    for source in sources:
-        content.update(source.content(config.max_documents).encode())
-    resolved = dataclasses.replace(
-        config,
-        paths=paths,
-        tokenizer=str(local.resolve()) if local.exists() else config.tokenizer,
-        content=content.hexdigest(),
-    )
-    return resolved, PackedText(
-        paths=paths,
-        sources=sources,
-        tokenizer=tokenizer,
-        content=resolved.content,
-        length=config.length,
-        held_out=config.held_out,
-        max_documents=config.max_documents,
-    )
+class _Text:
+    """The text and the tokenizer that a config names.
+
+    Attributes:
+        config: The config with absolute paths and the content filled in.
+        tokenizer: The tokenizer.
+    """
+
+    def __init__(self, config: CorpusConfig) -> None:
+        check(config)
+        self.tokenizer = tokenizers.load_tokenizer(config.tokenizer, needs=("mask", "pad"))
+        paths = tuple(_absolute(path) for path in config.paths)
+        self._sources = documents.open_sources(paths, column=config.column, split=config.split)
+        content = hashlib.sha256(tokenizers.serialized(self.tokenizer))
+        for source in self._sources:
+            content.update(source.content(config.max_documents).encode())
+        local = Path(config.tokenizer).expanduser()
+        tokenizer = str(local.resolve()) if local.exists() else config.tokenizer
+        self.config = dataclasses.replace(config, paths=paths, tokenizer=tokenizer, content=content.hexdigest())
+
+    def write(self, root: Path, progress: Progress | None) -> Path:
+        """Return the folder below `root` with the tokens, written first if they are not there.
+
+        Two processes do not both write it.
+        """
+        names = ("content", "max_documents", "length", "held_out")
+        identity = {"format": _FORMAT, **{name: getattr(self.config, name) for name in names}}
+        folder = root / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        tokens = folder / "tokens"
+        if tokens.is_dir():
+            return tokens
+        with files.lock(folder, wait=True):
+            files.remove_unfinished(folder)
+            if not tokens.is_dir():
+                try:
+                    with files.new_directory(tokens) as unfinished:
+                        counts = self._write_parts(unfinished, progress)
+                        meta = {**identity, "paths": self.config.paths, "counts": counts}
+                        files.write_json(unfinished / "meta.json", meta)
+                except OSError as error:
+                    raise IsolossError(
+                        f"cannot write the tokens in {folder}: {error.strerror or error} (ISOLOSS_CACHE names another "
+                        "folder for them)"
+                    ) from error
+        return tokens
+
+    def _texts(self) -> Iterator[str]:
+        return (text for _, text in documents.read(self._sources, self.config.max_documents))
+
+    def _write_parts(self, folder: Path, progress: Progress | None) -> dict[str, Any]:
+        """Write the training and the held-out sequences; return how many documents and sequences each has."""
+        names, length = ", ".join(self.config.paths), self.config.length
+        hashes = np.fromiter((_hash(text) for text in self._texts()), dtype=np.uint64)
+        distinct = np.unique(hashes)
+        if len(distinct) < 2:
+            raise IsolossError(
+                f"{names} holds one distinct document (as is a .txt file of less than "
+                f"{3 * documents.DOCUMENT_CHARACTERS:,} characters): it takes two, one to train on and one to hold out"
+            )
+        number = min(max(1, round(self.config.held_out * len(distinct))), len(distinct) - 1)
+        last_held_out = distinct[number - 1]
+        dtype = np.dtype(np.uint16 if len(tokenizers.vocabulary(self.tokenizer)) <= 1 << 16 else np.int32)
+        counts: dict[str, Any] = {}
+        for part in _PARTS:
+            chosen = (hashes <= last_held_out) == (part == "held_out")
+            taken = (text for take, text in zip(chosen, self._texts(), strict=True) if take)
+            before = sum(count["documents"] for count in counts.values())
+            ids = tokenizers.encode(self.tokenizer, _reported(taken, before, len(hashes), progress))
+            rows = packing.pack(ids, length, **packing.boundary_token_ids(self.tokenizer))
+            n = packing.write_rows(folder / f"{part}.npy", rows, length, dtype)
+            if n == 0:
+                raise IsolossError(
+                    f"the {part.replace('_', '-')} part of {names} has {chosen.sum()} of {len(hashes)} "
+                    f"documents but not one sequence of {length} tokens: it takes more text, a shorter length or "
+                    "another held-out fraction"
+                )
+            counts[part] = {"documents": int(chosen.sum()), "sequences": n}
+        return counts
 
 
 def _absolute(path: str) -> str:
     return str(hub_datasets.parse(path)) if hub_datasets.is_dataset(path) else str(Path(path).expanduser().resolve())
+
+
+def _reported(texts: Iterable[str], before: int, total: int, progress: Progress | None) -> Iterator[str]:
+    for number, text in enumerate(texts, before + 1):
+        yield text
+        if progress is not None and (number % _REPORT == 0 or number == total):
+            progress(number, total)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -19,6 +19,7 @@ from isoloss import files
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Stored
+from isoloss.languages.config import check_unchanged
 from isoloss.registry import LANGUAGES
 
 SUFFIX = ".safetensors"
@@ -97,11 +98,7 @@ def load(path: Path | str, *, content: str = "") -> Language:
     path = Path(path).expanduser()
     stored, config = _read(path)
     language: Language = LANGUAGES.load(stored.kind).from_tables(stored, path)
-    if content and (actual := files.sha256(path)) != content:
-        raise IsolossError(
-            f"{path} has changed since the run began: its SHA-256 was {content[:16]} and is {actual[:16]}; bring the "
-            "former file back, or begin a new run"
-        )
+    check_unchanged(str(path), content, files.sha256(path))
     return _drawn_again(config, language) or language
 
 

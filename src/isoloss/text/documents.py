@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -139,11 +141,12 @@ def _documents(sources: list[Source]) -> Iterator[tuple[str, str]]:
         raise IsolossError(f"there is no text in {names}")
 
 
+@dataclass(frozen=True)
 class _File:
     """A `.txt` or `.jsonl` file."""
 
-    def __init__(self, path: Path, column: str) -> None:
-        self.path, self.column = path, column
+    path: Path
+    column: str
 
     def __str__(self) -> str:
         return str(self.path)
@@ -154,15 +157,9 @@ class _File:
 
     def read(self) -> Iterator[tuple[str, str]]:
         is_json = self.path.suffix.lower() == ".jsonl"
-        try:
-            for line, text in _json_lines(self.path, self.column) if is_json else _text_parts(self.path):
+        with reading(self.path):
+            for line, text in _field(self.path, self.column) if is_json else _text_parts(self.path):
                 yield f"{self.path}:{line}", text
-        except UnicodeDecodeError as error:
-            raise IsolossError(
-                f"{self.path} is not UTF-8 text ({error.reason}): convert it, e.g. with iconv"
-            ) from error
-        except OSError as error:
-            raise IsolossError(f"cannot read {self.path}: {error.strerror or error}") from error
 
 
 class _Dataset:
@@ -193,30 +190,42 @@ class _Dataset:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    files_there = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    return sorted(path for path in files_there if "/." not in f"/{path.relative_to(folder).as_posix()}")
 
 
-def _json_lines(file: Path, column: str) -> Iterator[tuple[int, str]]:
-    with file.open(encoding="utf-8-sig") as lines:
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise an `IsolossError` where a file cannot be read as UTF-8 text."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise IsolossError(f"{path} is not UTF-8 text ({error.reason}): convert it, e.g. with iconv") from error
+    except OSError as error:
+        raise IsolossError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line that is not blank."""
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.isspace():
                 continue
             try:
-                document = json.loads(line)
+                value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise IsolossError(f"{file}, line {number} is not JSON: {error}") from error
-            text = document.get(column) if isinstance(document, dict) else None
-            if not isinstance(text, str):
-                raise IsolossError(f'{file}, line {number} is not a JSON object with a string field "{column}"')
-            if not is_encodable(text):
-                raise IsolossError(f"{file}, line {number} holds half a surrogate pair, which is not a character")
-            yield number, text
+                raise IsolossError(f"{path}, line {number} is not JSON: {error}") from error
+            yield number, value
+
+
+def _field(path: Path, column: str) -> Iterator[tuple[int, str]]:
+    for number, document in json_lines(path):
+        text = document.get(column) if isinstance(document, dict) else None
+        if not isinstance(text, str):
+            raise IsolossError(f'{path}, line {number} is not a JSON object with a string field "{column}"')
+        if not is_encodable(text):
+            raise IsolossError(f"{path}, line {number} holds half a surrogate pair, which is not a character")
+        yield number, text
 
 
 def is_encodable(text: str) -> bool:

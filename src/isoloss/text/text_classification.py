@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,7 @@ import torch
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.text import hub_datasets
-from isoloss.text.documents import is_encodable
+from isoloss.text import documents, hub_datasets
 from isoloss.text.tokenizers import encode
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def read_labeled_text(
     locations: list[str] = []
     for location, (*values, value) in rows:
         for column, item in zip(columns, values, strict=False):
-            if not isinstance(item, str) or not is_encodable(item):
+            if not isinstance(item, str) or not documents.is_encodable(item):
                 raise IsolossError(f"{location}: the column {column!r} holds no text but {item!r}")
         texts.append(values[0])
         seconds += values[1:]
@@ -193,13 +192,7 @@ def encode_labeled_text(
 
 
 def coverage(tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_length: int) -> Coverage:
-    """Return how many examples `encode_labeled_text` cuts, and how many of their tokens are unknown.
-
-    Args:
-        tokenizer: As for `encode_labeled_text`.
-        data: n examples.
-        max_length: As for `encode_labeled_text`.
-    """
+    """Return how many examples `encode_labeled_text` cuts, and how many of their tokens are unknown."""
     lengths = np.full(len(data), tokenizer.num_special_tokens_to_add(pair=data.pairs is not None))
     num_tokens = num_unknown = 0
     for texts in (data.texts, data.pairs or ()):
@@ -256,20 +249,16 @@ def _find(path: Path, split: str) -> Path:
 
 def _from_file(path: Path, columns: list[str]) -> Iterator[_Row]:
     read = {".tsv": _tsv, ".csv": _csv, ".jsonl": _json_lines, ".json": _json}[path.suffix.lower()]
-    try:
-        yield from read(path, columns)
-    except UnicodeDecodeError as error:
-        raise IsolossError(f"{path} is not UTF-8 text: {error.reason}") from error
-    except (json.JSONDecodeError, RecursionError, csv.Error) as error:
-        raise IsolossError(f"{path} is not a readable {path.suffix} file: {error}") from error
-    except OSError as error:
-        raise IsolossError(f"cannot read {path}: {error.strerror or error}") from error
+    with documents.reading(path):
+        try:
+            yield from read(path, columns)
+        except (json.JSONDecodeError, RecursionError, csv.Error) as error:
+            raise IsolossError(f"{path} is not a readable {path.suffix} file: {error}") from error
 
 
 def _tsv(path: Path, columns: list[str]) -> Iterator[_Row]:
     with path.open(encoding="utf-8-sig") as file:  # only \n, \r\n and \r end a line, unlike for str.splitlines
-        fields = ((number, line.rstrip("\n").split("\t")) for number, line in enumerate(file, 1))
-        yield from _table(path, fields, columns)
+        yield from _table(path, enumerate((line.rstrip("\n").split("\t") for line in file), 1), columns)
 
 
 def _csv(path: Path, columns: list[str]) -> Iterator[_Row]:
@@ -278,12 +267,11 @@ def _csv(path: Path, columns: list[str]) -> Iterator[_Row]:
         yield from _table(path, ((reader.line_num, row) for row in reader), columns)
 
 
-def _table(path: Path, lines: Iterable[tuple[int, list[str]]], columns: list[str]) -> Iterator[_Row]:
-    numbered = iter(lines)
-    _, header = next(numbered, (0, []))
+def _table(path: Path, lines: Iterator[tuple[int, list[str]]], columns: list[str]) -> Iterator[_Row]:
+    _, header = next(lines, (0, []))
     _check_columns(f"{path}", columns, header)
     columns_at = [header.index(column) for column in columns]
-    for number, fields in numbered:
+    for number, fields in lines:
         if fields in ([], [""]):
             continue
         if len(fields) != len(header):
@@ -292,10 +280,8 @@ def _table(path: Path, lines: Iterable[tuple[int, list[str]]], columns: list[str
 
 
 def _json_lines(path: Path, columns: list[str]) -> Iterator[_Row]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.isspace():
-                yield _record(f"{path}, line {number}", json.loads(line), columns)
+    for number, item in documents.json_lines(path):
+        yield _record(f"{path}, line {number}", item, columns)
 
 
 def _json(path: Path, columns: list[str]) -> Iterator[_Row]:

@@ -14,6 +14,7 @@ import numpy as np
 from isoloss import files
 from isoloss.errors import IsolossError, warn
 from isoloss.loading import hub_answers, may_be_hub_name
+from isoloss.text.documents import reading
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -220,12 +221,8 @@ def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
 
     if path.suffix != ".txt":
         raise IsolossError(f"{path} is a file but no vocab.txt: {_CHOICES}")
-    try:
+    with reading(path):
         tokens = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise IsolossError(f"{path} is not UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise IsolossError(f"cannot read {path}: {error.strerror or error}") from error
     ids = {token: index for index, token in enumerate(tokens)}
     missing = [token for token in _BERT_SPECIALS if token not in ids]
     if missing:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.sparse.csgraph import connected_components
 
 Float = npt.NDArray[np.float64]
 Index = slice | torch.Tensor
@@ -32,15 +33,7 @@ class LeaveOneOut(NamedTuple):
 
 
 class ForwardBackward:
-    """The recursions of one model, or of some of its states that are closed under its transitions.
-
-    Args:
-        initial: (S,) non-negative.
-        transition: (S, S) rows that add up to 1.
-        emission: (S, V) rows that add up to 1.
-        states: Which states to keep; no transition may leave them.
-        device: Where to compute.
-        dtype: In float64 or float32.
+    """The recursions of one model, or of some of its states that no transition may leave.
 
     Attributes:
         states: The kept states, a slice where they are consecutive.
@@ -150,7 +143,7 @@ class Components:
         self, initial: Float, transition: Float, emission: Float, device: torch.device, dtype: torch.dtype
     ) -> None:
         every = np.arange(len(initial))
-        labels = _connected(transition)
+        labels = connected_components(transition > 0, directed=False)[1]
         parts = [(labels == label).nonzero()[0] for label in np.unique(labels)]
         parts = [part for part in parts if initial[part].any()]
         if len(parts) == 1 and len(parts[0]) == len(every):
@@ -166,9 +159,7 @@ class Components:
     def assign(self, ids: torch.Tensor, *, spare: int) -> list[tuple[torch.Tensor | None, ForwardBackward]]:
         """Return rows (None: all) and the model that decides them; each row is in one of the pairs.
 
-        Args:
-            ids: (n, T).
-            spare: How many of a sentence's tokens may be others: 1 where each position's token is asked for.
+        `spare` of a sentence's tokens may be others: 1 where each position's token is asked for.
         """
         if not self.parts:
             return [(None, self.whole)]
@@ -176,17 +167,6 @@ class Components:
         chosen = torch.where(candidate.sum(dim=1) == 1, candidate.int().argmax(dim=1), len(self.parts))
         pairs = [((chosen == index).nonzero()[:, 0], model) for index, model in enumerate([*self.parts, self.whole])]
         return [(rows, model) for rows, model in pairs if len(rows)]
-
-
-def _connected(transition: Float) -> npt.NDArray[np.int64]:
-    """Return (S,): the smallest state that each state is connected with, transitions taken in both directions."""
-    linked = (transition > 0) | (transition.T > 0) | np.eye(len(transition), dtype=bool)
-    labels = np.arange(len(transition))
-    while True:
-        smallest = np.where(linked, labels, len(labels)).min(axis=1)
-        if (smallest == labels).all():
-            return labels
-        labels = smallest
 
 
 def _index(numbers: npt.NDArray[np.int64], device: torch.device) -> Index:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -78,16 +78,10 @@ class InsideOutside:
     other results then mean nothing). A token may be `unknown`: probabilities are then sums over all tokens there. Rows
     that float32 cannot hold are recomputed in float64, with a scale of their own where that is needed.
 
-    Args:
-        rules: The grammar; its first symbol is the start.
-        device: Where to compute.
-        dtype: float32 or float64.
-        backend: What computes; None: what `choose_backend` says.
-
     Attributes:
         emitting: (E,) ids of the symbols that yield single tokens.
         unknown: The id that stands for any token: the number of tokens.
-        backend: What computes: "numba" or "torch".
+        backend: What computes: "numba" or "torch"; by default what `choose_backend` says.
     """
 
     def __init__(self, rules: FoldedRules, device: torch.device, dtype: torch.dtype, backend: Backend | None = None):
@@ -203,7 +197,7 @@ class InsideOutside:
         z, result = run(tokens, dtype, shift)
         log_z = z.double().log() - self._log_scale(tokens, shift)
         all_poor = torch.nonzero(~(_within(z, dtype) & _finite(result))).flatten()
-        for poor in _pieces(all_poor, self._rows(plan)):
+        for poor in torch.split(all_poor, self._rows(plan)) if len(all_poor) else ():
             rows = tokens[poor]
             shift, possible = self._fitted(plan, rows)
             z, again = run(rows, torch.float64, shift)
@@ -384,11 +378,6 @@ def _within(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return whether numbers are far from the underflow and overflow of `dtype`; false for NaN."""
     bound = 2.0 ** _COMFORTABLE[dtype]
     return (z > 1 / bound) & (z < bound)
-
-
-def _pieces(rows: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    for first in range(0, len(rows), size):
-        yield rows[first : first + size]
 
 
 def _finite(result: torch.Tensor) -> torch.Tensor:

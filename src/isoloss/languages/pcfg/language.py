@@ -25,6 +25,7 @@ from isoloss.languages.pcfg.random_grammar import random_grammar, redrawn_gramma
 from isoloss.languages.pcfg.sampler import Sampler, derivations, longest_yields
 from isoloss.languages.pcfg.tables import grammar_tables, read_grammar
 from isoloss.languages.redrawing import Redrawing
+from isoloss.text.documents import reading
 
 _OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
 _FEW = 128  # sentences that are not cut further: the compiled kernels take so many at once
@@ -121,12 +122,8 @@ class PCFG(ExactLanguage):
     @staticmethod
     def from_file(path: Path | str, *, max_length: int = GrammarConfig.max_length) -> PCFG:
         """Return the language of the rules in a UTF-8 file; arguments and errors as for `from_text`."""
-        try:
+        with reading(Path(path)):
             text = Path(path).read_text(encoding="utf-8")
-        except FileNotFoundError as error:
-            raise IsolossError(f"{path} does not exist") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise IsolossError(f"{path} is not a readable UTF-8 text file: {error}") from error
         return PCFG.from_text(text, source=str(path), max_length=max_length)
 
     def to_text(self, format: Format = "rules") -> str:  # noqa: A002

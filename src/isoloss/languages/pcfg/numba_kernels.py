@@ -48,11 +48,8 @@ class _Tables:
 class Kernels:
     """The compiled engine of one grammar.
 
-    Args:
-        rules: The grammar.
-        planner: Its groups and blocks.
-        emission: (S, tokens) float64, the scaled emissions, with a column for every token id that may come.
-        emitting: (E,) ids of the symbols that yield single tokens, ascending.
+    `emission` is (S, tokens) float64, scaled, with a column for every token id that may come; `emitting` are the
+    ascending ids of the symbols that yield single tokens.
     """
 
     def __init__(self, rules: FoldedRules, planner: Planner, emission: npt.NDArray[np.float64], emitting: Integers):
@@ -71,11 +68,7 @@ class Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (n,) scaled probabilities and, with `leaves`, (n, T, E) normalized outside scores of the tokens.
 
-        Args:
-            plan: Of the sentences' length, with the start symbol as the root.
-            tokens: (n, T) int64.
-            factor: (n,) what leaves are multiplied by; its dtype is that of the arithmetic.
-            leaves: Whether the outside pass is made; else the second result is (n, 0, E).
+        Leaves are multiplied by `factor` (n,), whose dtype is that of the arithmetic.
         """
         n, length = tokens.shape
         z = torch.zeros(n, dtype=factor.dtype)
@@ -94,13 +87,8 @@ class Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (n,) scaled probabilities and (n, S) scores of the symbols over one span, 0 where a chart has none.
 
-        Args:
-            plan: Of the sentences' length. Where every symbol is a root, the probabilities are 0.
-            tokens: As for `run`.
-            factor: As for `run`.
-            start: First position of the span.
-            width: Its number of tokens.
-            outer: Whether the scores are the outside ones; else the inside ones.
+        The scores are the outside ones with `outer`, else the inside ones. The probabilities are 0 where every symbol
+        of the plan is a root.
         """
         z = torch.zeros(len(tokens), dtype=factor.dtype)
         scores = np.zeros((len(tokens), len(self._planner.group_of)), dtype=z.numpy().dtype)

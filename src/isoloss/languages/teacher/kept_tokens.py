@@ -38,11 +38,7 @@ def special_token_ids(model: Any, tokenizer: PreTrainedTokenizerFast | None = No
 
 
 def find_start(model: Any, start_id: int | None, source: str) -> int:
-    """Return the id that sentences begin after: the one given, else the config's bos, eos or decoder start.
-
-    Raises:
-        IsolossError: There is none, or it is not among the model's ids.
-    """
+    """Return the id that sentences begin after: the one given, else the config's bos, eos or decoder start."""
     size = vocab_size(model)
     if start_id is None:
         named = [*_ids(model, "bos_token_id"), *_ids(model, "eos_token_id"), *_ids(model, "decoder_start_token_id")]
@@ -59,11 +55,7 @@ def find_start(model: Any, start_id: int | None, source: str) -> int:
 def choose(
     model: Any, tokenizer: PreTrainedTokenizerFast | None, start_id: int, config: TeacherConfig
 ) -> tuple[int, ...]:
-    """Return the ids that are most frequent in the config's text or, where it names none, in samples of the model.
-
-    Raises:
-        IsolossError: The text cannot be counted (see `count_text`).
-    """
+    """Return the ids that are most frequent in the config's text or, where it names none, in samples of the model."""
     if config.corpus:
         assert tokenizer is not None
         counts = count_text(config.corpus, tokenizer, vocab_size(model))
@@ -73,11 +65,7 @@ def choose(
 
 
 def count_text(paths: Iterable[str], tokenizer: PreTrainedTokenizerFast, size: int) -> np.ndarray:
-    """Return (size,) int64: how often each id occurs in text files, as the tokenizer reads them.
-
-    Raises:
-        IsolossError: There is no text, or the tokenizer has ids that the model does not know.
-    """
+    """Return (size,) int64: how often each id occurs in text files, as the tokenizer reads them."""
     counts = np.zeros(size, dtype=np.int64)
     for ids in tokenizers.encode(tokenizer, (text for _, text in documents.read_documents(paths))):
         if len(ids) and ids.max() >= size:

@@ -19,7 +19,7 @@ from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.api import ExactLanguage, Sentences, Stored
-from isoloss.languages.config import TeacherConfig
+from isoloss.languages.config import TeacherConfig, check_unchanged
 from isoloss.languages.teacher import kept_tokens
 from isoloss.languages.teacher.scores import (
     Prefix,
@@ -134,11 +134,7 @@ class Teacher(ExactLanguage):
         check(config)
         name, model = _load(config.checkpoint)
         content = kept_tokens.content(model, name)
-        if config.content not in ("", content):
-            raise IsolossError(
-                f"{config.checkpoint} has changed since the run began: its SHA-256 was {config.content[:16]} and is "
-                f"{content[:16]}; bring the former checkpoint back, or begin a new run"
-            )
+        check_unchanged(config.checkpoint, config.content, content)
         try:
             tokenizer = tokenizers.load_tokenizer(name)
         except IsolossError as error:

@@ -97,13 +97,7 @@ class Scorer:
 
     @torch.inference_mode()
     def ending(self, prefix: Prefix, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Return (r,): log Pr(end | beginning), for sentences of the prefix whose last L tokens are replaced.
-
-        Args:
-            prefix: The sentences; of what they have instead of the ends nothing is used.
-            rows: (r,), which sentence each row begins as.
-            ends: (r, L) tokens.
-        """
+        """Return (r,): log Pr(end | beginning), for sentences of the prefix that end in other tokens, (r, L) `ends`."""
         start = prefix.tokens.shape[1] - ends.shape[1]
         total = prefix.logs[rows, start].gather(1, ends[:, :1])[:, 0]
         if ends.shape[1] == 1:
@@ -119,10 +113,7 @@ class Scorer:
     def completions(self, prefix: Prefix, rows: torch.Tensor, masked: tuple[int, ...]) -> torch.Tensor:
         """Return (r, K, ..., K): log Pr(tokens from the first masked one on | those before), for all masked tokens.
 
-        Args:
-            prefix: The sentences.
-            rows: (r,), which of them.
-            masked: Positions, ascending; one dimension of the result each.
+        Of the (r,) sentences in `rows`; one dimension for each of the ascending positions `masked`.
         """
         size, start = len(self.ids), masked[0]
         count = size ** len(masked)
@@ -212,11 +203,7 @@ def by_set(flags: torch.Tensor) -> list[tuple[tuple[int, ...], list[int]]]:
 
 
 def check_possible(totals: torch.Tensor) -> None:
-    """Check log-probabilities.
-
-    Raises:
-        IsolossError: One is not a number, or minus infinity.
-    """
+    """Raise an `IsolossError` where a log-probability is not a number, or minus infinity."""
     if bool(totals.isnan().any()):
         raise IsolossError("the teacher's logits are not finite: its weights are damaged, or too large for the dtype")
     if bool((totals == -math.inf).any()):
@@ -246,10 +233,7 @@ class Truncated(NamedTuple):
 def choose_kept(logs: torch.Tensor, *, mass: float, candidates: int | None) -> torch.Tensor:
     """Return (r, K) bool: which ranks, likeliest first, are kept of (r, K) log-probabilities.
 
-    Args:
-        logs: The distributions.
-        mass: The least sum that is kept, by the fewest tokens.
-        candidates: So many instead.
+    The fewest whose sum is at least `mass`, or so many `candidates` instead.
     """
     if candidates is not None:
         return torch.arange(logs.shape[1], device=logs.device).expand_as(logs) < candidates
@@ -260,12 +244,7 @@ def choose_kept(logs: torch.Tensor, *, mass: float, candidates: int | None) -> t
 def truncate(scorer: Scorer, prefix: Prefix, rows: torch.Tensor, position: int, kept: torch.Tensor) -> Truncated:
     """Return the truncated conditionals of (r,) sentences at one position, each field without the dimension k.
 
-    Args:
-        scorer: The model.
-        prefix: The sentences.
-        rows: Which of them.
-        position: The position.
-        kept: (r, K) bool, the ranks that `choose` keeps; the first ones of each row.
+    The kept ranks, (r, K) bool as from `choose_kept`, are the first ones of each row.
     """
     tiny = math.log(torch.finfo(prefix.logs.dtype).tiny)
     logs, order = prefix.logs[rows, position].sort(dim=1, descending=True, stable=True)
