@@ -150,7 +150,7 @@ def test_lengths_that_no_sentence_has_are_named() -> None:
     language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6).build()
     with pytest.raises(IsolossError, match="0 of 12288 sentences have a label and 2 to 3 tokens"):
         make_task(language, "root", num_train=9, num_test=9, seed=0, test_lengths=(2, 3))
-    with pytest.raises(IsolossError, match="every string of brackets has 4 tokens"):
+    with pytest.raises(IsolossError, match="has no sentences of other lengths"):
         make_task(Brackets(4), "mismatch", num_train=9, num_test=9, seed=0, test_lengths=(2, 3))
 
 

@@ -82,10 +82,8 @@ class Stored:
 
     def equals(self, other: Stored) -> bool:
         """Return whether the other has the same names and, to the last bit, the same tables."""
-        names = ("kind", "max_length", "vocabulary", "symbols")
-        return all(getattr(self, name) == getattr(other, name) for name in names) and all(
-            np.array_equal(table, other.tables[name]) for name, table in self.tables.items()
-        )
+        names, others = ((s.kind, s.max_length, s.vocabulary, s.symbols) for s in (self, other))
+        return names == others and all(np.array_equal(table, other.tables[name]) for name, table in self.tables.items())
 
 
 class Language(abc.ABC):
@@ -179,10 +177,7 @@ class Language(abc.ABC):
         Args:
             fraction: Fraction of the symbols or states whose probabilities are drawn anew, above 0 and at most 1,
                 rounded up to whole ones.
-            seed: Decides which, and the probabilities; the stream is `"redraw"`.
-
-        Raises:
-            IsolossError: The fraction is out of range, there is nothing to draw anew, or it takes another language.
+            seed: Decides which, and the probabilities.
         """
         raise IsolossError(
             f"a grammar or a hidden Markov model has probabilities to draw anew, and {self!r} is neither"
@@ -287,11 +282,7 @@ class Language(abc.ABC):
     # --- storing and describing --------------------------------------------------------------------------------------
 
     def tables(self) -> Stored:
-        """Return all that decides the language, for `isoloss.languages.save`.
-
-        Raises:
-            IsolossError: It is not stored as one file.
-        """
+        """Return all that decides the language, for `isoloss.languages.save`."""
         raise IsolossError(f"{self!r} is not stored as one file: keep the files that its config names")
 
     def describe(self) -> str:
@@ -412,11 +403,7 @@ class ExactLanguage(Language):
 
 
 def cpu_generator(n: int, generator: torch.Generator | None) -> torch.Generator:
-    """Return the CPU generator that `n` sentences are drawn with; a fresh one, seeded by the system, for None.
-
-    Raises:
-        IsolossError: `n` is negative, or the generator is not on the CPU.
-    """
+    """Return the CPU generator that `n` sentences are drawn with; a fresh one, seeded by the system, for None."""
     if n < 0:
         raise IsolossError(f"cannot draw {n} sentences: it must be at least 0")
     if generator is None:

@@ -53,11 +53,7 @@ def checked(
 
 
 def checked_positions(positions: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor | None:
-    """Return positions (n,) or (n, k) as (n, k) int64 on the device of `lengths`.
-
-    Raises:
-        IsolossError: The shape or the dtype is wrong, or a position is outside its sentence.
-    """
+    """Return positions (n,) or (n, k), each within its sentence, as (n, k) int64 on the device of `lengths`."""
     if positions is None:
         return None
     n = len(lengths)
@@ -74,11 +70,7 @@ def checked_positions(positions: torch.Tensor | None, lengths: torch.Tensor) -> 
 
 
 def check_span(lengths: torch.Tensor, start: int, stop: int | None) -> None:
-    """Check that the tokens `start` to `stop` - 1, or to the end, are in every sentence, and not none.
-
-    Raises:
-        IsolossError: They are not.
-    """
+    """Raise an `IsolossError` unless the tokens `start` to `stop` - 1, or to the end, are in every sentence."""
     if start < 0 or (stop is not None and stop <= start):
         raise IsolossError(f"a span from {start} to {stop} holds no tokens; it needs 0 <= start < stop")
     least = start + 1 if stop is None else stop
@@ -128,11 +120,6 @@ def run_in_threads(work: Callable[..., None], pieces: Iterable[tuple[Any, ...]],
 
     Until all are done, torch takes one thread for each operation, in the whole process. The pieces must not depend on
     each other. Where several fail, the error is that of the first of them.
-
-    Args:
-        work: What to do with a piece.
-        pieces: The arguments of the calls.
-        device: Where `work` computes.
 
     Example:
         >>> squares = torch.zeros(3)

@@ -29,11 +29,7 @@ class Brackets(ExactLanguage):
     missing from the others, `Pr(x_t = '<' | x outside H) = C(|H| - 1, d - 1) / C(|H|, d) = d / |H|`. With one masked
     token the answer is therefore implied, and the pre-training loss of a perfect model is 0.
 
-    Attributes:
-        length: T, the length of every sentence.
-        config: The config that rebuilds this language.
-        device: Where exact computations run.
-        dtype: What they run in: float64 or float32.
+    The attributes are those of `ExactLanguage`.
 
     Example:
         >>> language = Brackets(4)
@@ -48,11 +44,7 @@ class Brackets(ExactLanguage):
     task_patterns = BRACKET_TASKS
 
     def __init__(self, length: int):
-        """Make the language of sentences of `length` brackets.
-
-        Raises:
-            IsolossError: `length` is odd, or not from 2 to 4096.
-        """
+        """Make the language of sentences of `length` brackets, an even number from 2 to 4096."""
         self._config = BracketsConfig(length=length)
         check(self._config)
         self.length = self.max_length = length
@@ -108,10 +100,10 @@ class Brackets(ExactLanguage):
         return Sentences(tokens.to(self.device), lengths)
 
     def downstream(self, n: int, *, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n, T) tokens and (n,) g*: the paper's downstream task.
+        """Return (n, T) tokens and (n,) g*: the paper's downstream task; arguments and errors as for `sample`.
 
         Each token is drawn uniformly and independently, so that g* takes every even value from -T to T and a string
-        belongs to the language only where it is 0. Arguments and errors as for `sample`.
+        belongs to the language only where it is 0.
         """
         tokens = torch.randint(2, (n, self.length), generator=cpu_generator(n, generator)).to(self.device)
         return tokens, self.mismatch(tokens)
@@ -119,14 +111,8 @@ class Brackets(ExactLanguage):
     def mismatch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return (n,) int64: g*(x), the number of `>` minus the number of `<` (the paper's equation 2).
 
-        In a sentence of the language with one masked token, g* is 1 where that token is `<` and -1 where it is `>`.
-
-        Args:
-            tokens: (n, T) ids; they need not belong to the language.
-            mask: (n, T) bool, true at tokens that are not counted.
-
-        Raises:
-            IsolossError: The shapes are wrong, or a token that counts is out of range.
+        In a sentence of the language with one masked token, g* is 1 where that token is `<` and -1 where it is `>`. The
+        (n, T) tokens need not belong to the language; those where the mask is true are not counted.
         """
         cases = self._checked_strings(tokens, mask)
         return (cases == CLOSE).sum(dim=1) - (cases == OPEN).sum(dim=1)
@@ -149,9 +135,6 @@ class Brackets(ExactLanguage):
             mask: (n, T) bool, true at masked tokens, whose ids are not looked at.
             generator: CPU generator of the masked tokens' signs; None: a fresh one, seeded by the system.
             summed: Whether to return z, (n, 2T), or the single vectors, (n, T, 2T).
-
-        Raises:
-            IsolossError: The shapes are wrong, a visible token is out of range, or the generator is not on the CPU.
 
         Example:
             >>> language, tokens = Brackets(2), torch.tensor([[0, 1]])
@@ -185,10 +168,6 @@ class Brackets(ExactLanguage):
 
         classes = tuple(str(count) for count in range(-self.length, self.length + 1, 2))
         return Labeling(name=name, classes=classes, label=label, draw=draw)
-
-    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
-        """Raise an `IsolossError`: there is one length."""
-        raise IsolossError(f"every string of brackets has {self.max_length} tokens: choose no lengths")
 
     # --- exact probabilities -----------------------------------------------------------------------------------------
 

@@ -14,15 +14,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Redrawing:
-    """The draws of `Language.redrawn`.
-
-    Args:
-        fraction: Fraction of the candidates that is chosen, above 0 and at most 1, rounded up to whole ones.
-        seed: Decides which, and the probabilities.
-
-    Raises:
-        IsolossError: The fraction is out of range.
-    """
+    """The draws of `Language.redrawn`, whose arguments it takes."""
 
     def __init__(self, fraction: float, seed: int) -> None:
         if not 0 < fraction <= 1:
@@ -31,11 +23,7 @@ class Redrawing:
         self._rng = np.random.default_rng(seeds.derive(seed, "redraw"))
 
     def choose(self, has_choice: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Return the ids of the symbols or states, of those where `has_choice` is true, that are drawn anew.
-
-        Raises:
-            IsolossError: There are none.
-        """
+        """Return the ids of the symbols or states, of those where `has_choice` is true, that are drawn anew."""
         candidates = np.flatnonzero(has_choice)
         if not len(candidates):
             raise IsolossError("no symbol or state of this language has a choice, so there is nothing to draw anew")

@@ -6,7 +6,6 @@ The tables decide: a language is read as it was written, whatever a generator dr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
     if path.suffix != SUFFIX:
         raise IsolossError(f"the file of a language is called NAME{SUFFIX}, not {path.name}")
     stored = language.tables()
-    config = _config_of(language)
+    config = language._config
     document = {
         "format": "language",
         "isoloss": isoloss.__version__,
@@ -102,14 +101,6 @@ def load(path: Path | str, *, content: str = "") -> Language:
     return _drawn_again(config, language) or language
 
 
-def _config_of(language: Language) -> LanguageConfig | None:
-    try:
-        config: LanguageConfig = language.config
-    except IsolossError:  # of what was made in memory
-        return None
-    return config
-
-
 def _read(path: Path) -> tuple[Stored, Any]:
     """Return what a file holds, and the config in its header, which may be anything."""
     metadata, tables = _read_tensors(path)
@@ -125,7 +116,14 @@ def _read(path: Path) -> tuple[Stored, Any]:
             f"{path} holds a {kind!r} of the format {form!r}, written by isoloss {document.get('isoloss')}; isoloss "
             f"{isoloss.__version__} reads the kinds {', '.join(LANGUAGES)} of the format 'language'"
         )
-    return _stored(document, tables, path), document.get("config")
+    length, vocabulary, symbols = (document.get(name) for name in ("max_length", "vocabulary", "symbols"))
+    if type(length) is not int or not _are_strings(vocabulary) or not _are_strings(symbols):
+        raise IsolossError(
+            f"{path}: {_HEADER!r} in the metadata must have max_length, a number, and vocabulary and symbols, lists of "
+            "strings"
+        )
+    names = {"vocabulary": tuple(vocabulary), "symbols": tuple(symbols)}
+    return Stored(kind=kind, max_length=length, tables=tables, **names), document.get("config")
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, npt.NDArray[Any]]]:
@@ -142,22 +140,6 @@ def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, npt.NDArray[Any
             return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
     except (OSError, SafetensorError, TypeError) as error:
         raise IsolossError(f"{path} is not a readable safetensors file: {error}") from error
-
-
-def _stored(document: Mapping[str, Any], tables: dict[str, npt.NDArray[Any]], path: Path) -> Stored:
-    length, vocabulary, symbols = (document.get(name) for name in ("max_length", "vocabulary", "symbols"))
-    if type(length) is not int or not _are_strings(vocabulary) or not _are_strings(symbols):
-        raise IsolossError(
-            f"{path}: {_HEADER!r} in the metadata must have max_length, a number, and vocabulary and symbols, lists of "
-            "strings"
-        )
-    return Stored(
-        kind=document["kind"],
-        max_length=length,
-        vocabulary=tuple(vocabulary or ()),
-        symbols=tuple(symbols or ()),
-        tables=tables,
-    )
 
 
 def _are_strings(value: Any) -> bool:

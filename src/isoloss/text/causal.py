@@ -24,10 +24,6 @@ def predict_next(sentences: Sentences, language: TokenIds) -> Batch:
     The labels are unshifted, as transformers expects: a causal model predicts label t + 1 at position t. The start and
     the language's other special ids are never predicted, nor is the padding.
 
-    Args:
-        sentences: n sentences padded to T tokens.
-        language: Whose start and special tokens are used.
-
     Returns:
         `input_ids`, `attention_mask` (1 at tokens) and `labels` (-100 where nothing is predicted), each int64, of T
         columns or, where a start is put before the sentences, T + 1.
@@ -50,14 +46,7 @@ def objective_batch(
 ) -> Batch:
     """Return what a model sees of the sentences and is to predict under `objective`.
 
-    Args:
-        sentences: n sentences.
-        language: Where they come from.
-        objective: As for `predict_next` or `isoloss.text.masking.mask`.
-        generator: CPU generator of the masks; the causal objective draws nothing.
-
-    Raises:
-        IsolossError: As for `isoloss.text.masking.mask`.
+    See `predict_next` and `isoloss.text.masking.mask`; the causal objective draws nothing from the generator.
     """
     if objective.kind == "causal":
         return predict_next(sentences, language)

@@ -22,13 +22,7 @@ _ROWS = 1000  # that are in memory at a time
 
 
 class DatasetName(NamedTuple):
-    """The parts of `hf:NAME[:CONFIG][@REVISION]`.
-
-    Attributes:
-        name: Name on the hub, or the absolute path of a folder.
-        config: Which of its configurations; None: its only one.
-        revision: Branch, tag or commit on the hub; None: the newest.
-    """
+    """The parts of `hf:NAME[:CONFIG][@REVISION]`; of a folder, the name is its absolute path."""
 
     name: str
     config: str | None = None
@@ -89,7 +83,9 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
     name = parse(spec)
     with _quiet():
         try:
-            if name.is_local and _is_saved(Path(name.name)):
+            folder = Path(name.name)
+            is_saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+            if name.is_local and is_saved:
                 dataset = _from_saved(datasets.load_from_disk(name.name), name, split)
             elif name.is_local or _hub_answers(name):
                 dataset = datasets.load_dataset(name.name, name.config, split=split, revision=name.revision)
@@ -110,10 +106,6 @@ def read_rows(dataset: Any) -> Iterator[tuple[Any, ...]]:
     """Yield the rows as tuples in the order of the columns, some at a time in memory."""
     for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
         yield from zip(*(column.to_pylist() for column in table.columns), strict=True)
-
-
-def _is_saved(folder: Path) -> bool:
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _from_saved(dataset: Any, name: DatasetName, split: str) -> Any:

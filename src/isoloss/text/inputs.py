@@ -86,11 +86,8 @@ class Inputs:
         """Return the same sequences in random order, those of a document together.
 
         A measurement that ends before its inputs do is of a random part of them only in such an order.
-
-        Args:
-            seed: Decides the order.
         """
-        whole = {name: torch.cat([batch[name] for batch in self.batches]) for name in self.batches[0]}
+        whole = self._whole()
         ids = whole.get("documents", torch.arange(self.num_sequences))
         groups = torch.unique_consecutive(ids, return_inverse=True)[1]
         order = torch.randperm(int(groups[-1]) + 1, generator=generator(seed, "order"))
@@ -99,25 +96,19 @@ class Inputs:
         return replace(self, batches=_cut(shuffled, len(self.batches[0]["labels"])))
 
     def cut(self, batch_size: int) -> Inputs:
-        """Return the same sequences in the same order, in batches of `batch_size`.
-
-        Raises:
-            IsolossError: `batch_size` is below 1.
-        """
+        """Return the same sequences in the same order, in batches of `batch_size`."""
         if batch_size < 1:
             raise IsolossError(f"the batch size is {batch_size}; it must be at least 1")
-        whole = {name: torch.cat([batch[name] for batch in self.batches]) for name in self.batches[0]}
-        return replace(self, batches=_cut(whole, batch_size))
+        return replace(self, batches=_cut(self._whole(), batch_size))
+
+    def _whole(self) -> Batch:
+        return {name: torch.cat([batch[name] for batch in self.batches]) for name in self.batches[0]}
 
     def fitting_batch_size(self, config: Any, *, most: int = 256) -> int:
         """Return how many sequences a forward and backward pass of a model takes in a bounded memory.
 
         The logits of a batch's predicted positions have at most 256 MiB in float32, and what a transformer's layers
         keep for the backward pass has about 1 GiB; at most `most` sequences, and at least one.
-
-        Args:
-            config: The model's transformers config.
-            most: The largest answer.
         """
         text = config.get_text_config()
         length = self.batches[0]["labels"].shape[1]
@@ -205,7 +196,9 @@ def read_inputs(
     pads = (None if own_tokenizer is None else own_tokenizer.pad_token_id, text_config.pad_token_id, 0)
     sentences = _sentences(rows, data, next(int(i) for i in pads if i is not None), least=2 if kind == "causal" else 1)
     if kind == "causal":
-        whole = _predict_next(sentences)
+        present = sentences.present()
+        labels = sentences.tokens.masked_fill(~present, IGNORED)
+        whole = {"input_ids": sentences.tokens, "attention_mask": present.long(), "labels": labels}
     else:
         special = _special_ids(own_tokenizer, mask_id, text_config.vocab_size, checkpoint)
         whole = mask(sentences, special, masking or ObjectiveConfig(), generator=generator(seed, "masks"))
@@ -221,16 +214,7 @@ def read_inputs(
 
 
 def check_model(inputs: Inputs, config: Any, checkpoint: str) -> None:
-    """Check that a model takes inputs that were read for another one.
-
-    Args:
-        inputs: The inputs.
-        config: The model's transformers config.
-        checkpoint: What it is called in the error.
-
-    Raises:
-        IsolossError: The sequences are too long for it, or hold an id that it does not know.
-    """
+    """Raise an `IsolossError` where a model, called `checkpoint`, cannot take inputs that were read for another one."""
     for batch in inputs.batches:
         _check_rows(batch["input_ids"].numpy(), "the data", config.get_text_config(), checkpoint)
 
@@ -279,15 +263,6 @@ def _special_ids(
     if not 0 <= mask_id < vocab_size:
         raise IsolossError(f"the mask's id is {mask_id}; {checkpoint} knows the ids 0 to {vocab_size - 1}")
     return SpecialIds(mask_id, () if tokenizer is None else tuple(tokenizer.all_special_ids))
-
-
-def _predict_next(sentences: Sentences) -> Batch:
-    present = sentences.present()
-    return {
-        "input_ids": sentences.tokens,
-        "attention_mask": present.long(),
-        "labels": sentences.tokens.masked_fill(~present, IGNORED),
-    }
 
 
 def _from_array(data: Path, length: int) -> Ids:

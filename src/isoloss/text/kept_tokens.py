@@ -35,11 +35,6 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         source: The other tokenizer, of the library tokenizers.
         kept_tokens: K ids of its tokens.
 
-    Args:
-        source_file: The other tokenizer, or a file of it.
-        kept_tokens: As the attribute.
-        options: Of every tokenizer of transformers, e.g. `model_max_length`.
-
     Example:
         >>> from tokenizers.models import WordLevel
         >>> from tokenizers.pre_tokenizers import Whitespace
@@ -73,14 +68,7 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         super().__init__(kept_tokens=self.kept_tokens, **{**options, "special_tokens_pattern": "bos"})
 
     def from_source(self, ids: Sequence[int] | Ids) -> Ids:
-        """Return the ids that stand here for those that `source` gives.
-
-        Example:
-            >>> from tokenizers.models import WordLevel
-            >>> tokenizer = KeptTokensTokenizer(Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2})), kept_tokens=[2, 0])
-            >>> tokenizer.from_source([0, 1, 2])
-            array([1, 3, 0])
-        """
+        """Return the ids that stand here for those that `source` gives."""
         return self._table[np.asarray(ids, dtype=np.int64)]
 
     # --- what transformers asks of a tokenizer -----------------------------------------------------------------------

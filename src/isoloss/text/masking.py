@@ -5,7 +5,7 @@ Shapes: n sentences padded to T tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,8 @@ IGNORED = -100  # the label of a position that is not predicted, as everywhere i
 Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, labels (n, T), as transformers' collators give
 
 
-class SpecialIds(NamedTuple):
+@dataclass
+class SpecialIds:
     """`SpecialTokens` where there is a tokenizer but no language."""
 
     mask_id: int
@@ -34,12 +35,6 @@ def mask(
     `masking="fraction"`, each position is drawn with probability `fraction`, and a sentence in which none was gets one
     drawn uniformly, so that every sentence predicts something. A drawn token is always replaced by the mask, whatever
     `corruption` says: that is for training alone (see `corrupt`), and every evaluation is on plain masks.
-
-    Args:
-        sentences: n sentences padded to T tokens.
-        language: Whose mask and special tokens are used.
-        objective: How positions are drawn.
-        generator: CPU generator of the draws.
 
     Returns:
         `input_ids`, `attention_mask` (1 at tokens) and `labels` (-100 where nothing is predicted), each (n, T) int64.
@@ -78,15 +73,6 @@ def corrupt(batch: Batch, language: TokenIds, objective: ObjectiveConfig, *, gen
 
     A model trained so still learns the conditionals given the visible tokens where it sees a mask; what it says where
     it sees a token depends on how likely that one is to be true, which is why the loss is measured on masks alone.
-
-    Args:
-        batch: As `mask` gives it.
-        language: Whose tokens and special tokens are used.
-        objective: Its `corruption` is used.
-        generator: CPU generator of the draws.
-
-    Raises:
-        IsolossError: The corruption has another name.
     """
     if objective.corruption == "mask":
         return batch

@@ -8,35 +8,23 @@ from isoloss import files
 from isoloss.errors import IsolossError
 
 
-def python_docs() -> dict[str, str]:
-    """Return the pages of Python's language reference by name, as `help("assert")` shows them.
+def write_python_docs(folder: Path) -> int:
+    """Write Python's language reference, as `help("assert")` shows it, to `.txt` files, and return how many there are.
 
-    They are those of the Python that runs this, about 80 pages with half a million characters.
+    They are the pages of the Python that runs this, about 80 with half a million characters. A folder that holds just
+    these files is left as it is.
 
     Raises:
-        IsolossError: This Python was installed without them.
+        IsolossError: This Python was installed without them, `folder` holds something else or cannot be written.
     """
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise IsolossError("this Python was installed without its module pydoc_data, which has the text") from error
-    return dict(topics)
-
-
-def write_python_docs(folder: Path) -> int:
-    """Write each page of `python_docs` to a `.txt` file in `folder`, and return how many there are.
-
-    A folder that holds just these files is left as it is.
-
-    Raises:
-        IsolossError: `folder` holds something else, or it cannot be written.
-    """
-    pages = python_docs()
-    if folder.is_dir() and {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == {
-        f"{name}.txt": text.encode() for name, text in pages.items()
-    }:
+    pages = {f"{name}.txt": text.encode() for name, text in topics.items()}
+    if folder.is_dir() and {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == pages:
         return len(pages)
     with files.new_output(folder) as unfinished:
-        for name, text in pages.items():
-            (unfinished / f"{name}.txt").write_text(text, encoding="utf-8")
+        for name, data in pages.items():
+            (unfinished / name).write_bytes(data)
     return len(pages)

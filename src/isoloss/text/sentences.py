@@ -50,10 +50,8 @@ class SpecialTokens(Protocol):
         special_token_ids: Ids inside a sentence that are never masked nor predicted, e.g. [CLS] and [SEP].
     """
 
-    @property
-    def mask_id(self) -> int: ...  # noqa: D102
-    @property
-    def special_token_ids(self) -> tuple[int, ...]: ...  # noqa: D102
+    mask_id: int
+    special_token_ids: tuple[int, ...]
 
 
 class TokenIds(SpecialTokens, Protocol):
@@ -66,11 +64,9 @@ class TokenIds(SpecialTokens, Protocol):
         start: What the first token is predicted from.
     """
 
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def model_vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def pad_id(self) -> int: ...  # noqa: D102
+    vocab_size: int
+    model_vocab_size: int
+    pad_id: int
+
     @property
     def start(self) -> Start: ...  # noqa: D102

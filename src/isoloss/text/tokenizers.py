@@ -134,12 +134,8 @@ def encode(
 ) -> Iterator[np.ndarray]:
     """Yield the token ids of each text, int64 (tokens,), on all cores and however long the text is.
 
-    Text is text: where it spells a special token, such as `[MASK]`, it gives ordinary tokens, never that one.
-
-    Args:
-        tokenizer: The tokenizer.
-        texts: Documents; they are taken some 2 million characters at a time.
-        add_special_tokens: Whether to add what the tokenizer puts around a text.
+    Text is text: where it spells a special token, such as `[MASK]`, it gives ordinary tokens, never that one. What the
+    tokenizer puts around a text comes with `add_special_tokens`.
     """
     from isoloss.text.kept_tokens import KeptTokensTokenizer
 
@@ -179,12 +175,9 @@ def serialized(tokenizer: PreTrainedTokenizerFast) -> bytes:
 
 
 def keep(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], *, length: int) -> KeptTokensTokenizer:
-    """Return the tokenizer of the language of some of a tokenizer's tokens; nothing is read from or written to disk.
+    """Return the tokenizer of the language of some of a tokenizer's tokens, in the order of the language's ids.
 
-    Args:
-        tokenizer: The other tokenizer.
-        tokens: Its ids of the tokens that are kept, in the order of the language's ids.
-        length: The most tokens that a model of the language reads.
+    `length` is the most tokens that a model of the language reads. Nothing is read from or written to disk.
     """
     from isoloss.text.kept_tokens import KeptTokensTokenizer
 
