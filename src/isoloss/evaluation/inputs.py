@@ -6,8 +6,8 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Sentences
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
-from isoloss.text.causal import objective_batch
 from isoloss.text.inputs import Inputs, make_inputs
+from isoloss.text.masking import objective_batch
 
 
 def language_inputs(
