@@ -16,8 +16,8 @@ from isoloss.languages import resolve
 from isoloss.languages.api import ExactLanguage
 from isoloss.languages.brackets import Brackets
 from isoloss.languages.config import PRESETS, BracketsConfig, DyckConfig
-from isoloss.languages.pcfg.dyck import dyck_grammar
 from isoloss.languages.pcfg.language import PCFG
+from isoloss.languages.pcfg.random_grammar import dyck_grammar
 from isoloss.seeds import generator
 
 TINY = math.log(torch.finfo(torch.float64).tiny)

@@ -28,7 +28,7 @@ def test_the_random_numbers_are_philox(seed, block):
 
 
 def test_both_ends_of_a_row():
-    tables = vectorized_sampler.tables_on(alias_sampling.alias_tables(np.full((2, 999), 1 / 999)), CPU)
+    tables = vectorized_sampler.to_device(alias_sampling.alias_tables(np.full((2, 999), 1 / 999)), CPU)
     ends = torch.tensor([0, -1])  # as unsigned numbers the smallest and the largest
     assert vectorized_sampler.draw(ends, tables, torch.tensor([1, 1])).tolist() == [0, 998]
 
@@ -42,7 +42,7 @@ def test_chains(length):
         alias_sampling.alias_tables(x / x.sum(axis=1, keepdims=True))
         for x in (sparse[1:2], sparse, rng.random((9, 30)))
     ]
-    moved = [vectorized_sampler.tables_on(table, CPU) for table in tables]
+    moved = [vectorized_sampler.to_device(table, CPU) for table in tables]
     for seed in (3, 2**63 - 2):
         expected = alias_sampling.draw_chains(*tables, n=20_000, length=length, seed=seed)
         assert all(map(torch.equal, vectorized_sampler.chains(*moved, n=20_000, length=length, seed=seed), expected))
@@ -52,8 +52,8 @@ def both(sampler, n, seed, *, length, trees, monkeypatch):
     """What the sampler draws by either way, the torch one made to run on the CPU."""
     slow = torch.device("meta")  # stands for a device that is not a CPU; the tables stay where they are
     with monkeypatch.context() as patch:
-        moved = vectorized_sampler.rewrites_on
-        patch.setattr(vectorized_sampler, "rewrites_on", lambda rewrites, _: moved(rewrites, CPU))
+        moved = vectorized_sampler.to_device
+        patch.setattr(vectorized_sampler, "to_device", lambda rewrites, _: moved(rewrites, CPU))
         return sampler(n, seed, length=length, trees=trees), sampler(n, seed, length=length, trees=trees, device=slow)
 
 

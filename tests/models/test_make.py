@@ -17,7 +17,7 @@ from isoloss.models.sizes import Shape
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.seeds import generator
-from isoloss.text.causal import objective_batch
+from isoloss.text.masking import objective_batch
 
 LANGUAGE = PRESETS["pcfg-varied"][0].build()  # up to 8 of 32 tokens
 KINDS = {"bert": "masked", "bert-pre-ln": "masked", "lstm": "masked", "opt": "causal"}

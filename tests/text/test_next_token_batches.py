@@ -9,8 +9,7 @@ from isoloss.languages.config import PRESETS, CorpusConfig
 from isoloss.languages.corpus import Corpus
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
-from isoloss.text.causal import objective_batch, predict_next, with_start
-from isoloss.text.masking import IGNORED, mask
+from isoloss.text.masking import IGNORED, mask, objective_batch, predict_next, with_start
 
 LANGUAGE = PRESETS["pcfg-varied"][0].build()  # 32 tokens, so that the padding is 32 and the mask 33
 SENTENCES = Sentences(torch.tensor([[5, 6, 7], [8, 32, 32]]), torch.tensor([3, 1]))

@@ -74,14 +74,8 @@ def main(arguments: list[str]) -> int:
     _check_numbers(args)
     from isoloss import languages, seeds
 
-    config = languages.resolve(
-        args.language,
-        tokenizer=args.tokenizer,
-        length=args.length,
-        column=args.column,
-        split=args.split,
-        max_documents=args.max_documents,
-    )
+    of_text = ("tokenizer", "length", "column", "split", "max_documents")
+    config = languages.resolve(args.language, **{name: getattr(args, name) for name in of_text})
     language: Language = config.build()
     _check_effects(args, language)
     sentences = language.sample(args.n, generator=seeds.generator(args.seed, "sample"), latent=args.tree or args.states)
@@ -146,9 +140,6 @@ def _check_effects(args: Args, language: Language) -> None:
             )
 
 
-# --- what is drawn ---------------------------------------------------------------------------------------------------
-
-
 def _rows(language: Language, sentences: Sentences) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for tokens, length in zip(sentences.tokens.tolist(), sentences.lengths.tolist(), strict=True):
@@ -208,9 +199,6 @@ def _conditionals(language: ExactLanguage, sentences: Sentences, number: int) ->
             }
         )
     return conditionals
-
-
-# --- what is printed -------------------------------------------------------------------------------------------------
 
 
 def _say_sentences(rows: list[dict[str, Any]]) -> None:

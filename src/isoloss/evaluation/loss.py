@@ -23,8 +23,7 @@ from isoloss.models.make import predicted_logits
 from isoloss.run_config import ObjectiveConfig
 from isoloss.statistics import ratio
 from isoloss.statistics.estimate import Estimate
-from isoloss.text.causal import objective_batch
-from isoloss.text.masking import IGNORED, Batch
+from isoloss.text.masking import IGNORED, Batch, objective_batch
 
 UNIT = "nats per predicted token"
 

@@ -144,8 +144,6 @@ class Language(abc.ABC):
         """
         return Start(self.mask_id, None, is_in_sentences=False)
 
-    # --- sentences ---------------------------------------------------------------------------------------------------
-
     @abc.abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         """Return `n` independent sentences on the language's device, padded to the longest of them.
@@ -182,8 +180,6 @@ class Language(abc.ABC):
         raise IsolossError(
             f"a grammar or a hidden Markov model has probabilities to draw anew, and {self!r} is neither"
         )
-
-    # --- exact probabilities -----------------------------------------------------------------------------------------
 
     def exact(self) -> ExactLanguage:
         """Return the language itself where `is_exact`, with all that is known then.
@@ -264,8 +260,6 @@ class Language(abc.ABC):
         """The most masked tokens of a sentence for which conditionals are exact."""
         return self.max_length
 
-    # --- tasks -------------------------------------------------------------------------------------------------------
-
     def tasks(self) -> Mapping[str, str]:
         """Return the patterns of the downstream tasks' names, e.g. `prefix-L`, each with one line about it."""
         return self.task_patterns
@@ -278,8 +272,6 @@ class Language(abc.ABC):
         """
         choices = f"choose {', '.join(self.tasks())}" if self.tasks() else f"{self!r} has no tasks"
         raise IsolossError(f"no task {name!r}: {choices}")
-
-    # --- storing and describing --------------------------------------------------------------------------------------
 
     def tables(self) -> Stored:
         """Return all that decides the language, for `isoloss.languages.save`."""

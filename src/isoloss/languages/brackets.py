@@ -76,8 +76,6 @@ class Brackets(ExactLanguage):
     def __repr__(self) -> str:
         return f"Brackets({self.length}, {self.dtype} on {self.device})"
 
-    # --- sampling ----------------------------------------------------------------------------------------------------
-
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         """Return `n` independent sentences, uniform over all C(T, T/2); arguments and errors as for `Language.sample`.
 
@@ -152,8 +150,6 @@ class Brackets(ExactLanguage):
         identity = torch.eye(self.length, dtype=torch.bool, device=self.device).repeat(1, 2)
         return torch.where(identity, z[:, None, :], 0)
 
-    # --- tasks -------------------------------------------------------------------------------------------------------
-
     def labeling(self, name: str) -> Labeling:
         """Return the task `mismatch`: g* of the strings that `downstream` draws."""
         if name != "mismatch":
@@ -168,8 +164,6 @@ class Brackets(ExactLanguage):
 
         classes = tuple(str(count) for count in range(-self.length, self.length + 1, 2))
         return Labeling(name=name, classes=classes, label=label, draw=draw)
-
-    # --- exact probabilities -----------------------------------------------------------------------------------------
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         cases = ids[:, : self.length]
@@ -206,8 +200,6 @@ class Brackets(ExactLanguage):
         values = values.gather(1, cases[..., None].expand(-1, -1, values.shape[2]))
         padding = 0 if positions is not None else ids.shape[1] - self.length
         return torch.nn.functional.pad(values, (0, 0, 0, padding))
-
-    # --- checking ----------------------------------------------------------------------------------------------------
 
     def _checked(
         self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None = None

@@ -156,11 +156,11 @@ class BracketsConfig(_Config):
 
 @dataclass(frozen=True, kw_only=True)
 class DyckConfig(_Config):
-    """Nested brackets of several kinds, as a grammar (see `isoloss.languages.pcfg.dyck.dyck_grammar`)."""
+    """Nested brackets of several kinds, as a grammar (see `isoloss.languages.pcfg.random_grammar.dyck_grammar`)."""
 
     decides_all: ClassVar[bool] = True
     tasks: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
-    language = "pcfg.dyck:Dyck"
+    language = "pcfg.language:Dyck"
     kind: Literal["dyck"] = "dyck"
     kinds: int = setting(2, minimum=1)
     """Kinds of bracket; all are equally likely."""

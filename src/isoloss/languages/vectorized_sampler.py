@@ -22,15 +22,10 @@ _UNIT = 2.0**-53
 _CELLS = 1 << 25  # numbers of the sentences that step together, at most
 
 
-def rewrites_on(rewrites: Rewrites, device: torch.device) -> Rewrites:
-    """Return the same tables as tensors on `device`."""
-    rest = (_on_device(part, device) for part in rewrites[1:])
-    return Rewrites(tables_on(rewrites.tables, device), *rest)  # type: ignore[arg-type]
-
-
-def tables_on(tables: AliasTables, device: torch.device) -> AliasTables:
-    """Return the same tables as tensors on `device`."""
-    return AliasTables(*(_on_device(part, device) for part in tables))  # type: ignore[arg-type]
+def to_device(tables: Any, device: torch.device) -> Any:
+    """Return alias tables, or `Rewrites`, of tensors on `device`."""
+    parts = (to_device(part, device) if isinstance(part, tuple) else _on_device(part, device) for part in tables)
+    return type(tables)(*parts)
 
 
 def philox(seed: int, sentences: torch.Tensor, block: int) -> tuple[torch.Tensor, ...]:

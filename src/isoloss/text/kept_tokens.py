@@ -71,8 +71,6 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         """Return the ids that stand here for those that `source` gives."""
         return self._table[np.asarray(ids, dtype=np.int64)]
 
-    # --- what transformers asks of a tokenizer -----------------------------------------------------------------------
-
     @property
     def vocab_size(self) -> int:
         """K + 2."""

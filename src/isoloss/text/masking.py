@@ -1,4 +1,4 @@
-"""Masking tokens: from sentences to the mapping that a masked language model takes and is scored on.
+"""What is predicted, masked tokens or every next one: from sentences to what a model takes and is scored on.
 
 Shapes: n sentences padded to T tokens.
 """
@@ -87,3 +87,47 @@ def corrupt(batch: Batch, language: TokenIds, objective: ObjectiveConfig, *, gen
     masked = labels != IGNORED
     inputs = torch.where(masked & (draws >= 0.8), others, inputs)
     return {**batch, "input_ids": torch.where(masked & (draws >= 0.9), labels, inputs)}
+
+
+def with_start(sentences: Sentences, language: TokenIds) -> Sentences:
+    """Return the sentences with the start before each, one token longer, unless the language begins them with it."""
+    start = language.start
+    if start.is_in_sentences:
+        return sentences
+    firsts = sentences.tokens.new_full((len(sentences.tokens), 1), start.id)
+    return Sentences(torch.cat([firsts, sentences.tokens], dim=1), sentences.lengths + 1)
+
+
+def predict_next(sentences: Sentences, language: TokenIds) -> Batch:
+    """Return the batch in which every token is predicted from those before it.
+
+    The labels are unshifted, as transformers expects: a causal model predicts label t + 1 at position t. The start and
+    the language's other special ids are never predicted, nor is the padding.
+
+    Returns:
+        `input_ids`, `attention_mask` (1 at tokens) and `labels` (-100 where nothing is predicted), each int64, of T
+        columns or, where a start is put before the sentences, T + 1.
+    """
+    whole = with_start(sentences, language)
+    present = whole.present()
+    predicted = present.clone()
+    predicted[:, 0] = False
+    for special in language.special_token_ids:
+        predicted &= whole.tokens != special
+    return {
+        "input_ids": whole.tokens,
+        "attention_mask": present.long(),
+        "labels": whole.tokens.masked_fill(~predicted, IGNORED),
+    }
+
+
+def objective_batch(
+    sentences: Sentences, language: TokenIds, objective: ObjectiveConfig, *, generator: torch.Generator
+) -> Batch:
+    """Return what a model sees of the sentences and is to predict under `objective`.
+
+    See `predict_next` and `mask`; the causal objective draws nothing from the generator.
+    """
+    if objective.kind == "causal":
+        return predict_next(sentences, language)
+    return mask(sentences, language, objective, generator=generator)

@@ -12,8 +12,7 @@ from isoloss.languages.api import Language, Sentences
 from isoloss.models.make import predicted_states
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.seeds import generator
-from isoloss.text.causal import objective_batch
-from isoloss.text.masking import IGNORED, Batch, corrupt
+from isoloss.text.masking import IGNORED, Batch, corrupt, objective_batch
 from isoloss.training.cross_entropy import linear_cross_entropy
 
 

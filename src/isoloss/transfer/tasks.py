@@ -13,7 +13,7 @@ from isoloss.languages.api import UNDEFINED, Labeling, Language, Sentences
 from isoloss.languages.config import LATENT
 from isoloss.registry import TASKS
 from isoloss.statistics.estimate import Estimate
-from isoloss.text.causal import with_start
+from isoloss.text.masking import with_start
 from isoloss.text.text_classification import Coverage
 from isoloss.transfer.bayes import bayes_accuracy
 from isoloss.transfer.results import majority_rate as majority_rate

@@ -141,8 +141,6 @@ class HMM(ExactLanguage):
         """Return the numbers of states and tokens, and the length."""
         return f"a hidden Markov model of {len(self.states)} states over {super().describe()}"
 
-    # --- sampling ----------------------------------------------------------------------------------------------------
-
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         """Return `n` independent sentences of `max_length` tokens; the latent is the states, (n, T) int64.
 
@@ -155,7 +153,7 @@ class HMM(ExactLanguage):
         if not self._alias:
             self._alias += map(alias_sampling.alias_tables, (self.initial[None], self.transition, self.emission))
         if self.device.type == "cuda":
-            tables = [vectorized_sampler.tables_on(table, self.device) for table in self._alias]
+            tables = [vectorized_sampler.to_device(table, self.device) for table in self._alias]
             tokens, states = vectorized_sampler.chains(*tables, n=n, length=self.max_length, seed=seed)
         else:
             tokens, states = alias_sampling.draw_chains(*self._alias, n=n, length=self.max_length, seed=seed)
@@ -168,8 +166,6 @@ class HMM(ExactLanguage):
     def describe_latent(self, sentences: Sentences) -> list[list[str]]:
         """Return the names of the states that each sentence was drawn through."""
         return [[self.states[state] for state in states] for states in sentences.latent.tolist()]
-
-    # --- tasks and transfer ------------------------------------------------------------------------------------------
 
     def labeling(self, name: str) -> Labeling:
         """Return what the task `name` asks (see `isoloss.transfer.tasks.make_task`).
@@ -228,8 +224,6 @@ class HMM(ExactLanguage):
         for position in range(1, tokens.shape[1]):
             reached = ((reached @ transition) > 0) * emission.T[tokens[:, position]]
         return reached.any(dim=1)
-
-    # --- exact probabilities -----------------------------------------------------------------------------------------
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         # the sum over all state sequences, not the most likely one of them

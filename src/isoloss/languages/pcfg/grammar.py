@@ -62,21 +62,17 @@ class Grammar:
             raise IsolossError(f"{obstacle}; write format nltk instead")
         symbols = _nltk_names(self.symbols) if format == "nltk" else self.symbols
         quote: Callable[[str], str] = _quoted if format == "nltk" else str
-        lines: list[list[str]] = [[] for _ in symbols]
-
-        def write(lhs: int, rhs: str, probability: float) -> None:
-            weight = np.format_float_positional(probability, trim="0") if format == "nltk" else repr(float(probability))
-            lines[lhs].append(
-                f"{symbols[lhs]} -> {rhs} [{weight}]" if format == "nltk" else f"{symbols[lhs]} {rhs} {weight}"
-            )
-
-        for (a, b, c), p in zip(self.binary, self.binary_probs, strict=True):
-            write(a, f"{symbols[b]} {symbols[c]}", p)
-        for (a, b), p in zip(self.unary, self.unary_probs, strict=True):
-            write(a, symbols[b], p)
-        for (a, token), p in zip(self.emission, self.emission_probs, strict=True):
-            write(a, quote(self.vocabulary[token]), p)
-        return "".join(f"{line}\n" for block in lines for line in block)
+        rules = [(a, f"{symbols[b]} {symbols[c]}") for a, b, c in self.binary]
+        rules += [(a, symbols[b]) for a, b in self.unary]
+        rules += [(a, quote(self.vocabulary[token])) for a, token in self.emission]
+        blocks: list[list[str]] = [[] for _ in symbols]
+        probs = np.concatenate([self.binary_probs, self.unary_probs, self.emission_probs])
+        for (lhs, rhs), p in zip(rules, probs, strict=True):
+            if format == "nltk":
+                blocks[lhs].append(f"{symbols[lhs]} -> {rhs} [{np.format_float_positional(p, trim='0')}]")
+            else:
+                blocks[lhs].append(f"{symbols[lhs]} {rhs} {float(p)!r}")
+        return "".join(f"{line}\n" for block in blocks for line in block)
 
     def rules_obstacle(self) -> str | None:
         """Return why plain rule lines cannot hold this grammar, or None where they can."""

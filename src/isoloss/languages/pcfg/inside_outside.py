@@ -182,8 +182,6 @@ class InsideOutside:
 
         return self._robust(plan, tokens, run)
 
-    # --- scaling -----------------------------------------------------------------------------------------------------
-
     def _robust(
         self, plan: Plan, tokens: torch.Tensor, run: _Run, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,8 +247,6 @@ class InsideOutside:
         if self.backend == "numba":
             return self._compiled().run(plan, tokens, torch.exp2(shift).to(dtype), leaves=False)[0]
         return self._root(plan, self._inside(plan, tokens, shift, dtype))
-
-    # --- charts ------------------------------------------------------------------------------------------------------
 
     def _inside(
         self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype, *, support: bool = False
@@ -344,8 +340,6 @@ class InsideOutside:
                 own = scores[:, part_of(plan.starts[key], shared)].index_select(0, local)
                 out[self._tensor(rows, torch.int64), part_of(positions, shared)] = own
         return out.permute(2, 1, 0)
-
-    # --- compiling ---------------------------------------------------------------------------------------------------
 
     def _compiled(self) -> Kernels:
         if self._kernels is None:

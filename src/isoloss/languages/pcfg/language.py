@@ -16,12 +16,13 @@ from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.api import ExactLanguage, Labeling, Sentences, Stored
 from isoloss.languages.batches import Rows, run_in_threads
-from isoloss.languages.config import GRAMMAR_TASKS, MAX_LENGTH, GrammarConfig
+from isoloss.languages.config import GRAMMAR_TASKS, MAX_LENGTH, DyckConfig, GrammarConfig
+from isoloss.languages.entropies import derivation_sums, entropy_terms
 from isoloss.languages.pcfg.chart_plan import FoldedRules
 from isoloss.languages.pcfg.grammar import Format, Grammar, parse_grammar
 from isoloss.languages.pcfg.inside_outside import InsideOutside
 from isoloss.languages.pcfg.labeling import grammar_labeling
-from isoloss.languages.pcfg.random_grammar import random_grammar, redrawn_grammar
+from isoloss.languages.pcfg.random_grammar import dyck_grammar, random_grammar, redrawn_grammar
 from isoloss.languages.pcfg.sampler import Sampler, derivations, longest_yields
 from isoloss.languages.pcfg.tables import grammar_tables, read_grammar
 from isoloss.languages.redrawing import Redrawing
@@ -163,8 +164,6 @@ class PCFG(ExactLanguage):
         """Return the numbers of symbols and tokens, and the lengths."""
         return f"a grammar of {len(self.symbols)} symbols over {super().describe()}"
 
-    # --- sampling ----------------------------------------------------------------------------------------------------
-
     def sample(
         self,
         n: int,
@@ -206,8 +205,6 @@ class PCFG(ExactLanguage):
         """Return the derivation of each sentence as nested brackets."""
         return derivations(sentences, self.symbols, self.vocabulary)
 
-    # --- tasks and transfer ------------------------------------------------------------------------------------------
-
     def labeling(self, name: str) -> Labeling:
         """Return what the task `name` asks (see `isoloss.transfer.tasks.make_task`)."""
         return grammar_labeling(self, name)
@@ -231,8 +228,6 @@ class PCFG(ExactLanguage):
             array([0.836, 0.164])
         """
         return PCFG(redrawn_grammar(self.grammar, Redrawing(fraction, seed)), max_length=self.max_length)
-
-    # --- exact probabilities -----------------------------------------------------------------------------------------
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(len(ids), dtype=self.dtype, device=self.device)
@@ -366,3 +361,26 @@ class PCFG(ExactLanguage):
         if (index := batches.first(log_z == -math.inf)) is not None:
             row = rows.start + index if isinstance(rows, slice) else int(rows[index])
             raise IsolossError(f"sentence {row} has probability 0: the grammar does not derive it")
+
+
+class Dyck(PCFG):
+    """The language of `dyck_grammar`: a `PCFG` whose entropies have a closed form."""
+
+    @classmethod
+    def from_config(cls, config: DyckConfig) -> Dyck:
+        """Return the language that `config` describes."""
+        return cls(dyck_grammar(config), max_length=config.max_length, config=config)
+
+    def closed_form_entropies(self) -> tuple[float, float]:
+        """Return H(sentence | length) and the entropy of one masked bracket.
+
+        A sentence has one derivation, so that its entropy is that of its derivation. A masked bracket has the entropy
+        of the tokens that it may be written as, whose mean over the kinds is exact: all kinds are equally likely.
+        """
+        p, s = derivation_sums(self.grammar, self.max_length)
+        possible = p > 0
+        weights = p[possible] / p.sum()
+        given_length = math.fsum(weights * (s[possible] / p[possible] + np.log(p[possible])))
+        # the symbols that emit tokens are those of the brackets: one to open and one to close each kind
+        brackets = len(np.unique(self.grammar.emission[:, 0]))
+        return given_length, math.fsum(entropy_terms(self.grammar.emission_probs)) / brackets

@@ -66,7 +66,7 @@ class Sampler:
         if device is None or device.type == "cpu":
             return alias_sampling.draw_derivations(rewrites, most_nodes=most_nodes, **given)
         if (device, refined) not in self._on_device:
-            self._on_device[device, refined] = vectorized_sampler.rewrites_on(rewrites, device)
+            self._on_device[device, refined] = vectorized_sampler.to_device(rewrites, device)
         return vectorized_sampler.derivations(self._on_device[device, refined], **given)
 
     def _check(self, length: int | None) -> None:

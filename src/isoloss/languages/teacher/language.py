@@ -174,8 +174,6 @@ class Teacher(ExactLanguage):
         sizes = f"{self.vocab_size} tokens, {self.max_length} tokens a sentence"
         return f"Teacher({self._source}, {sizes}, {self.dtype} on {self.device})"
 
-    # --- sampling ----------------------------------------------------------------------------------------------------
-
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         """Return `n` independent sentences of `max_length` tokens; arguments and errors as for `Language.sample`.
 
@@ -191,8 +189,6 @@ class Teacher(ExactLanguage):
             uniforms = torch.rand(_ROWS, self.max_length, generator=own, dtype=torch.float64)
             tokens[first : first + _ROWS] = self._scorer.draw(uniforms[: n - first])
         return Sentences(tokens.to(self.device), torch.full((n,), self.max_length, device=self.device))
-
-    # --- exact probabilities -----------------------------------------------------------------------------------------
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         ids, masked = self._masked(ids, lengths)
@@ -271,8 +267,6 @@ class Teacher(ExactLanguage):
                 parts.append((chunk[rows], columns, truncate(self._scorer, prefix, rows, position, kept)))
         joined = join_parts(parts, wide.shape, self.pad_id, self.dtype, self.device)
         return Truncated(*(field.view(*positions.shape, *field.shape[2:]) for field in joined))
-
-    # --- parts -------------------------------------------------------------------------------------------------------
 
     def _conditionals(
         self, ids: torch.Tensor, lengths: torch.Tensor, wide: torch.Tensor

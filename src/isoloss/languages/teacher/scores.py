@@ -67,8 +67,6 @@ class Scorer:
         self.model = self.model.to(device=device, dtype=dtype)
         self.ids = self.ids.to(device)
 
-    # --- drawing -----------------------------------------------------------------------------------------------------
-
     @torch.inference_mode()
     def draw(self, uniforms: torch.Tensor) -> torch.Tensor:
         """Return (n, T) int64 sentences on the CPU, by inverting each distribution function at (n, T) uniforms."""
@@ -85,8 +83,6 @@ class Scorer:
             latest = self.ids[chosen.to(self.ids.device)]
             inputs = latest if self.cached else torch.cat([inputs, latest], dim=1)
         return tokens
-
-    # --- scoring -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def read(self, tokens: torch.Tensor) -> Prefix:
@@ -134,8 +130,6 @@ class Scorer:
         step = max(1, min(_POSITIONS, _LOGITS // width) // length)
         for first in range(0, n, step):
             yield slice(first, min(first + step, n))
-
-    # --- the model ---------------------------------------------------------------------------------------------------
 
     def _inputs(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the model's ids of tokens, behind the start."""

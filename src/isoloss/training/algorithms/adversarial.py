@@ -13,8 +13,7 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Sentences
 from isoloss.seeds import generator
-from isoloss.text.causal import with_start
-from isoloss.text.masking import Batch
+from isoloss.text.masking import Batch, with_start
 from isoloss.training.algorithms.base import Loss, TrainingAlgorithm, TrainingContext, without_dropout
 from isoloss.training.algorithms.config import AdversarialConfig
 
