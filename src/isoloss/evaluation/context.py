@@ -18,8 +18,8 @@ from isoloss.loading import Kind, Loaded
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.runs import checkpoint_of
 from isoloss.seeds import generator
-from isoloss.text.causal import objective_batch
 from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
+from isoloss.text.masking import objective_batch
 from isoloss.text.tokenizers import load_tokenizer
 from isoloss.transfer.tasks import TaskData, make_task
 
