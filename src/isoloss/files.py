@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -176,12 +176,7 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextlib.contextmanager
 def lock(folder: Path, *, name: str = ".lock", wait: bool = False) -> Iterator[None]:
-    """Hold `folder` for this process; the system releases it when the process ends, however it ends.
-
-    Args:
-        folder: The folder, which is made where it does not exist.
-        name: The lock's file in it.
-        wait: Whether to wait for a process that holds it.
+    """Hold `folder`, made where it does not exist, for this process; the system releases it however the process ends.
 
     Raises:
         IsolossError: Another process holds it and `wait` is false, or the folder cannot be written.
@@ -197,6 +192,15 @@ def lock(folder: Path, *, name: str = ".lock", wait: bool = False) -> Iterator[N
         except BlockingIOError as error:
             raise IsolossError(f"{folder} is in use by another isoloss process; wait for it or stop it") from error
         yield
+
+
+def tensors_sha256(tensors: Iterable[tuple[str, Any]]) -> str:
+    """Return the SHA-256 of torch's tensors by name, their shapes and types included, in hexadecimal."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def sha256(path: Path) -> str:

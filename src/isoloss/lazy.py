@@ -8,11 +8,7 @@ from typing import Any
 
 
 def exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the functions `__getattr__` and `__dir__` of a package that offers names of its modules.
-
-    Args:
-        package: The package's name, its `__name__`.
-        names: What it offers, and the module that has it.
+    """Return `__getattr__` and `__dir__` of the package called so, which offers names of the modules that they map to.
 
     Example:
         >>> get, _ = exports("shapes", {"sqrt": "math"})

@@ -60,9 +60,6 @@ class LSTMModel(LSTMPreTrainedModel):
     the row, so that padding comes last for both directions and reaches no token, wherever it stands. Without `eager`
     attention the LSTMs may use cuDNN's kernel, which is faster and has no second derivatives.
 
-    Args:
-        config: The shape.
-
     Example:
         >>> config = LSTMConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, pad_token_id=8)
         >>> model = LSTMModel(config).eval()
@@ -87,15 +84,10 @@ class LSTMModel(LSTMPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutput:
-        """Return the states of every token, from both sides or one.
+        """Return the states of every token, `last_hidden_state` (n, T, k h); what it holds at padding means nothing.
 
-        Args:
-            input_ids: (n, T) int64.
-            attention_mask: (n, T), 1 at tokens and 0 at padding; None: there is no padding.
-            output_hidden_states: Whether the embeddings and every layer's states are returned as `hidden_states`.
-
-        Returns:
-            `last_hidden_state` (n, T, k h); what it holds at padding means nothing.
+        Without an attention mask (n, T) there is no padding. `output_hidden_states` asks for the embeddings and every
+        layer's states as `hidden_states`.
         """
         order, reverse = _orders(input_ids, attention_mask)
         states = self.embeddings(_rows(input_ids, order))
@@ -120,9 +112,6 @@ class LSTMModel(LSTMPreTrainedModel):
 
 class LSTMForMaskedLM(LSTMPreTrainedModel):
     """`LSTMModel` and a linear decoder with a bias, its weight the token embedding.
-
-    Args:
-        config: The shape.
 
     Example:
         >>> config = LSTMConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, pad_token_id=8)
@@ -155,17 +144,7 @@ class LSTMForMaskedLM(LSTMPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> MaskedLMOutput:
-        """Return the logits of every token.
-
-        Args:
-            input_ids: (n, T) int64.
-            attention_mask: (n, T), 1 at tokens and 0 at padding; None: there is no padding.
-            labels: (n, T), the masked tokens, and -100 where nothing is scored.
-            output_hidden_states: As for `LSTMModel`.
-
-        Returns:
-            `logits` (n, T, V) and, with labels, the `loss` in nats: the mean over the labels.
-        """
+        """Return the `logits` (n, T, V) and, with labels (n, T; -100: not scored), their mean `loss` in nats."""
         output = self.lstm(input_ids, attention_mask, output_hidden_states)
         logits = self.decoder(output.last_hidden_state)
         loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())

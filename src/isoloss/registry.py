@@ -41,12 +41,7 @@ class Registry:
 
     Attributes:
         kind: What a component is called in messages, e.g. `language`.
-        group: The group of entry points that other packages use, e.g. `isoloss.languages`.
-
-    Args:
-        kind: As the attribute.
-        plural: Its plural, for the group.
-        builtin: The components that isoloss has, by name.
+        group: The group of entry points that other packages use, `isoloss.` and the plural of the kind.
     """
 
     def __init__(self, kind: str, plural: str, builtin: Mapping[str, Entry]) -> None:

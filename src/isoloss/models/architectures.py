@@ -51,14 +51,7 @@ class Architecture:
         raise NotImplementedError
 
     def num_parameters(self, shape: Any, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
-        """Return how many parameters a model has, the tied ones counted once.
-
-        Args:
-            shape: As `shape` returns it.
-            vocab_size: Token ids that the model knows, V.
-            max_length: Positions that the model knows, T.
-            pad_id: Id of the padding, P.
-        """
+        """Return the number of parameters of a model, tied ones counted once: of V ids, T positions and padding P."""
         raise NotImplementedError
 
     def settings(
@@ -66,13 +59,7 @@ class Architecture:
     ) -> dict[str, Any]:
         """Return what the models' Hugging Face config takes besides the vocabulary, the padding and the kernel.
 
-        Args:
-            shape: As `shape` returns it.
-            dropout: Of the config.
-            pad_id: Id of the padding.
-            max_length: Longest sentence, in tokens, the start included.
-            start_id: Id that a sentence of a causal model starts from: the checkpoint's bos.
-            end_id: Id that ends a sentence, the checkpoint's eos, or None.
+        The shape is `shape`'s, and the other arguments are those of `new_model`.
         """
         raise NotImplementedError
 
@@ -97,10 +84,10 @@ class Architecture:
         Args:
             config: Shape and dropout.
             vocab_size: Token ids that the model knows, the special ones included.
-            pad_id: As for `settings`.
-            max_length: As for `settings`.
-            start_id: As for `settings`.
-            end_id: As for `settings`.
+            pad_id: Id of the padding.
+            max_length: Longest sentence, in tokens, the start included.
+            start_id: Id that a sentence of a causal model starts from: the checkpoint's bos.
+            end_id: Id that ends a sentence, the checkpoint's eos, or None.
             seed: The experiment's seed; the stream is `"weights"`.
 
         Raises:
@@ -138,23 +125,17 @@ class Architecture:
         return self.new_model(config, max_length=max_length, **ids, seed=seed)
 
     def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
-        """Return (k, d): what the output layer of `model` turns into logits, at the k predicted tokens.
+        """Return (k, d): what the output layer turns into logits, at the k tokens where `predicted` (n, T) is true.
 
-        Args:
-            model: As `build` returns it, or of the same class.
-            batch: `input_ids` and, where something is padded, `attention_mask`, each (n, T).
-            predicted: (n, T) bool, true at the predicted tokens.
+        The model is of the class that `build` makes. The batch has `input_ids` and, where something is padded,
+        `attention_mask`, each (n, T).
         """
         mask = batch.get("attention_mask")
         hidden = model.base_model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
         return at_predicted(hidden, predicted, causal=self.objective == "causal")
 
     def named_shape(self, config: ModelConfig) -> Any:
-        """Return the shape of a config's size.
-
-        Raises:
-            IsolossError: The architecture has no size of that name.
-        """
+        """Return the shape of a config's size, or raise an `IsolossError` where there is none of that name."""
         if config.size not in self.sizes:
             known = ", ".join(self.sizes)
             raise IsolossError(f"{config.architecture} has no model size {config.size!r}; its sizes are {known}")

@@ -18,17 +18,12 @@ from transformers import BertForMaskedLM
 def states(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return (k, d): what the decoder turns into logits, at the predicted positions only.
+    """Return (k, d): what the decoder turns into logits, at the positions (n, T) only, in their order.
 
     What a position's logits need of the other positions ends with the mixing of values in the last layer's attention,
     so all that follows (its output projection, the last feed-forward block and the head) runs on the k predicted
-    positions alone.
-
-    Args:
-        model: A BERT or a RoBERTa-PreLayerNorm with its masked-language-model head.
-        input_ids: (n, T) int64.
-        attention_mask: (n, T), 1 at tokens and 0 at padding; None where nothing is padded, which is faster.
-        positions: (n, T) bool, true where logits are wanted; the rows come in the order of `positions.nonzero()`.
+    positions alone. The model is a BERT or a RoBERTa-PreLayerNorm with its head; without an attention mask, where
+    nothing is padded, it is faster.
     """
     base = model.base_model
     with selected(base.encoder.layer[-1].attention, positions):

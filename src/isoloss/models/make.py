@@ -27,12 +27,8 @@ from isoloss.text.masking import IGNORED, Batch
 def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
     """Return a randomly initialized model of the sentences of `language`; its weights follow from the arguments.
 
-    Its dropout is `isoloss.models.dropout.Dropout`, and its blocks those of `isoloss.models.fused_blocks`.
-
-    Args:
-        config: Architecture, shape and dropout.
-        language: For the ids that the model knows, its padding, its start and the longest sentence.
-        seed: The experiment's seed; the stream is `"weights"`.
+    It is `Architecture.build`'s, with the dropout of `isoloss.models.dropout` and the blocks of
+    `isoloss.models.fused_blocks`.
 
     Raises:
         IsolossError: There is no such architecture or shape.
@@ -67,11 +63,8 @@ def predicted_states(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return (k, d): what the output layer turns into the logits of the predicted tokens, in the order of the labels.
 
     With W and b the weight and bias of `model.get_output_embeddings()`, the logits are `states @ W.T + b`. A causal
-    model predicts label t + 1 at position t, any other model label t at position t.
-
-    Args:
-        model: A model of a registered architecture.
-        batch: `input_ids`, `labels` and, where something is padded, `attention_mask`, each (n, T).
+    model predicts label t + 1 at position t, any other model label t at position t. The batch has `input_ids`, `labels`
+    and, where something is padded, `attention_mask`, each (n, T).
 
     Raises:
         IsolossError: The model's class is that of no registered architecture.
@@ -83,13 +76,7 @@ def predicted_states(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def predicted_logits(model: nn.Module, batch: Batch, *, causal: bool) -> torch.Tensor:
-    """Return (k, V): the logits of the predicted tokens, in the order of the labels.
-
-    Args:
-        model: A language model, a module whose output has `logits` (n, T, V).
-        batch: As for `predicted_states`.
-        causal: Whether the labels are next tokens.
-    """
+    """Return (k, V): the logits of the predicted tokens in the order of the labels, of any language model."""
     if isinstance(model, PreTrainedModel) and architecture_of(model):  # without the logits of the other positions
         some: torch.Tensor = model.get_output_embeddings()(predicted_states(model, batch))
         return some

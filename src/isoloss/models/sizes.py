@@ -97,14 +97,7 @@ def reshaped(
     heads: int | None = None,
     ffn: int | None = None,
 ) -> Shape:
-    """Return a transformer's shape with other numbers; None leaves what is there.
-
-    Args:
-        named: What is changed.
-        layers: Layers.
-        width: Width of the hidden states.
-        heads: Attention heads of each layer, a divisor of the width.
-        ffn: Width inside the feed-forward blocks; None with a width: 4 times that.
+    """Return a shape with other numbers; None leaves what is there, but with a width, `ffn` is 4 times that.
 
     Raises:
         IsolossError: A number is below 1, or the heads do not divide the width.

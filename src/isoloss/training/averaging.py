@@ -16,11 +16,8 @@ _PREFIX = "ema/"  # of its tensors' names among the trainer's
 class WeightAverage:
     """a_0 = theta_0, a_t = decay a_(t-1) + (1 - decay) theta_t, with theta_t the weights after step t.
 
-    It has the weights' dtype, float32 or wider, and is sharded as they are.
-
-    Args:
-        model: Whose weights are averaged; they are a_0.
-        decay: From 0 to below 1; at 0 there is no average, no memory is held, and every method does nothing.
+    It has the weights' dtype, float32 or wider, and is sharded as they are. At decay 0 there is no average, no memory
+    is held, and every method does nothing.
 
     Raises:
         IsolossError: Weights narrower than float32, whose dtype loses small steps.

@@ -103,9 +103,6 @@ class Loggers:
     An exception in one of them is noted in log.jsonl and by a warning of Python's logger `isoloss`, and the logger gets
     nothing from then on; training the run again starts it afresh. What a logger prints is discarded.
 
-    Args:
-        names: Of `LOGGERS`.
-        run: Whose metrics.jsonl is logged; run.json must be there.
     """
 
     def __init__(self, names: Sequence[str], run: Run) -> None:

@@ -73,13 +73,9 @@ def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool, preci
     """Return the mean cross-entropy of the predicted tokens, in nats: a scalar (the paper, section 2.1).
 
     With `targets`, the mean cross-entropy to these probabilities: what it is on average over tokens drawn from them.
-
-    Args:
-        model: A model that `isoloss.models.make.make_model` makes.
-        batch: As `training_batch` gives it; without an `attention_mask` nothing is padded.
-        causal: Whether the labels are next tokens.
-        precision: `bf16` runs the model under torch's autocast to bfloat16; the output layer and the softmax over the
-            vocabulary, and in both cases the weights and their gradients, are of the weights' own dtype.
+    The batch is as `training_batch` gives it. `bf16` runs the model under torch's autocast to bfloat16; the output
+    layer and the softmax over the vocabulary, and in both cases the weights and their gradients, are of the weights'
+    own dtype.
     """
     labels = batch["labels"][:, 1:] if causal else batch["labels"]
     output = model.get_output_embeddings()

@@ -12,13 +12,8 @@ T = TypeVar("T")
 class Batches(Generic[T]):
     """What `make` gives for the steps up to `last`; a context, which ends with the background thread gone.
 
-    A batch is a function of its step, so that nothing but time depends on where it is made. At most one is made ahead,
-    and `make` never runs twice at once.
-
-    Args:
-        make: The batch of a step.
-        last: The last step, beyond which nothing is made.
-        ahead: Whether the next step's batch is made in a background thread.
+    A batch is a function of its step, so that nothing but time depends on where it is made. With `ahead`, the next
+    step's is made in a background thread: at most one, and `make` never runs twice at once.
 
     Example:
         >>> with Batches(lambda step: step * step, last=3, ahead=True) as batches:

@@ -225,10 +225,6 @@ def mcnemar(correct_a: torch.Tensor, correct_b: torch.Tensor) -> McNemar:
     Given that the two disagree on m examples, the number that only the first gets right is binomial (m, 1/2) if both
     err equally often. The probability is exact, not that of the chi-squared approximation.
 
-    Args:
-        correct_a: (n,) bool.
-        correct_b: (n,) bool.
-
     Raises:
         IsolossError: The shapes differ.
 
@@ -256,14 +252,10 @@ def bootstrap95(
     the seeds of a model disagree much, the interval is too wide, as their noise is in both draws: trust the error of
     `paired_difference` there. With few seeds their own part of the variance is too small by (S - 1) / S.
 
-    Args:
-        correct_a: (S, n) bool, as for `paired_difference`.
-        correct_b: (S, n) bool.
-        resamples: At least 100.
-        seed: Decides them; the stream is `"bootstrap"`.
+    The arrays are those of `paired_difference`. The stream of the seed is `"bootstrap"`.
 
     Raises:
-        IsolossError: As for `paired_difference`, or there are too few resamples.
+        IsolossError: As for `paired_difference`, or there are fewer than 100 resamples.
     """
     _check(correct_a, correct_b)
     if resamples < _LEAST_BOOTSTRAP:

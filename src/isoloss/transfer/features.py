@@ -149,12 +149,8 @@ def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
     The look-up table is the model whose token states are the true conditional probabilities `Pr(x_t = c | x_-t)`. Its
     pre-training loss is the best possible, and a probe on it tells how much the probabilities alone give away.
 
-    Args:
-        language: Whose sentences they are.
-        sentences: n sentences padded to T tokens.
-
     Returns:
-        (n, T * vocab_size) float32 probabilities, zeros at padding.
+        (n, T * vocab_size) float32 probabilities of the n sentences padded to T tokens, zeros at padding.
 
     Raises:
         IsolossError: There are no sentences, or one that the language cannot produce.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -310,29 +309,17 @@ def _pooling(config: FinetuneConfig, model: Any) -> str:
 
 def _identity(backbone: Any, task: TaskData, config: FinetuneConfig) -> dict[str, Any]:
     """Return what decides the result of a seed, as JSON types."""
-    digest = hashlib.sha256()
-    for name, parameter in backbone.named_parameters():
-        _add(digest, name, parameter)
+    splits = {"train": task.train_labels, "test": task.test_labels}
     return {
         "config": configs.identity(config),
-        "weights": digest.hexdigest(),
+        "weights": files.tensors_sha256(backbone.named_parameters()),
         "task": task.name,
         "classes": list(task.classes),
-        "train": _digest(task, "train", task.train_labels),
-        "test": _digest(task, "test", task.test_labels),
+        **{
+            split: files.tensors_sha256({**task.batch(split), "labels": labels}.items())
+            for split, labels in splits.items()
+        },
     }
-
-
-def _digest(task: TaskData, split: Any, labels: torch.Tensor) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in {**task.batch(split, slice(None)), "labels": labels}.items():
-        _add(digest, name, tensor)
-    return digest.hexdigest()
-
-
-def _add(digest: Any, name: str, tensor: torch.Tensor) -> None:
-    digest.update(f"{name} {tuple(tensor.shape)}".encode())
-    digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
 
 
 def _claim(folder: Path, identity: dict[str, Any]) -> None:

@@ -315,10 +315,7 @@ def write_predictions(path: Path, result: TransferResult, inputs: Sequence[Seque
     A line has `example` (from 0), `text`, a `pair` where an example is two texts, `label`, and `predicted`, the class
     by each seed: by their names. polars reads it with `read_ndjson`.
 
-    Args:
-        path: The file.
-        result: The predictions.
-        inputs: The text or the two texts of each example, as `TaskData.inputs` gives them.
+    The inputs are those of `TaskData.inputs`, the text or the two texts of each example.
 
     Raises:
         IsolossError: There is not one input for each example, or the file cannot be written.

@@ -26,15 +26,8 @@ class StoredFeatures:
     """Features in a file: `features[rows]` reads rows, by a slice or by an int64 tensor of any shape of row numbers.
 
     Rows are read into memory of their own, not mapped, so that no more of the file than was asked for is ever resident.
-
-    Args:
-        path: A file that `store` wrote, or any safetensors file with one tensor `features` (n, D) of these types.
-
-    Attributes:
-        path: The file.
-        shape: (n, D).
-        dtype: `torch.float32` or `torch.bfloat16`.
-        ndim: 2.
+    The file is one that `store` wrote, or any safetensors file with one tensor `features` (n, D) in float32 or
+    bfloat16.
 
     Raises:
         IsolossError: There is no such file, or it holds something else.

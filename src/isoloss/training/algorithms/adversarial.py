@@ -21,18 +21,12 @@ from isoloss.training.algorithms.config import AdversarialConfig
 def ridge_predictions(
     train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, *, ridge: float
 ) -> torch.Tensor:
-    """Return (n2, C): what the ridge regression of `train_y` on `train_x` predicts at `test_x`, differentiable in both.
+    """Return (n2, C): what the ridge regression of `train_y` (n1, C) on `train_x` (n1, D) predicts at `test_x` (n2, D).
 
     The head minimizes the mean over the training rows of ||W z + b - y||^2, plus `ridge` ||W||^2, where z are the
     features centered by the training rows' mean and divided by the root of their mean squared norm: a model cannot
     escape the head by the scale of its features. With Z, Y the centered rows and K = Z Z^T, the prediction at z is
     mean(y) + z Z^T (K + n1 ridge I)^-1 Y, an n1 by n1 system whatever the number of features.
-
-    Args:
-        train_x: (n1, D).
-        train_y: (n1, C).
-        test_x: (n2, D).
-        ridge: Above 0.
 
     Example:
         >>> x = torch.tensor([[0.0], [1.0], [2.0], [3.0]])

@@ -44,11 +44,7 @@ def trace_estimate(
     what its gradients are: with g = sum_rows J^T u of this process and G that of all, it is ||G||^2 / m, differentiated
     as 2 G . g / m.
 
-    Args:
-        logits: (m, V), a function of the parameters with second derivatives.
-        parameters: Over which the trace is.
-        probes: (m, V) of -1 and 1.
-        group: The processes that have rows; None: this one alone.
+    The logits (m, V) are a function of the parameters with second derivatives, and the probes (m, V) are -1 and 1.
     """
     group = group or ProcessGroup()
     log_p = logits.log_softmax(dim=1)
