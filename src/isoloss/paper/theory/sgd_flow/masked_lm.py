@@ -84,7 +84,7 @@ class MaskedLM:
         """(C, T): which row of the embedding each position of each context takes."""
         vocab = self.joint.shape[0]
         masked = [(*rest[:position], vocab, *rest[position:]) for position, rest in self._contexts()]
-        return np.array(masked) + np.arange(self.joint.ndim) * (vocab + 1)
+        return np.asarray(np.array(masked) + np.arange(self.joint.ndim) * (vocab + 1))
 
     @functools.cached_property
     def weights(self) -> Array:
