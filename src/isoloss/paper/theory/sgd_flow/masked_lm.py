@@ -84,12 +84,7 @@ class MaskedLM:
         """(C, T): which row of the embedding each position of each context takes."""
         vocab = self.joint.shape[0]
         masked = [(*rest[:position], vocab, *rest[position:]) for position, rest in self._contexts()]
-<<<<<<< HEAD
-        rows: np.ndarray[Any, np.dtype[np.int64]] = np.array(masked) + np.arange(self.joint.ndim) * (vocab + 1)
-        return rows
-=======
         return np.asarray(np.array(masked) + np.arange(self.joint.ndim) * (vocab + 1))
->>>>>>> r-paper
 
     @functools.cached_property
     def weights(self) -> Array:
