@@ -36,7 +36,7 @@ _STEP = re.compile(r"step-(\d+)$")
 _EVALUATION = re.compile(r"(?P<measure>.+)@step-(?P<step>\d+)\.json$")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Evaluation:
     """The result of one measure on one checkpoint.
 
@@ -60,6 +60,10 @@ class Evaluation:
     estimates: Mapping[str, Estimate]
     inputs: str = ""
     examples: str = ""
+
+    def __repr__(self) -> str:
+        estimates = ", ".join(f"{name} {estimate}" for name, estimate in self.estimates.items())
+        return f"Evaluation({self.measure}{'' if self.step is None else f' at step {self.step:,}'}: {estimates})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, without the seconds."""

@@ -34,7 +34,7 @@ def call(capsys, *words, status=0):
 
 def test_a_run_inside_a_larger_size(run, tmp_path, capsys):
     out = tmp_path / "new" / "large"
-    printed = call(capsys, "expand", run, "--into", "d128", "--out", out, *COMMON)
+    printed = call(capsys, "expand", run, "--into", "d128", "--output", out, *COMMON)
     assert "small/checkpoints/step-5: BertForMaskedLM, masked; 32 sentences sampled from the run's language" in (
         printed.err
     )
@@ -62,7 +62,7 @@ def test_a_run_inside_a_larger_size(run, tmp_path, capsys):
 def test_what_is_written_is_what_is_printed_and_other_verbs_read_it(run, tmp_path, capsys):
     out = tmp_path / "large"
     out.mkdir()
-    words = ("--into", "d128", "--scale", "balanced", "--dtype", "float64", "--json", "--out", out)
+    words = ("--into", "d128", "--scale", "balanced", "--dtype", "float64", "--json", "--output", out)
     document = json.loads(call(capsys, "expand", run / "checkpoints" / "step-5", *words, *COMMON).out)
     assert document == json.loads((out / "expansion.json").read_text())
     assert document["differences"]["logits"] < 1e-7
@@ -92,7 +92,7 @@ def test_the_tokenizer_goes_along(tmp_path, capsys):
     model.save_pretrained(tmp_path / "bert")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(tmp_path / "bert")
     (tmp_path / "text.txt").write_text("a b c " * 40)
-    text = ("--data", tmp_path / "text.txt", "--length", "6", "--out", tmp_path / "large")
+    text = ("--data", tmp_path / "text.txt", "--length", "6", "--output", tmp_path / "large")
     call(capsys, "expand", tmp_path / "bert", "--into", "d128", *text, *COMMON)
     assert AutoTokenizer.from_pretrained(tmp_path / "large").mask_token_id == 2
 
@@ -112,7 +112,7 @@ def test_what_is_refused(run, words, message, capsys):
 def test_a_folder_that_holds_something_is_refused(run, tmp_path, capsys):
     (tmp_path / "kept.txt").write_text("x")
     for out in (tmp_path, tmp_path / "kept.txt"):
-        printed = call(capsys, "expand", run, "--into", "d128", "--out", out, status=2)
+        printed = call(capsys, "expand", run, "--into", "d128", "--output", out, status=2)
         assert f"{out} exists and is not an empty folder: choose another name" in printed.err
     assert (tmp_path / "kept.txt").read_text() == "x"
 

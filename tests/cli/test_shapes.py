@@ -77,7 +77,7 @@ def test_a_free_shape_inside_a_free_shape(tmp_path, capsys):
     train(path, "--size", "d16", "--heads", "2")
     common = ("--num-inputs", "32", "--device", "cpu")
     assert "its heads have 8 dimensions, and those have 32" in refusal(capsys, "expand", path, "--into", "d32", *common)
-    large = ("--into", "d32", "--heads", "4", "--layers", "3", "--out", tmp_path / "large")
+    large = ("--into", "d32", "--heads", "4", "--layers", "3", "--output", tmp_path / "large")
     document = as_json(capsys, "expand", path, *large, *common)
     assert document["into"] == "d32, layers 3, heads 4"
     assert document["shape"] == {"d_model": 32, "num_heads": 4, "num_layers": 3, "intermediate": 128}

@@ -366,7 +366,7 @@ def test_no_work_is_done_for_results_that_cannot_be_written(capsys, run, tmp_pat
         ("flatness", one, other, "--figure", place / "a.svg"),
         ("flatness", one, "--resume", place / "state"),
         ("transfer", run, "--task", "root", "--output", place),
-        ("expand", run, "--into", "d32", "--out", place / "model"),
+        ("expand", run, "--into", "d32", "--output", place / "model"),
     ):
         assert f"cannot write in {place}: Not a directory" in refusal(capsys, *words, alone=True)
 

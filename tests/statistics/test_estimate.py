@@ -70,10 +70,10 @@ def test_one_sample_has_no_interval_but_an_exact_value_has():
 
 def test_an_exact_value_says_so_and_a_sample_without_variance_does_not():
     exact = Estimate(value=8.5, stderr=0.0, samples=0, unit="bits", num_inputs=0, method="enumeration")
-    assert (str(exact), repr(exact)) == ("8.5 (exact) bits", "Estimate(8.5 (exact) bits; enumeration)")
+    assert (str(exact), repr(exact)) == ("8.5 bits (exact)", "Estimate(8.5 bits (exact); enumeration)")
     assert str(estimate(1.0, 0.0)) == "1 nats"
     accuracy = dataclasses.replace(exact, value=0.75, unit="accuracy")
-    assert str(accuracy) == "75 (exact) %"
+    assert str(accuracy) == "75 % (exact)"
 
 
 def test_it_prints_in_one_line_and_as_a_table():

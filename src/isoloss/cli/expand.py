@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from isoloss.text.inputs import Inputs
 
 EXAMPLES = [
-    ("isoloss expand runs/first --into d128 --out first-d128", "the last checkpoint of a run, as a model of width 128"),
-    ("isoloss expand runs/first --into d128 --scale balanced", "another way; without --out nothing is written"),
+    (
+        "isoloss expand runs/first --into d128 --output first-d128",
+        "the last checkpoint of a run, as a model of width 128",
+    ),
+    ("isoloss expand runs/first --into d128 --scale balanced", "another way; without --output nothing is written"),
     ("isoloss expand runs/heads --into d128 --heads 8", "a size with heads as narrow as those of a d64 of 4 heads"),
     ("isoloss expand CHECKPOINT --into d1536 --data text.txt", "any BERT, RoBERTa or OPT, measured on your text"),
 ]
@@ -49,7 +52,7 @@ class Args:
     size's."""
     ffn: int | None = None
     """Width inside its feed-forward blocks; default: 4 times the width."""
-    out: Path | None = None
+    output: Path | None = None
     """Folder to write the large model to, which must be new or empty."""
     scale: Literal["exact", "balanced", "paper"] = "exact"
     """What the embeddings are divided by, for r copies: 1, exact at every eps of the layer norms; sqrt(r), which keeps
@@ -84,8 +87,8 @@ def main(arguments: list[str]) -> int:
     if args.num_inputs < 2:
         raise IsolossError(f"--num-inputs is {args.num_inputs}; an error bar needs at least 2")
     into = reshaped(shape(args.into), layers=args.layers, width=args.width, heads=args.heads, ffn=args.ffn)
-    if args.out is not None:
-        files.check_new(args.out)
+    if args.output is not None:
+        files.check_new(args.output)
     common.use_threads(args.threads)
     import torch
 
@@ -124,8 +127,8 @@ def main(arguments: list[str]) -> int:
         "shares": [dataclasses.asdict(part) for part in result.contributions],
         "statements": [statement.to_dict() for statement in result.statements],
     }
-    if args.out is not None:
-        _write(args.out, expanded.model, name, document)
+    if args.output is not None:
+        _write(args.output, expanded.model, name, document)
     if args.json:
         common.emit_json(document)
     else:

@@ -81,7 +81,10 @@ def _languages() -> list[Row]:
     files = "a grammar (NLTK's PCFG text or rule lines), a stored language (.safetensors), or a config (.toml)"
     texts = "text (.txt, .jsonl or a folder) together with --tokenizer"
     rows: list[Row] = [{"language": name, "what": text} for name, (_, text) in PRESETS.items()]
-    rows += [{"language": name, "what": f"a kind for .toml files: {LANGUAGES.summary(name)}"} for name in LANGUAGES]
+    rows += [
+        {"language": name, "what": f"{LANGUAGES.summary(name)}; with its defaults, or its settings in a .toml file"}
+        for name in LANGUAGES
+    ]
     return [*rows, {"language": "FILE", "what": files}, {"language": "TEXT", "what": texts}]
 
 

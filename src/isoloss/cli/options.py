@@ -37,7 +37,8 @@ def help_texts(config: type) -> Mapping[str, str]:
     """Return the docstring of each field of a config, those that it inherits too."""
     texts: dict[str, str] = {}
     for cls in reversed(config.__mro__[:-1]):
-        texts |= {param.arg_name: param.description or "" for param in docstring_parser.parse_from_object(cls).params}
+        parsed = docstring_parser.parse_from_object(cls).params
+        texts |= {param.arg_name: " ".join((param.description or "").split()) for param in parsed}
     return texts
 
 

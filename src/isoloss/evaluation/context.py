@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from isoloss.config import LanguageConfig
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.evaluation.config import ReadingConfig
 from isoloss.evaluation.truth import Truth, truth
 from isoloss.flatness.compare import Outline
@@ -189,6 +189,11 @@ def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
     if text.vocab_size < language.model_vocab_size:
         raise IsolossError(
             f"{model.name} knows {text.vocab_size} ids, and a model of the language {language.model_vocab_size}"
+        )
+    if language.tokenizer is None and text.vocab_size > language.model_vocab_size:
+        warn(
+            f"{model.name} knows {text.vocab_size:,} ids, and a model of the language {language.model_vocab_size:,}: "
+            "the numbers mean nothing unless it was trained on this language"
         )
     check_model(inputs, model.config, model.name)
 

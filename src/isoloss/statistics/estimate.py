@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Z95 = 1.959963984540054  # the 97.5 % point of the standard normal
 _ROUNDING = 1e-16  # of a value, below which an error is that of floating-point sums
+_EXACT = " (exact)"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -55,7 +56,7 @@ class Estimate:
         >>> Estimate.from_dict(e.to_dict()) == e
         True
         >>> print(Estimate(value=8.5, stderr=0.0, samples=0, unit="bits", num_inputs=0, method="enumeration"))
-        8.5 (exact) bits
+        8.5 bits (exact)
     """
 
     value: float
@@ -89,7 +90,8 @@ class Estimate:
         return self.value - half, self.value + half
 
     def __str__(self) -> str:
-        return f"{number(self)} {'%' if self.unit == 'accuracy' else self.unit}"
+        text = number(self).removesuffix(_EXACT)
+        return f"{text} {'%' if self.unit == 'accuracy' else self.unit}{_EXACT * self.is_exact}"
 
     def __repr__(self) -> str:
         samples = "" if self.is_exact else f"; {self.samples} samples"
@@ -123,7 +125,7 @@ def number(estimate: Estimate) -> str:
         '50.0 ± 1.0'
     """
     scale = 100 if estimate.unit == "accuracy" else 1
-    return rounded(scale * estimate.value, scale * estimate.stderr) + " (exact)" * estimate.is_exact
+    return rounded(scale * estimate.value, scale * estimate.stderr) + _EXACT * estimate.is_exact
 
 
 def html_table(rows: list[list[str]], header: list[str] | None = None) -> str:

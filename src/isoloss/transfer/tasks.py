@@ -26,7 +26,7 @@ _BATCH = 4096  # sentences drawn at once
 Lengths = tuple[int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TaskData:
     """Labeled sentences of one downstream task.
 
@@ -64,6 +64,10 @@ class TaskData:
     test_types: torch.Tensor | None = None
     texts: tuple[tuple[str, ...], ...] | None = None
     coverage: Coverage | None = None
+
+    def __repr__(self) -> str:
+        train, test = len(self.train_labels), len(self.test_labels)
+        return f"TaskData({self.name}: {len(self.classes)} classes, {train:,} training and {test:,} test examples)"
 
     def batch(self, split: str, rows: slice | torch.Tensor = slice(None)) -> dict[str, torch.Tensor]:
         """Return what a model takes of the sentences `rows` of `train` or `test`.
@@ -157,7 +161,7 @@ def make_task(
         >>> task.classes, tuple(task.train.tokens.shape), task.train_labels[:5].tolist()
         (('L1.0', 'L1.1', 'L1.2'), (100, 4), [1, 0, 0, 0, 1])
         >>> print(make_task(language, "prefix-2-latent", num_train=100, num_test=50, seed=0).bayes)
-        80.9083057 (exact) %
+        80.9083057 % (exact)
     """
     for split, number in (("train", num_train), ("test", num_test)):
         if number < 1:
