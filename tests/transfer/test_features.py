@@ -252,5 +252,6 @@ def test_features_that_cannot_be_stored(tmp_path: Path) -> None:
         with pytest.raises(IsolossError, match=message):
             store(path, blocks, shape=(3, 3), dtype=dtype)
         assert not list(tmp_path.iterdir())
-    with pytest.raises(IsolossError, match=r"cannot write the features .*nowhere/x: No such file"):
-        store(tmp_path / "nowhere" / "x", [torch.ones(3, 3)], shape=(3, 3), dtype=torch.float32)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(IsolossError, match=r"cannot write .*file/x: "):
+        store(tmp_path / "file" / "x", [torch.ones(3, 3)], shape=(3, 3), dtype=torch.float32)

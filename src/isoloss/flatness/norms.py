@@ -126,7 +126,7 @@ def weighted_fisher_trace(
     Example:
         >>> trace = weighted_fisher_trace(model, batches)
         >>> trace.value > 0, trace.samples
-        (True, 16)
+        (True, 64)
     """
     return measure(_Weighted, model, batches, options, num_probes=num_probes, seed=seed)
 

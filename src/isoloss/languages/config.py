@@ -237,9 +237,8 @@ class FileConfig(LanguageConfig):
 
     def build(self, progress: Progress | None = None) -> Any:
         """Return the language; a file of another content than `content` says is an error."""
-        from isoloss.languages.serialization import load
-
-        return load(self.path, content=self.content)
+        serialization = importlib.import_module("isoloss.languages.serialization")  # which imports this module
+        return serialization.load(self.path, content=self.content)
 
     def resolved(self) -> LanguageConfig:
         """Return the config that the language itself has, with the content filled in."""

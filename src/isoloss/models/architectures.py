@@ -98,7 +98,7 @@ class Architecture:
             >>> BERT.new_model(ModelConfig(size="d16"), vocab_size=34, pad_id=32, max_length=8, seed=0).num_parameters()
             4354
         """
-        from isoloss.models.make import seeded_weights
+        from isoloss.models.initial import seeded_weights
 
         if not 0 <= pad_id < vocab_size:
             raise IsolossError(

@@ -5,9 +5,7 @@ Shapes: n sentences, T tokens, k predicted positions, d the model's width.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -20,7 +18,6 @@ from isoloss.models.dropout import with_fast_dropout
 from isoloss.models.fused_blocks import with_fused_blocks
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig
-from isoloss.seeds import derive
 from isoloss.text.masking import IGNORED, Batch
 
 
@@ -38,15 +35,6 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
     with_fast_dropout(model)
     with_fused_blocks(model)
     return model
-
-
-@contextlib.contextmanager
-def seeded_weights(seed: int) -> Iterator[None]:
-    """Let torch draw on the CPU from the seed's stream `"weights"`, and leave the caller's random state alone."""
-    with torch.random.fork_rng(devices=[]):
-        # the CPU's generator alone: torch.manual_seed would also reseed the GPUs, which fork_rng does not restore here
-        torch.default_generator.manual_seed(derive(seed, "weights"))
-        yield
 
 
 def architecture_of(model: nn.Module) -> Architecture | None:
