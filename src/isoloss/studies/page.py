@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ def write(folder: StudyFolder) -> Path:
     """Write report/index.html of a finished study, and its figures as PDF and PNG; return the page."""
     study, results = folder.study, folder.results()
     summary = folder.summary(results)
-    parts = (study.page or default_parts)(results)
+    show: Any = study.page or default_parts
+    parts: PageParts = (pkgutil.resolve_name(show) if isinstance(show, str) else show)(results)
     for figure in parts.figures:
         for path in figure.files.values():
             save(figure.chart, folder.page.parent / path)

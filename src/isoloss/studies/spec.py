@@ -104,7 +104,7 @@ class Study:
         contrasts: The pairs of checkpoints that claims compare, by what the claims call them.
         measures: The keys of the estimates by case, by what claims call a measure; None: `common_measures`.
         tables: The tables of the summary; None: every checkpoint.
-        page: What the page shows; None: a curve of every estimate over the steps, and each against the loss.
+        page: What the page shows, or where the function is, `"module:attribute"`; None: a curve of every estimate over the steps, and each against the loss.
 
     Example:
         >>> from isoloss.languages.config import PCFGConfig
@@ -123,7 +123,7 @@ class Study:
     contrasts: Callable[[Results], Mapping[str, Sequence[Contrast]]] | None = None
     measures: Callable[[Any], Mapping[str, Mapping[str, str]]] | None = None
     tables: Callable[[Results], Sequence[SummaryTable]] | None = None
-    page: Callable[[Results], PageParts] | None = None
+    page: Callable[[Results], PageParts] | str | None = None
 
     def scale(self, name: str | None = None) -> AnyScale:
         """Return the scale called `name`, by default the first.

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
 from isoloss.paper.same_loss.study import SMOKE_LANGUAGE, SMOKE_SETTINGS, sgd
@@ -18,9 +18,6 @@ from isoloss.studies.comparison import Checkpoint, Pair, change, over_seeds
 from isoloss.studies.results import Results, SummaryTable
 from isoloss.studies.spec import Experiment, Measurement, Study
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
-
-if TYPE_CHECKING:
-    from isoloss.studies.page import PageParts
 
 BASELINE = "adamw"
 
@@ -240,13 +237,6 @@ def tables(results: Results) -> tuple[SummaryTable, SummaryTable]:
     return last, by_loss
 
 
-def page(results: Results) -> PageParts:
-    """Return the findings, figures and settings of the page."""
-    from isoloss.paper.algorithms.page import parts
-
-    return parts(results)
-
-
 def _range(steps: list[int]) -> str:
     low, high = min(steps), max(steps)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -273,5 +263,5 @@ STUDY = Study(
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,
     tables=tables,
-    page=page,
+    page="isoloss.paper.algorithms.page:parts",
 )

@@ -50,24 +50,6 @@ def _findings(results: Results) -> tuple[Finding, ...]:
     )
 
 
-def expansion_caption(results: Results) -> str:
-    """Return how the sizes' traces were brought into one architecture."""
-    scale: Scale = results.scale
-    traces = [one[key].estimate for one in sizes_expanded(results).values() for key in scale.expanded_traces.values()]
-    differ = max(trace.details.get("logits_differ_by", 0.0) for trace in traces)
-    return (
-        "A trace is a sum over parameters. Models of different widths, each in its own architecture, have sums over "
-        "different things: those traces are not comparable. To compare the sizes, each smaller model is expanded into "
-        f"the architecture of {scale.sizes[-1]}, with its function unchanged: r copies of every unit side by side, r "
-        "the ratio of the widths, and matrices divided by r (section 4 and appendix B.4 of the paper; isoloss expand "
-        f"--scale). Its trace is measured there, on the same {traces[0].num_inputs:,} sentences with the same "
-        f"Rademacher probes. The logits differ by at most {differ:.0e} of the largest. The function does not say what "
-        "the copies of the embeddings are divided by, and the trace depends on it. Scale paper divides them by r, as "
-        "the paper prints, and multiplies their part of the trace by r; balanced divides by the root of r and keeps "
-        "it; exact divides by 1, and divides that part by r. All three are shown, and the claim is tested with each."
-    )
-
-
 def _figures(results: Results) -> list[Figure]:
     scale: Scale = results.scale
     table, tasks = results.table(), [accuracy(task) for task in scale.tasks]

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
@@ -16,9 +16,6 @@ from isoloss.studies.claims import Contrast
 from isoloss.studies.comparison import Checkpoint, Measured
 from isoloss.studies.results import Results, SummaryTable, checkpoint_tables, common_measures
 from isoloss.studies.spec import Experiment, Measurement, Study
-
-if TYPE_CHECKING:
-    from isoloss.studies.page import PageParts
 
 EXPANSIONS = ("paper", "balanced", "exact")  # all values of isoloss expand --scale
 SMOKE_LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
@@ -199,8 +196,6 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
 
 def tables(results: Results) -> Sequence[SummaryTable]:
     """Return every checkpoint, and the traces of the sizes in their own architectures and in the largest."""
-    from isoloss.paper.same_loss.page import expansion_caption
-
     scale: Scale = results.scale
     rows = []
     for size, checkpoint in sizes_expanded(results).items():
@@ -212,11 +207,22 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     return *checkpoint_tables(results), SummaryTable("sizes", title, ("size",), rows, expansion_caption(results))
 
 
-def page(results: Results) -> PageParts:
-    """Return the findings, figures and settings of the page."""
-    from isoloss.paper.same_loss.page import parts
-
-    return parts(results)
+def expansion_caption(results: Results) -> str:
+    """Return how the sizes' traces were brought into one architecture."""
+    scale: Scale = results.scale
+    traces = [one[key].estimate for one in sizes_expanded(results).values() for key in scale.expanded_traces.values()]
+    differ = max(trace.details.get("logits_differ_by", 0.0) for trace in traces)
+    return (
+        "A trace is a sum over parameters. Models of different widths, each in its own architecture, have sums over "
+        "different things: those traces are not comparable. To compare the sizes, each smaller model is expanded into "
+        f"the architecture of {scale.sizes[-1]}, with its function unchanged: r copies of every unit side by side, r "
+        "the ratio of the widths, and matrices divided by r (section 4 and appendix B.4 of the paper; isoloss expand "
+        f"--scale). Its trace is measured there, on the same {traces[0].num_inputs:,} sentences with the same "
+        f"Rademacher probes. The logits differ by at most {differ:.0e} of the largest. The function does not say what "
+        "the copies of the embeddings are divided by, and the trace depends on it. Scale paper divides them by r, as "
+        "the paper prints, and multiplies their part of the trace by r; balanced divides by the root of r and keeps "
+        "it; exact divides by 1, and divides that part by r. All three are shown, and the claim is tested with each."
+    )
 
 
 STUDY = Study(
@@ -236,5 +242,5 @@ STUDY = Study(
     contrasts=contrasts,
     measures=measures,
     tables=tables,
-    page=page,
+    page="isoloss.paper.same_loss.page:parts",
 )
