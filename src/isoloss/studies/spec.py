@@ -104,7 +104,8 @@ class Study:
         contrasts: The pairs of checkpoints that claims compare, by what the claims call them.
         measures: The keys of the estimates by case, by what claims call a measure; None: `common_measures`.
         tables: The tables of the summary; None: every checkpoint.
-        page: What the page shows, or where the function is, `"module:attribute"`; None: a curve of every estimate over the steps, and each against the loss.
+        page: What the page shows, or where the function is, `"module:attribute"`; None: a curve of every estimate over
+            the steps, and each against the loss.
 
     Example:
         >>> from isoloss.languages.config import PCFGConfig
