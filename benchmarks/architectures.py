@@ -1,6 +1,6 @@
 """Whether the Fisher's trace is right for every architecture of language model in transformers.
 
-Tiny random models, noise on every parameter, and the same with zeros where zeros are usual at initialisation; the
+Tiny random models, noise on every parameter, and the same with zeros where zeros are usual at initialization; the
 truth is an enumeration of all labels with a plain backward pass each. Of the estimate nothing is random: its random
 signs are replaced by the rows of a Hadamard matrix, over which its mean is the trace exactly.
 """
@@ -294,14 +294,14 @@ def main() -> int:
     """Check all classes, write what was found, and return 1 where one is not right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help="classes, such as GPT2LMHeadModel; default: all")
-    parser.add_argument("--out", type=Path, help="for the table as JSON, and beside it as .md")
+    parser.add_argument("--output", type=Path, help="for the table as JSON, and beside it as .md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     known = {architecture.name: architecture for architecture in architectures()}
     if unknown := set(options.models or ()) - known.keys():
         parser.error(f"{', '.join(sorted(unknown))}: no class that transformers lists for language models")
-    out = options.out or (None if options.models else RESULTS / "architectures.json")
+    out = options.output or (None if options.models else RESULTS / "architectures.json")
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     rows = []
     for name in options.models or known:

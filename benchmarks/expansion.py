@@ -59,14 +59,14 @@ def trained(architecture: str, size: str, *, steps: int, noise: float) -> Any:
     return model
 
 
-def measured(architecture: str, small: Any, size: str, *, scale: Scale) -> list[str]:
+def measured(architecture: str, small: Any, size: str, *, embedding_scale: Scale) -> list[str]:
     """Return the cells of a row: differences of logits and hidden states in float32 and in float64."""
     ids, hidden = sentences(4, step=-1)
     batch = {"input_ids": ids.masked_fill(hidden, MASK)}
     cells = []
     for dtype in (torch.float32, torch.float64):
         small = small.to(dtype)
-        found = differences(small, expand(small, SIZES[size], scale=scale), [batch])
+        found = differences(small, expand(small, SIZES[size], embedding_scale=embedding_scale), [batch])
         cells += [f"{found.logits:.1e}", f"{found.hidden:.1e}"]
         gc.collect()
     return cells
@@ -77,9 +77,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10, help="steps of training")
     parser.add_argument("--noise", type=float, default=0.1, help="noise on the trained parameters")
-    parser.add_argument("--scale", default="exact", help="exact, balanced or paper")
+    parser.add_argument("--embedding-scale", default="exact", help="exact, balanced or paper")
     parser.add_argument("--sizes", nargs="*", default=list(TABLE_4), help="sizes to pair")
-    parser.add_argument("--out", type=Path, help="file for the table")
+    parser.add_argument("--output", type=Path, help="file for the table")
     args = parser.parse_args()
     lines = [
         "| blocks | small | large | parameters | logits, float32 | states, float32 | logits, float64 | states, float64 "
@@ -96,12 +96,12 @@ def main() -> None:
         for size in larger:
             model.double().load_state_dict(before)
             many = MODELS.load(architecture).num_parameters(SIZES[size], PAD + 1, LENGTH, pad_id=PAD) / 1e6
-            cells = measured(architecture, model, size, scale=args.scale)
+            cells = measured(architecture, model, size, embedding_scale=args.embedding_scale)
             name = "post-LN" if architecture == "bert" else "pre-LN"
             lines.append(f"| {name} | {small} | {size} | {many:.1f} M | " + " | ".join(cells) + " |")
             print(lines[-1], flush=True)
-    if args.out is not None:
-        write_text(args.out, "\n".join(lines) + "\n")
+    if args.output is not None:
+        write_text(args.output, "\n".join(lines) + "\n")
 
 
 def fits(small: str, large: str) -> bool:

@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of repetitions")
     parser.add_argument("--steps", type=int, default=300, help="training steps")
     parser.add_argument("--models", nargs="+", choices=list(workloads()), default=list(workloads()))
-    parser.add_argument("--out", type=Path, default=RESULTS / "flatness.json", help="and the table next to it, .md")
+    parser.add_argument("--output", type=Path, default=RESULTS / "flatness.json", help="and the table next to it, .md")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -295,8 +295,8 @@ def main() -> None:
         "versions": versions(LIBRARIES),
         "models": results,
     }
-    write_text(options.out, json.dumps(record, indent=1) + "\n")
-    write_text(options.out.with_suffix(".md"), page(record))
+    write_text(options.output, json.dumps(record, indent=1) + "\n")
+    write_text(options.output.with_suffix(".md"), page(record))
     print(page(record))
 
 

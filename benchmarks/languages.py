@@ -365,7 +365,7 @@ def main() -> None:
     parser.add_argument(
         "--chunk", type=int, default=4096, help="sentences of a call; of the HMM in float64 half as many"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "languages.json", help="and the table next to it, .md")
+    parser.add_argument("--output", type=Path, default=RESULTS / "languages.json", help="and the table next to it, .md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
@@ -392,9 +392,9 @@ def main() -> None:
         "versions": versions(LIBRARIES),
         "results": results,
     }
-    write_text(options.out, json.dumps(record, indent=1) + "\n")
+    write_text(options.output, json.dumps(record, indent=1) + "\n")
     page = table(record)
-    write_text(options.out.with_suffix(".md"), page)
+    write_text(options.output.with_suffix(".md"), page)
     print(page)
 
 

@@ -64,7 +64,7 @@ class Choices:
     blocks: str = "fused"
     products: str = "onednn"
     memory: str = "kept"
-    precision: str = "fp32"
+    precision: str = "float32"
 
 
 UNDONE = {
@@ -78,7 +78,7 @@ UNDONE = {
     "AdamW parameter by parameter": {"optimizer": "loop"},
     "an attention mask of ones": {"padding": "mask"},
     "attention by sdpa": {"attention": "sdpa"},
-    "bfloat16": {"precision": "bf16"},
+    "bfloat16": {"precision": "bfloat16"},
 }
 
 
@@ -298,7 +298,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help=f"steps of a turn, the first {WARM_UP} not counted")
     parser.add_argument("--sizes", nargs="+", default=["d64", "d128"])
     parser.add_argument("--batches", nargs="+", type=int, default=[128])
-    parser.add_argument("--out", type=Path, default=RESULTS / "pretraining.json", help="and the table next to it, .md")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "pretraining.json", help="and the table next to it, .md"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
@@ -312,8 +314,8 @@ def main() -> None:
             compare(size, batch, options.rounds, options.steps) for size in options.sizes for batch in options.batches
         ],
     }
-    write_text(options.out, json.dumps(record, indent=1) + "\n")
-    write_text(options.out.with_suffix(".md"), page(record))
+    write_text(options.output, json.dumps(record, indent=1) + "\n")
+    write_text(options.output.with_suffix(".md"), page(record))
     print(page(record))
 
 

@@ -60,10 +60,10 @@ RESULTS = {  # what the public functions take and return
     "isoloss.flatness.differences": "Comparison",
     "isoloss.runs": "Run",
     "isoloss.evaluation.results": "Evaluations",
-    "isoloss.loading": "Loaded",
+    "isoloss.loading": "LoadedModel",
     "isoloss.transfer.tasks": "TaskData",
     "isoloss.transfer.results": "TransferResult",
-    "isoloss.transfer.compare": "AccuracyComparison",
+    "isoloss.transfer.comparing": "AccuracyComparison",
 }
 
 

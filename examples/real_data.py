@@ -1,6 +1,6 @@
 """Pre-train a small BERT on plain text, then probe and fine-tune it on SST-2 and RTE, beside one that is not trained.
 
-    python examples/real_data.py --text openwebtext/ --sst2 glue/SST-2 --rte glue/RTE --out runs/real-data
+    python examples/real_data.py --text openwebtext/ --sst2 glue/SST-2 --rte glue/RTE --output runs/real-data
 
 The folders of the tasks hold train.tsv and dev.tsv. All of it is commands of isoloss, which are printed; stopped at any
 moment and started again, it goes on where it was.
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help=".txt or .jsonl files, or a folder of them")
     parser.add_argument("--sst2", type=Path, required=True, help="folder of SST-2")
     parser.add_argument("--rte", type=Path, required=True, help="folder of RTE")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the vocabulary, the run and the results")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the vocabulary, the run and the results")
     parser.add_argument("--vocabulary", type=int, default=4000, help="entries of the WordPiece vocabulary")
     parser.add_argument("--size", default="d128", help="of the BERT")
     parser.add_argument("--steps", type=int, default=2000, help="of pre-training, 2,048 tokens each")
@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     args = parser.parse_args()
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    vocabulary, run = args.out / "vocab.txt", args.out / "bert"
+    args.output.mkdir(parents=True, exist_ok=True)
+    vocabulary, run = args.output / "vocab.txt", args.output / "bert"
     if not vocabulary.exists():
         learn_vocabulary(args.text, vocabulary, args.vocabulary)
     threads = ("--threads", args.threads)
@@ -66,7 +66,7 @@ def main() -> None:
     convex = ("--solver", "convex", "--regularization", *(10.0**-k for k in range(6)))
     for task, folder, examples in (("sst2", args.sst2, args.sst2_examples), ("rte", args.rte, args.rte_examples)):
         common = ("--task", task, "--data", folder, "--num-train", examples, "--max-length", 64, *threads)
-        results = ("--output", args.out / "results")
+        results = ("--output", args.output / "results")
         isoloss("transfer", trained, fresh, *common, *results, "--pooling", "mean", *convex)
         isoloss("transfer", trained, fresh, *common, *results, "--method", "finetune", "--seeds", args.seeds)
 

@@ -20,7 +20,9 @@ _numbers = itertools.count(1)
 
 def estimate(value, stderr=0.001, unit="nats per predicted token"):
     details = {"device": "cpu", "dtype": "float32", "attention": "sdpa"}
-    return Estimate(value=value, stderr=stderr, samples=100, unit=unit, num_inputs=100, method="known", details=details)
+    return Estimate(
+        value=value, stderr=stderr, samples=100, unit=unit, num_predictions=100, method="known", details=details
+    )
 
 
 def measured(value, stderr=0.001, *, influence=None):

@@ -25,7 +25,7 @@ trainings = st.builds(
     optimizer=st.builds(OptimizerConfig, learning_rate=st.floats(1e-12, 1e3)),
     steps=st.just(10**9),
     checkpoints=st.lists(st.integers(0, 10**9)).map(tuple),
-    initial=st.none() | text,
+    init_from=st.none() | text,
 )
 
 
@@ -42,18 +42,21 @@ def document(**changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stepz": 3}, ["stepz", "TrainConfig"]),
-        ({"steps": "100"}, ["steps", "int"]),
+        ({"stepz": 3}, ["no setting 'stepz'; did you mean steps?"]),
+        ({"steps": "100"}, ["steps: it must be a whole number, not '100'"]),
         ({"steps": True}, ["steps"]),
         ({"steps": 1.5}, ["steps"]),
         ({"language": {"kind": "ngram"}}, ["pcfg", "grammar", "corpus", "ngram"]),
         ({"language": {"kind": "pcfg", "level": 3}}, ["level", "language"]),
-        ({"optimizer": {"name": "adam"}}, ["optimizer"]),
+        ({"optimizer": {"name": "adam"}}, ["optimizer.name: it must be one of adamw, sgd"]),
+        ({"language": {"kind": "corpus"}}, ["language.paths: it is missing"]),
+        ({"optimizer": {"warmup_steps": "x"}}, ["optimizer.warmup_steps: it must be a whole number, not 'x'"]),
+        ({"checkpoints": 3}, ["checkpoints: it must be a list, each a whole number"]),
         ({"steps": 0}, ["steps is 0; it must be at least 1"]),
         ({"optimizer": {"learning_rate": math.inf}}, ["optimizer.learning_rate is inf; it must be finite, above 0"]),
         ({"model": {"architecture": "gpt"}}, ["no model 'gpt'", "bert-pre-ln"]),
         ({"algorithm": {"kind": "sam"}, "batch_size": 7}, ["batch_size is 7; sam's halves need a multiple of 2"]),
-        ({"model": 3}, ["model"]),
+        ({"model": 3}, ["model: it must be a table of settings"]),
     ],
 )
 def test_what_is_wrong_is_named(changes, words):
@@ -69,6 +72,9 @@ def test_unreadable_toml_is_named(tmp_path):
     (tmp_path / "broken.toml").write_text("steps = = 3")
     with pytest.raises(IsolossError, match=r"broken\.toml is not a readable TOML file"):
         configs.read_toml(TrainConfig, tmp_path / "broken.toml")
+    (tmp_path / "runs.toml").write_text('stepz = 3\n[language]\nkind = "brackets"\n')
+    with pytest.raises(IsolossError, match=r"runs\.toml: no setting 'stepz'; did you mean steps\?"):
+        configs.read_toml(TrainConfig, tmp_path / "runs.toml")
 
 
 def test_the_fingerprint_is_over_what_decides_a_result():

@@ -71,7 +71,7 @@ def test_the_algorithm_changed_the_training(folder):
 
 def test_options_of_components_are_options_of_the_commands(folder):
     assert "--gradient-noise-variance" in isoloss("train", "--help", folder=folder).stdout
-    assert "--top1-inputs" in isoloss("eval", "--help", folder=folder).stdout
+    assert "--top1-sequences" in isoloss("eval", "--help", folder=folder).stdout
     wrong = isoloss(
         "train",
         "runs/x",

@@ -249,7 +249,7 @@ except IsolossError as error:
     kind, refusal = done.stdout.splitlines()
     number = sum(value.numel() for value in load_model(bert_folder).model.parameters())
     name = "owner/good@tagged"
-    assert kind == f"masked {name} {name} Loaded({name}: BertForMaskedLM, masked, {number:,} parameters)"
+    assert kind == f"masked {name} {name} LoadedModel({name}: BertForMaskedLM, masked, {number:,} parameters)"
     assert refusal.startswith("owner/pickled cannot be loaded from what was downloaded before")
     assert "safetensors" in refusal
 
@@ -283,7 +283,7 @@ def test_no_weights_at_all(bert_folder):
 
 
 @pytest.mark.parametrize("kind", [BertModel, BertForSequenceClassification])
-def test_no_language_modelling_head(kind, tmp_path):
+def test_no_language_modeling_head(kind, tmp_path):
     folder = saved(kind(BertConfig(vocab_size=12, **TINY)), tmp_path / "model")
     refused(f"is a {kind.__name__}: a model with a language-modeling head is needed", folder)
 
@@ -293,7 +293,7 @@ def test_no_architecture(bert_folder):
     refused("names no architecture in its config.json", bert_folder)
 
 
-def test_a_head_that_would_be_newly_initialised(tmp_path):
+def test_a_head_that_would_be_newly_initialized(tmp_path):
     folder = saved(BertModel(BertConfig(vocab_size=12, **TINY), add_pooling_layer=False), tmp_path / "model")
     edit_config(folder, architectures=["BertForMaskedLM"])
     refused("lacks weights of BertForMaskedLM: cls.predictions", folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import isoloss
+from isoloss import registry
 from public_api import lines
 
 ANNOUNCED = Path(__file__).with_name("public_api.txt")
@@ -23,6 +24,16 @@ def test_the_public_api_is_the_announced_one():
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_public_name_has_an_example(name):
     assert doctest.DocTestParser().get_examples(inspect.getdoc(getattr(isoloss, name)) or "")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_example_runs_alone(name, monkeypatch):
+    for each in vars(registry).values():
+        if isinstance(each, registry.Registry):
+            monkeypatch.setattr(each, "_entries", dict(each._entries))
+    example = doctest.DocTestParser().get_doctest(inspect.getdoc(getattr(isoloss, name)), {}, name, None, None)
+    example.globs["__name__"] = "builtins"  # of the classes that an example makes
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
 
 
 def test_names_are_loaded_on_first_use_and_listed_before():

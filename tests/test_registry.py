@@ -5,8 +5,22 @@ import sys
 
 import pytest
 
+import isoloss
+from isoloss.cli.main import main
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.registry import Entry, Registry, _entry_points
+from isoloss.languages.config import DyckConfig
+from isoloss.registry import (
+    ALGORITHMS,
+    EXECUTORS,
+    LANGUAGES,
+    MEASURES,
+    MODELS,
+    STUDIES,
+    TASKS,
+    Entry,
+    Registry,
+    _entry_points,
+)
 
 
 @pytest.fixture
@@ -28,7 +42,7 @@ def package(tmp_path, monkeypatch):
 
 def test_entry_points_are_names_before_they_are_imported(package):
     registry = Registry("fruit", package, {"root": Entry("math:sqrt", "a root")})
-    assert registry.names() == ["root", "apple", "sqrt", "pear", "plum-STONE"]
+    assert list(registry) == ["root", "apple", "sqrt", "pear", "plum-STONE"]
     assert "fruit" not in sys.modules
     assert registry.load("apple").__name__ == "Apple"
     assert registry.summary("apple") == "A fruit."
@@ -75,6 +89,112 @@ def test_several_parts_of_a_pattern_are_read_from_the_end():
 
 
 def test_reading_names_costs_no_import_of_torch():
-    names = "r.LANGUAGES.names(), r.MODELS.names(), r.ALGORITHMS.names()"
+    names = "list(r.LANGUAGES), list(r.MODELS), list(r.ALGORITHMS)"
     code = f"import sys, isoloss.registry as r; {names}; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+BAD = {
+    "languages": {"raises": "bad_raising:Config", "wrong-kind": "isoloss.languages.config:DyckConfig"},
+    "measures": {"int": "builtins:int", "other-default": "bad:Other", "loss": "bad:Other"},
+    "algorithms": {"no-config": "bad:NO_CONFIG"},
+    "models": {"no-model": "bad:NO_CONFIG"},
+    "tasks": {"no-task": "bad:NO_CONFIG"},
+    "executors": {"no-executor": "bad:NO_CONFIG"},
+    "studies": {"no-study": "bad:NO_CONFIG", "raises": "bad:study"},
+}
+MODULE = """
+from dataclasses import dataclass
+from isoloss.evaluation.measures.base import Measure
+
+NO_CONFIG = 3
+
+@dataclass(frozen=True, kw_only=True)
+class Other(Measure):
+    loss_sentences: int = 7
+
+def study():
+    raise ValueError("no")
+"""
+
+
+@pytest.fixture
+def bad_package(tmp_path, monkeypatch):
+    """A package whose entry points are all wrong."""
+    info = tmp_path / "bad-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    lines = [
+        line
+        for group, points in BAD.items()
+        for line in (f"[isoloss.{group}]", *(f"{name} = {value}" for name, value in points.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    (tmp_path / "bad.py").write_text(MODULE)
+    (tmp_path / "bad_raising.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    _entry_points.cache_clear()
+    yield
+    _entry_points.cache_clear()
+    for name in ("bad", "bad_raising", "isoloss.cli.train"):  # which makes its options when it is imported
+        sys.modules.pop(name, None)
+
+
+WHY = {
+    (LANGUAGES, "raises"): "language 'raises' cannot be loaded from bad_raising:Config: ZeroDivisionError",
+    (LANGUAGES, "wrong-kind"): "DyckConfig, whose kind is 'dyck'; it must be 'wrong-kind'",
+    (MEASURES, "int"): "measure 'int' of builtins:int is int; it must be a dataclass that is a subclass of .*Measure",
+    (ALGORITHMS, "no-config"): "of bad:NO_CONFIG is of the type int; it must be a dataclass .*AlgorithmConfig",
+    (MODELS, "no-model"): "it must be an isoloss.models.architectures.Architecture",
+    (TASKS, "no-task"): "it must be an isoloss.transfer.text_sources.TextTask or a function",
+    (EXECUTORS, "no-executor"): "it must be a function like isoloss.studies.executors.local.run",
+    (STUDIES, "no-study"): "it must be an isoloss.studies.spec.Study or a function that returns one",
+}
+
+
+@pytest.mark.parametrize(("registry", "name"), WHY)
+@pytest.mark.filterwarnings("ignore::isoloss.errors.IsolossWarning")
+def test_what_is_no_component_is_refused_where_it_is_named_and_left_out_of_lists(bad_package, registry, name):
+    with pytest.raises(IsolossError, match=WHY[registry, name]):
+        registry.load(name)
+    with pytest.warns(IsolossWarning, match="left out: .*" + WHY[registry, name]):
+        loaded = registry.loaded()
+    assert name not in loaded
+    assert len(loaded) > 0
+
+
+def test_bad_entry_points_disable_no_other_command(bad_package, capsys):
+    assert main(["ls"]) == 0
+    said = capsys.readouterr().err
+    for text in ("cannot be loaded from bad_raising", "the study raises cannot be made: ValueError: no", "the name is"):
+        assert text in said
+    assert main(["train", "out", "--language", "brackets", "--print-config"]) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "--help"])
+    assert ended.value.code == 0
+    assert "loss_sentences is 7 by default in the measure other-default and 4096 in loss" in capsys.readouterr().err
+    for words, text in (
+        (["eval", "x", "--measures", "other-default"], "loss_sentences is 7 by default"),
+        (["eval", "x", "--measures", "int"], "measure 'int' of builtins:int is int"),
+        (["sample", "wrong-kind"], "whose kind is 'dyck'"),
+    ):
+        assert main(words) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_what_is_registered_is_checked_at_once():
+    for register, name, target, text in (
+        (isoloss.register_measure, "new", int, "measure 'new' is int; it must be a dataclass"),
+        (isoloss.register_language, "a b", DyckConfig, "'a b' is no name of a language"),
+        (isoloss.register_language, "my-dyck", DyckConfig, "whose kind is 'dyck'; it must be 'my-dyck'"),
+        (isoloss.register_task, "x-TOKEN", 3, "task 'x-TOKEN' is of the type int"),
+    ):
+        with pytest.raises(IsolossError, match=text):
+            register(name, target)
+
+
+def test_each_function_that_registers_says_what_it_takes():
+    assert isoloss.register_study.__name__ == "register_study"
+    assert "isoloss.studies.spec.Study or a function" in isoloss.register_study.__doc__
+    assert "isoloss.executors" in isoloss.register_executor.__doc__

@@ -13,9 +13,9 @@ from isoloss import lazy
 if TYPE_CHECKING:
     from isoloss.evaluation.evaluator import evaluate
     from isoloss.evaluation.pretraining import pretrain
-    from isoloss.flatness.compare import compare
+    from isoloss.flatness.comparing import compare
     from isoloss.flatness.fisher import fisher_trace
-    from isoloss.languages.specs import load_language
+    from isoloss.languages.resolving import load_language
     from isoloss.loading import load_model
     from isoloss.registry import (
         register_algorithm,
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
         register_language,
         register_measure,
         register_model,
+        register_rescalings,
         register_study,
         register_task,
     )
     from isoloss.statistics.estimate import Estimate
-    from isoloss.transfer.compare import compare_accuracy
+    from isoloss.transfer.comparing import compare_accuracy
     from isoloss.transfer.finetuning import finetune
     from isoloss.transfer.linear_probing import linear_probe
     from isoloss.transfer.tasks import make_task
@@ -52,27 +53,28 @@ __all__ = [
     "register_language",
     "register_measure",
     "register_model",
+    "register_rescalings",
     "register_study",
     "register_task",
 ]
 
-_load, _ = lazy.exports(
+_load = lazy.exports(
     __name__,
     {
         "Estimate": "isoloss.statistics.estimate",
-        "compare": "isoloss.flatness.compare",
-        "compare_accuracy": "isoloss.transfer.compare",
+        "compare": "isoloss.flatness.comparing",
+        "compare_accuracy": "isoloss.transfer.comparing",
         "evaluate": "isoloss.evaluation.evaluator",
         "finetune": "isoloss.transfer.finetuning",
         "fisher_trace": "isoloss.flatness.fisher",
         "linear_probe": "isoloss.transfer.linear_probing",
-        "load_language": "isoloss.languages.specs",
+        "load_language": "isoloss.languages.resolving",
         "load_model": "isoloss.loading",
         "make_task": "isoloss.transfer.tasks",
         "pretrain": "isoloss.evaluation.pretraining",
         **dict.fromkeys((name for name in __all__ if name.startswith("register_")), "isoloss.registry"),
     },
-)
+)[0]
 
 
 def __getattr__(name: str) -> Any:

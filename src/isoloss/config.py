@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import math
+import numbers
 import operator
 import pkgutil
 import tomllib
@@ -24,7 +25,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 import cattrs
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, did_you_mean, require
 from isoloss.registry import ALGORITHMS, LANGUAGES, Registry
 
 T = TypeVar("T")
@@ -94,11 +95,7 @@ def setting(
 
 
 def check(config: Any, path: str = "") -> None:
-    """Check every field of a config, then the rules between them.
-
-    Args:
-        config: A config dataclass.
-        path: What stands before the fields' names in messages, e.g. `model`.
+    """Check every field of a config dataclass, then the rules between them; `path` precedes the names in messages.
 
     Raises:
         IsolossError: A value that is none of the choices or out of its range; it is named.
@@ -112,15 +109,23 @@ def check(config: Any, path: str = "") -> None:
             ...
         isoloss.errors.IsolossError: steps is 0; it must be at least 1
     """
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        require(path or "the config", config, (), "a config, such as isoloss.run_config.TrainConfig(...)")
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), f"{path}.{field.name}" if path else field.name
+        if dataclasses.is_dataclass(hint := hints[field.name]) and isinstance(hint, type):
+            require(name, value, hint, f"an isoloss config, {hint.__name__}")
         if dataclasses.is_dataclass(value):
             check(value, name)
             continue
-        choices = _choices(hints[field.name])
+        choices, kinds = _choices(hint), _primitives(hint)
         bounds = field.metadata.get("range")
-        for item in value if isinstance(value, tuple) else (value,):
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if not choices and kinds and not any(_is_a(item, kind) for kind in kinds):
+                raise IsolossError(
+                    f"{name} is {item!r}; it must be {_WORDS[kinds[0]]}{f', {bounds}' if bounds else ''}"
+                )
             if choices and item not in choices:
                 raise IsolossError(f"{name} is {item!r}; it must be one of {', '.join(map(str, choices))}")
             if bounds is not None and item is not None and item not in bounds:
@@ -128,6 +133,43 @@ def check(config: Any, path: str = "") -> None:
                 raise IsolossError(f"{name} is {item!r}; it must be {finite}{bounds}")
     if rules := getattr(config, "check_fields", None):
         rules()
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "nothing"}
+
+
+def _primitives(hint: Any) -> tuple[type, ...]:
+    """Return the primitive types that an annotation is made of, None last; none where it is made of others too."""
+    if hint in _WORDS:
+        return (hint,)
+    if get_origin(hint) in (Union, UnionType, tuple):
+        parts = [_primitives(part) for part in get_args(hint) if part is not Ellipsis]
+        return tuple(sorted({kind for part in parts for kind in part}, key=list(_WORDS).index)) if all(parts) else ()
+    return ()
+
+
+def _is_a(value: object, kind: type) -> bool:
+    """Whether a value can stand for one of a primitive type: a number of numpy does, and a bool is no number."""
+    if kind in (int, float) and not isinstance(value, bool):
+        return isinstance(value, numbers.Integral if kind is int else numbers.Real)
+    return isinstance(value, kind)
+
+
+def replaced(config: T, settings: Mapping[str, Any]) -> T:
+    """Return a config with other values of some fields, checked.
+
+    Raises:
+        IsolossError: It has no field of a name, or a value is refused.
+    """
+    check(config)
+    known = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
+    if unknown := [name for name in settings if name not in known]:
+        raise IsolossError(
+            f"there is no setting {unknown[0]!r}{did_you_mean(unknown[0], known) or ';'} they are {', '.join(known)}"
+        )
+    config = dataclasses.replace(config, **settings)  # type: ignore[type-var]
+    check(config)
+    return config
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -149,21 +191,22 @@ class LanguageConfig:
 
     Attributes:
         kind: Its name in `isoloss.registry.LANGUAGES`.
-        decides_all: Whether nothing but these settings decides the language, so that a stored language keeps them.
+        is_self_contained: Whether the settings alone determine the language, without files; only then does a stored
+            language keep them.
         reports_progress: Whether `build` takes long and calls `progress`.
-        tasks: Patterns of the downstream tasks that its languages have, each with one line about it.
+        task_patterns: Patterns of the names of its languages' downstream tasks, each with one line about it.
     """
 
-    decides_all: ClassVar[bool] = False
+    is_self_contained: ClassVar[bool] = False
     reports_progress: ClassVar[bool] = False
-    tasks: ClassVar[Mapping[str, str]] = {}
+    task_patterns: ClassVar[Mapping[str, str]] = {}
     kind: str
 
     def build(self, progress: Callable[[int, int], None] | None = None) -> Any:
         """Return the language (`isoloss.languages.api.Language`).
 
         Args:
-            progress: Called with what is done and all there is, where making the language takes long.
+            progress: Called with (done, total) while a slow language is built.
 
         Raises:
             IsolossError: A setting is out of range, or a file is missing or of another content than it was.
@@ -173,6 +216,12 @@ class LanguageConfig:
     def resolved(self) -> LanguageConfig:
         """Return the config with what is only known once files are opened, such as their content, filled in."""
         return self
+
+    @classmethod
+    def required_fields(cls) -> list[str]:
+        """Return the settings without a default, which a `.toml` file must give."""
+        required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+        return [name for name in required if name != "kind"]
 
     @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
@@ -207,7 +256,7 @@ class AlgorithmConfig:
 
     Attributes:
         kind: Its name in `isoloss.registry.ALGORITHMS`.
-        algorithm: Where the class that `build` makes it of is, `"module:attribute"`.
+        algorithm: The class that `build` constructs, `"module:attribute"`.
     """
 
     algorithm: ClassVar[str]
@@ -222,8 +271,8 @@ class AlgorithmConfig:
         """
         return pkgutil.resolve_name(self.algorithm)(model, context, self)
 
-    def check_run(self, run: Any, *, num_processes: int = 1) -> None:
-        """Raise an `IsolossError` if the algorithm cannot train `run`, an `isoloss.run_config.TrainConfig`."""
+    def check_run(self, config: Any, *, num_processes: int = 1) -> None:
+        """Raise an `IsolossError` if the algorithm cannot train a run of this `isoloss.run_config.TrainConfig`."""
 
 
 # --- TOML, JSON, fingerprint -----------------------------------------------------------------------------------------
@@ -235,8 +284,13 @@ def _structure_component(document: Any, _: Any, *, registry: Registry) -> Any:
     """Return the component that a document names by its `kind`."""
     kind = document.get("kind") if isinstance(document, Mapping) else None
     if not isinstance(kind, str) or kind not in registry:
-        raise IsolossError(f"the kind of a {registry.kind} is one of {', '.join(registry)}, not {kind!r}")
+        other = "; another may be in a package that is not installed" if isinstance(kind, str) else ""
+        raise IsolossError(f"the kind of a {registry.kind} is one of {', '.join(registry)}, not {kind!r}{other}")
     return _converter.structure(document, registry.load(kind))
+
+
+class _OtherTypeError(TypeError):
+    """A value is of another type than it must be."""
 
 
 def _structure_strict(value: Any, target: Any) -> Any:
@@ -244,7 +298,7 @@ def _structure_strict(value: Any, target: Any) -> Any:
     if target is float and type(value) is int:
         return float(value)
     if type(value) is not target:
-        raise TypeError(f"expected {target.__name__}, got {value!r}")
+        raise _OtherTypeError(f", not {value!r}")
     return value
 
 
@@ -267,14 +321,29 @@ def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
     try:
         config = _converter.structure(document, cls)
     except cattrs.BaseValidationError as error:
-        reasons = "; ".join(cattrs.transform_error(error, path="config", format_exception=_told))
-        raise IsolossError(f"not a valid {cls.__name__}: {reasons}") from error
+        told = (line.rpartition(" @ ") for line in cattrs.transform_error(error, path="", format_exception=_told))
+        reasons = (f"{path.lstrip('.')}: {text}" if path else text for text, _, path in told)
+        raise IsolossError("; ".join(reasons)) from error
     check(config)
     return config
 
 
-def _told(error: BaseException, target: type | None) -> str:
-    return str(error) if isinstance(error, IsolossError) else cattrs.v.format_exception(error, target)
+def _told(error: BaseException, target: Any) -> str:
+    """Return what is wrong with a value, of the type `target`, or with the keys of a table."""
+    if isinstance(error, IsolossError):
+        return str(error)
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        known = [field.name for field in dataclasses.fields(error.cl)]
+        wrong = min(error.extra_fields)
+        return f"no setting {wrong!r}" + (did_you_mean(wrong, known) or f"; they are {', '.join(known)}")
+    if isinstance(error, KeyError):
+        return "it is missing"
+    if choices := _choices(target):
+        return f"it must be one of {', '.join(str(choice) for choice in choices if choice is not None)}"
+    if kinds := _primitives(target):
+        given = error.args[0] if isinstance(error, _OtherTypeError) else ""
+        return f"it must be {'a list, each ' * (get_origin(target) is tuple)}{_WORDS[kinds[0]]}{given}"
+    return "it must be a table of settings" if dataclasses.is_dataclass(target) else f"it cannot be read: {error}"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -291,7 +360,10 @@ def read_toml(cls: type[T], path: Path) -> T:
         raise IsolossError(f"{path} does not exist{files.nearest(path)}") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise IsolossError(f"{path} is not a readable TOML file: {error}") from error
-    return from_dict(cls, document)
+    try:
+        return from_dict(cls, document)
+    except IsolossError as error:
+        raise IsolossError(f"{path}: {error}") from error
 
 
 def to_toml(config: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class IsolossError(Exception):
@@ -25,6 +26,20 @@ class IsolossWarning(UserWarning):
 def warn(message: str) -> None:
     """Issue an `IsolossWarning`."""
     warnings.warn(message, IsolossWarning, stacklevel=3)
+
+
+def require(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
+    """Refuse an argument of another type than it must have.
+
+    Example:
+        >>> require("spec", 3, (str, Path), "a name or a path")
+        Traceback (most recent call last):
+        isoloss.errors.IsolossError: spec is 3; it must be a name or a path
+    """
+    if not isinstance(value, kind):
+        is_short = value is None or isinstance(value, str | bytes | bool | int | float | Path)
+        told = repr(value) if is_short else f"of the type {type(value).__name__}"
+        raise IsolossError(f"{name} is {told}; it must be {wanted}")
 
 
 def most_like(word: str, choices: Iterable[str]) -> str | None:

@@ -19,7 +19,8 @@ from transformers.utils import logging
 
 import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, require
+from isoloss.runs import refuse_run
 
 Kind = Literal["masked", "causal"]
 Attention = Literal["sdpa", "eager"]
@@ -35,7 +36,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Loaded:
+class LoadedModel:
     """A language model ready to be measured.
 
     Attributes:
@@ -52,7 +53,7 @@ class Loaded:
 
     def __repr__(self) -> str:
         number = sum(parameter.numel() for parameter in self.model.parameters())
-        return f"Loaded({self.name}: {self.architecture}, {self.kind}, {number:,} parameters)"
+        return f"LoadedModel({self.name}: {self.architecture}, {self.kind}, {number:,} parameters)"
 
 
 def resolve_device(name: str) -> torch.device:
@@ -93,7 +94,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     attention: Attention = "sdpa",
     trust_remote_code: bool = False,
-) -> Loaded:
+) -> LoadedModel:
     """Load a checkpoint that has a language-modeling head.
 
     Args:
@@ -106,7 +107,8 @@ def load_model(
         trust_remote_code: Whether code that comes with the checkpoint may run.
 
     Returns:
-        The model in evaluation mode, every weight of it from the checkpoint.
+        A `LoadedModel`: `model` in evaluation mode, with every weight from the checkpoint, its `kind`, `name` and
+        `architecture`.
 
     Raises:
         IsolossError: No checkpoint there, weights only as a pickle, no language-modeling head, weights missing or of
@@ -114,6 +116,7 @@ def load_model(
             not available.
 
     Example:
+        >>> from isoloss import load_model
         >>> import tempfile
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -124,6 +127,8 @@ def load_model(
         >>> loaded.architecture, loaded.kind
         ('BertForMaskedLM', 'masked')
     """
+    require("checkpoint", checkpoint, (str, Path), "a folder or a name on the Hugging Face hub")
+    require("dtype", dtype, (torch.dtype, type(None)), "a type of torch, such as torch.float32")
     name = str(checkpoint)
     target = device if isinstance(device, torch.device) else resolve_device(device)
     folder = Path(checkpoint).expanduser()
@@ -174,7 +179,7 @@ def load_model(
             f"{name} is a {architecture} without is_decoder in its config.json, so it sees the tokens it predicts"
         )
     full_name = name if revision is None else f"{name}@{revision}"
-    return Loaded(model=model.to(target).eval(), kind=kind, name=full_name, architecture=architecture)
+    return LoadedModel(model=model.to(target).eval(), kind=kind, name=full_name, architecture=architecture)
 
 
 def max_length(config: Any) -> int | None:
@@ -220,12 +225,25 @@ def may_be_hub_name(name: str) -> bool:
 
 
 def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:
-    """Ask the Hugging Face hub once for a model, as transformers would repeat the question for half a minute."""
+    """Ask the Hugging Face hub once, as transformers and datasets would repeat the question for half a minute.
+
+    Args:
+        name: The name of its repository.
+        what: What is wanted, for the message: `dataset`, or something of a model.
+        revision: Of the repository; None: the main branch.
+
+    Returns:
+        Whether the hub can be reached.
+
+    Raises:
+        IsolossError: It can, and has nothing of this name, or not this revision.
+    """
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        huggingface_hub.model_info(name, revision=revision, timeout=20)
+        ask = huggingface_hub.dataset_info if what == "dataset" else huggingface_hub.model_info
+        ask(name, revision=revision, timeout=20)
     except RevisionNotFoundError as error:
         raise IsolossError(f"there is no revision {revision} of {name} on the Hugging Face hub") from error
     except RepositoryNotFoundError as error:
@@ -267,6 +285,7 @@ def _without_numbers(key: str) -> str:
 
 def _check_folder(folder: Path, *, trust_remote_code: bool) -> None:
     if not (folder / "config.json").is_file():
+        refuse_run(folder, "not a checkpoint")
         raise IsolossError(f"{folder} is not a checkpoint: it has no config.json")
     document = files.read_json(folder / "config.json")
     if not isinstance(document, dict):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, require
 
 _COMPILED = "_orig_mod"  # what torch.compile calls the module that it is given
 NOTHING_PREDICTED = "nothing is predicted: every label that the model could be scored on is -100"
@@ -26,6 +26,7 @@ def refuse_dropout(model: nn.Module) -> None:
     Dropout modules are found by their `p`, parts that drop by themselves (LSTM layers, the attention of Llama) by an
     attribute whose name says so.
     """
+    require("model", model, nn.Module, "a model, such as isoloss.load_model(CHECKPOINT).model")
     for name, module in model.named_modules():
         if not module.training:
             continue

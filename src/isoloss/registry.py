@@ -15,10 +15,12 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from isoloss import builtin_components
 from isoloss.errors import IsolossError, did_you_mean, warn
 
 
@@ -34,61 +36,88 @@ class Entry(NamedTuple):
     summary: str = ""
 
 
+class Form(NamedTuple):
+    """What a component of one kind is.
+
+    Attributes:
+        base: The class that it is an instance of, or, of configs, a subclass: `"module:attribute"`; empty: none.
+        function: What it may be otherwise, in words: a function.
+        is_config: Whether it is a dataclass.
+        has_kind: Whether its field `kind` is the name under which it is registered.
+    """
+
+    base: str = ""
+    function: str = ""
+    is_config: bool = False
+    has_kind: bool = False
+
+    def __str__(self) -> str:
+        base = f"{'a dataclass that is a subclass of' if self.is_config else 'an'} {self.base.replace(':', '.')}"
+        return " or ".join(filter(None, [base if self.base else "", self.function]))
+
+    def problem(self, name: str, component: Any) -> str:
+        """Return why a component cannot be used under a name, as the end of a sentence; empty if it can."""
+        is_class = inspect.isclass(component)
+        told = component.__name__ if is_class else f"of the type {type(component).__name__}"
+        if not self._fits(component):
+            return f"is {told}; it must be {self}"
+        if self.has_kind and name not in (kinds := _kinds(component)):
+            found = f"is {' or '.join(map(repr, kinds))}" if kinds else "has no default"
+            return f"is {told}, whose kind {found}; it must be {name!r}, the name that it is registered under"
+        return ""
+
+    def _fits(self, component: Any) -> bool:
+        if self.function and callable(component):
+            return True
+        if not self.base:
+            return False
+        base = pkgutil.resolve_name(self.base)
+        if not self.is_config:
+            return isinstance(component, base)
+        # fields that a class adds are settings only where it is decorated itself
+        return (
+            inspect.isclass(component)
+            and issubclass(component, base)
+            and ("__dataclass_fields__" in vars(component) or not inspect.get_annotations(component))
+        )
+
+
+def _kinds(config: Any) -> tuple[Any, ...]:
+    """Return the kinds that a config may have; none if it has no default for it."""
+    default = getattr(config, "kind", None)
+    hint = get_type_hints(config).get("kind")
+    return () if default is None else get_args(hint) if get_origin(hint) is Literal else (default,)
+
+
 class Registry:
     """The components of one kind, by name.
 
-    A name may have a part in capital letters that stands for whatever is there: `probe-TASK` is found as `probe-root`.
+    A part of a name in capital letters is a placeholder: `probe-TASK` is found as `probe-root`.
 
     Attributes:
         kind: What a component is called in messages, e.g. `language`.
         group: The group of entry points that other packages use, `isoloss.` and the plural of the kind.
     """
 
-    def __init__(self, kind: str, plural: str, builtin: Mapping[str, Entry]) -> None:
-        self.kind, self.group = kind, f"isoloss.{plural}"
+    def __init__(self, kind: str, plural: str, builtin: Mapping[str, Entry], form: Form | None = None) -> None:
+        self.kind, self.group, self.form = kind, f"isoloss.{plural}", form
         self._entries = dict(builtin)
         self._plural = plural
 
     def register(self, name: str, target: Any, *, summary: str = "") -> None:
-        """Add a component for this process; another package adds one by an entry point (see above).
-
-        A language or a training algorithm is a subclass of `isoloss.config.LanguageConfig` or `AlgorithmConfig`, a
-        model an `isoloss.models.architectures.Architecture`, a measure a subclass of
-        `isoloss.evaluation.measures.base.Measure`, a study an `isoloss.studies.spec.Study` or a function that returns
-        one, and an executor a function like `isoloss.studies.executors.local.run`. A task is a function of a language
-        and of the parts of its name in capital letters, in small letters, that returns an
-        `isoloss.languages.api.Labeling`.
-
-        Args:
-            name: What configs and the command line call it. Parts in capital letters stand for whatever is there: they
-                are fields of a measure (`probe-TASK`) and arguments of a task (`parity-TOKEN`).
-            target: The component, or where it is: `"module:attribute"`.
-            summary: One line for lists; empty: the first line of its docstring.
+        """Add a component for this process.
 
         Raises:
-            IsolossError: Another component has the name.
-
-        Example:
-            >>> from isoloss import make_task, register_language, register_task
-            >>> register_language("my-dyck", "isoloss.languages.config:DyckConfig", summary="nested brackets")
-            >>> LANGUAGES.load("my-dyck")(kinds=3).build()
-            PCFG(18 symbols, 6 tokens, at most 16 tokens a sentence, torch.float64 on cpu)
-            >>> def starts_with(language, token):
-            ...     from isoloss.languages.api import Labeling
-            ...     index = language.vocabulary.index(token)
-            ...     return Labeling(classes=("no", "yes"), label=lambda s: (s.tokens[:, 0] == index).long())
-            >>> register_task("starts-with-TOKEN", starts_with)
-            >>> make_task("brackets-8", "starts-with-<", num_train=10, num_test=10).classes
-            ('no', 'yes')
+            IsolossError: Another component has the name, which may be no name, or the component is not of the form.
         """
+        if not _NAME.fullmatch(name):
+            raise IsolossError(f"{name!r} is no name of a {self.kind}: it has letters, digits, -, _ and .")
+        if not isinstance(target, str):
+            self._check(name, target, "")
         known = self._all().get(name)
         if known is not None and _place(known.target) != _place(target):  # a notebook runs its cells again
             raise IsolossError(f"there is a {self.kind} {name!r} already; choose another name")
         self._entries[name] = Entry(target, summary)
-
-    def names(self) -> list[str]:
-        """Return all names, those of isoloss first."""
-        return list(self._all())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all())
@@ -112,7 +141,7 @@ class Registry:
         """Return the component called `name`.
 
         Raises:
-            IsolossError: There is none, or the package that offers it cannot be imported.
+            IsolossError: There is none, the package that offers it cannot be imported, or it is not of the form.
         """
         entry = self._all().get(name)
         if entry is None:
@@ -120,12 +149,25 @@ class Registry:
         if not isinstance(entry.target, str):
             return entry.target
         try:
-            return pkgutil.resolve_name(entry.target)
-        except (ImportError, AttributeError) as error:
-            raise IsolossError(f"{self.kind} {name!r} cannot be loaded from {entry.target}: {error}") from error
+            component = pkgutil.resolve_name(entry.target)
+        except Exception as error:  # whatever a module of another package does
+            told = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+            raise IsolossError(f"{self.kind} {name!r} cannot be loaded from {entry.target}: {told}") from error
+        self._check(name, component, f" of {entry.target}")
+        return component
+
+    def loaded(self, load: Callable[[str], Any] | None = None) -> dict[str, Any]:
+        """Return the components by name, or what `load` makes of each; one that fails is left out, with a warning."""
+        components = {}
+        for name in self:
+            try:
+                components[name] = (load or self.load)(name)
+            except IsolossError as error:
+                warn(f"left out: {error}")
+        return components
 
     def match(self, name: str) -> tuple[str, dict[str, str]]:
-        """Return the registered name that `name` is one of, and what stands for its parts in capital letters.
+        """Return the registered name that `name` is one of, and what replaces each placeholder.
 
         Raises:
             IsolossError: There is none.
@@ -140,6 +182,10 @@ class Registry:
             if (values := _values(pattern, name)) is not None:
                 return pattern, values
         raise self._unknown(name)
+
+    def _check(self, name: str, component: Any, where: str) -> None:
+        if self.form is not None and (problem := self.form.problem(name, component)):
+            raise IsolossError(f"{self.kind} {name!r}{where} {problem}")
 
     def _unknown(self, name: str) -> IsolossError:
         return IsolossError(
@@ -158,13 +204,16 @@ class Registry:
         return entries
 
 
+_NAME = re.compile(r"\w[\w.-]*")
+
+
 def _place(target: Any) -> Any:
     """Return where a component is, or the component itself where it is an object without a name."""
     return f"{target.__module__}:{target.__qualname__}" if hasattr(target, "__qualname__") else target
 
 
 def _values(pattern: str, name: str) -> dict[str, str] | None:
-    """Return what stands in `name` for each part of `pattern` in capital letters, or None where it is no such name."""
+    """Return what replaces each placeholder of `pattern` in `name`, or None where it is no such name."""
     words = pattern.split("-")
     first = next((place for place, word in enumerate(words) if word.isupper()), None)
     if first is None or not name.startswith(prefix := "".join(f"{word}-" for word in words[:first])):
@@ -183,7 +232,7 @@ def _entry_points(group: str) -> tuple[EntryPoint, ...]:
 def _loaded(point: EntryPoint) -> Any:
     try:
         return point.load()
-    except (ImportError, AttributeError):
+    except Exception:  # it is not used, whatever it is
         return None
 
 
@@ -192,98 +241,147 @@ def _entries(module: str, components: Mapping[str, tuple[str, str]]) -> dict[str
     return {name: Entry(f"{module}:{attribute}", summary) for name, (attribute, summary) in components.items()}
 
 
-# a file is read by the last kind that takes it: other packages' come before the grammars, which take any file
-_LANGUAGES = {
-    "pcfg": ("PCFGConfig", "a random layered grammar"),
-    "grammar": ("GrammarConfig", "a grammar given by its rules"),
-    "brackets": ("BracketsConfig", "the paper's bracket language (section 5)"),
-    "dyck": ("DyckConfig", "nested brackets of several kinds, as a grammar"),
-    "hmm": ("HMMConfig", "a random block-diagonal hidden Markov model"),
-    "corpus": ("CorpusConfig", "real text"),
-    "teacher": ("TeacherConfig", "a causal language model that writes sentences"),
-    "file": ("FileConfig", "a stored language"),
-}
-_ALGORITHMS = {
-    "gradient": ("GradientConfig", "the gradient of the loss alone"),
-    "sam": ("SAMConfig", "sharpness-aware minimization"),
-    "adversarial": ("AdversarialConfig", "spoil a downstream task at the same loss"),
-    "fisher-penalty": ("FisherPenaltyConfig", "penalize the trace of the Fisher"),
-}
-_MODELS = {
-    "bert": ("BERT", "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder"),
-    "bert-pre-ln": ("PRE_LAYER_NORM_BERT", "BERT with pre-layer-norm blocks and a layer norm after the last one"),
-    "lstm": ("LSTM", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
-    "opt": ("OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
-}
-_LOSS = "loss per predicted token: entropy of the true conditionals + KL to them; for text, held-out cross-entropy"
-_FLATNESS = {
-    "trace": ("Trace", "trace of the Fisher of that loss, which at saturation is the trace of its Hessian"),
-    "trace-in-SIZE-SCALE": (
-        "TraceIn",
-        "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand --scale)",
-    ),
-    "empirical-fisher": ("EmpiricalFisher", "mean squared gradient norm at the given labels"),
-    "hessian-trace": ("HessianTrace", "trace of the Hessian at the given labels"),
-    "weighted-trace": (
-        "WeightedTrace",
-        "trace of the Fisher weighted by squared parameters: invariant to rescaling",
-    ),
-    "fisher-rao": ("FisherRao", "squared Fisher-Rao norm: invariant to rescaling"),
-    "largest-eigenvalue": ("LargestEigenvalue", "largest eigenvalues of the Gauss-Newton matrix or the Hessian"),
-    "spectral-density": ("SpectralDensity", "distribution of these eigenvalues"),
-    "sam-sharpness": ("SAMSharpness", "rise of the loss in a batch's worst direction"),
-    "noise-sharpness": ("NoiseSharpness", "expected rise of the loss under noise on the weights"),
-    "squared-norm": ("SquaredNorm", "sum of the squared parameters, exact"),
-}
-_TRANSFER = {
-    "probe-TASK": (
-        "Probe",
-        "accuracy of a linear probe on the concatenated token embeddings, e.g. probe-root, probe-prefix-4",
-    ),
-    "lookup-TASK": (
-        "Lookup",
-        "the same probe on the true conditionals: the look-up table, a model without parameters",
-    ),
-    "finetune-TASK": ("Finetune", "accuracy of the fine-tuned model, e.g. finetune-root"),
-}
-_GLUE = {
-    "cola": ("COLA", "GLUE: whether a sentence is acceptable"),
-    "mnli": ("MNLI", "GLUE: whether a premise entails a hypothesis, contradicts it, or neither"),
-    "mrpc": ("MRPC", "GLUE: whether two sentences say the same"),
-    "qnli": ("QNLI", "GLUE: whether a sentence answers a question"),
-    "qqp": ("QQP", "GLUE: whether two questions ask the same"),
-    "rte": ("RTE", "GLUE: whether one sentence entails another"),
-    "sst2": ("SST2", "GLUE: whether a review is positive"),
-    "wnli": ("WNLI", "GLUE: whether a sentence with a pronoun entails one with the pronoun replaced"),
-}
-
-_SAME_LOSS = "models of the same pre-training loss: longer training, another optimizer, other sizes"
-_COMPARED = "the paper's algorithms and others, several seeds of each: loss, flatness and transfer"
-
-LANGUAGES = Registry("language", "languages", _entries("isoloss.languages.config", _LANGUAGES))
-ALGORITHMS = Registry("training algorithm", "algorithms", _entries("isoloss.training.algorithms.config", _ALGORITHMS))
-MODELS = Registry("model", "models", _entries("isoloss.models.architectures", _MODELS))
+LANGUAGES = Registry(
+    "language",
+    "languages",
+    _entries("isoloss.languages.config", builtin_components.LANGUAGE_CONFIGS),
+    Form("isoloss.config:LanguageConfig", is_config=True, has_kind=True),
+)
+ALGORITHMS = Registry(
+    "training algorithm",
+    "algorithms",
+    _entries("isoloss.training.algorithms.config", builtin_components.ALGORITHM_CONFIGS),
+    Form("isoloss.config:AlgorithmConfig", is_config=True, has_kind=True),
+)
+MODELS = Registry(
+    "model",
+    "models",
+    _entries("isoloss.models.architectures", builtin_components.ARCHITECTURES),
+    Form("isoloss.models.architectures:Architecture"),
+)
 MEASURES = Registry(
     "measure",
     "measures",
-    _entries("isoloss.evaluation.measures.loss", {"loss": ("Loss", _LOSS)})
-    | _entries("isoloss.evaluation.measures.flatness", _FLATNESS)
-    | _entries("isoloss.evaluation.measures.transfer", _TRANSFER),
+    _entries("isoloss.evaluation.measures.loss", {"loss": ("Loss", builtin_components.LOSS)})
+    | _entries("isoloss.evaluation.measures.flatness", builtin_components.FLATNESS_MEASURES)
+    | _entries("isoloss.evaluation.measures.transfer", builtin_components.TRANSFER_MEASURES),
+    Form("isoloss.evaluation.measures.base:Measure", is_config=True),
 )
-# a callable `(language, **parts) -> Labeling`, parts being the capital letters of the name, or a TextTask
-TASKS = Registry("task", "tasks", _entries("isoloss.transfer.text_sources", _GLUE))
+TASKS = Registry(
+    "task",
+    "tasks",
+    _entries("isoloss.transfer.text_sources", builtin_components.GLUE_TASKS),
+    Form(
+        "isoloss.transfer.text_sources:TextTask",
+        "a function of a language that returns an isoloss.languages.api.Labeling",
+    ),
+)
 EXECUTORS = Registry(
     "executor",
     "executors",
     _entries("isoloss.studies.executors.local", {"local": ("run", "worker processes on this machine")}),
+    Form(function="a function like isoloss.studies.executors.local.run"),
 )
 STUDIES = Registry(
     "study",
     "studies",
-    _entries("isoloss.paper.same_loss.study", {"same-loss": ("STUDY", _SAME_LOSS)})
-    | _entries("isoloss.paper.algorithms.study", {"algorithms": ("STUDY", _COMPARED)}),
+    _entries("isoloss.paper.same_loss.study", {"same-loss": ("STUDY", builtin_components.SAME_LOSS)})
+    | _entries("isoloss.paper.algorithms.study", {"algorithms": ("STUDY", builtin_components.COMPARED)}),
+    Form("isoloss.studies.spec:Study", "a function that returns one"),
 )
 
-register_language, register_model, register_measure = LANGUAGES.register, MODELS.register, MEASURES.register
-register_task, register_algorithm = TASKS.register, ALGORITHMS.register
-register_executor, register_study = EXECUTORS.register, STUDIES.register
+# by `config.model_type`, a function that declares the signals of such a model
+RESCALINGS = Registry(
+    "family of rescalings",
+    "rescalings",
+    _entries("isoloss.flatness.rescaling.families", builtin_components.RESCALING_FAMILIES),
+    Form("", "a function like those of `isoloss.flatness.rescaling.families`, by the `model_type` of a config"),
+)
+
+
+def _register_function(registry: Registry, note: str = "", example: str = "") -> Callable[..., None]:
+    """Return the public function `register_KIND` of a registry, with a docstring of its own."""
+    assert registry.form is not None
+
+    def register(name: str, target: Any, *, summary: str = "") -> None:
+        registry.register(name, target, summary=summary)
+
+    word = registry.kind.rpartition(" ")[2]
+    register.__name__ = register.__qualname__ = f"register_{word}"
+    register.__doc__ = f"""Add a {registry.kind} for this process.
+
+    A package adds one for every process by an entry point of the group `{registry.group}`.
+
+    Args:
+        name: What configs and the command line call it.{note}
+        target: The component, or where it is, `"module:attribute"`: {registry.form}.
+        summary: One line for lists; empty: the first line of its docstring.
+
+    Raises:
+        IsolossError: Another {registry.kind} has the name, or the component is something else.
+    {example or _EXAMPLE.format(word=word)}"""
+    return register
+
+
+_EXAMPLE = """
+    Example:
+        >>> from isoloss import register_{word}
+        >>> register_{word}("mine", "my_package.my_module:MINE", summary="imported when it is used")
+    """
+
+
+_KIND = " It is also the default of the config's field `kind`."
+register_language = _register_function(
+    LANGUAGES,
+    _KIND,
+    """
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from isoloss import load_language, register_language
+        >>> from isoloss.languages.config import DyckConfig
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class ThreeKinds(DyckConfig):
+        ...     kind: str = "three-kinds"
+        ...     kinds: int = 3
+        >>> register_language("three-kinds", ThreeKinds, summary="nested brackets of three kinds")
+        >>> load_language("three-kinds")
+        PCFG(18 symbols, 6 tokens, at most 16 tokens per sentence, torch.float64 on cpu)
+    """,
+)
+register_model = _register_function(MODELS)
+register_measure = _register_function(
+    MEASURES,
+    " A part in capital letters stands for a field: those of `probe-TASK` have a field `task`.",
+    """
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from isoloss import Estimate, register_measure
+        >>> from isoloss.evaluation.measures.base import Measure
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class NumTensors(Measure):
+        ...     def run(self, model, context):
+        ...         count = len(list(model.parameters()))
+        ...         exact = {"stderr": 0, "samples": 0, "num_predictions": 0}
+        ...         return {"num-tensors": Estimate(value=count, unit="tensors", method="count", **exact)}
+        >>> register_measure("num-tensors", NumTensors, summary="number of weight tensors")
+    """,
+)
+register_task = _register_function(
+    TASKS,
+    " A part in capital letters is a keyword argument of the function: `token` of `parity-TOKEN`.",
+    """
+    Example:
+        >>> from isoloss import make_task, register_task
+        >>> from isoloss.languages.api import Labeling
+        >>> def starts_with(language, token):
+        ...     index = language.vocabulary.index(token)
+        ...     return Labeling(classes=("no", "yes"), label=lambda s: (s.tokens[:, 0] == index).long())
+        >>> register_task("starts-with-TOKEN", starts_with)
+        >>> make_task("brackets-8", "starts-with-<", num_train=10, num_test=10).classes
+        ('no', 'yes')
+    """,
+)
+register_algorithm = _register_function(ALGORITHMS, _KIND)
+register_executor = _register_function(EXECUTORS)
+register_study = _register_function(STUDIES)
+register_rescalings = _register_function(RESCALINGS)

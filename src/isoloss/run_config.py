@@ -9,6 +9,8 @@ from isoloss.config import AlgorithmConfig, LanguageConfig, setting
 from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS
 
+_WARMUP, _MOST_WARMUP = 0.06, 1000  # of the steps, and at most so many, unless told
+
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
@@ -17,7 +19,7 @@ class ObjectiveConfig:
     kind: Literal["masked", "causal"] = "masked"
     """`masked`: masked tokens, from all others; `causal`: every token, from those before it."""
     masking: Literal["one", "fraction"] = "one"
-    """Mask `one` token of each sentence, or each token with probability `fraction` (at least one a sentence)."""
+    """Mask `one` token of each sentence, or each token with probability `fraction` (at least one per sentence)."""
     fraction: float = setting(0.15, above=0, maximum=1)
     """Fraction of masked tokens where masking is `fraction`."""
     corruption: Literal["mask", "bert"] = "mask"
@@ -51,11 +53,11 @@ class OptimizerConfig:
     learning_rate: float = setting(1e-3, above=0)
     """The highest, at the end of the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or down to 0 in a line or half a cosine, to be reached one step after the last."""
-    warmup_steps: int = setting(1000, minimum=0)
-    """Steps of the linear warm-up from 0; ignored where `warmup_proportion` is given."""
+    """After the warm-up: constant, or a linear or cosine decay that reaches 0 one step after the last."""
+    warmup_steps: int | None = setting(None, minimum=0)
+    """Steps of the linear warm-up from 0; default: 6 % of the steps, at most 1000."""
     warmup_proportion: float | None = setting(None, minimum=0, maximum=1)
-    """Fraction of all steps that warm up, instead of a number of them; rounded to a whole step."""
+    """Fraction of all steps that warm up, instead of a number of steps; rounded to a whole step."""
     weight_decay: float = setting(0.01, minimum=0)
     """Decoupled (AdamW), or added to the gradient (SGD); biases and layer norms have none."""
     betas: tuple[float, float] = setting((0.9, 0.98), minimum=0, below=1)
@@ -63,16 +65,22 @@ class OptimizerConfig:
     momentum: float = setting(0.0, minimum=0, below=1)
     """SGD's momentum."""
     max_grad_norm: float | None = setting(None, above=0)
-    """A gradient of a larger Euclidean norm is scaled down to this one; default: never."""
+    """Clip the gradient to this Euclidean norm; none: no clipping."""
 
     def check_fields(self) -> None:
         """Refuse settings that contradict each other."""
         if self.name != "sgd" and self.momentum:
             raise IsolossError(f"momentum is {self.momentum}, but the optimizer is {self.name}: it needs sgd")
 
+    def num_warmup_steps(self, total: int) -> int:
+        """Return how many of `total` steps warm up."""
+        if self.warmup_proportion is not None:
+            return round(self.warmup_proportion * total)
+        return min(_MOST_WARMUP, round(_WARMUP * total)) if self.warmup_steps is None else self.warmup_steps
+
     def check_steps(self, total: int) -> None:
         """Refuse a warm-up that leaves no step of `total` to a decaying schedule."""
-        if self.schedule != "constant" and self.warmup_steps > total and self.warmup_proportion is None:
+        if self.schedule != "constant" and self.num_warmup_steps(total) > total:
             raise IsolossError(
                 f"optimizer.warmup_steps is {self.warmup_steps}, more than the {total} steps of the run, which "
                 f"leaves none for the {self.schedule} schedule: lower it"
@@ -135,22 +143,23 @@ class TrainConfig:
     """Sentences in a step."""
     checkpoints: tuple[int, ...] = ()
     """Steps whose checkpoint is kept, besides the last."""
-    initial: str | None = None
+    init_from: str | None = None
     """Checkpoint folder whose weights the run starts from, relative to the run's folder; default: random weights."""
     seed: int = 0
     """Decides the initial weights, the data, the masks and the dropout."""
     log_every: int = setting(50, minimum=1)
     """Steps between two lines of metrics.jsonl."""
     measure_every: int = setting(0, minimum=0, note="0: never")
-    """Steps between two measurements of loss and trace in metrics.jsonl, a multiple of `log_every`; 0: none."""
+    """Measure loss and trace every this many steps, for metrics.jsonl; a multiple of `log_every`; 0: never."""
     measure_sentences: int = setting(1024, minimum=10)
     """Sentences that these are measured on, the same each time."""
-    micro_batch: int = setting(0, minimum=0, note="0: the whole batch", exclude_from_fingerprint=True)
-    """Sentences whose gradient is computed at once in a process, to save memory; 0: all of the process."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    micro_batch_size: int = setting(0, minimum=0, note="0: the whole batch", exclude_from_fingerprint=True)
+    """Sentences whose gradient is computed at once in a process, to save memory; 0: the process's whole part of the
+    batch."""
+    precision: Literal["float32", "bfloat16"] = "float32"
     """Matrix products of the loss and its gradient in float32 or, by autocast, bfloat16; weights are float32."""
     ema: float = setting(0.0, minimum=0, below=1, note="0: no average", omit_default=True)
-    """Decay by step of an exponential moving average of the weights, saved beside each checkpoint; 0: none."""
+    """Decay per step of an exponential moving average of the weights, saved beside each checkpoint; 0: none."""
     loggers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = setting((), exclude_from_fingerprint=True)
     """What else gets the lines of metrics.jsonl; each needs its package."""
     parallel: Literal["ddp", "fsdp"] = setting("ddp", exclude_from_fingerprint=True)

@@ -16,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -138,6 +139,8 @@ class Run:
         """The content of run.json."""
         if not self.exists:
             refuse_study(self.path)
+            if checkpoint := checkpoint_of(self.path):
+                raise IsolossError(f"{self.path} is a checkpoint of a run: name the run, {checkpoint[0].path}")
             raise IsolossError(f"{self.path} is not a run directory: it has no run.json{files.nearest(self.path)}")
         document: dict[str, Any] = files.read_json(self.path / "run.json")
         return document
@@ -145,11 +148,13 @@ class Run:
     @property
     def config(self) -> TrainConfig:
         """The resolved config."""
-        record = self.record
+        record, path = self.record, self.path / "run.json"
+        if not isinstance(record, Mapping) or "config" not in record:
+            raise IsolossError(f"{path} is not the record of a run: it has no config")
         try:
             return configs.from_dict(TrainConfig, record["config"])
         except IsolossError as error:
-            raise IsolossError(f"{self.path / 'run.json'} is not of this version of isoloss: {error}") from error
+            raise IsolossError(f"{path} is not of this version of isoloss: {error}") from error
 
     def check_folder(self) -> None:
         """Refuse a folder that holds a study, or anything else that is not a run."""
@@ -284,6 +289,25 @@ class Run:
     def log(self, event: str, **values: Any) -> None:
         """Append a line to log.jsonl: for what depends on time, and so must stay out of the results."""
         files.append_json(self.path / "log.jsonl", {"event": event, **values})
+
+
+def refuse_twice(names: Sequence[str]) -> None:
+    """Refuse a model that is named twice, in one spelling or in two."""
+    known: dict[str, str] = {}
+    for name in names:
+        place = os.path.realpath(name) if os.path.exists(name) else name
+        if place in known:
+            also = "" if known[place] == name else f", the other time as {known[place]}"
+            raise IsolossError(f"{name} is named twice{also}: leave one out")
+        known[place] = name
+
+
+def refuse_run(path: Path, wanted: str) -> None:
+    """Refuse the folder of a run where one of its checkpoints is meant; `wanted` says what that is for."""
+    if (run := Run(path)).exists:
+        steps = run.steps()
+        last = f"such as {run.checkpoint(steps[-1])}" if steps else "but it has none yet"
+        raise IsolossError(f"{path} is a run, {wanted}: name one of its checkpoints, {last}")
 
 
 def refuse_study(path: Path) -> None:

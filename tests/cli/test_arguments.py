@@ -145,7 +145,7 @@ def test_what_other_programs_call_an_option_leads_to_ours():
 
 def test_a_dtype_of_training_is_its_precision():
     with pytest.raises(IsolossError, match=r"^there is no option --dtype; did you mean --precision\?"):
-        read(COMMANDS["train"], "train", ["run", "--dtype", "bf16"])
+        read(COMMANDS["train"], "train", ["run", "--dtype", "bfloat16"])
 
 
 def test_the_commands_of_every_day(capsys, tmp_path):

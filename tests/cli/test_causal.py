@@ -47,7 +47,7 @@ def held_out(run):
 
 
 def test_the_loss_is_transformers_own_and_the_trace_that_of_its_labels(capsys, run):
-    document = as_json(capsys, "eval", run, "--trace-sentences", "64")
+    document = as_json(capsys, "eval", run, "--flatness-sentences", "64")
     loss, trace = (e["estimates"][e["measure"]] for e in document["evaluations"])
     model = AutoModelForCausalLM.from_pretrained(Run(run).checkpoint(20)).eval()
     tokens, labels = held_out(run)
@@ -55,7 +55,7 @@ def test_the_loss_is_transformers_own_and_the_trace_that_of_its_labels(capsys, r
         losses = torch.stack(
             [model(input_ids=t[None], labels=y[None]).loss for t, y in zip(tokens, labels, strict=True)]
         )
-    assert loss["num_inputs"] == 6 * len(tokens)
+    assert loss["num_predictions"] == 6 * len(tokens)
     assert loss["samples"] == len(tokens)
     assert loss["value"] == pytest.approx(float(losses.double().mean()), rel=1e-6)
     assert loss["stderr"] == pytest.approx(float(losses.double().std()) / len(losses) ** 0.5, rel=1e-5)
@@ -71,9 +71,9 @@ def test_a_task_of_a_synthetic_language_says_what_a_model_of_text_takes(capsys, 
 
 
 def test_flatness_measures_a_causal_checkpoint_on_its_own_text(capsys, run):
-    document = as_json(capsys, "flatness", Run(run).checkpoint(20), "--num-inputs", "16")
+    document = as_json(capsys, "flatness", Run(run).checkpoint(20), "--num-sequences", "16")
     assert document["models"][0]["architecture"] == "OPTForCausalLM"
-    assert trace_of(document)["num_inputs"] == 6 * min(16, len(held_out(run)[0]))
+    assert trace_of(document)["num_predictions"] == 6 * min(16, len(held_out(run)[0]))
     assert trace_of(document)["value"] > 0
 
 
@@ -87,7 +87,7 @@ def test_the_checkpoint_starts_from_cls_and_writes(run):
 
 
 def test_probes_read_a_causal_model_and_the_exact_loss_is_refused(capsys, drawn):
-    words = ("--probe-train", "200", "--probe-test", "100", "--probe-epochs", "3", "--trace-sentences", "16")
+    words = ("--num-train", "200", "--num-test", "100", "--probe-epochs", "3", "--flatness-sentences", "16")
     document = as_json(capsys, "eval", drawn, "--measures", "trace", "probe-root", *words)
     trace, probe = document["evaluations"]
     assert trace["estimates"]["trace"]["details"]["predicts"] == "next token"
@@ -98,7 +98,7 @@ def test_probes_read_a_causal_model_and_the_exact_loss_is_refused(capsys, drawn)
 
 def test_eval_of_what_has_no_exact_loss_measures_the_trace(capsys, drawn):
     capsys.readouterr()
-    assert main(["eval", str(drawn), "--trace-sentences", "16", "--json"]) == 0
+    assert main(["eval", str(drawn), "--flatness-sentences", "16", "--json"]) == 0
     out, err = capsys.readouterr()
     assert {e["measure"] for e in json.loads(out)["evaluations"]} >= {"trace"}
     assert not any(e["measure"] == "loss" for e in json.loads(out)["evaluations"])
@@ -141,14 +141,14 @@ def test_ls_lists_the_architectures(capsys):
     objectives = {"bert": "masked", "bert-pre-ln": "masked", "lstm": "masked", "opt": "causal"}
     assert {name: row["objective"] for name, row in listed.items()} == objectives
     # d1920 for 30,522 ids and 128 positions: 1920 (30,522 + 130) + 20 * 44,256,000 + 2 * 1920; 16 bytes each
-    assert listed["opt"]["sizes"] == "d16 to d1920"
-    assert listed["opt"]["parameters"] == "493,744 to 944,090,880"
-    assert listed["opt"]["AdamW in float32"] == "0.01 GB to 15.11 GB"
+    assert (listed["opt"]["sizes"][0], listed["opt"]["sizes"][-1]) == ("d16", "d1920")
+    assert listed["opt"]["parameters"] == [493_744, 944_090_880]
+    assert [round(n / 1e9, 2) for n in listed["opt"]["training_memory_bytes"]] == [0.01, 15.11]
     sizes = {row["size"]: row for row in as_json(capsys, "ls", "sizes")["sizes"]}
     # d16: 16 (30,522 + 130) + 3,280 in the layer + 32; h16: 33 * 30,522 + 24 * 256 + 16 * 16
-    assert (sizes["d16"]["opt parameters"], sizes["d16"]["lstm parameters"]) == ("493,744", None)
-    assert (sizes["h16"]["lstm parameters"], sizes["h16"]["bert parameters"]) == ("1,013,626", None)
-    assert (sizes["h16"]["heads"], sizes["h16"]["AdamW in float32"]) == (None, "0.02 GB")
+    assert (sizes["d16"]["parameters"]["opt"], sizes["d16"]["parameters"]["lstm"]) == (493_744, None)
+    assert (sizes["h16"]["parameters"]["lstm"], sizes["h16"]["parameters"]["bert"]) == (1_013_626, None)
+    assert (sizes["h16"]["heads"], sizes["h16"]["training_memory_bytes"]) == (None, 16 * 1_013_626)
     capsys.readouterr()
     assert main(["ls", "sizes"]) == 0
     table = capsys.readouterr().out

@@ -13,7 +13,7 @@ from isoloss.cli.main import main
 from isoloss.loading import load_model
 from isoloss.statistics.estimate import Estimate
 
-COMMON = ("--num-inputs", "32", "--device", "cpu")
+COMMON = ("--num-sequences", "32", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +62,24 @@ def test_a_run_inside_a_larger_size(run, tmp_path, capsys):
 def test_what_is_written_is_what_is_printed_and_other_verbs_read_it(run, tmp_path, capsys):
     out = tmp_path / "large"
     out.mkdir()
-    words = ("--into", "d128", "--scale", "balanced", "--dtype", "float64", "--json", "--output", out)
+    words = ("--into", "d128", "--embedding-scale", "balanced", "--dtype", "float64", "--json", "--output", out)
     document = json.loads(call(capsys, "expand", run / "checkpoints" / "step-5", *words, *COMMON).out)
     assert document == json.loads((out / "expansion.json").read_text())
     assert document["differences"]["logits"] < 1e-7
     assert [statement["verdict"] for statement in document["statements"]][1:] == ["shown", "shown"]
-    assert sum(share["after"] for share in document["shares"]) == pytest.approx(document["after"]["value"])
+    assert sum(part["after"] for part in document["parameters"]) == pytest.approx(document["after"]["value"])
     assert load_model(out, dtype=torch.float64).model.num_parameters() == document["after"]["details"]["num_parameters"]
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 2, (16, 6)))
     data = ("--data", tmp_path / "ids.npy", "--mask-id", "3", "--device", "cpu", "--json")
     flatness = json.loads(call(capsys, "flatness", out, *data).out)
     assert trace_of(flatness)["value"] > 0
     further = json.loads(call(capsys, "expand", out, "--into", "d256", *data).out)
-    assert further["before"]["num_inputs"] == 16
+    assert further["before"]["num_predictions"] == 16
     config = json.loads((run / "run.json").read_text())["config"]
     length = config["language"]["length"]
     train = ("--language", "brackets-8", "--size", "d128", "--steps", "1", "--batch-size", "8", "--device", "cpu")
     assert length == load_model(out).model.config.max_position_embeddings
-    call(capsys, "train", tmp_path / "on", *train, "--initial", out)
+    call(capsys, "train", tmp_path / "on", *train, "--init-from", out)
 
 
 def test_the_tokenizer_goes_along(tmp_path, capsys):
@@ -102,7 +102,7 @@ def test_the_tokenizer_goes_along(tmp_path, capsys):
     [
         (("--into", "d32"), "32 is not a multiple of 64; the sizes that hold it are d64, d128, d192,"),
         (("--into", "d65"), "there is no model size 'd65'; the sizes are d16, d32"),
-        (("--into", "d128", "--num-inputs", "1"), "--num-inputs is 1; an error bar needs at least 2"),
+        (("--into", "d128", "--num-sequences", "1"), "--num-sequences is 1; an error bar needs at least 2"),
     ],
 )
 def test_what_is_refused(run, words, message, capsys):

@@ -19,13 +19,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from isoloss.cli import estimates
 from isoloss.cli.main import main
 from isoloss.evaluation import context as contexts
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
-from isoloss.flatness.compare import compare
+from isoloss.flatness.comparing import compare
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.ratio_estimator import ClusteredRatio
+from isoloss.statistics.tables import short_names
 from isoloss.text import inputs
 
 VOCAB = 20
@@ -83,7 +83,7 @@ def test_the_output_says_what_was_measured(capsys, folder):
     assert lines[0].startswith("trace: ")
     assert lines[1].endswith("over 200 sequences")
     assert "1,400 predicted tokens in 200 sequences" in lines[2]
-    assert "fisher, exact expectation over labels, 1 probe per token; cpu, float32, attention sdpa" in lines[3]
+    assert "Fisher, exact expectation over labels, 1 probe per token; cpu, float32, attention sdpa" in lines[3]
     assert "model.embed_tokens.weight" in out
 
 
@@ -120,7 +120,7 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
     draws = np.random.default_rng(1)  # sequences of loud words or of the others
     ids = np.where(draws.random((4000, 1)) < 0.5, draws.integers(0, 2, (4000, 8)), draws.integers(2, VOCAB, (4000, 8)))
     np.save(tmp_path / "ids.npy", ids)
-    data = ("--data", tmp_path / "ids.npy", "--num-inputs", "400")
+    data = ("--data", tmp_path / "ids.npy", "--num-sequences", "400")
     details = trace_of(json.loads(call(capsys, tmp_path / "loud", *data, "--json").out))["details"]
     assert (details["sequences"], details["auxiliary_sequences"], details["auxiliary_directions"]) == (400, 4000, 16)
     assert details["auxiliary_bigrams"]
@@ -137,7 +137,7 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
 
 def test_a_model_without_input_embeddings_is_measured_alone(capsys, folder, tmp_path, monkeypatch):
     np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(0, VOCAB, (4000, 8)))
-    data = ("--data", tmp_path / "ids.npy", "--num-inputs", "100", "--json")
+    data = ("--data", tmp_path / "ids.npy", "--num-sequences", "100", "--json")
     monkeypatch.setattr(contexts, "input_embeddings", lambda model: None)
     details = trace_of(json.loads(call(capsys, folder / "a", *data).out))["details"]
     assert (details["sequences"], details["auxiliary_sequences"]) == (100, 0)
@@ -151,7 +151,7 @@ def test_sequences_unlike_the_rest_are_said(capsys, folder, tmp_path, monkeypatc
     monkeypatch.setattr(inputs.Rows, "__iter__", lambda rows: iter([{"input_ids": torch.from_numpy(ids) + VOCAB // 2}]))
     sentence = "not adjusted to the rest of the data by its tokens: those that were measured differ from them"
     for names in ((folder / "a",), (folder / "a", folder / "b")):
-        out = call(capsys, *names, "--data", tmp_path / "ids.npy", "--num-inputs", "400").out
+        out = call(capsys, *names, "--data", tmp_path / "ids.npy", "--num-sequences", "400").out
         assert sentence in " ".join(out.split())
 
 
@@ -160,7 +160,7 @@ def test_a_tolerance_stops_early_or_says_that_it_was_not_reached(capsys, folder)
     stopped = trace_of(json.loads(call(capsys, *words, "--rtol", "0.5", "--json").out))
     assert stopped["details"]["ended"] == "rtol"
     assert stopped["details"]["sequences"] == 64
-    assert "above --rtol 1e-06: give more --num-inputs" in call(capsys, *words, "--rtol", "1e-6").out
+    assert "above --rtol 1e-06: give more --num-sequences" in call(capsys, *words, "--rtol", "1e-6").out
     timed = trace_of(json.loads(call(capsys, *words, "--seconds", "1e-9", "--json").out))
     assert (timed["details"]["ended"], timed["samples"]) == ("seconds", 64)
 
@@ -173,14 +173,13 @@ def test_inputs_come_in_random_order_where_it_may_stop_early(capsys, folder, tmp
     part = trace_of(json.loads(call(capsys, *words, "--seconds", "1e-9").out))
     assert part["details"]["sequences"] == 64
     assert abs(part["value"] - whole["value"]) < 3 * part["stderr"]
-    order = json.loads(call(capsys, folder / "a", "--data", tmp_path / "ids.npy", "--num-inputs", "400", "--json").out)
+    order = json.loads(
+        call(capsys, folder / "a", "--data", tmp_path / "ids.npy", "--num-sequences", "400", "--json").out
+    )
     assert trace_of(order)["value"] == whole["value"]
 
 
-def test_it_resumes_from_its_file(capsys, folder, tmp_path, monkeypatch):
-    from isoloss.flatness.engine import run
-
-    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
+def test_it_resumes_from_its_file_which_ctrl_c_writes(capsys, folder, tmp_path, monkeypatch):
     words = (folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--json", "--resume", tmp_path / "half")
     whole = trace_of(json.loads(call(capsys, *words[:-2]).out))
     calls = []
@@ -194,7 +193,9 @@ def test_it_resumes_from_its_file(capsys, folder, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(fisher.ExactLabels, "measure", stop)
-        partial = json.loads(call(capsys, *words, status=130).out)
+        out, err = call(capsys, *words, status=130)
+    assert f"to go on: isoloss flatness {' '.join(map(str, words))}" in err
+    partial = json.loads(out)
     assert partial["interrupted"]["estimate"]["samples"] == 100
     assert partial["interrupted"]["measure"] == "trace"
     assert partial["models"] == []
@@ -205,14 +206,17 @@ def test_it_resumes_from_its_file(capsys, folder, tmp_path, monkeypatch):
 
 
 def test_an_interruption_prints_the_estimate_so_far(capsys, folder, monkeypatch):
-    def stopped(model, batches, **_):
+    def stopped(model, batches, rtol=None, **_):
         raise InterruptedEstimate(fisher_trace(model, batches[:1], causal=True))
 
     import isoloss.flatness as package
 
     monkeypatch.setattr(package, "fisher_trace", stopped)
     out, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", status=130)
+    assert "measured; the estimate from the first 50 sequences in the order of the data, which are not a random" in err
+    _, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--rtol", "0.1", status=130)
     assert "was measured; the estimate from the first 50 sequences:" in err
+    assert "to go on" not in err
     assert "over 50 sequences" in out
 
 
@@ -257,7 +261,7 @@ def test_several_models_are_compared_on_the_same_inputs(capsys, folder):
         (names[1], names[2]),
     ]
     assert sorted(compared["ranking"]) == names
-    assert list(compared["flattest"]) == names
+    assert list(compared["probability_of_smallest"]) == names
     assert document["interrupted"] is None
 
 
@@ -273,7 +277,7 @@ def test_the_tables_use_short_names_and_end_with_a_verdict(capsys, folder, tmp_p
         shares = [share for name, share in trace["by_parameter"].items() if "embed_tokens" not in name]
         assert rest["value"] == pytest.approx(sum(shares), rel=1e-9)
         assert re.split(r"\s{2,}", line)[3:5] == [rounded(part["value"], part["stderr"]) for part in (trace, rest)]
-    assert "a less c" in out
+    assert "a minus c" in out
     assert "1,400 predicted tokens in 200 sequences; ± is the standard error over 200 sequences" in out
     assert lines[-1].startswith("a is the flattest, with probability above 0.999: the next, c, has ")
     assert "differ in loss" not in lines[-1]  # two untrained models of the same words
@@ -311,7 +315,7 @@ def test_an_interrupted_comparison_prints_what_is_done(capsys, folder, monkeypat
     monkeypatch.setattr(fisher.ExactLabels, "measure", stop)
     words = [folder / name for name in "abc"]
     out, err = call(capsys, *words, "--data", folder / "ids.npy", "--batch-size", "50", status=130)
-    assert "a less b" in out
+    assert "a minus b" in out
     assert f"trace of {folder / 'c'} so far: " in out
     assert f"interrupted while trace of {folder / 'c'} was measured" in err
     widths.clear()
@@ -348,8 +352,8 @@ def test_checkpoints_of_runs_are_compared_on_the_language_they_share(capsys, tmp
         words = ["train", str(tmp_path / name), "--language", "pcfg-laptop", "--size", "d16", "--masking", masking]
         assert main([*words, "--steps", "4", "--checkpoints", "2", "--batch-size", "4", "--threads", "1"]) == 0
     x, y = (tmp_path / name / "checkpoints" for name in "xy")
-    document = json.loads(call(capsys, x / "step-2", x / "step-4", "--num-inputs", "32", "--json").out)
-    alone = trace_of(json.loads(call(capsys, x / "step-4", "--num-inputs", "32", "--json").out))
+    document = json.loads(call(capsys, x / "step-2", x / "step-4", "--num-sequences", "32", "--json").out)
+    alone = trace_of(json.loads(call(capsys, x / "step-4", "--num-sequences", "32", "--json").out))
     assert trace_of(document, 1)["value"] == alone["value"]
     assert "different languages or objectives" in refusal(capsys, x / "step-2", y / "step-2")
     shutil.copytree(x / "step-2", tmp_path / "alone")
@@ -385,18 +389,18 @@ def test_bad_models_get_one_sentence(capsys, folder, tmp_path):
 
 
 def test_short_names_leave_out_what_all_share():
-    assert estimates.short_names(["runs/x/step-1", "runs/x/step-2"]) == {
+    assert short_names(["runs/x/step-1", "runs/x/step-2"]) == {
         "runs/x/step-1": "step-1",
         "runs/x/step-2": "step-2",
     }
-    assert estimates.short_names(["a/b", "c"]) == {"a/b": "a/b", "c": "c"}
-    assert estimates.short_names(["/x/run", "/x/run/deeper"]) == {"/x/run": "run", "/x/run/deeper": "run/deeper"}
-    assert estimates.short_names([".", "./ema"]) == {".": ".", "./ema": "ema"}
-    assert estimates.short_names(["/x/a", "b"]) == {"/x/a": "/x/a", "b": "b"}
+    assert short_names(["a/b", "c"]) == {"a/b": "a/b", "c": "c"}
+    assert short_names(["/x/run", "/x/run/deeper"]) == {"/x/run": "run", "/x/run/deeper": "run/deeper"}
+    assert short_names([".", "./ema"]) == {".": ".", "./ema": "ema"}
+    assert short_names(["/x/a", "b"]) == {"/x/a": "/x/a", "b": "b"}
 
 
 def test_a_sequence_that_decides_the_error_is_told(capsys, folder, monkeypatch):
-    words = (folder / "a", "--data", folder / "ids.npy", "--num-inputs", 64)
+    words = (folder / "a", "--data", folder / "ids.npy", "--num-sequences", 64)
     assert "squared error" not in call(capsys, *words).out
     monkeypatch.setattr(ClusteredRatio, "leading", 0.92)
     assert "one of the sequences makes up 92 % of the squared error" in call(capsys, *words).out
@@ -404,7 +408,7 @@ def test_a_sequence_that_decides_the_error_is_told(capsys, folder, monkeypatch):
 
 
 def test_shares_by_layer_add_up(capsys, folder):
-    words = (folder / "a", "--data", folder / "ids.npy", "--num-inputs", 64)
+    words = (folder / "a", "--data", folder / "ids.npy", "--num-sequences", 64)
     document = trace_of(json.loads(call(capsys, *words, "--json").out))
     assert sum(document["by_layer"].values()) == pytest.approx(document["value"], rel=1e-12)
     table = call(capsys, *words, "--by-layer").out

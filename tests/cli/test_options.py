@@ -4,9 +4,9 @@ import dataclasses
 from typing import Literal
 
 import pytest
-import tyro
 
 from isoloss.cli import common, options
+from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 
 
@@ -53,7 +53,7 @@ class Plain:
 
 
 COMPONENTS = {"plain": Plain, "sam": Sam}
-Algorithms = options.component_options("Algorithms", COMPONENTS)
+Algorithms = options.component_options("Algorithms", COMPONENTS, option="--algorithm")
 Settings = options.options_of("Settings", Trace, Probe)
 
 
@@ -65,8 +65,8 @@ class Args:
     """Which one."""
     output: str | None = None
     """Where; none unless told."""
-    settings: tyro.conf.OmitArgPrefixes[Settings] = dataclasses.field(default_factory=Settings)
-    components: tyro.conf.OmitArgPrefixes[Algorithms] = dataclasses.field(default_factory=Algorithms)
+    settings: options.titled(Settings, "measure") = dataclasses.field(default_factory=Settings)
+    components: options.titled(Algorithms, "") = dataclasses.field(default_factory=Algorithms)
 
 
 def parsed(*words):
@@ -92,14 +92,19 @@ def test_help_names_each_default_once_and_no_none(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "None" not in text
     assert text.count("(default: 0.05)") == text.count("(default: 512)") == text.count("(default: adamw)") == 1
-    for line in ("How far.", "Sequences to measure on.", "Decides the sentences.", "settings options", "An algorithm."):
+    titles = ("measure options", "--algorithm sam options")
+    for line in ("How far.", "Sequences to measure on.", "Decides the sentences.", "An algorithm.", *titles):
         assert text.count(line) == 1
 
 
-def test_two_configs_may_not_disagree_about_an_option():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Other:
-        seed: int = 1
-
-    with pytest.raises(IsolossError, match=r"Other\.seed has another default"):
-        options.options_of("Both", Trace, Other)
+@pytest.mark.parametrize("subcommand", ["flatness", "eval", "transfer", "train", "ls", "tokenizer"])
+def test_help_shows_what_is_required_and_of_which_shape(subcommand, capsys):
+    with pytest.raises(SystemExit):
+        main([subcommand, "--help"])
+    text = capsys.readouterr().out
+    for shape in ("[MODELS]", "[TEXTS]", "{[", "[FLOAT [", "[INT [", "[STR ["):
+        assert f" {shape}" not in text.replace("STR [STR", "").replace("INT [INT", "").replace("FLOAT [FLOAT", "")
+    if subcommand in ("flatness", "eval", "transfer"):
+        assert "MODELS ..." in text.splitlines()[0]
+    if subcommand == "ls":
+        assert "What to list: all, languages, models" in " ".join(text.split())

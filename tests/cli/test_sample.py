@@ -36,7 +36,7 @@ def refusal(capsys, *words):
 
 
 def test_brackets(capsys):
-    lines = output(capsys, "brackets-8", "--n", "1", "--conditionals", "2").splitlines()
+    lines = output(capsys, "brackets-8", "--num-sentences", "1", "--conditionals", "2").splitlines()
     sentence = lines[2]
     assert sorted(sentence.split()) == ["<"] * 4 + [">"] * 4
     words = sentence.split()
@@ -61,7 +61,7 @@ def test_brackets(capsys):
 
 
 def test_the_entropy_of_varying_lengths_is_that_of_the_length_and_of_the_rest(capsys):
-    out = output(capsys, "dyck-2", "--n", "1", "--conditionals", "0")
+    out = output(capsys, "dyck-2", "--num-sentences", "1", "--conditionals", "0")
     found = languages.entropy(PRESETS["dyck-2"][0].build())
     assert out.startswith("dyck-2: a grammar of 14 symbols over 4 tokens; sentences of 2 to 16 tokens\n")
     assert "masked:" not in out
@@ -71,22 +71,25 @@ def test_the_entropy_of_varying_lengths_is_that_of_the_length_and_of_the_rest(ca
 
 
 def test_an_estimate_has_its_error(capsys):
-    out = output(capsys, "pcfg-varied", "--n", "1", "--entropy-sentences", "300")
+    out = output(capsys, "pcfg-varied", "--num-sentences", "1", "--entropy-sentences", "300")
     assert out.count("(mean over 300 drawn sentences)") == 2
     assert out.count("±") == 3  # of a sentence, given its length, of a masked token
-    assert "entropy of" not in output(capsys, "pcfg-varied", "--n", "1", "--entropy-sentences", "0").splitlines()[-1]
+    assert (
+        "entropy of"
+        not in output(capsys, "pcfg-varied", "--num-sentences", "1", "--entropy-sentences", "0").splitlines()[-1]
+    )
 
 
 def test_states(capsys):
-    out = output(capsys, "hmm-laptop", "--states", "--n", "3")
-    rows = document(capsys, "hmm-laptop", "--states", "--n", "3")["sentences"]
+    out = output(capsys, "hmm-laptop", "--states", "--num-sentences", "3")
+    rows = document(capsys, "hmm-laptop", "--states", "--num-sentences", "3")["sentences"]
     language = PRESETS["hmm-laptop"][0].build()
     for row in rows:
         states = [language.states.index(state) for state in row["states"]]
         for token, state in zip(row["tokens"], states, strict=True):
             assert language.emission[state, token] > 0
         assert f"    states {' '.join(row['states'])}\n" in out
-    assert "states" not in document(capsys, "hmm-laptop", "--n", "3")["sentences"][0]
+    assert "states" not in document(capsys, "hmm-laptop", "--num-sentences", "3")["sentences"][0]
 
 
 # --- the JSON
@@ -94,7 +97,7 @@ def test_states(capsys):
 
 @pytest.mark.parametrize("name", ["pcfg-varied", "hmm-laptop", "dyck-2"])
 def test_conditionals_are_those_of_every_substitution(capsys, name):
-    found = document(capsys, name, "--n", "2", "--conditionals", "4")
+    found = document(capsys, name, "--num-sentences", "2", "--conditionals", "4")
     language = PRESETS[name][0].build()
     first = found["sentences"][0]["tokens"]
     number = min(4, len(first))
@@ -125,17 +128,17 @@ def test_more_conditionals_than_tokens_are_all_of_them(capsys):
 
 
 def test_the_entropy_is_that_of_the_language(capsys):
-    found = document(capsys, "hmm-laptop", "--n", "1", "--seed", "7", "--entropy-sentences", "200")
+    found = document(capsys, "hmm-laptop", "--num-sentences", "1", "--seed", "7", "--entropy-sentences", "200")
     expected = languages.entropy(PRESETS["hmm-laptop"][0].build(), num_sentences=200, seed=7)
     assert found["entropy"] == json.loads(json.dumps(expected.to_dict()))
-    assert document(capsys, "hmm-laptop", "--n", "1", "--entropy-sentences", "0")["entropy"] is None
+    assert document(capsys, "hmm-laptop", "--num-sentences", "1", "--entropy-sentences", "0")["entropy"] is None
 
 
 def test_text_has_no_truth(capsys, tmp_path, vocab, words, monkeypatch):
     monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
     lines = [json.dumps({"body": " ".join(words[i:] + words[:i])}) for i in range(20)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    text = (tmp_path / "text.jsonl", "--tokenizer", vocab, "--column", "body", "--length", "8", "--n", "2")
+    text = (tmp_path / "text.jsonl", "--tokenizer", vocab, "--column", "body", "--length", "8", "--num-sentences", "2")
     found = document(capsys, *text)
     assert [len(row["words"]) for row in found["sentences"]] == [8, 8]
     assert (found["conditionals"], found["entropy"]) == ([], None)
@@ -155,7 +158,7 @@ def test_a_causal_model_is_asked_for_no_more_than_wanted(capsys, tmp_path):
     torch.manual_seed(0)
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8, "vocab_size": 12}
     GPT2LMHeadModel(GPT2Config(bos_token_id=0, **sizes)).save_pretrained(tmp_path / "gpt")
-    words = (tmp_path / "gpt", "--length", "4", "--n", "2")
+    words = (tmp_path / "gpt", "--length", "4", "--num-sentences", "2")
     found = document(capsys, *words)
     assert (len(found["conditionals"]), found["entropy"]) == (1, None)
     assert "conditional_entropy_nats" not in found["sentences"][0]
@@ -171,9 +174,9 @@ def test_a_causal_model_is_asked_for_no_more_than_wanted(capsys, tmp_path):
 @pytest.mark.parametrize("name", ["dyck-2", "hmm-laptop"])
 def test_a_stored_language_samples_and_trains_as_the_language_itself(capsys, tmp_path, name):
     path = tmp_path / "my.safetensors"
-    out = output(capsys, name, "--n", "3", "--save", path)
+    out = output(capsys, name, "--num-sentences", "3", "--save", path)
     assert out.endswith(f"\nthe language is in {path}\n")
-    again = output(capsys, path, "--n", "3")
+    again = output(capsys, path, "--num-sentences", "3")
     assert out.split("\n", 1)[1].startswith(again.split("\n", 1)[1])
     assert document(capsys, name, "--save", path)["saved"] == str(path)
     losses = []
@@ -206,7 +209,7 @@ def test_another_file_is_not_replaced_unasked(capsys, tmp_path):
         (["dyck-2", "--entropy-sentences", "50"], "has a closed form: leave out --entropy-sentences"),
         (["dyck-2", "--overwrite"], "--overwrite needs --save"),
         (["dyck-2", "--save", "my.json"], "NAME.safetensors, not my.json"),
-        (["dyck-2", "--n", "0"], "--n is 0"),
+        (["dyck-2", "--num-sentences", "0"], "--num-sentences is 0"),
     ],
 )
 def test_options_that_cannot_be(capsys, tmp_path, monkeypatch, words, message):
@@ -218,7 +221,7 @@ def test_options_that_cannot_be(capsys, tmp_path, monkeypatch, words, message):
 def test_a_symbol_that_is_left_out_is_one_line_on_stderr(capsys, tmp_path):
     path = tmp_path / "g.txt"
     path.write_text("S A A 1\nA a 1\nA b 1\nX rare 1\n")
-    assert main(["sample", str(path), "--n", "2", "--json"]) == 0
+    assert main(["sample", str(path), "--num-sentences", "2", "--json"]) == 0
     out, err = capsys.readouterr()
     assert {word for sentence in json.loads(out)["sentences"] for word in sentence["words"]} <= {"a", "b"}
     message = "left out 1 symbol that cannot be reached from S: X (line 4); and 1 token that nothing else emits: rare"

@@ -35,7 +35,7 @@ def test_every_architecture_trains_and_resumes_and_is_measured(tmp_path, words, 
     path = tmp_path / "run"
     train(path, *words)
     train(path, *words)  # complete: the config is the same
-    assert main(["eval", str(path), "--measures", "trace", "--trace-sentences", "64", "--device", "cpu"]) == 0
+    assert main(["eval", str(path), "--measures", "trace", "--flatness-sentences", "64", "--device", "cpu"]) == 0
     capsys.readouterr()
     [listed] = as_json(capsys, "ls", "runs", "--folder", tmp_path)["runs"]
     assert listed["model"].startswith(words[1])
@@ -75,7 +75,7 @@ def test_the_lists_tell_of_free_shapes(capsys, what):
 def test_a_free_shape_inside_a_free_shape(tmp_path, capsys):
     path = tmp_path / "run"
     train(path, "--size", "d16", "--heads", "2")
-    common = ("--num-inputs", "32", "--device", "cpu")
+    common = ("--num-sequences", "32", "--device", "cpu")
     assert "its heads have 8 dimensions, and those have 32" in refusal(capsys, "expand", path, "--into", "d32", *common)
     large = ("--into", "d32", "--heads", "4", "--layers", "3", "--output", tmp_path / "large")
     document = as_json(capsys, "expand", path, *large, *common)

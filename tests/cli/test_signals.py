@@ -78,7 +78,7 @@ def test_training_saves_and_goes_on(capsys, tmp_path, number, status):
     wait_for(lambda: run.checkpoint(1).exists(), process)
     code, _, err = ended(process, number)
     assert code == status
-    assert "saved. To go on:\n  isoloss train RUN " in err
+    assert "progress is saved. To resume:\n  isoloss train RUN " in err
     step = max(run.steps())
     assert json.loads((run.checkpoint(step) / "trainer.json").read_text())["step"] == step
     assert main(["show", str(run.path)]) == 0
@@ -87,7 +87,7 @@ def test_training_saves_and_goes_on(capsys, tmp_path, number, status):
 
 
 def test_a_verb_that_keeps_nothing(tmp_path):
-    process = start(tmp_path, "sample", "pcfg-paper", "--n", "2000000")
+    process = start(tmp_path, "sample", "pcfg-paper", "--num-sentences", "2000000")
     wait_for(lambda: catches(process, signal.SIGTERM), process)
     code, out, err = ended(process, signal.SIGTERM)
     assert (code, out, err) == (143, "", "isoloss sample: interrupted\n")
@@ -102,7 +102,7 @@ def test_a_study_ends_with_its_workers(tmp_path, number, status):
     assert workers
     code, _, err = ended(process, number)
     assert code == status
-    assert "stopped, saved. To go on:" in err
+    assert "stopped; progress is saved. To resume:" in err
     assert all(is_gone(pid) for pid in workers)
     for path in (tmp_path / "study").rglob("*.json"):
         json.loads(path.read_text())
@@ -115,7 +115,16 @@ def test_a_study_ends_with_its_workers(tmp_path, number, status):
 @SLOW
 def test_a_measurement_says_what_it_has_and_goes_on(tmp_path):
     assert main(["train", str(tmp_path / "RUN"), *TRAIN[2:6], "--steps", "2", "--threads", "1"]) == 0
-    words = ("flatness", "RUN/checkpoints/step-2", "--num-inputs", "300000", "--resume", "state", "--batch-size", "8")
+    words = (
+        "flatness",
+        "RUN/checkpoints/step-2",
+        "--num-sequences",
+        "300000",
+        "--resume",
+        "state",
+        "--batch-size",
+        "8",
+    )
     process = start(tmp_path, *words)
     wait_for((tmp_path / "state").exists, process)
     code, out, err = ended(process, signal.SIGTERM)
@@ -136,7 +145,7 @@ def test_the_processes_that_torchrun_started(tmp_path):
     assert process.returncode != 0
     assert len(workers) == 2
     assert all(is_gone(pid) for pid in workers)
-    assert "saved. To go on, by any number of processes:" in err
+    assert "progress is saved. To resume, with any number of processes:" in err
     assert max(run.steps()) > 1
 
 

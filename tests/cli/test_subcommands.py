@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import nltk
 import numpy as np
@@ -14,10 +15,15 @@ import torch
 from speaking import as_json, refusal, trace_of
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
+from isoloss import config as configs
 from isoloss.cli.main import SUBCOMMANDS, main
+from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.languages.config import PRESETS
+from isoloss.languages.config import PRESETS, BracketsConfig
+from isoloss.loading import load_model
 from isoloss.paper.same_loss.study import STUDY
+from isoloss.run_config import TrainConfig
+from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder
 
 RULES = """\
@@ -65,7 +71,7 @@ def sentence_probability(words):
 
 
 def test_sample_gives_the_entropy_that_enumeration_gives(capsys, grammar):
-    document = as_json(capsys, "sample", grammar, "--n", "40", "--length", "6")
+    document = as_json(capsys, "sample", grammar, "--num-sentences", "40", "--length", "6")
     assert {len(s["words"]) for s in document["sentences"]} > {2, 3}
     for sentence in document["sentences"]:
         words = sentence["words"]
@@ -76,7 +82,7 @@ def test_sample_gives_the_entropy_that_enumeration_gives(capsys, grammar):
 
 
 def test_sample_gives_the_probability_given_the_longest_length(capsys, grammar):
-    document = as_json(capsys, "sample", grammar, "--n", "40", "--length", "4")
+    document = as_json(capsys, "sample", grammar, "--num-sentences", "40", "--length", "4")
     possible = sum(sentence_probability(words) for n in range(2, 5) for words in itertools.product("abc", repeat=n))
     for sentence in document["sentences"]:
         expected = math.log(sentence_probability(sentence["words"]) / possible)
@@ -90,7 +96,7 @@ def test_the_same_seed_samples_the_same(capsys):
 
 
 def test_eval_measures_what_is_missing_and_nothing_twice(capsys, run):
-    words = ("eval", run, "--measures", "loss", "trace", "--loss-sentences", "64", "--trace-sentences", "32")
+    words = ("eval", run, "--measures", "loss", "trace", "--loss-sentences", "64", "--flatness-sentences", "32")
     document = as_json(capsys, *words)
     assert [(e["measure"], e["step"]) for e in document["evaluations"]] == [
         ("loss", 10),
@@ -104,7 +110,7 @@ def test_eval_measures_what_is_missing_and_nothing_twice(capsys, run):
     assert as_json(capsys, *words) == document
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*.json")} == files
     changed = as_json(capsys, *words[:-1], "16")
-    assert changed["evaluations"][1]["settings"]["trace_sentences"] == 16
+    assert changed["evaluations"][1]["settings"]["flatness_sentences"] == 16
 
 
 def test_show_and_ls_find_the_run(capsys, run):
@@ -118,8 +124,8 @@ def test_show_and_ls_find_the_run(capsys, run):
 
 def test_flatness_of_a_checkpoint_on_its_own_language_is_what_eval_measures(capsys, run):
     checkpoint = run / "checkpoints" / "step-30"
-    alone = trace_of(as_json(capsys, "flatness", checkpoint, "--num-inputs", "32"))
-    document = as_json(capsys, "eval", run, "--measures", "trace", "--steps", "30", "--trace-sentences", "32")
+    alone = trace_of(as_json(capsys, "flatness", checkpoint, "--num-sequences", "32"))
+    document = as_json(capsys, "eval", run, "--measures", "trace", "--steps", "30", "--flatness-sentences", "32")
     assert document["evaluations"][0]["estimates"]["trace"]["value"] == alone["value"]
 
 
@@ -150,7 +156,7 @@ def test_flatness_of_a_causal_model_on_token_ids(capsys, tmp_path):
     np.save(tmp_path / "ids.npy", ids.numpy())
     words = ("flatness", tmp_path / "llama", "--data", tmp_path / "ids.npy")
     found = trace_of(as_json(capsys, *words))
-    assert found["num_inputs"] == 40 * 7
+    assert found["num_predictions"] == 40 * 7
     expected = fisher_trace(model, [{"input_ids": ids, "labels": ids}], causal=True)
     assert found["value"] == pytest.approx(expected.value, rel=1e-5)
     assert sum(found["by_parameter"].values()) == pytest.approx(found["value"], rel=1e-9)
@@ -161,7 +167,7 @@ def test_stories260k_on_token_ids(capsys, tmp_path, shared_data):
     np.save(tmp_path / "ids.npy", ids)
     found = as_json(capsys, "flatness", shared_data / "stories260K" / "hf", "--data", tmp_path / "ids.npy")
     trace = trace_of(found)
-    assert trace["num_inputs"] == 16 * 31
+    assert trace["num_predictions"] == 16 * 31
     assert 0 < trace["stderr"] < trace["value"]
 
 
@@ -172,7 +178,7 @@ def test_doctor_and_version(capsys):
 
 
 def test_plain_output_names_units_and_errors(capsys, run):
-    assert main(["eval", str(run), "--measures", "trace", "--trace-sentences", "32"]) == 0
+    assert main(["eval", str(run), "--measures", "trace", "--flatness-sentences", "32"]) == 0
     out = capsys.readouterr().out
     assert out.count("±") == 5  # the heading, and for each checkpoint the trace with and without embeddings
     assert out.count("nats per predicted token") == 2
@@ -239,8 +245,8 @@ def test_a_folder_that_is_no_run(capsys, tmp_path):
 
 def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
     other = ("train", tmp_path / "other", "--language", "pcfg-laptop", "--size", "d32", "--steps", "5")
-    assert "do not fit" in refusal(capsys, *other, "--initial", run / "checkpoints" / "step-30")
-    assert "no model.safetensors" in refusal(capsys, *other, "--initial", "absent")
+    assert "do not fit" in refusal(capsys, *other, "--init-from", run / "checkpoints" / "step-30")
+    assert "no model.safetensors" in refusal(capsys, *other, "--init-from", "absent")
     assert not (tmp_path / "other" / "run.json").exists()
 
 
@@ -285,6 +291,19 @@ def test_flatness_refuses_options_without_an_effect(capsys, run, shared_data):
     assert str(checkpoint) in refusal(capsys, "flatness", run)
     causal = ("flatness", shared_data / "stories260K" / "hf", "--data", run, "--mask-id", "3")
     assert "leave out --mask-id" in refusal(capsys, *causal)
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (("--masking", "fraction"), "leave out --masking"),
+        (("--batch-size", "4", "--length", "3"), "leave out --length, --batch-size"),
+        (("--tokenizer", "none", "--mask-id", "3"), "leave out --tokenizer, --mask-id"),
+        (("--dtype", "float64"), "dtype float64 is for data or a language"),
+    ],
+)
+def test_eval_of_a_run_refuses_what_the_run_decides(capsys, run, words, wrong):
+    assert wrong in refusal(capsys, "eval", run, "--measures", "loss", *words)
 
 
 def test_a_study_that_is_none(capsys):
@@ -450,8 +469,8 @@ def test_text_that_was_read_as_a_grammar(capsys, tmp_path):
 
 
 def test_sample_prints_the_tree_that_a_sentence_was_derived_by(capsys, grammar):
-    plain = as_json(capsys, "sample", grammar, "--n", "40", "--length", "6")["sentences"]
-    treed = as_json(capsys, "sample", grammar, "--n", "40", "--length", "6", "--tree")["sentences"]
+    plain = as_json(capsys, "sample", grammar, "--num-sentences", "40", "--length", "6")["sentences"]
+    treed = as_json(capsys, "sample", grammar, "--num-sentences", "40", "--length", "6", "--tree")["sentences"]
     assert [{**sentence, "tree": None} for sentence in plain] == [{**sentence, "tree": None} for sentence in treed]
     assert "tree" not in plain[0]
     rules = nltk.PCFG.fromstring(
@@ -469,17 +488,96 @@ def test_sample_prints_the_tree_that_a_sentence_was_derived_by(capsys, grammar):
 def test_a_tree_with_unary_rules_and_quoted_brackets(capsys, tmp_path):
     path = tmp_path / "unary.pcfg"
     path.write_text("S A 1\nA L R 1\nL ( 1\nR ) 1\n")
-    assert as_json(capsys, "sample", path, "--tree", "--n", "1")["sentences"][0]["tree"] == "(S (A (L '(') (R ')')))"
+    assert (
+        as_json(capsys, "sample", path, "--tree", "--num-sentences", "1")["sentences"][0]["tree"]
+        == "(S (A (L '(') (R ')')))"
+    )
     capsys.readouterr()
-    assert main(["sample", str(path), "--tree", "--n", "1"]) == 0
+    assert main(["sample", str(path), "--tree", "--num-sentences", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[2:4] == ["( )", "    (S (A (L '(') (R ')')))"]
 
 
 def test_brackets_have_a_truth_but_no_tree(capsys):
-    document = as_json(capsys, "sample", "brackets-8", "--n", "3")
+    document = as_json(capsys, "sample", "brackets-8", "--num-sentences", "3")
     assert document["language"] == {"kind": "brackets", "length": 8}
     for sentence in document["sentences"]:
         assert sentence["words"].count("<") == sentence["words"].count(">") == 4
         assert sentence["log_prob_nats"] == pytest.approx(-math.log(70), rel=1e-12)
         assert sentence["conditional_entropy_nats"] == [0.0] * 8
     assert "--tree is for a grammar" in refusal(capsys, "sample", "brackets-8", "--tree")
+
+
+def test_runs_that_cannot_be_read_are_listed_beside_the_others(tmp_path, capsys):
+    texts = {
+        "broken": "{",
+        "empty": "[]",
+        "other": json.dumps(
+            {"config": {**configs.to_dict(TrainConfig(language=BracketsConfig())), "language": {"kind": "dice"}}}
+        ),
+    }
+    Run(tmp_path / "good").create(TrainConfig(language=BracketsConfig()))
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    assert main(["ls", "runs", "--folder", str(tmp_path), "--json"]) == 0
+    states = {Path(row["run"]).name: row["state"] for row in json.loads(capsys.readouterr().out)["runs"]}
+    assert states["good"] == "step 0"
+    assert "unreadable: " in states["broken"]
+    assert "not a readable JSON file" in states["broken"]
+    assert "has no config" in states["empty"]
+    assert "not 'dice'; another may be in a package that is not installed" in states["other"]
+    assert main(["ls", "runs", "--folder", str(tmp_path)]) == 0
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """A run of a few steps."""
+    path = tmp_path_factory.mktemp("runs") / "first"
+    words = ["--language", "brackets-8", "--size", "d16", "--steps", "4", "--batch-size", "4", "--threads", "1"]
+    assert main(["train", str(path), *words]) == 0
+    return path
+
+
+def test_a_run_where_a_checkpoint_is_wanted_and_the_other_way_round(small_run, tmp_path, capsys):
+    last = f"such as {small_run / 'checkpoints' / 'step-4'}"
+    with pytest.raises(IsolossError, match="is a run, not a checkpoint: name one of its checkpoints") as error:
+        load_model(small_run)
+    assert last in str(error.value)
+    for words in (("flatness", small_run), ("sample", small_run), ("train", tmp_path / "x", "--language", small_run)):
+        assert last in refusal(capsys, *words)
+    told = refusal(capsys, "show", small_run / "checkpoints" / "step-4")
+    assert f"is a checkpoint of a run: name the run, {small_run}" in told
+
+
+def test_evaluations_are_listed_in_the_order_in_which_they_were_asked_for(small_run, capsys):
+    words = ["--measures", "trace", "squared-norm", "--flatness-sentences", "32", "--threads", "1"]
+    capsys.readouterr()
+    assert main(["eval", str(small_run), *words]) == 0
+    rows = [line.split()[1] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == ["trace", "squared-norm"]
+
+
+@pytest.mark.parametrize("subcommand", ["train", "eval"])
+def test_an_interruption_says_which_command_goes_on(subcommand, small_run, capsys, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    import isoloss.cli.common as shared
+
+    monkeypatch.setattr(shared, "parse", stop)
+    assert main([subcommand, str(small_run)]) == 130
+    err = capsys.readouterr().err
+    assert "To go on:" in err
+    assert f"  isoloss {subcommand} {small_run}" in err
+
+
+def test_what_a_subcommand_has_no_use_for_is_refused(tmp_path, capsys):
+    for action in ("verify", "report"):
+        told = refusal(capsys, "study", action, "same-loss", "--workers", "3")
+        assert f"--workers is for study run: study {action} starts no units" in told
+
+
+def test_a_tokenizer_that_is_smaller_than_asked_is_told(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one two three " * 50)
+    assert main(["tokenizer", str(tmp_path / "a.txt"), "--output", str(tmp_path / "t"), "--vocab-size", "500"]) == 0
+    assert "tokens, not 500: the texts hold no more" in capsys.readouterr().err

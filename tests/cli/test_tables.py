@@ -154,25 +154,18 @@ def test_a_row_of_a_wide_list_keeps_its_ranges_and_paths(capsys, monkeypatch, tm
     lines = printed(capsys, monkeypatch, 80, lambda: ls.main(["runs"]))
     assert max(map(len, lines)) <= 80
     assert all(str(path) in lines for path in paths)
-    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "same-loss"]))
-    assert "  command: isoloss train runs/same-loss-laptop/runs/adamw-d16" in lines
 
 
-def test_a_plan_in_a_deep_folder_is_a_list(capsys, monkeypatch, tmp_path):
+def test_a_plan_says_what_follows_what_and_where_the_commands_are(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    folder = "x" * 58
-    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "same-loss", "--folder", folder]))
+    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "same-loss"]))
     assert max(map(len, lines)) <= 80
-    assert lines[1:9] == [
-        "train adamw-d16",
-        "  state: to do",
-        "  command: isoloss train",
-        f"    {folder}/runs/adamw-d16",
-        "measure adamw-d16",
-        "  state: to do",
-        "  after: train adamw-d16",
-        "  command: isoloss eval",
+    assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:4]] == [
+        ["unit", "state", "after"],
+        ["train adamw-d16", "to do"],
+        ["measure adamw-d16", "to do", "train adamw-d16"],
     ]
+    assert lines[-1].endswith("--json has the command of each")
 
 
 def test_text_shares_what_room_there_is(capsys, monkeypatch):
@@ -190,7 +183,7 @@ def test_text_shares_what_room_there_is(capsys, monkeypatch):
 
 
 def estimate(value, stderr, unit="nats per predicted token"):
-    return Estimate(value=value, stderr=stderr, samples=9, unit=unit, num_inputs=9, method="known")
+    return Estimate(value=value, stderr=stderr, samples=9, unit=unit, num_predictions=9, method="known")
 
 
 def summary():

@@ -91,10 +91,10 @@ def test_eval_leaves_out_a_loss_with_too_many_hidden_tokens(capsys, run, monkeyp
     folder = run.parent / "fraction"
     train(folder, run.parent / "language.toml", "--masking", "fraction", "--fraction", "0.5")
     capsys.readouterr()
-    assert main(["eval", str(folder), "--trace-sentences", "16", "--json"]) == 0
+    assert main(["eval", str(folder), "--flatness-sentences", "16", "--json"]) == 0
     out, err = capsys.readouterr()
     assert [e["measure"] for e in json.loads(out)["evaluations"]] == ["trace"]
-    reason = "Teacher gives exact conditionals with up to 2 masked tokens a sentence, and masking a fraction of 0.5"
+    reason = "Teacher gives exact conditionals with up to 2 masked tokens per sentence, and masking a fraction of 0.5"
     assert err.startswith(f"isoloss eval: warning: loss is left out: {reason} masks up to")
     drawn: list[int] = []  # by name it is refused before a sentence is drawn
     monkeypatch.setattr(Teacher, "sample", lambda self, n, **options: drawn.append(n))
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_was_written_without_its_tokenizer(capsys, run, glue, 
 def test_the_checkpoint_is_measured_on_text(capsys, run, tmp_path):
     (tmp_path / "text.txt").write_text((run.parent / "text.txt").read_text() * 3 + "猫" * 40)
     checkpoint = run / "checkpoints" / "step-3"
-    assert main(["flatness", str(checkpoint), "--data", str(tmp_path / "text.txt"), "--num-inputs", "20"]) == 0
+    assert main(["flatness", str(checkpoint), "--data", str(tmp_path / "text.txt"), "--num-sequences", "20"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("trace: ")
     assert "sequences of unknown tokens alone left out" in err

@@ -23,13 +23,13 @@ def config_of(capsys, tmp_path, *options):
     [
         ("--algorithm sam", SAMConfig()),
         ("--algorithm sam --sam-rho 0.1 --sam-batch same", SAMConfig(rho=0.1, batch="same")),
-        ("--algorithm sam --sam-ascent per-rank", SAMConfig(ascent="per-rank")),
-        ("--algorithm adversarial --adversarial-ascent per-rank", AdversarialConfig(ascent="per-rank")),
+        ("--algorithm sam --sam-ascent per-process", SAMConfig(ascent="per-process")),
+        ("--algorithm adversarial --adversarial-head per-process", AdversarialConfig(head="per-process")),
         (
             "--algorithm adversarial --adversarial-task prefix-4 --adversarial-weight 0.2 --adversarial-ridge 0.01",
             AdversarialConfig(task="prefix-4", weight=0.2, ridge=0.01),
         ),
-        ("--algorithm fisher-penalty --fisher-penalty-coefficient 0.01", FisherPenaltyConfig(coefficient=0.01)),
+        ("--algorithm fisher-penalty --fisher-penalty-weight 0.01", FisherPenaltyConfig(weight=0.01)),
     ],
 )
 def test_an_algorithm_and_its_options(capsys, tmp_path, options, algorithm):
@@ -39,12 +39,12 @@ def test_an_algorithm_and_its_options(capsys, tmp_path, options, algorithm):
 def test_schedule_labels_and_measures(capsys, tmp_path):
     options = (
         "--schedule cosine --warmup-proportion 0.12 --max-grad-norm 1 --labels exact --measure-every 100 "
-        "--micro-batch 32"
+        "--micro-batch-size 32"
     )
     config = config_of(capsys, tmp_path, *options.split())
     optimizer = config.optimizer
     assert (optimizer.schedule, optimizer.warmup_proportion, optimizer.max_grad_norm) == ("cosine", 0.12, 1.0)
-    assert (config.objective.labels, config.measure_every, config.micro_batch) == ("exact", 100, 32)
+    assert (config.objective.labels, config.measure_every, config.micro_batch_size) == ("exact", 100, 32)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_schedule_labels_and_measures(capsys, tmp_path):
         ),
         ("--algorithm sam --adversarial-ridge 0.1", "--adversarial-ridge needs --algorithm adversarial"),
         (
-            "--algorithm adversarial --fisher-penalty-coefficient 0.1",
-            "--fisher-penalty-coefficient needs --algorithm fisher-penalty",
+            "--algorithm adversarial --fisher-penalty-weight 0.1",
+            "--fisher-penalty-weight needs --algorithm fisher-penalty",
         ),
         ("--algorithm lion", "no training algorithm 'lion'"),
         ("--momentum 0.9", "momentum is 0.9, but the optimizer is adamw: it needs sgd"),
@@ -83,3 +83,10 @@ def test_a_run_with_an_algorithm_and_measures(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["steps"] == 50
     line = Run(tmp_path / "run").metrics()[-1]
     assert {"adversary_loss", "kl_nats", "trace"} <= set(line)
+
+
+def test_the_config_is_printed_as_json_too(capsys, tmp_path):
+    words = ["train", str(tmp_path / "run"), "--language", "pcfg-laptop", "--print-config"]
+    assert main([*words, "--json"]) == 0
+    config = configs.from_dict(TrainConfig, json.loads(capsys.readouterr().out))
+    assert config == config_of(capsys, tmp_path)

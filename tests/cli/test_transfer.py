@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.cli.main import main
 from isoloss.text.tokenizers import load_tokenizer
-from isoloss.transfer.compare import paired_difference
+from isoloss.transfer.comparing import paired_difference
 from isoloss.transfer.results import TransferResult
 
 SMALL = ("--num-train", "120", "--num-test", "80", "--epochs", "2", "--seeds", "2", "--threads", "1")
@@ -46,7 +46,7 @@ def bert(tmp_path: Path, vocab: Path) -> Path:
 
 @pytest.fixture
 def mails(tmp_path: Path, words: list[str]) -> Path:
-    """Labelled text: spam begins with another word than ham."""
+    """Labeled text: spam begins with another word than ham."""
     path = tmp_path / "mails.csv"
     with path.open("w", newline="") as file:
         rows = [(f"{'bv' if i % 2 else 'cw'} {words[i]}", "spam" if i % 2 else "ham") for i in range(60)]
@@ -92,7 +92,7 @@ def test_the_bounds_stand_beside_the_accuracy(capsys, runs):
     assert out.count("majority class ") == 2
     assert out.count(", Bayes ") == 2
     assert "McNemar" in out
-    assert main(["eval", str(runs[0]), "--measures", "probe-root", "--probe-train", "100", "--probe-test", "50"]) == 0
+    assert main(["eval", str(runs[0]), "--measures", "probe-root", "--num-train", "100", "--num-test", "50"]) == 0
     out = capsys.readouterr().out
     assert "majority class" in out
     assert "Bayes 100 %" in out
@@ -192,7 +192,7 @@ def test_models_that_do_not_fit_are_named(capsys, runs, bert, mails, tmp_path):
     assert "name the column of the text with --text" in refusal(capsys, "transfer", bert, *task[:4], alone=True)
     assert "has no column 'head'" in refusal(capsys, "transfer", bert, *task, "--pair", "head", alone=True)
     out = tmp_path / "out"
-    few = ("--num-train", "3", "--num-test", "9", "--output", out, "--threads", "1")
+    few = ("--num-train", "3", "--num-test", "9", "--output", out, "--warmup-steps", "200", "--threads", "1")
     assert "lower it" in refusal(
         capsys, "transfer", runs[2], "--task", "state-2", "--method", "finetune", *few, alone=True
     )

@@ -15,7 +15,7 @@ from isoloss.evaluation.evaluator import Evaluator, pending
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.evaluation.truth import truth as make_truth
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.compare import compare as compare_traces
+from isoloss.flatness.comparing import compare as compare_traces
 from isoloss.languages.config import PRESETS, CorpusConfig
 from isoloss.loading import load_model
 from isoloss.models.expansion import expand
@@ -26,7 +26,7 @@ from isoloss.statistics.paired import paired_difference
 from isoloss.studies.comparison import difference, measured, ratio
 from isoloss.text.masking import IGNORED
 from isoloss.training.trainer import train
-from isoloss.transfer.compare import paired_difference as accuracy_difference
+from isoloss.transfer.comparing import paired_difference as accuracy_difference
 from isoloss.transfer.linear_probing import linear_probe, lookup_probe
 from isoloss.transfer.tasks import make_task
 
@@ -40,9 +40,9 @@ CONFIG = TrainConfig(
 )
 SETTINGS = {
     "loss_sentences": 200,
-    "trace_sentences": 96,
-    "probe_train": 300,
-    "probe_test": 120,
+    "flatness_sentences": 96,
+    "num_train": 300,
+    "num_test": 120,
     "probe_seeds": 3,
     "probe_epochs": 3,
     "seed": 7,
@@ -89,7 +89,7 @@ def test_the_paired_error_of_the_loss_is_that_of_the_sentences(run, models, lang
 
 
 def test_the_paired_error_of_the_trace_is_that_of_a_comparison_of_the_models(run, models):
-    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_inputs=96, seed=7).batches
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_sequences=96, seed=7).batches
     expected = compare_traces({"later": models[60], "earlier": models[30]}, batches, seed=7).pair("later", "earlier")
     found = moved(run, "trace", "trace")
     assert found.value == pytest.approx(expected.trace.value, rel=1e-9)
@@ -100,7 +100,7 @@ def test_the_paired_error_of_the_trace_is_that_of_a_comparison_of_the_models(run
 
 
 def test_the_trace_is_that_of_fisher_trace(run, models):
-    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_inputs=96, seed=7).batches
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_sequences=96, seed=7).batches
     expected = fisher_trace(models[60], batches, seed=7)
     kept = run.evaluation("trace", 60).estimates["trace"]
     assert dataclasses.replace(expected, seconds=None) == kept
@@ -126,8 +126,8 @@ def test_the_paired_error_of_a_probe_is_that_of_its_predictions(run, models, lan
 @pytest.mark.parametrize("scale", ["paper", "balanced", "exact"])
 def test_the_trace_of_an_expanded_model_is_measured_in_the_large_one(run, models, scale):
     evaluation, _ = Evaluator(run, SETTINGS).measure(f"trace-in-d64-{scale}", 60)
-    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_inputs=96, seed=7).batches
-    expected = fisher_trace(expand(models[60], SIZES["d64"], scale=scale).model, batches, seed=7)
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_sequences=96, seed=7).batches
+    expected = fisher_trace(expand(models[60], SIZES["d64"], embedding_scale=scale).model, batches, seed=7)
     trace = evaluation.estimates["trace"]
     assert trace.value == pytest.approx(expected.value)
     assert trace.details["num_parameters"] == expected.details["num_parameters"]

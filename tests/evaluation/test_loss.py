@@ -134,10 +134,10 @@ def per_sentence(model, tokens, t):
     present = torch.tensor([[1] * len(tokens) + [0] * (3 - len(tokens))])
     with torch.no_grad():
         logits = model(input_ids=x, attention_mask=present).logits[0, t].double().tolist()
-    normaliser = math.log(math.fsum(math.exp(z) for z in logits))
+    normalizer = math.log(math.fsum(math.exp(z) for z in logits))
     p = Chain().conditional(tokens, t)
     entropy = -math.fsum(q * math.log(q) for q in p if q > 0)
-    kl = math.fsum(q * (math.log(q) - (logits[c] - normaliser)) for c, q in enumerate(p) if q > 0)
+    kl = math.fsum(q * (math.log(q) - (logits[c] - normalizer)) for c, q in enumerate(p) if q > 0)
     return entropy, kl
 
 
@@ -189,7 +189,7 @@ def test_estimates_agree_with_the_enumerated_expectation():
         estimate = found[name]
         assert abs(estimate.value - expected) < 4 * estimate.stderr
         assert 0 < estimate.stderr < 0.03 * expected
-        assert (estimate.samples, estimate.num_inputs) == (4000, 4000)
+        assert (estimate.samples, estimate.num_predictions) == (4000, 4000)
         assert estimate.unit == "nats per predicted token"
         assert Estimate.from_dict(json.loads(json.dumps(estimate.to_dict()))) == estimate
     assert found["loss"].value == pytest.approx(found["entropy"].value + found["kl"].value, rel=1e-12)
@@ -359,7 +359,7 @@ def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, kept, m
         assert found[key].value == pytest.approx(value, rel=1e-12)
         expected = math.sqrt(60 / 59 * float(residuals.square().sum())) / float(truth.counts.sum())
         assert found[key].stderr == pytest.approx(expected, rel=1e-10)
-        assert (found[key].samples, found[key].num_inputs) == (60, int(truth.counts.sum()))
+        assert (found[key].samples, found[key].num_predictions) == (60, int(truth.counts.sum()))
         assert (found[key].details["masking"], found[key].details["fraction"]) == ("fraction", 0.4)
 
 
@@ -411,7 +411,7 @@ def test_held_out_loss_is_the_cross_entropy_per_token(objective, wrap):
     assert found.stderr == pytest.approx(expected, rel=1e-10)
     subsets = torch.stack([a.sum() / n.sum() for a, n in zip(nats.split(40), counts.split(40), strict=True)])
     assert found.details["subset_std"] == pytest.approx(float(subsets.std()), rel=1e-10)
-    assert (found.samples, found.num_inputs, found.details["subset_size"]) == (200, int(counts.sum()), 40)
+    assert (found.samples, found.num_predictions, found.details["subset_size"]) == (200, int(counts.sum()), 40)
     assert found.details.get("fraction") == (0.4 if objective is FRACTION else None)
     assert done == [30, 60, 90, 120, 150, 180, 200]
 
@@ -459,7 +459,7 @@ def test_held_out_loss_of_an_exact_language_agrees_with_its_exact_loss():
 @pytest.mark.parametrize(
     ("language", "objective", "n", "sentence"),
     [
-        (Corpus(), ONE, 100, "Corpus has no exact conditionals: measure its held-out loss instead"),
+        (Corpus(), ONE, 100, "Corpus has no exact conditionals: the measure loss is"),
         (Chain(), ONE, 9, "num_sentences is 9; an error bar needs at least 10"),
     ],
 )

@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -10,11 +12,15 @@ import torch
 
 import isoloss.flatness
 from isoloss.cli.main import main
+from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
-from isoloss.evaluation.config import ReadingConfig
 from isoloss.evaluation.evaluator import evaluate
 from isoloss.evaluation.measures.base import Measure, MeasureResult, make_measure, name_fields, settings_of
 from isoloss.evaluation.measures.flatness import FlatnessMeasure
+from isoloss.evaluation.reading import ReadingConfig
+from isoloss.flatness import fisher_trace
+from isoloss.flatness.rescaling import rescaled_at_random
+from isoloss.languages.api import Language
 from isoloss.languages.config import PCFGConfig
 from isoloss.loading import load_model
 from isoloss.models.make import make_model
@@ -23,13 +29,16 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.statistics.estimate import Estimate
 from isoloss.text.inputs import read_inputs
 
-NAMED = {"trace-in-SIZE-SCALE": "trace-in-d32-exact", **{f"{how}-TASK": f"{how}-root" for how in ("probe", "lookup")}}
+NAMED = {
+    "trace-in-SIZE-EMBEDDING_SCALE": "trace-in-d32-exact",
+    **{f"{how}-TASK": f"{how}-root" for how in ("probe", "lookup")},
+}
 NAMED["finetune-TASK"] = "finetune-root"
 SMALL = {
     "loss_sentences": 40,
-    "trace_sentences": 40,
-    "probe_train": 48,
-    "probe_test": 32,
+    "flatness_sentences": 40,
+    "num_train": 48,
+    "num_test": 32,
     "probe_seeds": 2,
     "probe_epochs": 2,
     "finetune_seeds": 2,
@@ -104,35 +113,43 @@ def config_file(folder):
 @pytest.mark.parametrize("name", FLATNESS)
 def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_function_gives(capsys, checkpoints, name):
     asked = NAMED.get(name, name)
-    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-inputs", "40")
-    own = [word for word in options(name) if word not in ("--trace-sentences", 40)]
+    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-sequences", "40")
+    own = [word for word in options(name) if word not in ("--flatness-sentences", 40)]
     document = as_json(capsys, "flatness", checkpoints / "a", *data, "--measures", asked, *own)
     (model,) = document["models"]
     assert (document["comparisons"], document["interrupted"], model["model"]) == ({}, None, str(checkpoints / "a"))
     assert all(has_error(estimate) for estimate in model["estimates"][asked].values())
     measure = make_measure(asked, SMALL)
     loaded = load_model(checkpoints / "a", device="cpu")
-    if name == "trace-in-SIZE-SCALE":
+    if name == "trace-in-SIZE-EMBEDDING_SCALE":
         from isoloss.models.expansion import expand
         from isoloss.models.sizes import SIZES
 
-        loaded = dataclasses.replace(loaded, model=expand(loaded.model, SIZES["d32"], scale="exact").model)
+        loaded = dataclasses.replace(loaded, model=expand(loaded.model, SIZES["d32"], embedding_scale="exact").model)
     inputs = read_inputs(
         checkpoints / "ids.npy",
         checkpoint=str(checkpoints / "a"),
         config=loaded.model.config,
         kind="masked",
-        num_inputs=40,
+        num_sequences=40,
         mask_id=9,
         masking=ObjectiveConfig(masking="fraction"),
     )
     function = getattr(isoloss.flatness, measure.calls)
     taken = inspect.signature(function).parameters
     given = {key: value for key, value in measure.options().items() if value is not None}
-    batches = inputs.cut(SMALL["sharpness_batch_size"]).batches if name == "sam-sharpness" else inputs.batches
+    if hasattr(measure, "sharpness_batch_size"):
+        inputs = inputs.cut(measure.sharpness_batch_size)
     if "auxiliary_sample" in taken:
-        given["auxiliary_sample"] = inputs.pool
-    expected = measure.estimates(function(loaded.model, *([batches] if "batches" in taken else []), **given))
+        given["auxiliary_sample"] = inputs.auxiliary_sample
+    if name == "rescaling-control":  # both traces, of another model
+        loaded = dataclasses.replace(loaded, model=rescaled_at_random(loaded.model, seed=measure.seed))
+        minimal = fisher_trace(loaded.model, inputs.batches, **given)
+        found = {key: estimate["value"] for key, estimate in model["estimates"][asked].items()}
+        plain = pytest.approx(minimal.details["trace"], rel=0.05)
+        assert found == {"trace": plain, "minimal-trace": pytest.approx(minimal.value, rel=1e-4)}
+        return
+    expected = measure.estimates(function(loaded.model, *([inputs.batches] if "batches" in taken else []), **given))
     for key, estimate in expected.items():
         found = model["estimates"][asked][key]
         assert (found["value"], found["stderr"]) == pytest.approx((estimate.value, estimate.stderr), rel=1e-4)
@@ -141,8 +158,8 @@ def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_fun
 @pytest.mark.parametrize("name", FLATNESS)
 def test_two_models_are_compared_by_every_measure_that_can_be_paired(capsys, checkpoints, name):
     asked = NAMED.get(name, name)
-    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-inputs", "40")
-    own = [word for word in options(name) if word not in ("--trace-sentences", 40)]
+    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-sequences", "40")
+    own = [word for word in options(name) if word not in ("--flatness-sentences", 40)]
     words = ("flatness", checkpoints / "a", checkpoints / "b", *data, "--measures", asked, *own)
     document = as_json(capsys, *words)
     comparison = document["comparisons"][asked]
@@ -154,13 +171,15 @@ def test_two_models_are_compared_by_every_measure_that_can_be_paired(capsys, che
         assert 0 < difference["stderr"] < 2 * np.hypot(first[key]["stderr"], second[key]["stderr"])
     assert bool(comparison["pairs"]) == (name != "squared-norm")
     assert main([*map(str, words)]) == 0
-    assert str(checkpoints / "a") in (out := capsys.readouterr().out) or "a less b" in out
+    out = capsys.readouterr().out
+    assert re.search(r"^a  .*\nb  ", out, re.MULTILINE)
+    assert ("a minus b" in out) == bool(comparison["pairs"])
 
 
 def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():
     called = {MEASURES.load(name).calls for name in FLATNESS}
     functions = {name for name in dir(isoloss.flatness) if inspect.isfunction(getattr(isoloss.flatness, name))}
-    assert functions - {"compare"} == called
+    assert functions - {"compare", "evaluating"} == called
 
 
 def test_a_measure_of_ones_own_is_found_by_its_pattern(checkpoints, monkeypatch):
@@ -172,23 +191,45 @@ def test_a_measure_of_ones_own_is_found_by_its_pattern(checkpoints, monkeypatch)
 
         def run(self, model, context):
             count = sum(p.numel() for name, p in model.named_parameters() if self.word in name)
-            return {"count": Estimate(value=count, stderr=0.0, samples=0, unit="", num_inputs=0, method="count")}
+            return {"count": Estimate(value=count, stderr=0.0, samples=0, unit="", num_predictions=0, method="count")}
 
     monkeypatch.setattr(MEASURES, "_entries", dict(MEASURES._entries))
     MEASURES.register("parameters-WORD", ParameterCount)
-    (found,) = evaluate(checkpoints / "a", ["parameters-bias"], language=LANGUAGE)
+    (found,) = evaluate(checkpoints / "a", "parameters-bias", language=LANGUAGE)
     bias = sum(
         p.numel() for name, p in load_model(checkpoints / "a", device="cpu").model.named_parameters() if "bias" in name
     )
     assert (found.estimates["count"].value, found.settings) == (bias, {})
 
 
+@pytest.mark.parametrize("result", [3.0, {"x": 3.0}, None])
+def test_a_measure_that_returns_no_estimate_is_named(checkpoints, monkeypatch, result):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Wrong(Measure):
+        """A number alone."""
+
+        def run(self, model, context):
+            return result
+
+    monkeypatch.setattr(MEASURES, "_entries", dict(MEASURES._entries))
+    MEASURES.register("wrong", Wrong)
+    with pytest.raises(IsolossError, match=f"measure wrong returned {result}; it must be estimates by name"):
+        evaluate(checkpoints / "a", "wrong", language=LANGUAGE)
+
+
 def test_mistakes_are_told_before_anything_is_loaded():
     for measures, settings, sentence in (
         (["los"], {}, "did you mean loss"),
-        (["probe-TASK"], {}, "probe-TASK stands for measures with a task in their name"),
+        (["probe-TASK"], {}, "probe-TASK is a pattern: replace TASK"),
+        (["loss"], {"loss_sentences": "many"}, "loss_sentences is 'many'; it must be a whole number, at least 1"),
+        (["loss"], {"loss_sentences": 2.5}, "loss_sentences is 2.5; it must be a whole number, at least 1"),
+        (
+            ["loss"],
+            {"nothing_alike": 3},
+            "'nothing_alike'; those of loss are loss_sentences, seed",
+        ),
         (["loss"], {"loss_sentence": 3}, "no measure has a setting 'loss_sentence'; did you mean loss_sentences"),
-        (["trace"], {"trace_sentences": 0}, "trace_sentences is 0; it must be at least 2"),
+        (["trace"], {"flatness_sentences": 0}, "flatness_sentences is 0; it must be at least 2"),
         ([], {}, "no measure is named"),
     ):
         with pytest.raises(IsolossError, match=sentence):
@@ -200,13 +241,38 @@ def test_what_does_not_apply_is_refused_where_it_was_asked_for(checkpoints):
         evaluate(checkpoints / "a", ["probe-root"], data=checkpoints / "ids.npy", reading=ReadingConfig(mask_id=9))
 
 
+def test_sentences_of_a_language_are_masked_as_asked(checkpoints):
+    def masked(**reading):
+        found = evaluate(
+            checkpoints / "a", ["loss"], language=LANGUAGE, settings=SMALL, reading=ReadingConfig(**reading)
+        )
+        return found[0].estimates["loss"].num_predictions
+
+    assert masked() == masked(masking="one") == 40  # one token of each sentence
+    assert masked(masking="fraction", fraction=1.0) == 40 * 4
+    assert 40 <= masked(masking="fraction") < 80
+    with pytest.raises(IsolossError, match=r"is measured on a language: leave out --length"):
+        masked(length=3)
+
+
+def test_two_checkpoints_never_share_a_folder_of_the_output(checkpoints, tmp_path):
+    options = {"language": LANGUAGE, "settings": SMALL}
+    with pytest.raises(IsolossError, match="is named twice, the other time as"):
+        evaluate([checkpoints / "a", f"{checkpoints}/../{checkpoints.name}/a"], ["loss"], **options)
+    shutil.copytree(checkpoints / "b", tmp_path / "x-a")
+    shutil.copytree(checkpoints / "a", tmp_path / "x" / "a")
+    with pytest.raises(IsolossError, match=r"would both be kept in .*: measure them one after another"):
+        evaluate([tmp_path / "x" / "a", tmp_path / "x-a"], ["loss"], output=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_evaluations_print_as_a_table(checkpoints):
     found = evaluate(
         [checkpoints / "a", checkpoints / "b"], ["loss", "squared-norm"], language=LANGUAGE, settings=SMALL
     )
     assert len(found) == 4
     lines = str(found).splitlines()
-    assert lines[0].split()[:4] == ["model", "step", "measure", "estimate"]
+    assert lines[0].split()[:4] == ["model", "measure", "estimate", "value"]
     assert [line.split()[2] for line in lines[1:]] == ["entropy", "entropy", "kl", "kl", "loss", "loss"] + [
         "squared-norm"
     ] * 2
@@ -216,9 +282,9 @@ def test_evaluations_print_as_a_table(checkpoints):
 
 def test_results_of_estimates_alone_have_their_influences():
     estimate = Estimate(
-        value=1.0, stderr=1.0, samples=2, unit="", num_inputs=2, method="", influence=np.array([1.0, -1.0])
+        value=1.0, stderr=1.0, samples=2, unit="", num_predictions=2, method="", influence=np.array([1.0, -1.0])
     )
-    result = MeasureResult.of({"x": estimate, "y": dataclasses.replace(estimate, influence=None)})
+    result = MeasureResult.of({"x": estimate, "y": dataclasses.replace(estimate, influence=None)}, "mine")
     assert list(result.arrays) == ["x.influence"]
     assert result.arrays["x.influence"].dtype == np.float32
 
@@ -235,7 +301,7 @@ def test_the_first_model_decides_where_a_measurement_stops_and_pairs_stay(capsys
     data = ("--data", tmp_path / "ids.npy", "--mask-id", "9", "--batch-size", "16", *rule)
     document = as_json(capsys, "flatness", checkpoints / "a", checkpoints / "b", *data, "--measures", name)
     first, second = (model["estimates"][name][name] for model in document["models"])
-    assert (first["samples"], first["num_inputs"]) == (second["samples"], second["num_inputs"])
+    assert (first["samples"], first["num_predictions"]) == (second["samples"], second["num_predictions"])
     assert first["samples"] < 200 or name == "largest-eigenvalue"
     assert document["comparisons"][name]["pairs"]
 
@@ -262,3 +328,34 @@ def test_the_loss_on_token_ids_is_their_cross_entropy(checkpoints):
 def test_a_model_that_does_not_know_the_language_is_refused(checkpoints):
     with pytest.raises(IsolossError, match="knows 10 ids, and a model of the language 34"):
         evaluate(checkpoints / "a", ["loss"], language="pcfg-laptop")
+
+
+class Blind(Language):
+    """The sentences of a language, and nothing of their probabilities."""
+
+    def __init__(self):
+        self._language = LANGUAGE.build()
+        self.max_length = self._language.max_length
+        self.set_vocabulary(self._language.vocabulary)
+
+    def sample(self, n, *, generator=None, latent=False):
+        return self._language.sample(n, generator=generator)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlindConfig(LanguageConfig):
+    kind: str = "blind"
+
+    def build(self, progress=None):
+        return Blind()
+
+
+def test_the_loss_of_a_language_without_truth_is_a_cross_entropy_of_its_sentences(checkpoints):
+    settings = {"loss_sentences": 4000}
+    known, found = (
+        evaluate(checkpoints / "a", "loss", language=language, settings=settings)[0].estimates
+        for language in (LANGUAGE, BlindConfig())
+    )
+    assert set(found) == {"loss"}
+    assert found["loss"].method == "fresh sentences"
+    assert abs(found["loss"].value - known["loss"].value) < 4 * found["loss"].stderr

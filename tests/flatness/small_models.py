@@ -123,7 +123,7 @@ def cut(batch, sizes):
 
 
 class Windows(nn.Module):
-    """A tiny masked model without a config: an embedding, a product of the neighbours, a tied head."""
+    """A tiny masked model without a config: an embedding, a product of the neighbors, a tied head."""
 
     def __init__(self, vocab, size):
         super().__init__()

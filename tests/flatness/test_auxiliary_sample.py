@@ -15,8 +15,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.compare import compare
-from isoloss.flatness.engine import auxiliary_sample, run
+from isoloss.flatness.comparing import compare
+from isoloss.flatness.engine import accumulation, auxiliary_sample
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample, Bigrams, _Tokens
 from isoloss.seeds import generator
 
@@ -378,7 +378,7 @@ def test_models_share_an_auxiliary_sample_in_a_comparison():
     assert float((influence**2).sum() / (n * (n - 1))) ** 0.5 == pytest.approx(own[0].stderr, rel=1e-12)
     same = compare({"a": first, "b": first}, [batch], auxiliary_sample=pool, causal=False)
     assert (same.pair("a", "b").trace.value, same.pair("a", "b").trace.stderr) == (0.0, 0.0)
-    assert [m.flattest for m in same.models] == [0.5, 0.5]
+    assert [m.probability_of_smallest for m in same.models] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(("names", "used"), [(("untold", "topical"), 0), (("topical", "untold"), 8)])
@@ -395,7 +395,7 @@ def test_the_first_model_decides_for_all(names, used):
 
 
 def test_a_resume_file_knows_its_auxiliary_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
     model, path = Topical(), tmp_path / "record"
     batches, pool = cut(topical(300, "measured"), [100, 100, 100]), [topical(3000, "pool")]
     straight = fisher_trace(model, batches, causal=False, auxiliary_sample=pool)

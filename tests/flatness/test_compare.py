@@ -1,6 +1,7 @@
 """Comparisons of models against repetitions, closed forms and each model measured alone."""
 
 import copy
+import dataclasses
 import json
 import math
 import weakref
@@ -12,8 +13,9 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.compare import InterruptedComparison, Outline, compare
+from isoloss.flatness.comparing import InterruptedComparison, Outline, compare
 from isoloss.flatness.differences import Comparison
+from isoloss.statistics.ratio_estimator import ClusteredRatio
 
 VOCAB = 5
 
@@ -67,6 +69,21 @@ def exact_loss(model, batches):
     return np.array(nats), np.array(counts)
 
 
+def test_an_input_that_makes_up_most_of_an_error_is_told(monkeypatch):
+    models, batches = {"a": bert(), "b": bert(1)}, inputs(400)
+    found = compare(models, batches)
+    assert found.warning == ""
+    influence = np.zeros(400)
+    influence[3] = 5.0
+    (pair,) = found.pairs
+    odd = dataclasses.replace(pair, trace=dataclasses.replace(pair.trace, influence=influence))
+    assert dataclasses.replace(found, pairs=(odd,)).warning.startswith(
+        "one of the sequences makes up 100 % of the squared error of the difference of a and b"
+    )
+    monkeypatch.setattr(ClusteredRatio, "leading", 0.92)
+    assert "makes up 92 % of the squared error of the trace of a" in str(compare(models, batches)).splitlines()[-1]
+
+
 # --- each model ------------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +99,7 @@ def test_each_trace_is_what_the_model_alone_gets_and_each_loss_the_cross_entropy
         assert measured.loss.value == pytest.approx(loss, rel=1e-12)
         residuals = nats - loss * counts
         assert measured.loss.stderr == pytest.approx(math.sqrt(40 / 39 * (residuals**2).sum()) / counts.sum())
-        assert measured.loss.num_inputs == measured.trace.num_inputs == counts.sum()
+        assert measured.loss.num_predictions == measured.trace.num_predictions == counts.sum()
     assert [(pair.first, pair.second) for pair in found.pairs] == [("a", "b"), ("a", "wide"), ("b", "wide")]
 
 
@@ -95,7 +112,7 @@ def test_causal_models_are_scored_on_the_next_token():
     with torch.no_grad():
         expected = model(ids, labels=ids).loss
     assert found.models[0].loss.value == pytest.approx(float(expected), rel=1e-6)
-    assert found.models[0].flattest == 1
+    assert found.models[0].probability_of_smallest == 1
     assert found.pairs == ()
 
 
@@ -121,7 +138,7 @@ def test_a_model_differs_from_itself_by_nothing():
         assert (pair.trace.value, pair.trace.stderr) == (0, 0)
         assert (pair.loss.value, pair.loss.stderr) == (0, 0)
         assert (pair.ratio, pair.ratio_ci95) == (1, (1, 1))
-    assert [measured.flattest for measured in found.models] == pytest.approx([1 / 3] * 3)
+    assert [measured.probability_of_smallest for measured in found.models] == pytest.approx([1 / 3] * 3)
 
 
 def test_paired_errors_agree_with_repetitions_and_are_far_below_unpaired_ones():
@@ -219,7 +236,7 @@ def test_the_ranking_starts_with_the_flattest():
             parameter *= 1.5
     found = compare({"sharp": sharp, "flat": bert()}, inputs(64))
     assert found.ranking == ("flat", "sharp")
-    assert found.models[1].flattest > 0.99
+    assert found.models[1].probability_of_smallest > 0.99
     assert found.pair("flat", "sharp") is found.pairs[0]
     with pytest.raises(IsolossError, match="no pair of flat and round; the models are sharp, flat"):
         found.pair("flat", "round")
@@ -231,9 +248,9 @@ def test_it_prints_as_one_line_and_as_a_short_table():
         for parameter in sharp.parameters():
             parameter *= 1.5
     found = compare({"sharp": sharp, "flat": bert()}, inputs(64))
-    assert repr(found) == "Comparison(2 models; flat is the flattest: 100 %)"
-    lines = str(found).splitlines()
-    assert [line.split()[0] for line in lines if line] == ["model", "flat", "sharp", "less", "sharp"]
+    assert repr(found) == "Comparison(2 models; flat is the flattest with probability above 0.999)"
+    lines = str(found).removesuffix(f"\n\n{found.warning}").splitlines()
+    assert [line.split()[0] for line in lines if line] == ["model", "flat", "sharp", "minus", "sharp"]
     pair = found.pair("sharp", "flat")
     assert f"{pair.trace}".removesuffix(f" {pair.trace.unit}") in lines[-1]
     low, high = pair.ratio_ci95

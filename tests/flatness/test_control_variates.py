@@ -105,12 +105,12 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
     u = cotangents_of_all_signs(monkeypatch, p.sqrt(), torch.tensor([2, 0, 1]))
     intermediates = torch.einsum("arv,srvw->asrw", u, tails)
 
-    def centred(place, *others):
+    def centered(place, *others):
         further = [(intermediates[o, 0], controls.squares(u[o], u[o] @ weight)) for o in others]
-        return controls.centred(u[place], u[place] @ weight, list(intermediates[place]), further)
+        return controls.centered(u[place], u[place] @ weight, list(intermediates[place]), further)
 
     # the last one's mean is over draws of both its own and other signs
-    found = torch.stack([centred(place, len(u) - 1 - place, place ^ 1234) for place in range(len(u))])
+    found = torch.stack([centered(place, len(u) - 1 - place, place ^ 1234) for place in range(len(u))])
     torch.testing.assert_close(found.mean(dim=0), torch.zeros(3, 10, dtype=torch.float64), rtol=0, atol=1e-12)
     assert float(found[:, 0, [0, 1, 2, 3, 4, 5, 7, 8, 9]].std(dim=0).min()) > 0.1
     assert not found[:, :, 6].any()  # there is no third intermediate
@@ -131,10 +131,10 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
         return torch.cat([squares, torch.stack([pairs, torch.zeros_like(pairs)])], dim=1)
 
     both = [0, 2]
-    difference = centred(1234)[both] - centred(3001)[both]
+    difference = centered(1234)[both] - centered(3001)[both]
     torch.testing.assert_close(difference[:, :6], plain(1234) - plain(3001))
     assert not difference[:, 6:].any()  # without further probes there is nothing for the last three
     norms = intermediates[:, 0].square().sum(dim=2)  # of the first intermediate, by draw and position
     by_sequence = torch.stack([norms[:, :2].sum(dim=1), norms[:, 2]], dim=1)
-    torch.testing.assert_close(centred(9, 40, 77)[both, 7], by_sequence[9] - by_sequence[[40, 77]].mean(dim=0))
-    torch.testing.assert_close(centred(9, 40, 77)[:, 8:], (centred(40)[:, :2] + centred(77)[:, :2]) / 2)
+    torch.testing.assert_close(centered(9, 40, 77)[both, 7], by_sequence[9] - by_sequence[[40, 77]].mean(dim=0))
+    torch.testing.assert_close(centered(9, 40, 77)[:, 8:], (centered(40)[:, :2] + centered(77)[:, :2]) / 2)

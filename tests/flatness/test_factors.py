@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from isoloss.flatness.engine import factors
 from isoloss.flatness.engine.factors import Dense, Outer, SelectedRows, squared_norms
+from isoloss.flatness.engine.splits import Split
 
 
 def formed(factor, num_sequences, shape):
@@ -138,3 +139,102 @@ def test_separate_positions_leave_out_products_of_two_and_nothing_else():
     # two uses at one position share its cotangent, so their products stay
     assert torch.equal(squared_norms([gathered, gathered], 3, separate=True), squared_norms([gathered, gathered], 3))
     assert torch.equal(squared_norms([lookup], 3, separate=True), squared_norms([lookup], 3))
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def groups_of(number, kind, generator):
+    """Groups of an axis: one, one of each index, or at random, in blocks or mixed."""
+    if kind == "none":
+        return torch.zeros(number, dtype=torch.int64)
+    if kind == "each":
+        return torch.arange(number)
+    drawn_groups = torch.randint(0, max(1, number // 2), (number,), generator=generator)
+    groups = drawn_groups.unique(return_inverse=True)[1]
+    return groups.sort().values if kind == "blocks" else groups
+
+
+def by_part(squares, split):
+    """(B, parts) of squares (B, a, b), entry by entry."""
+    parts = torch.zeros(len(squares), split.num_parts, dtype=torch.float64)
+    for i, row in enumerate(split.rows.tolist()):
+        for j, column in enumerate(split.columns.tolist()):
+            parts[:, row * split.num_columns + column] += squares[:, i, j]
+    return parts
+
+
+KINDS = st.sampled_from(["none", "each", "blocks", "mixed"])
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    kinds=st.lists(st.sampled_from(["tokens", "rows", "index"]), min_size=1, max_size=3),
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
+    length=st.integers(1, 6),
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    axes=st.tuples(KINDS, KINDS),
+    limit=st.sampled_from([1, 40, 1 << 21]),
+    seed=st.integers(0, 99),
+)
+def test_parts_of_matrices(kinds, counts, length, shape, axes, limit, seed):
+    generator = torch.Generator().manual_seed(seed)
+    made = drawn(kinds, counts, length, shape, generator)
+    split = Split(*(groups_of(number, kind, generator) for number, kind in zip(shape, axes, strict=True)))
+    expected = by_part(sum(formed(factor, len(counts), shape) for factor in made).square(), split)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factors, "_LIMIT", limit)
+        found = squared_norms(made, len(counts), split=split)
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+        if kinds.count("rows") == 1 and "tokens" not in kinds:  # each selected position by itself
+            matrix = next(factor for factor in made if factor.selected is not None)
+            own = torch.zeros_like(expected)
+            for row, left, right in zip(matrix.selected.rows.tolist(), matrix.left, matrix.right, strict=True):
+                own[row] += by_part((left[:, None] * right)[None].square(), split)[0]
+            expected += own - by_part(formed(matrix, len(counts), shape).square(), split)
+            found = squared_norms(made, len(counts), separate=True, split=split)
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
+    shape=st.sampled_from([(1,), (5,), (4, 3), (2, 3, 4)]),
+    axes=st.tuples(KINDS, KINDS),
+    uses=st.lists(st.booleans(), min_size=1, max_size=3),
+    limit=st.sampled_from([1, 1 << 21]),
+)
+def test_parts_of_what_is_used_by_element(counts, shape, axes, uses, limit):
+    generator = torch.Generator().manual_seed(0)
+    places = SelectedRows.of(torch.arange(max(counts)) < torch.tensor(counts)[:, None])
+    a, b, width = shape[0], shape[-1] if len(shape) > 1 else 1, torch.Size(shape).numel()
+    split = Split(groups_of(a, axes[0], generator), groups_of(b, axes[1], generator))
+    split.check("scale", torch.Size(shape))
+    made = []
+    for gathered in uses:
+        values = torch.randn(
+            (sum(counts) if gathered else len(counts), width), generator=generator, dtype=torch.float64
+        )
+        made.append(Dense(values, places if gathered else None))
+
+    def parts(gradient):
+        return by_part(gradient.reshape(-1, a, width // (a * b), b).square().sum(dim=2), split)
+
+    expected = parts(sum(formed(factor, len(counts), (width,)) for factor in made))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factors, "_LIMIT", limit)
+        torch.testing.assert_close(squared_norms(made, len(counts), split=split), expected, rtol=1e-11, atol=1e-11)
+    if uses == [True]:
+        each = torch.zeros_like(expected).index_add_(0, places.rows, parts(made[0].values))
+        torch.testing.assert_close(squared_norms(made, len(counts), separate=True, split=split), each)
+
+
+@pytest.mark.parametrize("axes", [("each", "none"), ("none", "blocks"), ("blocks", "each")])
+def test_parts_of_long_narrow_factors_are_close_in_float32(axes):
+    generator = torch.Generator().manual_seed(3)
+    left, right = (torch.randn((2, 3000, width), generator=generator) + 1 for width in (90, 70))
+    for length in (20, 3000):  # by the products of tokens, and by the gradient itself
+        factor = Outer(left[:, :length], right[:, :length])
+        split = Split(groups_of(90, axes[0], generator), groups_of(70, axes[1], generator))
+        squares = (factor.left.double().mT @ factor.right.double()).square()
+        torch.testing.assert_close(squared_norms([factor], 2, split=split), by_part(squares, split), rtol=2e-5, atol=0)

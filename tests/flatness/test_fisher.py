@@ -8,7 +8,7 @@ import torch
 from small_models import MODELS, Windows, bert, exact, failing, gpt2, patch_probes, rows
 
 from isoloss.flatness import fisher, fisher_trace
-from isoloss.flatness.engine import control_variates, run
+from isoloss.flatness.engine import accumulation, control_variates
 
 # --- exactness -------------------------------------------------------------------------------------------------------
 
@@ -105,10 +105,10 @@ def test_the_estimate_agrees_with_enumeration_on_the_same_inputs(name, method, o
         assert list(e.by_layer_stderr) == list(e.by_layer)
         assert all(0 <= error <= 2 * e.stderr for error in e.by_parameter_stderr.values())
         assert list(e.by_parameter) == [n for n, _ in model.named_parameters()]
-        assert e.num_inputs == len(truth) == 64
+        assert e.num_predictions == len(truth) == 64
         assert e.num_probes == options.get("num_probes", 1)
         assert e.samples == 48
-        assert e.method == {"ghost": "fisher, exact expectation over labels", "paper": "fisher, sampled labels"}[method]
+        assert e.method == {"ghost": "Fisher, exact expectation over labels", "paper": "Fisher, sampled labels"}[method]
         assert e.unit == "nats per predicted token"
 
 
@@ -186,7 +186,7 @@ def test_no_signs_are_drawn_twice(monkeypatch):
 
 
 def test_a_resumed_measurement_keeps_the_number_of_further_probes(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
     model = bert(7, layers=3, dtype=torch.float32)
     # the second batch predicts so much that alone it would have no further probes
     batches = [rows(40, 16, 7), rows(8, 16, 7, predicted=((1, 2, 4, 5, 7, 9),))]

@@ -20,7 +20,7 @@ from transformers import (
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import InterruptedEstimate, empirical_fisher_trace, fisher_trace
-from isoloss.flatness.engine import control_variates, run
+from isoloss.flatness.engine import accumulation, control_variates
 from isoloss.model_checks import is_causal
 from isoloss.statistics.estimate import Estimate
 
@@ -197,7 +197,7 @@ def test_it_stops_at_a_look_where_the_error_is_small_enough():
 
 
 def test_it_goes_on_from_its_record_to_the_same_value(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
     model, batch = bert(7, dtype=torch.float32), rows(80, 4, 7)
     batches, path = cut(batch, [16] * 5), tmp_path / "trace.safetensors"
     straight = fisher_trace(model, batches, seed=4)
@@ -213,7 +213,7 @@ def test_it_goes_on_from_its_record_to_the_same_value(tmp_path, monkeypatch):
 
 
 def test_a_record_of_something_else_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
     model, batches, path = bert(7), cut(rows(8, 4, 7), [4, 4]), tmp_path / "trace.safetensors"
     with pytest.raises(RuntimeError):
         fisher_trace(model, failing(batches, 1), resume=path)
@@ -251,7 +251,7 @@ def test_the_empirical_fisher_is_exact_where_a_sequence_predicts_one_token():
         norms.append(sum(float(g.square().sum()) for g in torch.autograd.grad(loss, list(model.parameters()))))
     found = empirical_fisher_trace(model, [batch])
     assert found.value == pytest.approx(sum(norms) / 6, rel=1e-10)
-    assert found.method == "empirical fisher, given labels"
+    assert found.method == "empirical Fisher, given labels"
 
 
 def test_cross_terms_of_the_empirical_fisher_vanish_over_all_signs(monkeypatch):
@@ -300,7 +300,7 @@ def test_two_processes_have_the_estimate_over_all_sequences(tmp_path, monkeypatc
     assert [worker.returncode for worker in workers] == [0, 0], outputs
     first, second = (Estimate.from_dict(json.loads(out.splitlines()[-1])) for out, _ in outputs)
     assert (first.value, first.stderr, first.by_parameter) == (second.value, second.stderr, second.by_parameter)
-    assert (first.samples, first.num_inputs, first.details["processes"]) == (80, 80, 2)
+    assert (first.samples, first.num_predictions, first.details["processes"]) == (80, 80, 2)
     # the same in one process, whose second half has the places of a second process's sequences
     draw = control_variates.packed_probes
 

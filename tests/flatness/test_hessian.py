@@ -61,7 +61,7 @@ def test_the_estimate_agrees_with_the_dense_trace(make, causal):
     for e in found:
         assert e.value == pytest.approx(e.details["fisher"] + e.details["residual"], rel=1e-12)
         assert sum(e.by_parameter.values()) == pytest.approx(e.value, rel=1e-10)
-        assert (e.samples, e.num_probes, e.num_inputs) == (4, 2, 18)
+        assert (e.samples, e.num_probes, e.num_predictions) == (4, 2, 18)
 
 
 def test_the_fishers_part_is_that_of_fisher_trace():
@@ -121,7 +121,7 @@ def test_the_error_is_the_spread_over_fresh_inputs_labels_and_probes():
     assert abs(float(values.mean()) - truth) < 4 * float(values.std()) / math.sqrt(len(values))
 
 
-def test_the_authors_method_is_their_published_code():
+def test_the_published_code_is_as_published():
     model = bert()
     batches = [batch_of(size, seed=size) for size in (2, 5)]
     kept = {name: p for name, p in model.named_parameters() if name != "cls.predictions.bias"}
@@ -130,7 +130,7 @@ def test_the_authors_method_is_their_published_code():
         hessian, _ = dense(model, [batch], causal=False, parameters=kept)
         z = torch.randn(len(hessian), generator=seeds.generator(7, "authors", number), dtype=torch.float64)
         expected.append(float(z @ hessian @ z))
-    found = hessian_trace(model, batches, method="authors", seed=7)
+    found = hessian_trace(model, batches, method="published-code", seed=7)
     assert found.value == pytest.approx(sum(expected) / 2, rel=1e-9)
     assert found.stderr == pytest.approx(
         float(torch.tensor(expected, dtype=torch.float64).std()) / math.sqrt(2), rel=1e-9
@@ -168,12 +168,12 @@ def test_parameters_require_gradients_for_the_residual_only():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "exact"}, "'exact'; it is one of residual, authors"),
+        ({"method": "exact"}, "'exact'; it is one of residual, published-code"),
         ({"num_probes": 0}, "num_probes is 0"),
-        ({"num_probes": 2, "method": "authors"}, "num_probes is 2"),
+        ({"num_probes": 2, "method": "published-code"}, "num_probes is 2"),
         ({"group_size": 0}, "group_size is 0"),
         ({"group_size": 99}, "at least 2 independent"),
-        ({"method": "authors"}, "at least 2 batches, not 1"),
+        ({"method": "published-code"}, "at least 2 batches, not 1"),
         ({"num_sequences": 1}, "num_sequences is 1"),
     ],
 )
@@ -183,7 +183,7 @@ def test_what_is_refused(options, message):
 
 
 def test_dropout_and_empty_streams_are_refused():
-    for method in ("residual", "authors"):
+    for method in ("residual", "published-code"):
         with pytest.raises(IsolossError, match="has dropout"):
             hessian_trace(bert(dropout=0.5).train(), [batch_of(9)], method=method)
         with pytest.raises(IsolossError, match="there are no batches"):

@@ -5,12 +5,19 @@ import math
 
 import pytest
 import torch
-from dense_curvature import VOCAB, batch_of, bert, dense_gauss_newton, flat, gpt2, windows
+from dense_curvature import VOCAB, batch_of, bert, dense_gauss_newton, dense_hessian, flat, gpt2, windows
 from plain_gradients import packed
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.flatness import fisher_rao_norm, fisher_trace, norms, squared_parameter_norm, weighted_fisher_trace
+from isoloss.flatness import (
+    fisher_rao_norm,
+    fisher_trace,
+    norms,
+    relative_flatness,
+    squared_parameter_norm,
+    weighted_fisher_trace,
+)
 from isoloss.flatness.engine import control_variates
 
 CASES = [(bert, False), (lambda: bert(tied=False), False), (lambda: bert(attention="sdpa"), False), (gpt2, True)]
@@ -23,11 +30,56 @@ def test_the_fisher_rao_norm_is_the_quadratic_form(make, causal):
     theta = flat(dict(model.named_parameters()))
     found = fisher_rao_norm(model, batches)
     assert found.value == pytest.approx(float(theta @ fisher @ theta), rel=1e-9)
-    assert (found.samples, found.num_inputs, found.num_probes) == (7, 11, 0)
+    assert (found.samples, found.num_predictions, found.num_probes) == (7, 11, 0)
     first = {name: p for name, p in model.named_parameters() if "wte" in name or "embeddings" in name}
     fisher = dense_gauss_newton(model, batches, causal=causal, parameters=first)
     found = fisher_rao_norm(model, batches, parameters=first)
     assert found.value == pytest.approx(float(flat(first) @ fisher @ flat(first)), rel=1e-9)
+
+
+def of_decoder(model, batches, *, causal):
+    """sum_{s,s'} <w_s, w_s'> Tr H_ss' by the dense Hessian of the decoder's weight, untied from the embeddings."""
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    (name,) = (name for name, value in model.named_parameters() if value is head.weight)
+    hessian = dense_hessian(model, batches, causal=causal, parameters={name: head.weight})
+    weight = head.weight.detach()
+    return float(torch.einsum("sd,td,sete->", weight, weight, hessian.view(*weight.shape, *weight.shape)))
+
+
+@pytest.mark.parametrize(("make", "causal"), CASES)
+def test_relative_flatness_is_the_sum_over_blocks_of_the_decoders_hessian(make, causal, monkeypatch):
+    model, batches = make(), [batch_of(4, seed=1, padded=True), batch_of(3, seed=2)]
+    found = relative_flatness(model, batches)
+    assert found.value == pytest.approx(of_decoder(make(), batches, causal=causal), rel=1e-9)
+    assert (found.samples, found.num_predictions, found.num_probes) == (7, 11, 0)
+    other_labels = [{**batch, "labels": batch["labels"].where(batch["labels"] < 0, 0)} for batch in batches]
+    monkeypatch.setattr(norms, "_POSITIONS", 2)
+    assert relative_flatness(model, other_labels).value == pytest.approx(found.value, rel=1e-12)
+
+
+def test_relative_flatness_of_a_sure_prediction_is_near_zero_and_right():
+    model, batch = bert(tied=False).float(), batch_of(4)
+    with torch.no_grad():
+        model.get_output_embeddings().bias[0] = 12
+    value = of_decoder(bert_of(model), [batch], causal=False)
+    assert value < 1e-3
+    assert relative_flatness(model, [batch]).value == pytest.approx(value, rel=1e-4)
+
+
+def bert_of(model):
+    """The same in float64."""
+    other = bert(tied=False)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def test_relative_flatness_needs_a_linear_map_at_the_end_and_no_parameters():
+    with pytest.raises(IsolossError, match="the logits of Windows are not the output of its last linear map"):
+        relative_flatness(windows(), [batch_of(3)], causal=False)
+    model = bert()
+    with pytest.raises(IsolossError, match="parameters are given, but relative flatness is of the last linear map"):
+        relative_flatness(model, [batch_of(3)], parameters=dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize(("make", "causal"), CASES)
@@ -59,13 +111,13 @@ def test_several_positions_and_probes_agree_with_the_dense_diagonal():
     values = torch.tensor([e.value for e in found], dtype=torch.float64)
     assert abs(float(values.mean()) - truth) < 4 * float(values.std()) / math.sqrt(20)
     assert float(values.std()) < 0.25 * truth
-    assert all((e.samples, e.num_inputs, e.num_probes) == (16, 24, 3) for e in found)
+    assert all((e.samples, e.num_predictions, e.num_probes) == (16, 24, 3) for e in found)
 
 
 def test_the_cut_into_batches_does_not_count():
-    model, batch = windows(), batch_of(9)
+    model, batch = bert(), batch_of(9)
     parts = [dict(zip(batch, part, strict=True)) for part in zip(*(v.split(4) for v in batch.values()), strict=True)]
-    for measure in (weighted_fisher_trace, fisher_rao_norm):
+    for measure in (weighted_fisher_trace, fisher_rao_norm, relative_flatness):
         whole, cut = (measure(model, batches, causal=False) for batches in ([batch], parts))
         assert cut.value == pytest.approx(whole.value, rel=1e-12)
         assert cut.stderr == pytest.approx(whole.stderr, rel=1e-10)
@@ -77,9 +129,11 @@ def test_the_cut_into_batches_does_not_count():
             del part["documents"]
 
 
-@pytest.mark.parametrize("measure", [weighted_fisher_trace, fisher_rao_norm])
-def test_the_error_is_the_spread_over_fresh_inputs(measure):
-    model = windows()
+@pytest.mark.parametrize(
+    ("measure", "make"), [(weighted_fisher_trace, windows), (fisher_rao_norm, windows), (relative_flatness, bert)]
+)
+def test_the_error_is_the_spread_over_fresh_inputs(measure, make):
+    model = make()
     options = [{"seed": r} if measure is weighted_fisher_trace else {} for r in range(80)]
     found = [measure(model, [batch_of(16, seed=r)], causal=False, **options[r]) for r in range(80)]
     spread = float(torch.tensor([e.value for e in found]).double().std())

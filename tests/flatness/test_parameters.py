@@ -20,7 +20,7 @@ from isoloss.flatness import (
     squared_parameter_norm,
     weighted_fisher_trace,
 )
-from isoloss.flatness.compare import compare
+from isoloss.flatness.comparing import compare
 from isoloss.flatness.engine.parameters import embeddings, quantized_weights
 
 BY_GRADIENT = {
@@ -28,10 +28,14 @@ BY_GRADIENT = {
     "paper": lambda model, batches, **options: fisher_trace(model, batches, method="paper", num_probes=2, **options),
     "empirical": empirical_fisher_trace,
     "hessian": lambda model, batches, **options: hessian_trace(model, batches, group_size=1, **options),
-    "authors": lambda model, batches, **options: hessian_trace(model, batches, method="authors", **options),
+    "published-code": lambda model, batches, **options: hessian_trace(
+        model, batches, method="published-code", **options
+    ),
     "weighted": weighted_fisher_trace,
     "fisher-rao": fisher_rao_norm,
-    "eigenvalue": lambda model, batches, **options: largest_eigenvalues(model, batches, k=1, **options)[0],
+    "eigenvalue": lambda model, batches, **options: largest_eigenvalues(model, batches, num_eigenvalues=1, **options)[
+        0
+    ],
     "sam": sam_sharpness,
 }
 MEASURES = {

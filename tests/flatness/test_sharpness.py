@@ -36,24 +36,56 @@ def test_one_step_is_the_loss_after_it_less_the_loss_before(make, causal):
     assert found.details["sequences_per_batch"] == [3, 6]
 
 
+def largest_rise(hessian, gradient, rho):
+    """The maximum of g x + x H x / 2 over the ball |x| <= rho: at its edge (H - mu) x = -g."""
+    values, vectors = torch.linalg.eigh(hessian)
+    low, high = max(float(values.max()), 0.0), 1e6
+    for _ in range(200):
+        mu = (low + high) / 2
+        x = vectors @ ((vectors.T @ gradient) / (mu - values))
+        low, high = (mu, high) if float(x.norm()) > rho else (low, mu)
+    return float(gradient @ x + x @ hessian @ x / 2)
+
+
 def test_more_steps_stay_in_the_ball_and_come_to_its_maximum():
     # the loss is quadratic to a good approximation: the maximum over the ball solves (H - mu) x = -g with |x| = rho
     model, batch, rho = windows(), batch_of(8), 0.02
     hessian = dense_hessian(model, [batch], causal=False)
     gradient = MeanLoss(model, [batch], causal=False).gradient()
-    values, vectors = torch.linalg.eigh(hessian)
-    low, high = float(values.max()), 1e6
-    for _ in range(200):
-        mu = (low + high) / 2
-        x = vectors @ ((vectors.T @ gradient) / (mu - values))
-        low, high = (mu, high) if float(x.norm()) > rho else (low, mu)
-    best = float(gradient @ x + x @ hessian @ x / 2)
+    best = largest_rise(hessian, gradient, rho)
     steps = [sam_sharpness(model, [batch, batch], causal=False, rho=rho, num_steps=n).value for n in (1, 2, 40)]
     assert steps[0] <= steps[1] <= steps[2]
     assert steps[2] == pytest.approx(best, rel=2e-3)
     # a ball that is left would give far more
     big = [sam_sharpness(model, [batch, batch], causal=False, rho=0.2, num_steps=n).value for n in (1, 60)]
     assert big[0] <= big[1] < 1.2 * big[0]
+
+
+@pytest.mark.parametrize(("make", "causal"), [(bert, False), (gpt2, True)])
+def test_one_adaptive_step_is_the_loss_after_it_less_the_loss_before(make, causal):
+    model, batches = make(), [batch_of(size, seed=size) for size in (3, 4)]
+    theta = flat(dict(model.named_parameters()))
+    expected = []
+    for batch in batches:
+        loss = loss_function(model, batch, causal=causal)
+        gradient = torch.autograd.functional.jacobian(loss, theta)
+        step = 0.1 * theta**2 * gradient / (theta * gradient).norm()
+        expected.append(float((loss(theta + step) - loss(theta)).detach()))
+    found = sam_sharpness(model, batches, rho=0.1, adaptive=True)
+    assert found.value == pytest.approx(sum(expected) / 2, rel=1e-9)
+    assert found.method == "adaptive sharpness, 1 ascent step"
+
+
+def test_more_adaptive_steps_come_to_the_maximum_in_the_ball_of_the_weights_own_units():
+    # the model of the loss as a function of relative moves u, theta (1 + u): its Hessian is T H T
+    model, batch, rho = windows(), batch_of(8), 0.02
+    units = flat(dict(model.named_parameters())).abs()
+    hessian = units[:, None] * dense_hessian(model, [batch], causal=False) * units
+    best = largest_rise(hessian, units * MeanLoss(model, [batch], causal=False).gradient(), rho)
+    options = {"causal": False, "rho": rho, "adaptive": True}
+    steps = [sam_sharpness(model, [batch, batch], num_steps=n, **options).value for n in (1, 2, 40)]
+    assert steps[0] <= steps[1] <= steps[2]
+    assert steps[2] == pytest.approx(best, rel=2e-3)
 
 
 def test_noise_of_a_small_size_is_a_quadratic_form_of_the_hessian():
@@ -82,7 +114,7 @@ def test_noise_is_the_mean_over_pairs_on_common_data():
     assert noise_sharpness(model, [joined], causal=False, relative_std=0.1, num_probes=3).value == pytest.approx(
         found.value, rel=1e-9
     )
-    assert (found.num_inputs, found.num_probes, found.samples, found.details["sequences"]) == (13, 3, 3, 8)
+    assert (found.num_predictions, found.num_probes, found.samples, found.details["sequences"]) == (13, 3, 3, 8)
     # a gradient of any size cancels in a pair: the rise grows as the square of the noise
     ratio = [
         noise_sharpness(model, batches, causal=False, relative_std=std, num_probes=3).value for std in (1e-3, 2e-3)

@@ -1,5 +1,6 @@
 """What all measures have in common: influences, when they stop, and how they go on after an interruption."""
 
+import inspect
 import math
 
 import numpy as np
@@ -10,17 +11,19 @@ from dense_curvature import batch_of, bert, windows
 from isoloss.errors import IsolossError
 from isoloss.flatness import (
     InterruptedEstimate,
+    Options,
     empirical_fisher_trace,
     fisher_rao_norm,
     fisher_trace,
     hessian_trace,
     largest_eigenvalues,
     noise_sharpness,
+    relative_flatness,
     sam_sharpness,
     spectral_density,
     weighted_fisher_trace,
 )
-from isoloss.flatness.engine import run
+from isoloss.flatness.engine import accumulation
 from isoloss.statistics.paired import paired_difference, paired_log_ratio
 
 STREAMS = {
@@ -28,12 +31,12 @@ STREAMS = {
     "sampled labels": lambda *a, **o: fisher_trace(*a, method="paper", num_probes=2, **o),
     "empirical": empirical_fisher_trace,
     "hessian": lambda *a, **o: hessian_trace(*a, group_size=1, **o),
-    "authors": lambda *a, **o: hessian_trace(*a, method="authors", **o),
+    "published-code": lambda *a, **o: hessian_trace(*a, method="published-code", **o),
     "fisher-rao": fisher_rao_norm,
     "weighted": weighted_fisher_trace,
     "sam": sam_sharpness,
 }
-BY_BATCH = ("authors", "sam")
+BY_BATCH = ("published-code", "sam")
 
 
 def moment(*args, **options):
@@ -41,7 +44,7 @@ def moment(*args, **options):
 
 
 def first_eigenvalue(*args, **options):
-    return largest_eigenvalues(*args, k=1, **options)[0]
+    return largest_eigenvalues(*args, num_eigenvalues=1, **options)[0]
 
 
 PROBES = {"noise": noise_sharpness, "spectrum": moment}
@@ -58,7 +61,7 @@ def of_influence(estimate):
 
 @pytest.fixture
 def _writes_always(monkeypatch):
-    monkeypatch.setattr(run, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
 
 
 # --- streams of batches ----------------------------------------------------------------------------------------------
@@ -120,9 +123,35 @@ def test_a_stream_goes_on_from_its_file(name, tmp_path):
 
 @pytest.mark.usefixtures("_writes_always")
 @pytest.mark.parametrize(
+    ("measure", "most", "done"), [(fisher_trace, "num_sequences", 18), (noise_sharpness, "num_probes", 3)]
+)
+def test_a_file_that_holds_more_than_is_wanted_is_refused(measure, most, done, tmp_path):
+    calls = []
+
+    def stop(count):
+        calls.append(count)
+        if len(calls) == 4:
+            raise RuntimeError("the machine went down")
+
+    options = {"causal": False, "resume": tmp_path / "half"}
+    with pytest.raises(RuntimeError, match="went down"):
+        measure(windows(), stream(5, 6), progress=stop, **options)
+    with pytest.raises(IsolossError, match=f"{most} is {done - 1}, and the resume file holds {done} already"):
+        measure(windows(), stream(5, 6), **options, **{most: done - 1})
+    assert measure(windows(), stream(5, 6), **options, **{most: done}).details["sequences"] in (18, 30)
+
+
+def test_a_wide_rtol_leaves_an_eigenvalue_as_exact_as_none():
+    straight, wide = (first_eigenvalue(windows(), stream(2, 6), causal=False, **o) for o in ({}, {"rtol": 0.3}))
+    assert (wide.value, wide.stderr) == (straight.value, straight.stderr)
+
+
+@pytest.mark.usefixtures("_writes_always")
+@pytest.mark.parametrize(
     ("measure", "one", "other", "what"),
     [
         (sam_sharpness, {"rho": 0.1}, {"rho": 0.2}, "rho"),
+        (sam_sharpness, {}, {"adaptive": True}, "method"),
         (hessian_trace, {"group_size": 2}, {"group_size": 3}, "cluster size"),
         (noise_sharpness, {"relative_std": 0.1}, {"relative_std": 0.2}, "relative std"),
         (spectral_density, {"num_steps": 2}, {"num_steps": 3}, "steps"),
@@ -196,6 +225,24 @@ def test_probes_go_on_from_their_file(name, tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("name", [*PROBES, "eigenvalue"])
+def test_ctrl_c_writes_the_file(name, tmp_path):
+    measure = {**PROBES, "eigenvalue": first_eigenvalue}[name]
+    options = {"rtol": 1e-9} if name == "eigenvalue" else {"num_probes": 6}
+    model, batches, path, seen = windows(), stream(2, 6), tmp_path / "half", []
+
+    def stop(done):
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, batches, causal=False, resume=path, progress=stop, **options)
+    found = measure(model, batches, causal=False, resume=path, progress=seen.append, **options)
+    straight = measure(model, batches, causal=False, **options)
+    assert seen[0] == 5
+    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
+
+
 @pytest.mark.parametrize("name", PROBES)
 def test_ctrl_c_between_probes_leaves_an_estimate(name):
     def stop(done):
@@ -211,7 +258,7 @@ def test_ctrl_c_between_probes_leaves_an_estimate(name):
 
 
 def test_seconds_end_the_search_for_eigenvalues_unconverged():
-    first, *_ = largest_eigenvalues(windows(), stream(2, 6), k=3, causal=False, seconds=1e-9, rtol=1e-9)
+    first, *_ = largest_eigenvalues(windows(), stream(2, 6), num_eigenvalues=3, causal=False, seconds=1e-9, rtol=1e-9)
     assert (first.details["iterations"], first.details["converged"]) == (3, False)
     assert first.stderr >= first.details["residual_norm"] > 0
 
@@ -278,8 +325,21 @@ def test_a_paired_difference_of_rises_under_noise_is_on_the_safe_side():
     assert ratio_of_errors(pairs) < 1.32
 
 
-@pytest.mark.parametrize("name", ["sam", "authors"])
+@pytest.mark.parametrize("name", ["sam", "published-code"])
 def test_the_error_over_batches_is_the_deviation_over_fresh_ones(name):
     options = [{} if name == "sam" else {"seed": r} for r in range(80)]
     found = [STREAMS[name](windows(), stream(8, 3, seed=r + 1), causal=False, **options[r]) for r in range(80)]
     assert 0.68 < ratio_of_errors(found) < 1.32
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        *(fisher_trace, empirical_fisher_trace, fisher_rao_norm, weighted_fisher_trace, hessian_trace),
+        *(relative_flatness, sam_sharpness, noise_sharpness, largest_eigenvalues, spectral_density),
+    ],
+)
+def test_the_options_are_in_every_signature_and_no_other_argument_is_taken(measure):
+    assert set(Options.__annotations__) < set(inspect.signature(measure).parameters)
+    with pytest.raises(TypeError, match="unexpected argument 'rtoll'; the options are num_sequences, rtol"):
+        measure(windows(), stream(2, 3), rtoll=0.1)

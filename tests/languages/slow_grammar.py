@@ -45,7 +45,7 @@ class SlowGrammar:
         return total
 
     def conditional(self, sentence, position):
-        """The distribution of one token given the others: the probability of each substitution, normalised."""
+        """The distribution of one token given the others: the probability of each substitution, normalized."""
         joint = [self.inside(0, (*sentence[:position], c, *sentence[position + 1 :])) for c in range(self.vocab_size)]
         return [p / sum(joint) for p in joint]
 

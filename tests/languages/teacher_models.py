@@ -21,7 +21,7 @@ SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 WIDTHS = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 12}
 
 
-class Centred(GPT2LMHeadModel):
+class Centered(GPT2LMHeadModel):
     """A model whose logits depend on the whole output layer, which therefore cannot be cut."""
 
     def forward(self, *args, **kwargs):
@@ -41,7 +41,7 @@ def build(name, seed=0, scale=0.6):
             "opt": lambda: OPTForCausalLM(OPTConfig(**opt)),
             "llama": lambda: LlamaForCausalLM(LlamaConfig(**llama)),
             "windowed": lambda: MistralForCausalLM(MistralConfig(sliding_window=2, **llama)),
-            "centred": lambda: Centred(GPT2Config(**gpt2)),
+            "centered": lambda: Centered(GPT2Config(**gpt2)),
         }[name]()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

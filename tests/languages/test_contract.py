@@ -33,7 +33,7 @@ from isoloss.transfer.tasks import make_task
 class CoinConfig(LanguageConfig):
     """Tosses of a coin."""
 
-    decides_all = True
+    is_self_contained = True
     kind: Literal["coin"] = "coin"
     heads: float = setting(0.5, minimum=0, maximum=1)
 
@@ -55,7 +55,7 @@ class Coin(ExactLanguage):
 
     def __init__(self, config: CoinConfig) -> None:
         self._config, self.max_length = config, 3
-        self._set_vocabulary(("tails", "heads"))
+        self.set_vocabulary(("tails", "heads"))
         self.device, self.dtype = torch.device("cpu"), torch.float64
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
@@ -101,9 +101,6 @@ class Plain(Language):
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         return Sentences(torch.randint(2, (n, 2), generator=generator), torch.full((n,), 2))
 
-    def __repr__(self) -> str:
-        return "Plain()"
-
 
 @pytest.fixture
 def coins(monkeypatch):
@@ -144,6 +141,8 @@ def test_its_tasks_are_asked_of_it_and_then_of_the_registry(coins):
 
     TASKS.register("toss-K", at)
     TASKS.register("guess", guess)
+    with pytest.raises(IsolossError, match=r"no task 'last': choose first; any language has .*toss-K, guess"):
+        make_task(coin, "last", num_train=9, num_test=9, seed=0)
     task = make_task(coin, "toss-2", num_train=50, num_test=200, seed=0)
     assert task.test_labels.equal(task.test.tokens[:, 2])
     guessed = make_task(coin, "guess", num_train=50, num_test=200, seed=0)
@@ -164,13 +163,16 @@ def test_what_a_language_lacks_is_one_clear_sentence(tmp_path):
     assert torch.equal(plain.batch(3, 5, seed=1).tokens, plain.batch(3, 5, seed=1).tokens)
     for lacking, message in (
         (lambda: plain.config, "is only in memory"),
-        (lambda: plain.log_prob(*sentences[:2]), r"the probabilities of Plain\(\) are not known"),
+        (
+            lambda: plain.log_prob(*sentences[:2]),
+            r"probabilities of Plain\(2 tokens; sentences of 2 tokens\) are not",
+        ),
         (lambda: plain.log_conditionals(*sentences[:2]), "are not known"),
         (lambda: plain.conditional_entropy(*sentences[:2]), "are not known"),
         (lambda: languages.entropy(plain), "are not known"),
-        (lambda: plain.labeling("root"), r"no task 'root': Plain\(\) has no tasks"),
+        (lambda: plain.labeling("root"), r"no task 'root': Plain\(.*\) has no tasks of its own"),
         (lambda: plain.held_out(3), "holds no sentences out"),
-        (lambda: plain.redrawn(fraction=1.0, seed=0), r"Plain\(\) is neither"),
+        (lambda: plain.redrawn(fraction=1.0, seed=0), r"Plain\(.*\) is neither"),
         (lambda: plain.restrict_lengths(sentences, 1, 1, generator=stream), "choose no lengths"),
         (lambda: plain.describe_latent(sentences), "nothing is known of what produced"),
         (lambda: languages.save(plain, tmp_path / "a.safetensors"), "is not stored as one file"),
@@ -182,7 +184,7 @@ def test_what_a_language_lacks_is_one_clear_sentence(tmp_path):
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_config_and_its_language_have_the_same_tasks(name):
     language = languages.load_language(name)
-    assert language.tasks() == PRESETS[name][0].tasks
+    assert language.tasks() == PRESETS[name][0].task_patterns
     assert language.is_exact
     assert language.exact() is language
 

@@ -149,7 +149,7 @@ def test_an_ambiguous_grammar_against_all_sentences():
     ):
         assert 0 < estimate.stderr < 0.02 * truth
         assert abs(estimate.value - truth) < 4 * estimate.stderr
-        assert estimate.samples == estimate.num_inputs == 20_000
+        assert estimate.samples == estimate.num_predictions == 20_000
         assert "Monte Carlo" in estimate.method
     assert found.sentence.value == found.length.value + found.given_length.value
     assert found.sentence.stderr == found.given_length.stderr

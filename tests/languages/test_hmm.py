@@ -211,7 +211,7 @@ def test_a_posterior_that_float32_cannot_hold():
         np.testing.assert_allclose(found, [[1, 1e-20, 0], [0.25, 0.75, 0]], rtol=2e-6)
 
 
-def test_rows_do_not_depend_on_their_neighbours():
+def test_rows_do_not_depend_on_their_neighbors():
     for language in (HMMConfig().build(), HMMConfig(mixing_weight=0.1).build().to(dtype=torch.float32)):
         tokens, lengths, _ = language.sample(3000, generator=generator(0, "rows"))
         lengths = torch.randint(1, 17, (3000,), generator=generator(0, "lengths"))
@@ -328,7 +328,7 @@ def test_attributes():
     assert (language.special_token_ids, language.max_length, len(language.states)) == ((), 16, 100)
     assert language.vocabulary[:2] == ("w0", "w1")
     assert isinstance(language, languages.ExactLanguage)
-    assert repr(language) == "HMM(100 states, 200 tokens, 16 tokens a sentence, torch.float64 on cpu)"
+    assert repr(language) == "HMM(100 states, 200 tokens, 16 tokens per sentence, torch.float64 on cpu)"
 
 
 @pytest.mark.parametrize("mixing_weight", [0.0, 0.25])

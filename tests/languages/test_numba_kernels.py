@@ -102,7 +102,7 @@ def test_every_plan_shape_of_sparse_lengths():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_sentence_depends_on_its_neighbours(dtype):
+def test_no_sentence_depends_on_its_neighbors(dtype):
     exact = both(random_grammar(LEVELLED), 8, dtype)[0]
     tokens = sentences(exact, 20, 8, 1500, hidden=0.6)
     tokens = tokens[~exact.log_partition(tokens).isneginf()]

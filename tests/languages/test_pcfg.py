@@ -204,7 +204,7 @@ def test_float32(name):
         assert torch.allclose(narrow.double(), wide, rtol=2e-6, atol=2e-6)
 
 
-def test_rows_do_not_depend_on_their_neighbours():
+def test_rows_do_not_depend_on_their_neighbors():
     for language in (LANGUAGES["stops"], LANGUAGES["nltk"].to(dtype=torch.float32)):
         tokens, lengths, _ = some(language, 3000)
         together = language.log_conditionals(tokens, lengths)
@@ -246,7 +246,7 @@ def test_attributes():
     assert language.symbols[:2] == ("S", "L0.0")
     assert language.vocabulary == tuple(f"w{i}" for i in range(32))
     assert math.isclose(language.length_probs.sum(), 1, rel_tol=1e-14)
-    assert repr(language) == "PCFG(25 symbols, 32 tokens, at most 8 tokens a sentence, torch.float64 on cpu)"
+    assert repr(language) == "PCFG(25 symbols, 32 tokens, at most 8 tokens per sentence, torch.float64 on cpu)"
     sentences = language.batch(5, 10, seed=1)
     assert torch.equal(sentences.tokens, language.sample(10, generator=generator(1, "sentences", 5)).tokens)
     assert not torch.equal(language.sample(50).tokens, language.sample(50).tokens)

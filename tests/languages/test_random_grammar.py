@@ -71,7 +71,7 @@ def test_draws_are_pinned():
         ({"symbols_per_level": 0}, "symbols_per_level is 0; it must be at least 1"),
         ({"rules_per_symbol": 0}, "rules_per_symbol is 0"),
         ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"symbols_per_level": 2, "rules_per_symbol": 5}, "5, but 2 symbols a level make only 4 different pairs"),
+        ({"symbols_per_level": 2, "rules_per_symbol": 5}, "5, but 2 symbols per level make only 4 different pairs"),
         ({"stop_probability": 1.0}, "stop_probability is 1.0"),
         ({"stop_probability": -0.1}, "stop_probability is -0.1"),
         ({"stop_probability": float("nan")}, "stop_probability is nan"),

@@ -20,7 +20,7 @@ from isoloss.loading import load_model, quiet
 
 IDS, LENGTH = (5, 2, 8), 4
 # norms of Llama and its kin run in float32
-TOLERANCES = {"gpt2": 1e-10, "opt": 1e-10, "centred": 1e-10, "llama": 2e-5, "windowed": 2e-5}
+TOLERANCES = {"gpt2": 1e-10, "opt": 1e-10, "centered": 1e-10, "llama": 2e-5, "windowed": 2e-5}
 KINDS = list(TOLERANCES)
 
 
@@ -137,8 +137,8 @@ def test_parts_of_any_size_give_the_same(monkeypatch):
 
 def test_which_work_is_saved(kind, teacher):
     scorer = teacher._scorer
-    assert (scorer.cut, scorer.cached) == (kind != "centred", kind != "windowed")
-    assert scorer.model.get_output_embeddings().out_features == (VOCAB if kind == "centred" else len(IDS))
+    assert (scorer.cut, scorer.cached) == (kind != "centered", kind != "windowed")
+    assert scorer.model.get_output_embeddings().out_features == (VOCAB if kind == "centered" else len(IDS))
 
 
 def test_the_model_that_was_given_is_left_alone():
@@ -169,7 +169,7 @@ def test_the_attributes_of_a_language():
     assert isinstance(teacher, languages.ExactLanguage)
     assert (teacher.vocabulary, teacher.vocab_size, teacher.max_length) == (("t5", "t2", "t8"), 3, 4)
     assert (teacher.pad_id, teacher.mask_id, teacher.special_token_ids, teacher.model_vocab_size) == (3, 4, (), 5)
-    assert repr(teacher) == "Teacher(the teacher, 3 tokens, 4 tokens a sentence, torch.float64 on cpu)"
+    assert repr(teacher) == "Teacher(the teacher, 3 tokens, 4 tokens per sentence, torch.float64 on cpu)"
 
 
 # --- draws -----------------------------------------------------------------------------------------------------------

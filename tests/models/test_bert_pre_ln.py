@@ -37,8 +37,10 @@ def padded():
 
 
 def normed(layer_norm, h):
-    centred = h - h.mean(dim=-1, keepdim=True)
-    return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-12).sqrt() * layer_norm.weight + layer_norm.bias
+    centered = h - h.mean(dim=-1, keepdim=True)
+    return (
+        centered / (centered.square().mean(dim=-1, keepdim=True) + 1e-12).sqrt() * layer_norm.weight + layer_norm.bias
+    )
 
 
 def gelu(x):

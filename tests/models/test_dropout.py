@@ -20,9 +20,9 @@ def test_values_are_dropped_independently_with_probability_p(p):
     kept = Dropout(p)(torch.ones(n, dtype=torch.float64)) != 0
     sigma = math.sqrt(p * (1 - p) / n)
     assert float((~kept).double().mean()) == pytest.approx(p, abs=4 * sigma + 2**-17)
-    centred = kept.double() - (1 - p)
+    centered = kept.double() - (1 - p)
     for lag in (1, 2, 3, 4, 5, 8, 64):  # four values share one draw of 64 bits
-        covariance = float((centred[lag:] * centred[:-lag]).mean())
+        covariance = float((centered[lag:] * centered[:-lag]).mean())
         assert abs(covariance) < 4 * p * (1 - p) / math.sqrt(n)
 
 

@@ -91,7 +91,7 @@ def gap(small, large, inputs):
 )
 def test_the_logits_are_the_same(kind, scale, dtype):
     small = built(kind, dtype=dtype)
-    large = expand(small, LARGE, scale=scale).model
+    large = expand(small, LARGE, embedding_scale=scale).model
     assert shape_of(large) == LARGE
     assert large.dtype == dtype
     assert gap(small, large, padded()) < (1e-5 if dtype == torch.float32 else 1e-9)
@@ -129,7 +129,7 @@ def test_the_heads_layers_and_ratio_of_table_4s_farthest_pair(kind):
 def test_a_single_head_becomes_wider_ones(kind, scale, heads):
     """Six times as wide, and with three heads each of these twice as wide as the small model's."""
     small = built(kind, Shape(6, 1, 2, 12))
-    found = expand(small, Shape(36, heads, 3, 72), scale=scale)
+    found = expand(small, Shape(36, heads, 3, 72), embedding_scale=scale)
     assert gap(small, found.model, padded()) < 1e-9
     queries = [part for name, part in found.parts.items() if name.endswith(("query.weight", "q_proj.weight"))]
     assert [part.trace_factor for part in queries] == pytest.approx([(6 / heads) ** 0.5] * 2)
@@ -242,7 +242,7 @@ def test_width_alone_and_pre_layer_norm_depth_are_exact_at_a_large_eps(kind):
 @pytest.mark.parametrize(("scale", "times"), [("balanced", 3), ("paper", 9)])
 def test_divided_embeddings_see_a_larger_eps(scale, times):
     small = built("pre-ln", layer_norm_eps=0.1)
-    large = expand(small, LARGE, scale=scale).model
+    large = expand(small, LARGE, embedding_scale=scale).model
     assert gap(small, large, padded()) > 1e-3
     small.base_model.embeddings.LayerNorm.eps *= times
     assert gap(small, large, padded()) < 1e-13
@@ -286,7 +286,7 @@ def test_trace_factors():
 
 def test_a_decoder_of_its_own_is_placed_too():
     small = built("bert", tie_word_embeddings=False)
-    found = expand(small, LARGE, scale="balanced")
+    found = expand(small, LARGE, embedding_scale="balanced")
     assert found.parts["cls.predictions.decoder.weight"].copies == 3
     assert gap(small, found.model, padded()) < 1e-9
 
@@ -366,7 +366,7 @@ def test_models_that_cannot_be_expanded():
 
 
 def test_scales_that_there_are_not():
-    with pytest.raises(IsolossError, match="the scale is 'half'; it must be exact, balanced or paper"):
-        expand(built("bert"), LARGE, scale="half")
+    with pytest.raises(IsolossError, match="the embedding scale is 'half'; it must be exact, balanced or paper"):
+        expand(built("bert"), LARGE, embedding_scale="half")
     with pytest.raises(IsolossError, match="OPTForCausalLM has no layer norm after its embeddings"):
-        expand(built("opt"), LARGE, scale="balanced")
+        expand(built("opt"), LARGE, embedding_scale="balanced")

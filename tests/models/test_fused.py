@@ -263,8 +263,8 @@ def test_elsewhere_the_blocks_are_transformers_own_bit_for_bit(where):
     with_fused_blocks(other)
     assert isinstance(other.bert.encoder.layer[0], BertLayer)
     fast = in_training(other)
-    assert computed_by(other, "fp32") == "fused"
-    assert computed_by(other, "bf16") == computed_by(plain, "fp32") == "torch"
+    assert computed_by(other, "float32") == "fused"
+    assert computed_by(other, "bfloat16") == computed_by(plain, "float32") == "torch"
     for model in (plain, other):
         model.train(where != "evaluation")
         model.to(torch.float64 if where == "float64" else torch.float32)
@@ -280,7 +280,7 @@ def test_elsewhere_the_blocks_are_transformers_own_bit_for_bit(where):
             assert torch.equal(ours, theirs)
     assert not torch.equal(fast, ours.to(fast.dtype)) or where == "evaluation"
     if where in ("two threads", "float64"):
-        assert computed_by(other, "fp32") == "torch"
+        assert computed_by(other, "float32") == "torch"
 
 
 def test_checkpoints_are_transformers_own(tmp_path):

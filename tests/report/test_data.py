@@ -5,7 +5,7 @@ import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.report import data
-from isoloss.report.data import KL, TRACE, Measure, Style, accuracy
+from isoloss.report.data import KL, TRACE, Column, Style, accuracy
 
 
 def changed(table, column, value, row=0):
@@ -93,7 +93,7 @@ def test_a_bar_that_reaches_zero_runs_to_the_end_of_a_logarithmic_axis(table):
     assert data.prepare(wide, (TRACE,))["trace_low"][0] is None
     rows, ends = data.panel(data.prepare(wide, (TRACE,)), TRACE)
     assert rows["trace_low"][0] == ends[TRACE][0] > 0
-    linear = Measure("trace", "Trace", "nats", log=False)
+    linear = Column("trace", "Trace", "nats", log=False)
     assert data.prepare(wide, (linear,))["trace_low"][0] == pytest.approx(420 - 1.959964e4)
 
 

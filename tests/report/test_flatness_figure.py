@@ -10,7 +10,9 @@ from isoloss.statistics.estimate import Estimate
 
 
 def estimate(value, stderr):
-    return Estimate(value=value, stderr=stderr, samples=101, unit="nats per predicted token", num_inputs=9, method="m")
+    return Estimate(
+        value=value, stderr=stderr, samples=101, unit="nats per predicted token", num_predictions=9, method="m"
+    )
 
 
 def comparison(*traces):
@@ -20,7 +22,7 @@ def comparison(*traces):
             trace=estimate(trace, 0.5),
             without_embeddings=estimate(trace / 2, 0.5),
             loss=estimate(2.0 + i, 0.1),
-            flattest=1 / len(traces),
+            probability_of_smallest=1 / len(traces),
         )
         for i, trace in enumerate(traces)
     )

@@ -56,7 +56,7 @@ def test_an_error_beyond_the_influence_stays():
         stderr=math.hypot(first.stderr, 0.3),
         samples=first.samples,
         unit="nats",
-        num_inputs=9,
+        num_predictions=9,
         method="m",
         influence=first.influence,
     )
@@ -66,13 +66,30 @@ def test_an_error_beyond_the_influence_stays():
     assert paired_log_ratio(wider, second).stderr == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_probability_is_the_normals():
-    difference = Estimate(value=0.0, stderr=0.0, samples=3, unit="nats", num_inputs=3, method="m")
+def student(t, freedom):
+    """Return the distribution function of Student's t by integrating its density."""
+    grid = torch.linspace(0, abs(t), 200_001, dtype=torch.float64)
+    density = (1 + grid.square() / freedom) ** (-(freedom + 1) / 2)
+    constant = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
+    return 0.5 + math.copysign(constant * float(torch.trapezoid(density, grid)), t)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 9, 50])
+def test_the_probability_is_that_of_the_interval(samples):
+    one = Estimate(value=1.0, stderr=0.4, samples=samples, unit="nats", num_predictions=9, method="m")
+    assert probability_above_zero(one) == pytest.approx(student(2.5, samples - 1), abs=1e-9)
+    low, high = one.ci95
+    at_the_end = Estimate(**{**vars(one), "value": (high - low) / 2})
+    assert probability_above_zero(at_the_end) == pytest.approx(0.975, abs=1e-9)
+
+
+def test_the_probability_of_two_is_that_of_their_difference():
+    difference = Estimate(value=0.0, stderr=0.0, samples=3, unit="nats", num_predictions=3, method="m")
     assert probability_above_zero(difference) == 0.5
     first, second = two(torch.Generator().manual_seed(3))
     low = probability_above_zero(paired_difference(first, second))
     d = paired_difference(first, second)
-    assert low == pytest.approx(0.5 * math.erfc(-d.value / d.stderr / math.sqrt(2)), abs=1e-12)
+    assert low == pytest.approx(student(d.value / d.stderr, d.samples - 1), abs=1e-8)
     assert probabilities_of_smallest([first, second]) == [pytest.approx(1 - low), pytest.approx(low)]
     assert probabilities_of_smallest([first]) == [1.0]
     assert probabilities_of_smallest([first, first, first]) == pytest.approx([1 / 3] * 3, abs=1e-9)
@@ -81,25 +98,25 @@ def test_the_probability_is_the_normals():
 def chances_of(values, influences, n):
     return probabilities_of_smallest(
         [
-            Estimate(value=v, stderr=0.0, samples=n, unit="nats", num_inputs=n, method="m", influence=psi.numpy())
+            Estimate(value=v, stderr=0.0, samples=n, unit="nats", num_predictions=n, method="m", influence=psi.numpy())
             for v, psi in zip(values, influences, strict=True)
         ]
     )
 
 
-def test_the_chance_of_two_models_is_the_normal_one_and_draws_agree():
+@pytest.mark.parametrize("n", [4, 50])
+def test_the_chance_of_two_models_is_students_and_draws_agree(n):
     generator = torch.Generator().manual_seed(0)
-    influences = torch.randn(2, 50, generator=generator, dtype=torch.float64) + torch.randn(
-        1, 50, generator=generator, dtype=torch.float64
+    influences = torch.randn(2, n, generator=generator, dtype=torch.float64) + torch.randn(
+        1, n, generator=generator, dtype=torch.float64
     )
     influences -= influences.mean(dim=1, keepdim=True)
-    deviation = float((influences[0] - influences[1]).square().sum() / (50 * 49)) ** 0.5
-    chances = chances_of([1.0, 1.0 + 1.3 * deviation], influences, 50)
-    normal = torch.distributions.Normal(0.0, 1.0)
-    assert chances[0] == pytest.approx(float(normal.cdf(torch.tensor(1.3))), abs=1e-6)
+    deviation = float((influences[0] - influences[1]).square().sum() / (n * (n - 1))) ** 0.5
+    chances = chances_of([1.0, 1.0 + 1.3 * deviation], influences, n)
+    assert chances[0] == pytest.approx(student(1.3, n - 1), abs=1e-6)
     assert sum(chances) == pytest.approx(1)
-    far = torch.cat([influences, torch.zeros(1, 50, dtype=torch.float64)])
-    three = chances_of([1.0, 1.0 + 1.3 * deviation, 1e6], far, 50)  # the third is out of the running
+    far = torch.cat([influences, torch.zeros(1, n, dtype=torch.float64)])
+    three = chances_of([1.0, 1.0 + 1.3 * deviation, 1e9], far, n)  # the third is out of the running
     # the binomial standard deviation over 200,000 draws is 0.0007
     assert three == pytest.approx([*chances, 0.0], abs=0.003)
 

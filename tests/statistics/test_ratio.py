@@ -17,7 +17,7 @@ def test_a_mean_is_the_mean_with_s_over_root_n():
     assert (mean.value, mean.stderr) == pytest.approx((1.5, float(expected.std()) / 2), rel=1e-14)
     assert ratio(values, [1, 1, 1, 1]) == (mean.value, mean.stderr)
     assert mean.influence == pytest.approx((expected - 1.5).numpy())
-    assert (mean.samples, mean.num_inputs) == (4, 4)
+    assert (mean.samples, mean.num_predictions) == (4, 4)
 
 
 def test_a_ratio_by_hand():

@@ -6,7 +6,7 @@ from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict, answer_a
 
 
 def estimate(value, stderr):
-    return Estimate(value=value, stderr=stderr, samples=10**6, unit="points", num_inputs=1000, method="difference")
+    return Estimate(value=value, stderr=stderr, samples=10**6, unit="points", num_predictions=1000, method="difference")
 
 
 # 1.96 standard errors: [value - 1.96, value + 1.96] for a standard error of 1
@@ -61,7 +61,7 @@ def test_no_difference_at_all_shows_and_contradicts_nothing(direction):
 
 
 def test_few_samples_make_a_wide_interval():
-    three = Estimate(value=-4.0, stderr=1.0, samples=3, unit="points", num_inputs=3, method="difference")
+    three = Estimate(value=-4.0, stderr=1.0, samples=3, unit="points", num_predictions=3, method="difference")
     assert judge(three, "decrease") is Verdict.NOT_SHOWN  # Student's t with two degrees of freedom: 4.3
     assert judge(estimate(-4.0, 1.0), "decrease") is Verdict.SHOWN
 

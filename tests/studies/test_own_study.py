@@ -21,12 +21,12 @@ def run(dropout):
     config = TrainConfig(
         language=LANGUAGE, model=ModelConfig(size="d16", dropout=dropout), steps=6, batch_size=8, checkpoints=(3,)
     )
-    settings = {"loss_sentences": 16, "trace_sentences": 8}
+    settings = {"loss_sentences": 16, "flatness_sentences": 8}
     return Experiment(config=config, measurements=(Measurement(measures=("loss", "trace"), settings=settings),))
 
 STUDY = Study(
     name="dropout",
-    scales={"tiny": Scale(text="seconds", experiments={"without": run(0.0), "with": run(0.1)})},
+    scales={"tiny": Scale(description="seconds", experiments={"without": run(0.0), "with": run(0.1)})},
 )
 """
 
@@ -140,7 +140,7 @@ def test_more_groups_than_colors_are_refused_before_anything_is_trained(file, tm
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"trace_sentences"', '"trace_sentence"', "trace_sentence"),
+        ('"flatness_sentences"', '"flatness_sentence"', "flatness_sentence"),
         ('"trace")', '"trice")', "no measure 'trice'"),
         ("steps=6", 'steps=6, precision="fp99"', "precision is 'fp99'"),
     ],

@@ -131,7 +131,7 @@ def test_rows_are_drawn_uniformly_and_by_the_seed(save):
     path = save(rows)
     counts = np.zeros(50)
     for seed in range(400):
-        inputs = read(path, config=GPT, kind="causal", num_inputs=10, seed=seed)
+        inputs = read(path, config=GPT, kind="causal", num_sequences=10, seed=seed)
         drawn = whole(inputs)["input_ids"][:, 0].numpy()
         assert len(set(drawn)) == inputs.num_sequences == 10
         counts[drawn] += 1
@@ -139,16 +139,16 @@ def test_rows_are_drawn_uniformly_and_by_the_seed(save):
     statistic = ((counts - 80) ** 2 / (80 * 0.8)).sum() * 49 / 50
     assert abs(statistic - 49) < 4 * np.sqrt(2 * 49)
     assert inputs.description == f"10 sequences of 4 tokens drawn from the 50 in {path}"
-    again = read(path, config=GPT, kind="causal", num_inputs=10, seed=399, batch_size=3)
+    again = read(path, config=GPT, kind="causal", num_sequences=10, seed=399, batch_size=3)
     assert whole(again)["input_ids"].equal(whole(inputs)["input_ids"])
 
 
 def test_fewer_rows_than_asked_for_are_said(save):
-    inputs = read(save(np.ones((3, 4), int)), config=GPT, kind="causal", num_inputs=10)
+    inputs = read(save(np.ones((3, 4), int)), config=GPT, kind="causal", num_sequences=10)
     assert inputs.num_sequences == 3
     assert "all 3 sequences of 4 tokens" in inputs.description
     assert inputs.description.endswith("(up to 10 would be taken)")
-    exactly = read(save(np.ones((3, 4), int)), config=GPT, kind="causal", num_inputs=3)
+    exactly = read(save(np.ones((3, 4), int)), config=GPT, kind="causal", num_sequences=3)
     assert exactly.num_sequences == 3
     assert "asked for" not in exactly.description
 
@@ -224,7 +224,7 @@ def test_arrays_that_will_not_do(save, tmp_path):
     fails(r"row of 1 tokens, in which there is nothing to predict", np.array([[1, 2, 3], [1, -1, -1]]))
     fails(r"row of 0 tokens", np.array([[1, 2], [-1, -1]]), kind="masked", config=BERT, mask_id=MASK)
     fails(r"have 33 tokens and no/check/point takes 32 at most", np.ones((3, 33), int))
-    fails(r"number of inputs is 0", good, num_inputs=0)
+    fails(r"number of sequences is 0", good, num_sequences=0)
     fails(r"batch size is 0", good, batch_size=0)
     fails(r"length is 0", good, length=0)
     (tmp_path / "bad.npy").write_bytes(b"nonsense")
@@ -298,7 +298,7 @@ def test_longest_sequence_of_a_roberta(save):
 
 def test_inputs_of_a_grammar(save):
     config = TrainConfig(language=PCFGConfig(levels=2, stop_probability=0.3), objective=HALF)
-    inputs = language_inputs(config.language.build(), config.objective, num_inputs=50, seed=1, batch_size=20)
+    inputs = language_inputs(config.language.build(), config.objective, num_sequences=50, seed=1, batch_size=20)
     assert [len(batch["labels"]) for batch in inputs.batches] == [20, 20, 10]
     found, language = whole(inputs), config.language.build()
     predicted = found["labels"] != -100
@@ -308,13 +308,13 @@ def test_inputs_of_a_grammar(save):
     lengths = found["attention_mask"].sum(dim=1)
     assert torch.isfinite(language.log_prob(tokens, lengths)).all()  # sentences of the language
     again, other = (
-        whole(language_inputs(config.language.build(), config.objective, num_inputs=50, seed=seed, batch_size=20))
+        whole(language_inputs(config.language.build(), config.objective, num_sequences=50, seed=seed, batch_size=20))
         for seed in (1, 2)
     )
     assert again["labels"].equal(found["labels"])
     assert not other["labels"].equal(found["labels"])
-    with pytest.raises(IsolossError, match="number of inputs is 0"):
-        language_inputs(config.language.build(), config.objective, num_inputs=0, seed=1)
+    with pytest.raises(IsolossError, match="number of sequences is 0"):
+        language_inputs(config.language.build(), config.objective, num_sequences=0, seed=1)
 
 
 def test_inputs_of_a_corpus_are_held_out(text, vocab, monkeypatch, tmp_path):
@@ -322,12 +322,12 @@ def test_inputs_of_a_corpus_are_held_out(text, vocab, monkeypatch, tmp_path):
     language = resolve(str(text), tokenizer=str(vocab), length=8)
     assert isinstance(language, CorpusConfig)
     corpus = language.build()
-    inputs = language_inputs(language.build(), ObjectiveConfig(), num_inputs=1000, seed=0)
+    inputs = language_inputs(language.build(), ObjectiveConfig(), num_sequences=1000, seed=0)
     found = whole(inputs)
     assert torch.where(found["labels"] == -100, found["input_ids"], found["labels"]).equal(corpus.held_out().tokens)
     total = corpus.num_held_out
     assert inputs.description == f"all {total} held-out sequences of the run's corpus (up to 1,000 would be taken)"
-    few = language_inputs(language.build(), ObjectiveConfig(), num_inputs=2, seed=0)
+    few = language_inputs(language.build(), ObjectiveConfig(), num_sequences=2, seed=0)
     assert (few.num_sequences, few.description) == (2, f"2 of the {total} held-out sequences of the run's corpus")
 
 
@@ -361,7 +361,7 @@ def test_rows_of_text_know_the_document_they_begin_in(text, vocab):
     inputs = read(text, tokenizer=str(vocab), length=10, masking=HALF, batch_size=7)
     assert whole(inputs)["documents"].tolist() == expected
     assert inputs.description.endswith(f"in {text}, from {len(set(expected))} documents")
-    drawn = read(text, tokenizer=str(vocab), length=10, masking=HALF, num_inputs=60, seed=1)
+    drawn = read(text, tokenizer=str(vocab), length=10, masking=HALF, num_sequences=60, seed=1)
     assert set(whole(drawn)["documents"].tolist()) <= set(expected)
     shown = whole(drawn)
     tokens = torch.where(shown["labels"] == -100, shown["input_ids"], shown["labels"]).tolist()
@@ -371,7 +371,7 @@ def test_rows_of_text_know_the_document_they_begin_in(text, vocab):
 
 
 def test_few_documents_are_no_clusters_and_that_is_said(text, bos, save):
-    few = read(text, tokenizer=bos, config=GPT, kind="causal", length=8, num_inputs=19)
+    few = read(text, tokenizer=bos, config=GPT, kind="causal", length=8, num_sequences=19)
     assert "documents" not in few.batches[0]
     assert few.description.endswith("too few for an error that counts documents: it counts sequences")
     ids = read(save(np.full((30, 4), 9)), config=GPT, kind="causal")
@@ -381,25 +381,25 @@ def test_few_documents_are_no_clusters_and_that_is_said(text, bos, save):
 def test_the_pool_has_all_rows_as_they_are(text, vocab, save):
     ids = np.random.default_rng(0).integers(0, 60, (2500, 6))
     ids[ids[:, 3] < 5, 3:] = -1
-    inputs = read(save(ids), config=GPT, kind="causal", num_inputs=100)
-    batches = list(inputs.pool)
+    inputs = read(save(ids), config=GPT, kind="causal", num_sequences=100)
+    batches = list(inputs.auxiliary_sample)
     assert [len(batch["input_ids"]) for batch in batches] == [1024, 1024, 452]
     found = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     assert torch.equal(torch.where(found["attention_mask"] == 1, found["input_ids"], -1), torch.from_numpy(ids))
     assert set(found) == {"input_ids", "attention_mask"}
-    assert inputs.shuffled(0).cut(7).pool is inputs.pool
+    assert inputs.shuffled(0).cut(7).auxiliary_sample is inputs.auxiliary_sample
 
-    inputs = read(text, tokenizer=str(vocab), length=10, masking=HALF, num_inputs=40)
-    (batch,) = inputs.pool
+    inputs = read(text, tokenizer=str(vocab), length=10, masking=HALF, num_sequences=40)
+    (batch,) = inputs.auxiliary_sample
     shown = whole(inputs)
     tokens = torch.where(shown["labels"] == -100, shown["input_ids"], shown["labels"])
     rows = torch.cat([batch["input_ids"], batch["documents"][:, None]], dim=1).tolist()
     assert all(row in rows for row in torch.cat([tokens, shown["documents"][:, None]], dim=1).tolist())
     assert len(rows) == int(inputs.description.split(" drawn from the ")[1].split(" ")[0])
 
-    few = read(text, tokenizer=str(vocab), length=10, masking=HALF, num_inputs=10)  # of less than 20 documents
+    few = read(text, tokenizer=str(vocab), length=10, masking=HALF, num_sequences=10)  # of less than 20 documents
     assert "documents" not in few.batches[0]
-    assert "documents" not in next(iter(few.pool))
+    assert "documents" not in next(iter(few.auxiliary_sample))
 
 
 def test_cutting_changes_only_the_batches(text, vocab):

@@ -53,7 +53,9 @@ def plain_loss(model, batch, rows=slice(None)):
 
 def plain_rate(config, t, total):
     """Return the learning rate of step t."""
-    warmup = config.warmup_steps if config.warmup_proportion is None else round(config.warmup_proportion * total)
+    warmup = min(1000, round(0.06 * total)) if config.warmup_steps is None else config.warmup_steps
+    if config.warmup_proportion is not None:
+        warmup = round(config.warmup_proportion * total)
     if t < warmup:
         return config.learning_rate * t / warmup
     r = (t - max(warmup, 1)) / (total + 1 - max(warmup, 1))

@@ -161,5 +161,5 @@ def test_features_have_no_dropout_and_a_causal_model_reads_the_start():
 
 
 def test_too_few_examples_are_refused():
-    with pytest.raises(IsolossError, match="draws 16 examples a step, and the task has 15"):
+    with pytest.raises(IsolossError, match="draws 16 examples per step, and the task has 15"):
         algorithm_for(tiny(), n=15)

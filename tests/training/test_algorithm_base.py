@@ -37,13 +37,18 @@ def test_the_steps_are_their_formulas(config):
 
 
 @pytest.mark.parametrize("masking", ["one", "fraction"])
-@pytest.mark.parametrize("micro_batch", [1, 3, 8, 100])
-def test_micro_batches_give_the_same_steps(masking, micro_batch):
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 8, 100])
+def test_micro_batches_give_the_same_steps(masking, micro_batch_size):
     objective = ObjectiveConfig(masking=masking, fraction=0.6)  # parts of unequally many predicted tokens
     config = OptimizerConfig(name="sgd", learning_rate=0.3, warmup_steps=0)
     whole, cut = tiny(), tiny()
     expected = run(whole, TrainingAlgorithm(whole, context(config, total=10)), 10, objective=objective)
-    got = run(cut, TrainingAlgorithm(cut, context(config, total=10, micro_batch=micro_batch)), 10, objective=objective)
+    got = run(
+        cut,
+        TrainingAlgorithm(cut, context(config, total=10, micro_batch_size=micro_batch_size)),
+        10,
+        objective=objective,
+    )
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(torch.tensor(a[:3]), torch.tensor(b[:3]), rtol=1e-10, atol=0)
     for a, b in zip(cut.parameters(), whole.parameters(), strict=True):

@@ -94,7 +94,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, at):
 
 def test_it_begins_at_the_initial_weights(tmp_path):
     first = trained(tmp_path / "first", small())
-    run = trained(tmp_path / "second", small(initial="../first/checkpoints/step-10", checkpoints=EVERY, ema=DECAY))
+    run = trained(tmp_path / "second", small(init_from="../first/checkpoints/step-10", checkpoints=EVERY, ema=DECAY))
     start, average = weights(first.checkpoint(10)), weights(run.checkpoint(0) / "ema")
     assert all(torch.equal(average[name], start[name]) for name in start)
     check_average(run, DECAY)
@@ -191,7 +191,7 @@ def test_the_command_line_has_it(tmp_path, capsys):
     assert main([*arguments, "--ema", "0.9", "--threads", "1", "--json"]) == 0
     capsys.readouterr()
     folder = Run(tmp_path).checkpoint(3) / "ema"
-    assert main(["flatness", str(folder), "--num-inputs", "64", "--threads", "1", "--json"]) == 0
+    assert main(["flatness", str(folder), "--num-sequences", "64", "--threads", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["models"][0]["model"] == str(folder)
     assert main([*arguments, "--ema", "1.5"]) == 2
     assert "ema is 1.5; it must be" in capsys.readouterr().err

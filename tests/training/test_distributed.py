@@ -49,7 +49,7 @@ ADAMW = OptimizerConfig(learning_rate=0.0005, warmup_steps=3)
 CLIPPED = dataclasses.replace(SGD, max_grad_norm=0.5)
 FRACTION = ObjectiveConfig(masking="fraction", fraction=0.5)  # unequally many predicted tokens
 ADVERSARIAL = AdversarialConfig(weight=0.5, head_examples=10, loss_examples=6, task_examples=40)
-PENALTY = FisherPenaltyConfig(coefficient=0.02, sentences=5)
+PENALTY = FisherPenaltyConfig(weight=0.02, sentences=5)
 
 
 def config(**changes):
@@ -58,11 +58,11 @@ def config(**changes):
 
 SAME_AS_ONE = {
     "adamw": config(optimizer=ADAMW, objective=FRACTION),
-    "sgd": config(optimizer=CLIPPED, objective=FRACTION, micro_batch=3, measure_every=2),
-    "sam": config(algorithm=SAMConfig(rho=0.2), objective=FRACTION, micro_batch=1),
+    "sgd": config(optimizer=CLIPPED, objective=FRACTION, micro_batch_size=3, measure_every=2),
+    "sam": config(algorithm=SAMConfig(rho=0.2), objective=FRACTION, micro_batch_size=1),
     "sam-same": config(algorithm=SAMConfig(rho=0.2, batch="same"), optimizer=ADAMW),
     "exact": config(objective=dataclasses.replace(FRACTION, labels="exact")),
-    "adversarial": config(algorithm=ADVERSARIAL, micro_batch=2),
+    "adversarial": config(algorithm=ADVERSARIAL, micro_batch_size=2),
     "penalty": config(algorithm=PENALTY, objective=FRACTION, optimizer=dataclasses.replace(SGD, learning_rate=0.01)),
     "pre-ln": config(model=dataclasses.replace(EVEN, architecture="bert-pre-ln")),
     "lstm": config(model=dataclasses.replace(EVEN, architecture="lstm", size="h16")),
@@ -85,10 +85,12 @@ WITH_FSDP = {
         "opt": {},
     }.items()
 }
-PER_RANK = {
-    "sam-per-rank": config(algorithm=SAMConfig(rho=0.2, batch="same", ascent="per-rank")),
-    "adversarial-per-rank": config(algorithm=dataclasses.replace(ADVERSARIAL, ascent="per-rank")),
-    "fsdp-adversarial-per-rank": config(algorithm=dataclasses.replace(ADVERSARIAL, ascent="per-rank"), parallel="fsdp"),
+PER_PROCESS = {
+    "sam-per-process": config(algorithm=SAMConfig(rho=0.2, batch="same", ascent="per-process")),
+    "adversarial-per-process": config(algorithm=dataclasses.replace(ADVERSARIAL, head="per-process")),
+    "fsdp-adversarial-per-process": config(
+        algorithm=dataclasses.replace(ADVERSARIAL, head="per-process"), parallel="fsdp"
+    ),
 }
 NOISY = config(model=ModelConfig(size="d16", dropout=0.2), optimizer=ADAMW, steps=9, checkpoints=(0, 4))
 SHARDED_NOISY = dataclasses.replace(NOISY, parallel="fsdp")
@@ -102,7 +104,7 @@ ONE_STEP = config(model=NOISY.model, steps=1, log_every=1)
 def trained(tmp_path_factory):
     """The folder of runs by two processes."""
     folder = tmp_path_factory.mktemp("two")
-    workers = Workers(folder, train_all, folder, {**SAME_AS_ONE, **WITH_FSDP, **PER_RANK, **WHOLE, "one": ONE_STEP})
+    workers = Workers(folder, train_all, folder, {**SAME_AS_ONE, **WITH_FSDP, **PER_PROCESS, **WHOLE, "one": ONE_STEP})
     assert workers.wait() == [0, 0], workers.output()
     return folder
 
@@ -134,7 +136,7 @@ def test_two_processes_train_as_one(trained, tmp_path, name):
 
 def test_each_process_may_have_its_own_ascent_point(trained):
     """m-sharpness: the gradient of each share at the point that this share climbs to."""
-    settings = PER_RANK["sam-per-rank"]
+    settings = PER_PROCESS["sam-per-process"]
 
     def gradient(model, _t, batch):
         loss, total = plain_loss(model, batch), [torch.zeros_like(p) for p in model.parameters()]
@@ -150,12 +152,12 @@ def test_each_process_may_have_its_own_ascent_point(trained):
                 sum_.add_(g / 2)  # one predicted token a sentence, so that both shares weigh the same
         return loss, total
 
-    check_reference(Run(trained / "sam-per-rank"), settings, gradient)
+    check_reference(Run(trained / "sam-per-process"), settings, gradient)
 
 
-@pytest.mark.parametrize("name", ["adversarial-per-rank", "fsdp-adversarial-per-rank"])
+@pytest.mark.parametrize("name", ["adversarial-per-process", "fsdp-adversarial-per-process"])
 def test_each_process_may_have_its_own_head(trained, name):
-    settings = PER_RANK[name]
+    settings = PER_PROCESS[name]
 
     def gradient(model, t, batch):
         loss = plain_loss(model, batch)
@@ -285,7 +287,7 @@ def test_the_command_says_once_what_it_says(tmp_path):
     statuses, text = command(tmp_path, "--steps", "50", "--measure-every", "50")
     assert statuses == [0, 0], text
     assert text.count("50 steps done, last training loss") == 1
-    assert text.count("checkpoints at steps 50") == 1
+    assert text.count("checkpoints (step): 50") == 1
     assert Run(tmp_path / "run").metrics()[0]["trace"] > 0
 
 
@@ -347,7 +349,7 @@ def test_a_batch_that_does_not_divide_among_the_processes(changes, message):
     ("changes", "message"),
     [
         ({"algorithm": PENALTY}, "the fisher-penalty algorithm takes second derivatives"),
-        ({"algorithm": SAMConfig(ascent="per-rank")}, "sam's ascent is 'per-rank'"),
+        ({"algorithm": SAMConfig(ascent="per-process")}, "sam's ascent is 'per-process'"),
         ({"model": ModelConfig(architecture="lstm", size="h16")}, "but lstm needs full weights"),
         ({"parallel": "zero"}, "parallel is 'zero'; it must be one of ddp, fsdp"),
         (
@@ -389,7 +391,8 @@ def test_ctrl_c_to_torchrun_saves(tmp_path, parallel):
     process.send_signal(signal.SIGINT)
     assert process.wait(120) != 0
     text = (tmp_path / "log").read_text()
-    assert text.count(f"stopped at step {run.steps()[0]} of 400, saved. To go on, by any number") == 1, text
+    stopped = f"stopped at step {run.steps()[0]} of 400; progress is saved. To resume, with any number"
+    assert text.count(stopped) == 1, text
     assert subprocess.run([*launcher, *train_words, "--json"], capture_output=True, check=False).returncode == 0
     assert run.complete
     whole = Run(tmp_path / "whole")

@@ -66,7 +66,7 @@ def test_a_certain_prediction_has_a_finite_gradient():
     assert logits.grad.isfinite().all()
 
 
-SETTINGS = FisherPenaltyConfig(coefficient=0.02, sentences=2)
+SETTINGS = FisherPenaltyConfig(weight=0.02, sentences=2)
 
 
 def reference_gradient(model, t, batch):
@@ -87,7 +87,7 @@ def reference_gradient(model, t, batch):
             total = [a + weight * g for a, g in zip(total, gradients, strict=True)]
     trace = sum((g**2).sum() for g in total) / len(logits)
     loss = plain_loss(model, batch)
-    return loss, gradients_of(loss + SETTINGS.coefficient * trace, model)
+    return loss, gradients_of(loss + SETTINGS.weight * trace, model)
 
 
 def algorithm_for(model, optimizer, settings=SETTINGS, **changes):
@@ -101,7 +101,7 @@ def algorithm_for(model, optimizer, settings=SETTINGS, **changes):
 )
 def test_the_steps_are_those_of_the_definition(optimizer):
     model = tiny()
-    check(model, algorithm_for(model, optimizer, micro_batch=3), optimizer, reference_gradient, batches())
+    check(model, algorithm_for(model, optimizer, micro_batch_size=3), optimizer, reference_gradient, batches())
 
 
 def test_the_estimate_agrees_with_the_measured_trace():
@@ -120,7 +120,7 @@ def test_the_estimate_agrees_with_the_measured_trace():
 def test_a_penalized_model_is_flatter():
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=0)
     flat, plain = tiny(torch.float32), tiny(torch.float32)
-    run(flat, algorithm_for(flat, optimizer, FisherPenaltyConfig(coefficient=0.05, sentences=8)), 100)
+    run(flat, algorithm_for(flat, optimizer, FisherPenaltyConfig(weight=0.05, sentences=8)), 100)
     run(plain, TrainingAlgorithm(plain, context(optimizer, total=100)), 100)
     traces = [fisher_trace(model.eval(), batches(150)[100:], causal=False).value for model in (flat, plain)]
     assert traces[0] < 0.5 * traces[1]
@@ -157,7 +157,7 @@ def test_every_architecture_is_penalized_whatever_its_kernel(architecture, size)
             for p, d in zip(parameters, direction, strict=True):
                 p.add_(step * d)
         values.append(penalty())
-    slope = sum(float((g * d).sum()) for g, d in zip(gradients, direction, strict=True)) / SETTINGS.coefficient
+    slope = sum(float((g * d).sum()) for g, d in zip(gradients, direction, strict=True)) / SETTINGS.weight
     # OPT's attention takes its softmax in float32, whose rounding the difference divides by the step
     tolerance = 1e-3 if architecture == "opt" else 1e-5
     assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=tolerance)

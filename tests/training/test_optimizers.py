@@ -21,6 +21,10 @@ def test_the_warm_up_is_linear_and_then_constant():
     assert rates((1,), 10, warmup_steps=0) == [1]
 
 
+def test_by_default_6_percent_of_the_steps_warm_up_and_at_most_1000():
+    assert [OptimizerConfig().num_warmup_steps(total) for total in (0, 8, 100, 20_000)] == [0, 0, 6, 1000]
+
+
 def test_a_proportion_warms_up_that_fraction_of_the_steps():
     steps = (1, 11, 12, 13, 100)
     assert rates(steps, 100, warmup_proportion=0.12) == rates(steps, 100, warmup_steps=12)

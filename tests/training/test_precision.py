@@ -28,7 +28,7 @@ def products(model):
 
 
 @pytest.mark.parametrize(("architecture", "size"), ARCHITECTURES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_model_runs_in_the_precision_and_the_gradients_are_float32(architecture, size, precision):
     language = PairLanguage(is_ragged=True)
     causal = architecture == "opt"
@@ -42,10 +42,10 @@ def test_the_model_runs_in_the_precision_and_the_gradients_are_float32(architect
     dtypes = products(model)
     loss = prediction_loss(model, batch, causal=causal, precision=precision)
     loss.backward()
-    assert set(dtypes) == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert set(dtypes) == {torch.bfloat16 if precision == "bfloat16" else torch.float32}
     assert loss.dtype == torch.float32
     # bfloat16 has 8 bits: its rounding is 2^-9
-    tolerance = 2**-6 if precision == "bf16" else 1e-5
+    tolerance = 2**-6 if precision == "bfloat16" else 1e-5
     assert loss.item() == pytest.approx(exact.item(), rel=tolerance)
     error = square = 0.0
     for p, g in zip(model.parameters(), wanted, strict=True):
@@ -57,7 +57,7 @@ def test_the_model_runs_in_the_precision_and_the_gradients_are_float32(architect
 
 
 def test_a_run_says_it_and_resumes_bit_for_bit(tmp_path):
-    config = small(precision="bf16")
+    config = small(precision="bfloat16")
     whole, stopped = Run(tmp_path / "whole"), Run(tmp_path / "stopped")
     train(whole, config, PairLanguage())
     with pytest.raises(Interrupted):
@@ -65,7 +65,7 @@ def test_a_run_says_it_and_resumes_bit_for_bit(tmp_path):
     train(stopped, config, PairLanguage())
     assert content(whole) == content(stopped)
     first = json.loads((whole.path / "log.jsonl").read_text().splitlines()[0])
-    assert first["precision"] == "bf16"
+    assert first["precision"] == "bfloat16"
     other = Run(tmp_path / "other")
     train(other, small(), PairLanguage())
     assert other.metrics()[-1]["loss_nats"] != whole.metrics()[-1]["loss_nats"]
@@ -73,11 +73,11 @@ def test_a_run_says_it_and_resumes_bit_for_bit(tmp_path):
 
 
 def test_an_unknown_precision_is_refused(tmp_path):
-    with pytest.raises(IsolossError, match="precision is 'fp16'; it must be one of fp32, bf16"):
+    with pytest.raises(IsolossError, match="precision is 'fp16'; it must be one of float32, bfloat16"):
         train(Run(tmp_path / "run"), small(precision="fp16"), PairLanguage())
 
 
 def test_the_loss_of_the_default_is_the_models_own():
     model = tiny()
     batch = batches(1)[0]
-    assert torch.equal(loss_of(model)(batch), prediction_loss(model, batch, causal=False, precision="fp32"))
+    assert torch.equal(loss_of(model)(batch), prediction_loss(model, batch, causal=False, precision="float32"))

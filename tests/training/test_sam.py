@@ -35,10 +35,10 @@ def reference_gradient(sam):
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("sam", [SAMConfig(rho=0.1), SAMConfig(rho=0.1, batch="same")], ids=["halves", "same"])
-@pytest.mark.parametrize("micro_batch", [0, 3])
-def test_the_steps_are_those_of_the_definition(optimizer, sam, micro_batch):
+@pytest.mark.parametrize("micro_batch_size", [0, 3])
+def test_the_steps_are_those_of_the_definition(optimizer, sam, micro_batch_size):
     model = tiny()
-    algorithm = SAM(model, context(optimizer, total=STEPS, micro_batch=micro_batch), sam)
+    algorithm = SAM(model, context(optimizer, total=STEPS, micro_batch_size=micro_batch_size), sam)
     check(model, algorithm, optimizer, reference_gradient(sam), batches())
 
 

@@ -370,7 +370,7 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, num_bytes, message
 
 def test_a_run_starts_from_anothers_weights(tmp_path):
     first = trained(tmp_path / "first", small(checkpoints=(6,)))
-    config = small(initial="../first/checkpoints/step-6", checkpoints=(0,), steps=3)
+    config = small(init_from="../first/checkpoints/step-6", checkpoints=(0,), steps=3)
     second = trained(tmp_path / "second", config)
     assert (second.checkpoint(0) / "model.safetensors").read_bytes() == (
         first.checkpoint(6) / "model.safetensors"
@@ -389,6 +389,6 @@ def test_a_run_starts_from_anothers_weights(tmp_path):
 def test_initial_weights_that_do_not_fit_are_refused(tmp_path):
     trained(tmp_path / "first")
     with pytest.raises(IsolossError, match=r"do not fit the model: .* \(10, 16\) there and \(10, 32\) in the model"):
-        trained(tmp_path / "wide", small(model=ModelConfig(size="d32"), initial="../first/checkpoints/step-10"))
+        trained(tmp_path / "wide", small(model=ModelConfig(size="d32"), init_from="../first/checkpoints/step-10"))
     with pytest.raises(IsolossError, match="is not a checkpoint folder"):
-        trained(tmp_path / "none", small(initial="../first/checkpoints/step-11"))
+        trained(tmp_path / "none", small(init_from="../first/checkpoints/step-11"))

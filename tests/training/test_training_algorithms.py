@@ -52,7 +52,7 @@ def test_a_config_builds_its_algorithm(algorithm, expected):
         *({"algorithm": algorithm} for algorithm in EACH[1:]),
         {"algorithm": SAMConfig(), "optimizer": OptimizerConfig(name="sgd", momentum=0.9, warmup_steps=3)},
         {"optimizer": OptimizerConfig(warmup_proportion=0.3, schedule="cosine", max_grad_norm=0.5)},
-        {"optimizer": OptimizerConfig(warmup_steps=3, schedule="linear"), "micro_batch": 3},
+        {"optimizer": OptimizerConfig(warmup_steps=3, schedule="linear"), "micro_batch_size": 3},
     ],
     ids=["sam-halves", "sam-same", "adversarial", "fisher-penalty", "sam-sgd", "cosine-clipped", "linear-micro"],
 )
@@ -70,9 +70,9 @@ def test_every_algorithm_goes_on_bit_for_bit(tmp_path, changes):
 
 @pytest.mark.parametrize("objective", [{"masking": "one"}, {"masking": "fraction", "fraction": 0.4}])
 def test_exact_labels_train_through_the_loop(tmp_path, objective):
-    config = small(objective=ObjectiveConfig(labels="exact", **objective), micro_batch=3)
+    config = small(objective=ObjectiveConfig(labels="exact", **objective), micro_batch_size=3)
     train(Run(tmp_path / "exact"), config, config.language.build())
-    sampled = small(objective=ObjectiveConfig(**objective), micro_batch=3)
+    sampled = small(objective=ObjectiveConfig(**objective), micro_batch_size=3)
     train(Run(tmp_path / "sampled"), sampled, config.language.build())
     losses = [Run(tmp_path / name).metrics()[-1]["loss_nats"] for name in ("exact", "sampled")]
     assert losses[0] != losses[1]
@@ -117,8 +117,8 @@ def test_the_adversary_needs_examples(tmp_path):
         (AdversarialConfig(ridge=0.0), "algorithm.ridge is 0.0; it must be above 0"),
         (AdversarialConfig(head_examples=1), "head_examples is 1; it must be at least 2"),
         (AdversarialConfig(loss_examples=0), "loss_examples is 0; it must be at least 1"),
-        (AdversarialConfig(task_examples=255), r"draws 128 \+ 128 examples a step from task_examples, 255"),
-        (FisherPenaltyConfig(coefficient=0.0), "algorithm.coefficient is 0.0; it must be above 0"),
+        (AdversarialConfig(task_examples=255), r"draws 128 \+ 128 examples per step from task_examples, 255"),
+        (FisherPenaltyConfig(weight=0.0), "algorithm.weight is 0.0; it must be above 0"),
         (FisherPenaltyConfig(sentences=0), "algorithm.sentences is 0; it must be at least 1"),
     ],
 )
@@ -186,3 +186,30 @@ def test_an_algorithm_from_outside_is_registered_trained_and_resumed(tmp_path, m
         configs.check(small(algorithm=Noisy(scale=0.0)))
     with pytest.raises(IsolossError, match="too many"):
         configs.check(small(algorithm=Noisy(), batch_size=101))
+
+
+def test_what_an_algorithm_builds_and_keeps_is_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(ALGORITHMS, "_entries", dict(ALGORITHMS._entries))
+    ALGORITHMS.register("noisy", Noisy)
+    loaded = []
+
+    class Algorithm(TrainingAlgorithm):
+        def state(self):
+            return {**super().state(), "mine": torch.zeros(1)}
+
+        def load_state(self, state):
+            loaded.append(state["mine"])
+            super().load_state({name: value for name, value in state.items() if name != "mine"})
+
+    monkeypatch.setattr(Noisy, "build", lambda self, model, context: Algorithm(model, context))
+    with pytest.raises(Interrupted):
+        train(Run(tmp_path / "mine"), small(algorithm=Noisy()), Signalling({3}))
+    assert loaded == []
+    train(Run(tmp_path / "mine"), small(algorithm=Noisy()), PairLanguage())
+    assert len(loaded) == 1
+    monkeypatch.setattr(Algorithm, "state", lambda self: {"mine": [1]})
+    with pytest.raises(IsolossError, match="state of the training algorithm noisy has a list under 'mine'"):
+        train(Run(tmp_path / "list"), small(algorithm=Noisy()), PairLanguage())
+    monkeypatch.setattr(Noisy, "build", lambda self, model, context: None)
+    with pytest.raises(IsolossError, match="noisy builds a NoneType; it must be an"):
+        train(Run(tmp_path / "none"), small(algorithm=Noisy()), PairLanguage())

@@ -30,7 +30,8 @@ FAST = FinetuneConfig(epochs=3, batch_size=8, seeds=2, learning_rate=0.01, warmu
 def test_the_settings_are_the_papers() -> None:
     config = FinetuneConfig()
     assert (config.epochs, config.seeds) == (10, 5)
-    assert (config.name, config.learning_rate, config.warmup_steps) == ("adamw", 1e-4, 200)
+    assert (config.name, config.learning_rate, config.num_warmup_steps(780)) == ("adamw", 1e-4, 200)
+    assert [config.num_warmup_steps(total) for total in (200, 199, 4)] == [200, 12, 0]  # of fewer, 6 %
 
 
 def plain(
@@ -133,7 +134,7 @@ def test_token_types_reach_the_model() -> None:
 
 
 def test_parts_of_a_batch_add_up_to_it() -> None:
-    whole, parts = (finetune(bert(), small_task(), replace(FAST, micro_batch=size)) for size in (0, 3))
+    whole, parts = (finetune(bert(), small_task(), replace(FAST, micro_batch_size=size)) for size in (0, 3))
     for left, right in zip(whole.details["losses_nats"], parts.details["losses_nats"], strict=True):
         assert left == pytest.approx(right, rel=1e-4)
 
@@ -153,7 +154,7 @@ def progress(step, note):
         os.kill(os.getpid(), signal.SIGKILL)
 
 folder = Path(sys.argv[1])
-finetune(bert(dropout=0.1), small_task(), replace(FAST, save_every_seconds=0.0), folder=folder, progress=progress)
+finetune(bert(dropout=0.1), small_task(), replace(FAST, save_every_seconds=0.0), output=folder, progress=progress)
 """
 
 
@@ -170,7 +171,7 @@ def test_killed_and_run_again_ends_with_the_same_bytes(tmp_path: Path) -> None:
     steps: list[int] = []
     for folder in (whole, killed):
         progress = lambda step, note: steps.append(step)  # noqa: E731
-        finetune(bert(dropout=0.1), small_task(), FAST, folder=folder, progress=progress)
+        finetune(bert(dropout=0.1), small_task(), FAST, output=folder, progress=progress)
     # killed before the state of step 25 was written
     assert steps == [*range(1, 37), *range(25, 37)]
     assert set(content(whole)) == {"finetune.json", "seed-0.json", "seed-1.json"}
@@ -187,8 +188,8 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted, match="interrupted after step 20, which is saved"):
-        finetune(model, task, FAST, folder=tmp_path / "state", progress=progress)
-    result = finetune(model, task, FAST, folder=tmp_path / "state", progress=progress)
+        finetune(model, task, FAST, output=tmp_path / "state", progress=progress)
+    result = finetune(model, task, FAST, output=tmp_path / "state", progress=progress)
     assert steps == [*range(1, 37)]
     assert 2 * num_steps(FAST, 41) == 36
     assert torch.equal(result.predictions, whole.predictions)
@@ -197,9 +198,9 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path: Path) -> None:
 
 def test_more_seeds_keep_those_that_are_there(tmp_path: Path) -> None:
     model, task = bert(), small_task()
-    finetune(model, task, replace(FAST, seeds=1), folder=tmp_path / "state")
+    finetune(model, task, replace(FAST, seeds=1), output=tmp_path / "state")
     steps: list[int] = []
-    result = finetune(model, task, FAST, folder=tmp_path / "state", progress=lambda step, note: steps.append(step))
+    result = finetune(model, task, FAST, output=tmp_path / "state", progress=lambda step, note: steps.append(step))
     assert steps == [*range(19, 37)]
     assert result.details == finetune(model, task, FAST).details
 
@@ -207,7 +208,7 @@ def test_more_seeds_keep_those_that_are_there(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     model, task, folder = bert(), small_task(), tmp_path / "state"
     short = replace(FAST, seeds=1, epochs=1)
-    finetune(model, task, short, folder=folder)
+    finetune(model, task, short, output=folder)
     before = content(folder)
     for changed, message in (
         ((model, task, replace(short, batch_size=4)), r"another config \(config.batch_size: 4 != 8\)"),
@@ -217,11 +218,11 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         ((model, replace(task, test_labels=task.test_labels.flip(0)), short), r"\(test: '"),
     ):
         with pytest.raises(IsolossError, match=message):
-            finetune(*changed, folder=folder)
+            finetune(*changed, output=folder)
     assert content(folder) == before
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(IsolossError, match="is not empty and holds no fine-tuning"):
-        finetune(model, task, short, folder=tmp_path)
+        finetune(model, task, short, output=tmp_path)
 
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:
@@ -230,11 +231,11 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted):
-        finetune(bert(), small_task(), FAST, folder=tmp_path, progress=progress)
+        finetune(bert(), small_task(), FAST, output=tmp_path, progress=progress)
     state = tmp_path / "seed-0.safetensors"
     state.write_bytes(state.read_bytes()[:-40])
     with pytest.raises(IsolossError, match=r"seed-0.safetensors is damaged .* delete it, and its seed starts again"):
-        finetune(bert(), small_task(), FAST, folder=tmp_path)
+        finetune(bert(), small_task(), FAST, output=tmp_path)
 
 
 # --- bad input
@@ -246,7 +247,7 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
         ({"epochs": 0}, "epochs is 0; it must be at least 1"),
         ({"seeds": 0}, "seeds is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"micro_batch": -1}, "micro_batch is -1"),
+        ({"micro_batch_size": -1}, "micro_batch_size is -1"),
         ({"save_every_seconds": -1.0}, "save_every_seconds is -1.0"),
         ({"pooling": "max"}, "pooling is 'max'; it must be one of auto, first, last, mean"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),

@@ -17,8 +17,7 @@ from isoloss.languages.brackets import Brackets
 from isoloss.languages.config import HMMConfig, PCFGConfig
 from isoloss.languages.hmm.language import HMM
 from isoloss.languages.pcfg.language import PCFG
-from isoloss.transfer.bayes import bayes_accuracy
-from isoloss.transfer.tasks import labeling, make_task
+from isoloss.transfer.tasks import bayes_accuracy, labeling, make_task
 
 # symbols on levels, some of which stop early: sentences of 1 to 4 tokens
 LEVELS = PCFGConfig(

@@ -18,8 +18,7 @@ from isoloss.run_config import ModelConfig
 from isoloss.transfer.config import Solver
 from isoloss.transfer.features import extract
 from isoloss.transfer.fits.convex import fit
-from isoloss.transfer.fits.cross_validated import _folds
-from isoloss.transfer.linear_probing import fit_linear_probe, linear_probe
+from isoloss.transfer.linear_probing import _folds, fit_linear_probe, linear_probe
 from isoloss.transfer.results import TransferResult
 from isoloss.transfer.stored_features import store
 from isoloss.transfer.tasks import make_task
@@ -129,7 +128,7 @@ def test_the_numbers_that_come_with_the_accuracy() -> None:
     assert variance > 0
     assert accuracy.stderr == pytest.approx(math.sqrt(mean * (1 - mean) / 300 + variance / 4))
     assert details["majority_rate"] == max(test_y.tolist().count(c) for c in range(4)) / 300
-    assert (details["num_train"], details["num_test"], accuracy.num_inputs) == (200, 300, 300)
+    assert (details["num_train"], details["num_test"], accuracy.num_predictions) == (200, 300, 300)
     assert (accuracy.unit, accuracy.samples) == ("accuracy", 300)
 
 

@@ -1,4 +1,4 @@
-"""The paper's tasks on languages of its shape: A, B, C of a grammar and task-k of a hidden Markov model."""
+"""The paper's tasks on languages of its shape: A, B, C of a grammar and task-K of a hidden Markov model."""
 
 from __future__ import annotations
 

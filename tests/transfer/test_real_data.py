@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "real_data.py"
 @pytest.mark.slow
 def test_the_example_with_real_data(tmp_path: Path, shared_data: Path) -> None:
     command = [
-        *(sys.executable, str(EXAMPLE), "--out", str(tmp_path), "--text", str(shared_data / "openwebtext-1000")),
+        *(sys.executable, str(EXAMPLE), "--output", str(tmp_path), "--text", str(shared_data / "openwebtext-1000")),
         *("--sst2", str(shared_data / "glue-sst2"), "--rte", str(shared_data / "glue-rte"), "--size", "d16"),
         *("--steps", "4", "--sst2-examples", "650", "--rte-examples", "650", "--seeds", "1", "--vocabulary", "400"),
         *("--threads", "1"),

@@ -19,7 +19,7 @@ from isoloss.transfer.results import TransferResult, majority_rate, score, write
 CLASSES = ("x", "y", "z")
 LABELS = torch.tensor([0, 0, 1, 1, 1, 1, 0, 1])
 PREDICTIONS = torch.tensor([[0, 1, 1, 1, 2, 0, 0, 1], [0, 0, 1, 0, 2, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 1]])
-BAYES = Estimate(value=0.9, stderr=0.01, samples=8, unit="accuracy", num_inputs=8, method="by hand")
+BAYES = Estimate(value=0.9, stderr=0.01, samples=8, unit="accuracy", num_predictions=8, method="by hand")
 
 
 def result(**changes: object) -> TransferResult:

@@ -259,7 +259,7 @@ def test_state_labels_are_the_most_likely_states(k: int) -> None:
 @pytest.mark.parametrize("name", ["state-0", "state-5", "state-", "root", "prefix-2"])
 def test_tasks_that_an_hmm_has_not(name: str) -> None:
     language = HMMConfig(states=4, blocks=2, vocab_size=6, length=4).build()
-    with pytest.raises(IsolossError, match=f"no task '{name}': choose state-k with k from 1 to 4"):
+    with pytest.raises(IsolossError, match=f"no task '{name}': choose state-K with k from 1 to 4"):
         make_task(language, name, num_train=9, num_test=9, seed=0)
 
 

@@ -1,1 +1,1 @@
-"""The command line: one module a subcommand; what it needs is imported when it runs, so that help is instant."""
+"""The command line: one module per subcommand; what it needs is imported when it runs, so that help is instant."""

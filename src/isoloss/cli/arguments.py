@@ -19,10 +19,10 @@ ALSO_CALLED = {
     "epoch": "epochs",
     "lr": "learning-rate",
     "max-steps": "steps",
-    "max-samples": "num-inputs",
+    "max-samples": "num-sequences",
     "model-size": "size",
     "num-epochs": "epochs",
-    "num-samples": "num-inputs",
+    "num-samples": "num-sequences",
     "num-steps": "steps",
     "out": "output",
     "output-dir": "output",
@@ -74,7 +74,7 @@ def read(cls: type, subcommand: str, arguments: Sequence[str]) -> list[str]:
     """
     known = list(_arguments(cls))
     if any(word in HELP for word in arguments):
-        return list(arguments)
+        return ["--help"]
     options = {argument.name: argument for argument in known if not argument.is_positional}
     places = [argument for argument in known if argument.is_positional]
     free: list[str] = []

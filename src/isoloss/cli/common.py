@@ -51,11 +51,11 @@ def parse(cls: type[T], subcommand: str, arguments: Sequence[str], *, examples: 
     """
     import tyro
 
-    from isoloss.cli.options import without_none
+    from isoloss.cli.options import as_told
 
     lines = "\n".join(f"  {command}\n      {text}" for command, text in examples)
     values: Any = tyro.cli(
-        without_none(cls),
+        as_told(cls),
         prog=f"isoloss {subcommand}",
         args=read(cls, subcommand, arguments),
         description=f"{inspect.cleandoc(cls.__doc__ or '')}\n\nexamples:\n{lines}",
@@ -77,12 +77,6 @@ def use_threads(threads: int) -> None:
         import torch
 
         torch.set_num_threads(threads)
-
-
-def check_distinct(models: Sequence[str]) -> None:
-    """Refuse a model that is named twice."""
-    if twice := next((name for i, name in enumerate(models) if name in models[:i]), None):
-        raise IsolossError(f"{twice} is named twice; a model is compared with others")
 
 
 def check_figure(file: Path | None) -> None:

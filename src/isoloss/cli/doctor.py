@@ -65,7 +65,7 @@ def _findings() -> dict[str, dict[str, Any]]:
         },
         "engines": {
             "exact inference": f"{describe_backend(torch.device('cpu'))}; torch on other devices",
-            "flatness": "exact expectation over labels, one backward pass to activations a batch",
+            "flatness": "exact expectation over labels, one backward pass to activations per batch",
             "training attention": "eager",
         },
         "optional parts": {

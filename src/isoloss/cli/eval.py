@@ -9,8 +9,8 @@ from typing import Any, Literal
 import tyro
 
 from isoloss.cli import common
-from isoloss.cli.options import measure_configs, select, with_options
-from isoloss.evaluation.config import ReadingConfig
+from isoloss.cli.options import measure_configs, refuse_left_out, select, with_options
+from isoloss.evaluation.reading import ReadingConfig
 
 EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),
@@ -58,6 +58,7 @@ def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     cls = with_options(Args, reading=[ReadingConfig], settings=measure_configs())
     args: Any = common.parse(cls, "eval", arguments, examples=EXAMPLES)
+    refuse_left_out(args.measures or ())
     common.use_threads(args.threads)
     from isoloss.evaluation.evaluator import evaluate
 

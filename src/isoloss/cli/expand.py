@@ -17,7 +17,7 @@ from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import rounded
 
 if TYPE_CHECKING:
-    from isoloss.loading import Loaded
+    from isoloss.loading import LoadedModel
     from isoloss.paper.theory.expansion import Result
     from isoloss.text.inputs import Inputs
 
@@ -26,7 +26,10 @@ EXAMPLES = [
         "isoloss expand runs/first --into d128 --output first-d128",
         "the last checkpoint of a run, as a model of width 128",
     ),
-    ("isoloss expand runs/first --into d128 --scale balanced", "another way; without --output nothing is written"),
+    (
+        "isoloss expand runs/first --into d128 --embedding-scale balanced",
+        "another way; without --output nothing is written",
+    ),
     ("isoloss expand runs/heads --into d128 --heads 8", "a size with heads as narrow as those of a d64 of 4 heads"),
     ("isoloss expand CHECKPOINT --into d1536 --data text.txt", "any BERT, RoBERTa or OPT, measured on your text"),
 ]
@@ -54,7 +57,7 @@ class Args:
     """Width inside its feed-forward blocks; default: 4 times the width."""
     output: Path | None = None
     """Folder to write the large model to, which must be new or empty."""
-    scale: Literal["exact", "balanced", "paper"] = "exact"
+    embedding_scale: Literal["exact", "balanced", "paper"] = "exact"
     """What the embeddings are divided by, for r copies: 1, exact at every eps of the layer norms; sqrt(r), which keeps
     their part of the trace; r, as the paper prints it."""
     data: Path | None = None
@@ -65,7 +68,7 @@ class Args:
     """Tokens in a sequence, for text and flat arrays; default: 128, or what the model takes at most."""
     mask_id: int | None = None
     """For masked models and token ids: the mask's id; default: the tokenizer's."""
-    num_inputs: int = 128
+    num_sequences: int = 128
     """Sequences to measure on, at most; with --data, one token of each is masked for a masked model."""
     seed: int = 0
     """Decides inputs, masks and probes."""
@@ -84,8 +87,8 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args = common.parse(Args, "expand", arguments, examples=EXAMPLES)
-    if args.num_inputs < 2:
-        raise IsolossError(f"--num-inputs is {args.num_inputs}; an error bar needs at least 2")
+    if args.num_sequences < 2:
+        raise IsolossError(f"--num-sequences is {args.num_sequences}; an error bar needs at least 2")
     into = reshaped(shape(args.into), layers=args.layers, width=args.width, heads=args.heads, ffn=args.ffn)
     if args.output is not None:
         files.check_new(args.output)
@@ -94,18 +97,18 @@ def main(arguments: list[str]) -> int:
 
     from isoloss.loading import load_model
     from isoloss.models.expansion import check_fits, expand, shape_of
-    from isoloss.paper.theory.expansion import study
+    from isoloss.paper.theory.expansion import judge_expansion
 
     name = _checkpoint(args.model)
     dtype = getattr(torch, args.dtype)
     loaded = load_model(name, device=args.device, dtype=dtype, trust_remote_code=args.trust_remote_code)
     check_fits(shape_of(loaded.model), into)
     inputs = _inputs(args, name, loaded)
-    expanded = expand(loaded.model, into, scale=args.scale)
+    expanded = expand(loaded.model, into, embedding_scale=args.embedding_scale)
     inputs = inputs.cut(inputs.fitting_batch_size(expanded.model.config))
     common.note(f"{name}: {loaded.architecture}, {loaded.kind}; {inputs.description}")
     with common.Progress("expand", 3 * inputs.num_sequences, "sequences") as progress:
-        result = study(
+        result = judge_expansion(
             loaded.model,
             expanded,
             inputs.batches,
@@ -117,14 +120,14 @@ def main(arguments: list[str]) -> int:
         "model": name,
         "into": _name_of(args),
         "shape": dataclasses.asdict(into),
-        "scale": args.scale,
+        "embedding_scale": args.embedding_scale,
         "dtype": args.dtype,
         "data": inputs.description,
         "differences": dataclasses.asdict(result.differences),
         "before": {**result.before.to_dict(), "seconds": None},
         "after": {**result.after.to_dict(), "seconds": None},
         "change": result.change.to_dict(),
-        "shares": [dataclasses.asdict(part) for part in result.contributions],
+        "parameters": [dataclasses.asdict(part) for part in result.contributions],
         "statements": [statement.to_dict() for statement in result.statements],
     }
     if args.output is not None:
@@ -148,7 +151,7 @@ def _checkpoint(model: str) -> str:
     return str(run.checkpoint(run.last_step())) if run.exists else model
 
 
-def _inputs(args: Args, name: str, loaded: Loaded) -> Inputs:
+def _inputs(args: Args, name: str, loaded: LoadedModel) -> Inputs:
     from isoloss.evaluation.context import language_inputs
     from isoloss.text.inputs import read_inputs
 
@@ -160,7 +163,7 @@ def _inputs(args: Args, name: str, loaded: Loaded) -> Inputs:
             config=loaded.model.config,
             kind=loaded.kind,
             length=args.length,
-            num_inputs=args.num_inputs,
+            num_sequences=args.num_sequences,
             mask_id=args.mask_id,
             seed=args.seed,
         )
@@ -171,7 +174,7 @@ def _inputs(args: Args, name: str, loaded: Loaded) -> Inputs:
             "text or a .npy file of token ids"
         )
     config = checkpoint[0].config
-    return language_inputs(config.language.build(), config.objective, num_inputs=args.num_inputs, seed=args.seed)
+    return language_inputs(config.language.build(), config.objective, num_sequences=args.num_sequences, seed=args.seed)
 
 
 def _write(out: Path, model: Any, source: str, document: dict[str, Any]) -> None:
@@ -180,6 +183,7 @@ def _write(out: Path, model: Any, source: str, document: dict[str, Any]) -> None
 
     from isoloss.loading import quiet
     from isoloss.text.tokenizers import load_tokenizer
+    from isoloss.training.checkpoints import save_model
 
     try:
         tokenizer = load_tokenizer(source)
@@ -187,11 +191,7 @@ def _write(out: Path, model: Any, source: str, document: dict[str, Any]) -> None
         tokenizer = None
     try:
         with files.new_directory(out) as folder, quiet():
-            model.save_pretrained(folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            for weights in folder.glob("*.safetensors"):  # safetensors lets nobody but the owner read what it writes
-                weights.chmod((folder / "config.json").stat().st_mode)
+            save_model(folder, model, tokenizer)
             files.write_json(folder / RECORD, document)
     except (OSError, SafetensorError) as error:
         raise IsolossError(f"cannot write {out}: {error}") from error
@@ -215,6 +215,8 @@ def _print(args: Args, result: Result) -> None:
     common.say(f"\ntrace of the Fisher before: {result.before}, over {before:,} parameters")
     common.say(f"trace of the Fisher in {_name_of(args)}: {result.after}, over {after:,} parameters")
     change = rounded(result.change.value, result.change.stderr)
-    common.say(f"change: {change} nats per predicted token, on the same {result.before.num_inputs:,} predicted tokens")
-    common.say(f"  scale {args.scale}; {result.before.details['device']}, {args.dtype}")
+    common.say(
+        f"change: {change} nats per predicted token, on the same {result.before.num_predictions:,} predicted tokens"
+    )
+    common.say(f"  embedding scale {args.embedding_scale}; {result.before.details['device']}, {args.dtype}")
     common.say_statements(result.statements)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
 from isoloss.cli import common
+from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, EXECUTORS, LANGUAGES, MEASURES, MODELS, STUDIES, TASKS, Registry
+
+if TYPE_CHECKING:
+    from isoloss.config import LanguageConfig
+    from isoloss.runs import Run
 
 EXAMPLES = [
     ("isoloss ls", "everything that can be named on the command line"),
@@ -24,7 +29,11 @@ What = Literal["all", "languages", "models", "sizes", "tasks", "measures", "algo
 
 VOCABULARY, LENGTH = 30_522, 128  # that sizes are given for: BERT's vocabulary, and its usual sequences
 TRAINING_BYTES = 16  # a parameter's value, gradient and AdamW's two moments, in float32
-MEMORY = "AdamW in float32"
+HEADINGS = {  # of a table, where they are not the keys in JSON
+    "ffn": "feed-forward",
+    "scale_description": "size",
+    "training_memory_bytes": "AdamW in float32",
+}
 FREE_SHAPES = (
     "For any other shape, give isoloss train a size and --layers, --width, --heads or --ffn (for an LSTM: --layers, "
     "--width or --directions 1)."
@@ -34,10 +43,11 @@ COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 
 @dataclass(frozen=True)
 class Args:
-    """List what can be named: languages, models, tasks, measures, algorithms, executors, studies, and runs."""
+    """List what can be named: languages, models, sizes, tasks, measures, algorithms, executors, studies, runs."""
 
-    what: tyro.conf.Positional[What] = "all"
-    """What to list."""
+    what: Annotated[tyro.conf.Positional[What], tyro.conf.arg(help=f"What to list: {', '.join(get_args(What))}.")] = (
+        "all"
+    )
     folder: Path = Path("runs")
     """Where runs are looked for."""
     json: bool = False
@@ -67,12 +77,34 @@ def main(arguments: list[str]) -> int:
             common.say_wrapped(f"{name}: none in {args.folder}")
             continue
         title = f"{name} ({COUNTED})" if name in ("models", "sizes") else name
-        cells = [["" if value is None else value for value in row.values()] for row in rows]
-        common.print_table(title, list(rows[0]), cells, left=1 if name == "sizes" else len(rows[0]))
+        shown = [_shown(row) for row in rows]
+        common.print_table(
+            title, list(shown[0]), [list(row.values()) for row in shown], left=1 if name == "sizes" else len(shown[0])
+        )
         if name in ("models", "sizes"):
             common.say_wrapped(FREE_SHAPES)
         common.say("")
     return 0
+
+
+def _shown(row: Row) -> dict[str, str]:
+    """Return a row of JSON as headings and cells."""
+    cells: dict[str, str] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            cells |= {f"{name} {key}": _text(key, one) for name, one in value.items()}
+        else:
+            ends = [value[0], value[-1]] if isinstance(value, list) else [value]
+            cells[HEADINGS.get(key, key)] = " to ".join(_text(key, end) for end in ends)
+    return cells
+
+
+def _text(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key == "training_memory_bytes":
+        return f"{value / 1e9:.2f} GB"
+    return f"{value:,}" if key == "parameters" else str(value)
 
 
 def _languages() -> list[Row]:
@@ -80,28 +112,37 @@ def _languages() -> list[Row]:
 
     files = "a grammar (NLTK's PCFG text or rule lines), a stored language (.safetensors), or a config (.toml)"
     texts = "text (.txt, .jsonl or a folder) together with --tokenizer"
-    rows: list[Row] = [{"language": name, "what": text} for name, (_, text) in PRESETS.items()]
+    rows: list[Row] = [{"language": name, "description": text} for name, (_, text) in PRESETS.items()]
     rows += [
-        {"language": name, "what": f"{LANGUAGES.summary(name)}; with its defaults, or its settings in a .toml file"}
-        for name in LANGUAGES
+        {"language": name, "description": f"{LANGUAGES.summary(name)}; {_settings(config)}"}
+        for name, config in LANGUAGES.loaded().items()
     ]
-    return [*rows, {"language": "FILE", "what": files}, {"language": "TEXT", "what": texts}]
+    return [*rows, {"language": "FILE", "description": files}, {"language": "TEXT", "description": texts}]
+
+
+def _settings(config: type[LanguageConfig]) -> str:
+    """Return where the settings of a kind of language come from."""
+    if required := config.required_fields():
+        return f"needs a .toml file with {', '.join(required)}"
+    return "its defaults, or settings in a .toml file"
 
 
 def _models() -> list[Row]:
     rows: list[Row] = []
-    for name in MODELS:
-        architecture = MODELS.load(name)
-        sizes = architecture.sizes
-        counts = [architecture.num_parameters(shape, VOCABULARY, LENGTH) for shape in sizes.values()]
+    for name, architecture in MODELS.loaded().items():
+        counts = {
+            name: architecture.num_parameters(shape, VOCABULARY, LENGTH) for name, shape in architecture.sizes.items()
+        }
+        sizes = sorted(counts, key=counts.__getitem__)
+        ends = [counts[size] for size in (sizes[0], sizes[-1])]
         rows.append(
             {
                 "architecture": name,
                 "objective": architecture.objective,
-                "sizes": "{} to {}".format(*(end(zip(counts, sizes, strict=True))[1] for end in (min, max))),
-                "parameters": f"{min(counts):,} to {max(counts):,}",
-                MEMORY: f"{_training_memory(min(counts))} to {_training_memory(max(counts))}",
-                "what": MODELS.summary(name),
+                "sizes": sizes,
+                "parameters": ends,
+                "training_memory_bytes": [TRAINING_BYTES * count for count in ends],
+                "description": MODELS.summary(name),
             }
         )
     return rows
@@ -109,7 +150,7 @@ def _models() -> list[Row]:
 
 def _sizes() -> list[Row]:
     rows: list[Row] = []
-    architectures = {name: MODELS.load(name) for name in MODELS}
+    architectures = MODELS.loaded()
     shapes = {name: shape for architecture in architectures.values() for name, shape in architecture.sizes.items()}
     for name, shape in shapes.items():
         having = {a: architecture for a, architecture in architectures.items() if name in architecture.sizes}
@@ -120,54 +161,61 @@ def _sizes() -> list[Row]:
                 "width": getattr(shape, "d_model", None) or getattr(shape, "hidden", None),
                 "layers": getattr(shape, "num_layers", None),
                 "heads": getattr(shape, "num_heads", None),
-                "feed-forward": getattr(shape, "intermediate", None),
-                **{f"{a} parameters": f"{counts[a]:,}" if a in counts else None for a in architectures},
-                MEMORY: _training_memory(max(counts.values())),
+                "ffn": getattr(shape, "intermediate", None),
+                "parameters": {a: counts.get(a) for a in architectures},
+                "training_memory_bytes": TRAINING_BYTES * max(counts.values()),
             }
         )
     return rows
 
 
-def _training_memory(parameters: int) -> str:
-    return f"{TRAINING_BYTES * parameters / 1e9:.2f} GB"
-
-
 def _tasks() -> list[Row]:
     own: dict[str, str] = {}
-    for kind in LANGUAGES:
-        own |= LANGUAGES.load(kind).tasks
-    own |= {name: TASKS.summary(name) for name in TASKS}
+    for config in LANGUAGES.loaded().values():
+        for name, text in config.task_patterns.items():
+            own.pop(name, None)  # a task that several kinds have comes after the others of all of them
+            own[name] = text
+    own |= {name: TASKS.summary(name) for name in TASKS.loaded()}
     return [
-        *({"task": name, "what": text} for name, text in own.items()),
-        {"task": "NAME", "what": "your own labeled text: --data FILE --text COLUMN [--pair COLUMN] [--label COLUMN]"},
+        *({"task": name, "description": text} for name, text in own.items()),
+        {
+            "task": "NAME",
+            "description": "your own labeled text: --data FILE --text COLUMN [--pair COLUMN] [--label COLUMN]",
+        },
     ]
 
 
 def _components(registry: Registry) -> list[Row]:
-    return [{registry.kind: name, "what": registry.summary(name)} for name in registry]
+    heading = registry.kind.rpartition(" ")[2]
+    return [{heading: name, "description": registry.summary(name)} for name in registry.loaded()]
 
 
 def _studies() -> list[Row]:
     from isoloss.studies.spec import load_study
 
     return [
-        {"study": name, "scale": scale, "what": STUDIES.summary(name), "size": size.text}
-        for name in STUDIES
-        for scale, size in load_study(name).scales.items()
+        {"study": name, "scale": scale, "description": STUDIES.summary(name), "scale_description": size.description}
+        for name, study in STUDIES.loaded(load_study).items()
+        for scale, size in study.scales.items()
     ]
 
 
 def _runs(folder: Path) -> list[Row]:
     from isoloss.runs import find_runs
 
-    return [
-        {
-            "run": str(run.path),
-            "model": str(run.config.model),
-            "language": run.config.language.kind,
-            "steps": run.config.steps,
-            "state": "complete" if run.complete else f"step {max(run.steps(), default=0)}",
+    return [_run(run) for run in (find_runs(folder) if folder.is_dir() else [])]
+
+
+def _run(run: Run) -> Row:
+    row: Row = {"run": str(run.path), "model": None, "language": None, "steps": None, "state": "", "evaluations": None}
+    try:
+        config, done = run.config, f"step {max(run.steps(), default=0)}"
+        return row | {
+            "model": str(config.model),
+            "language": config.language.kind,
+            "steps": config.steps,
+            "state": "complete" if run.complete else done,
             "evaluations": len(run.evaluations()),
         }
-        for run in (find_runs(folder) if folder.is_dir() else [])
-    ]
+    except IsolossError as error:  # the others are listed all the same
+        return row | {"state": f"unreadable: {error}"}

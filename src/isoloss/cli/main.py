@@ -6,6 +6,7 @@ import codecs
 import importlib
 import io
 import os
+import shlex
 import sys
 import threading
 import warnings
@@ -17,12 +18,12 @@ from isoloss import interrupts
 from isoloss.errors import IsolossError, IsolossWarning, did_you_mean
 
 SUBCOMMANDS = {
-    "ls": "list languages, model sizes, tasks, measures, studies and runs",
+    "ls": "list what can be named: languages, models, sizes, tasks, measures, algorithms, executors, studies, runs",
     "sample": "draw sentences from a language, with their exact probabilities",
     "text": "write a small sample text, Python's language reference, to files",
     "tokenizer": "learn a tokenizer from text",
     "train": "pre-train a model; the same command resumes",
-    "eval": "measure a run's checkpoints: loss, flatness, probes",
+    "eval": "measure checkpoints: loss, flatness, downstream accuracy",
     "flatness": "flatness of any Hugging Face masked or causal language model, with its error",
     "expand": "a small transformer inside a larger one: the same function, and its flatness there",
     "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",
@@ -30,6 +31,11 @@ SUBCOMMANDS = {
     "study": "plan, run, status, report or verify a whole study",
     "theory": "the paper's statements as programs, each with a verdict: bartlett, sgd-flow, brackets",
     "doctor": "what this machine has: versions, devices, threads",
+}
+
+GOES_ON = {  # what is said of an interruption, before the command that was interrupted
+    "train": "; the checkpoints are kept. To go on:",
+    "eval": "; what was measured of runs is kept. To go on:",
 }
 
 HELP = """\
@@ -81,7 +87,9 @@ def main(arguments: list[str]) -> int:
         print(f"isoloss {subcommand}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"isoloss {subcommand}: interrupted", file=sys.stderr)
+        print(f"isoloss {subcommand}: interrupted{GOES_ON.get(subcommand, '')}", file=sys.stderr)
+        if subcommand in GOES_ON:
+            print(f"  {shlex.join(['isoloss', *arguments])}", file=sys.stderr)
         return interrupts.status()
     except BrokenPipeError:
         raise  # for `entry`
@@ -128,6 +136,9 @@ def entry() -> NoReturn:
         if not isinstance(error, BrokenPipeError):  # whose reader has gone: there is nobody left to tell
             print(f"isoloss: cannot write the output: {error.strerror or error}", file=sys.stderr)
             status = 2
+    # after a KeyboardInterrupt within exec(), which makes dataclasses, `python -m` would die of SIGINT, whatever the
+    # status, until another exec() is over
+    exec("")  # noqa: S102
     sys.exit(status)
 
 
@@ -140,7 +151,7 @@ def _spell(error: UnicodeError) -> tuple[str, int]:
 
 
 def _exit_with_stdin() -> None:
-    """End this process as soon as the engine that started it is gone, however it went: its end of the pipe closes."""
+    """End this process as soon as the executor that started it is gone, however it went: its end of the pipe closes."""
 
     def watch() -> None:
         while os.read(0, 1024):

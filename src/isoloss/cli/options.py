@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.evaluation.measures.base import name_fields
 from isoloss.registry import MEASURES
 
@@ -48,9 +49,6 @@ def options_of(name: str, *configs: type, exclude: Iterable[str] = ()) -> type:
     All fields have defaults, and a field that several configs have is the same in all. The help of a field whose
     default is None or empty says itself what that stands for.
 
-    Raises:
-        IsolossError: Two configs give a field another default.
-
     Example:
         >>> @dataclasses.dataclass(frozen=True)
         ... class Probe:
@@ -64,10 +62,12 @@ def options_of(name: str, *configs: type, exclude: Iterable[str] = ()) -> type:
         for field in dataclasses.fields(config):
             if field.name in exclude:
                 continue
-            if field.name in fields and _default(fields[field.name][2]) != _default(field):
-                raise IsolossError(f"{config.__name__}.{field.name} has another default than the same option elsewhere")
             text = help_texts(config).get(field.name, "")
-            told = tyro.conf.arg(help=text, help_behavior_hint="" if _default(field) in (None, (), "") else None)
+            told = tyro.conf.arg(
+                help=text,
+                help_behavior_hint="" if _default(field) in (None, (), "") else None,
+                metavar=_metavar(hints[field.name]),
+            )
             hint = Annotated.__class_getitem__((hints[field.name], told))  # type: ignore[attr-defined]
             fields[field.name] = field.name, hint, dataclasses.field(default=_default(field), metadata=field.metadata)
     return dataclasses.make_dataclass(name, list(fields.values()), frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def unset(name: str, configs: Mapping[str, type]) -> Any:
     told = {kind: "" if value is None else _told(value) for kind, value in defaults.items()}
     texts = {kind: " ".join(help_texts(config).get(name, "").split()) for kind, config in configs.items()}
     hint = f"(default: {_by_component(told, ', ')})" if any(told.values()) else ""
-    mark = tyro.conf.arg(help=_by_component(texts, " "), help_behavior_hint=hint)
+    mark = tyro.conf.arg(help=_by_component(texts, " "), help_behavior_hint=hint, metavar=_metavar(hints[0]))
     return Annotated.__class_getitem__((hints[0] | None, mark))  # type: ignore[attr-defined]
 
 
@@ -105,27 +105,40 @@ def _by_component(texts: Mapping[str, str], separator: str) -> str:
     return separator.join(f"{' and '.join(own)}: {text}" for text, own in kinds.items())
 
 
-def group(name: str, members: Mapping[str, Any], title: str) -> tuple[str, Any, Any]:
-    """Return a field that is a group of options, each None unless given: their annotations by name, and its title."""
+def titled(options: type, title: str) -> Any:
+    """Return the annotation of a group of options that `--help` has under `TITLE options`."""
+    return Annotated.__class_getitem__((options, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title)))  # type: ignore[attr-defined]
+
+
+def group(name: str, members: Mapping[str, Any], title: str, text: str = "") -> tuple[str, Any, Any]:
+    """Return a field that is a group of options, each None unless given.
+
+    Args:
+        name: The field's name.
+        members: The options' annotations, by name.
+        title: What `--help` has it under.
+        text: What stands there above the options.
+    """
     made: Any = dataclasses.make_dataclass(
         name, [(*member, None) for member in members.items()], frozen=True, kw_only=True
     )
-    made.__doc__ = title
-    return name, tyro.conf.OmitArgPrefixes[made], dataclasses.field(default_factory=made)  # type: ignore[misc]
+    made.__doc__ = text
+    return name, titled(made, title), dataclasses.field(default_factory=made)
 
 
-def component_options(name: str, configs: Mapping[str, type]) -> type:
+def component_options(name: str, configs: Mapping[str, type], *, option: str) -> type:
     """Return a dataclass with an optional field `KIND_FIELD` for each field of the components' configs but their kind.
 
-    Its groups are the kinds, in the order of `configs`. `chosen` makes the config of one component of it; an option
-    that was not given is None.
+    Its groups are the kinds, in the order of `configs`; `option` chooses one: `--algorithm`. `chosen` makes the config
+    of one component of it; an option that was not given is None.
     """
     groups = []
     for kind, config in configs.items():
         fields = [field.name for field in dataclasses.fields(config) if field.name != "kind"]
         members = {f"{_identifier(kind)}_{field}": unset(field, {kind: config}) for field in fields}
         if members:
-            groups.append(group(_identifier(kind), members, (config.__doc__ or "").partition("\n")[0]))
+            text = (config.__doc__ or "").partition("\n")[0]
+            groups.append(group(_identifier(kind), members, f"{option} {kind}", text))
     return dataclasses.make_dataclass(name, groups, frozen=True, kw_only=True)
 
 
@@ -153,18 +166,50 @@ def select(options: Any, config: type[T]) -> T:
     return config(**{field.name: getattr(options, field.name) for field in dataclasses.fields(config)})  # type: ignore[arg-type]
 
 
-def without_none(cls: type[T]) -> type[T]:
-    """Return `cls` with no `(default: None)` in its help, where the text says what None stands for."""
+def as_told(cls: type[T]) -> type[T]:
+    """Return `cls` with its help as it is to be read: whole paragraphs, shapes without brackets in brackets.
+
+    There is no `(default: None)`, where the text says what None stands for. Of a required tuple, whose default tyro
+    shows as empty, it says that it is required.
+    """
     hints = get_type_hints(cls, include_extras=True)
+    texts = help_texts(cls)  # type: ignore[arg-type]
     annotations: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         hint = hints[field.name]
+        if dataclasses.is_dataclass(get_args(hint)[0] if get_origin(hint) is Annotated else hint):
+            continue
+        marks: dict[str, Any] = {"metavar": _metavar(hint)}
+        if text := texts.get(field.name):
+            marks["help"] = text
         if field.default is None or field.default == ():
-            annotations[field.name] = Annotated[hint, tyro.conf.arg(help_behavior_hint="")]
-    if not annotations:
-        return cls
+            marks["help_behavior_hint"] = ""
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            marks["help_behavior_hint"] = "(required)"
+            if _is_positional(hint) and marks["metavar"]:
+                marks["metavar"] = f"{field.name.upper()} ..."
+        given = {name: value for name, value in marks.items() if value is not None}
+        if given:
+            annotations[field.name] = Annotated.__class_getitem__((hint, tyro.conf.arg(**given)))  # type: ignore[attr-defined]
     subclass = type(cls.__name__, (cls,), {"__annotations__": annotations, "__doc__": cls.__doc__})
     return dataclasses.dataclass(frozen=True, kw_only=True)(subclass)
+
+
+def _is_positional(hint: Any) -> bool:
+    marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return any(mark in getattr(tyro.conf.Positional[int], "__metadata__", ()) for mark in marks)
+
+
+def _metavar(hint: Any) -> str | None:
+    """Return how the help shows an option of any number of values, optional or not; None: of others."""
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is not tuple or get_args(kind)[-1] is not Ellipsis:
+        return None
+    item = get_args(kind)[0]
+    word = f"{{{','.join(map(str, get_args(item)))}}}" if get_origin(item) is Literal else item.__name__.upper()
+    return f"{word} [{word} ...]"
 
 
 def with_options(cls: type[T], *, exclude: Iterable[str] = (), **groups: Iterable[type]) -> type[T]:
@@ -180,16 +225,47 @@ def with_options(cls: type[T], *, exclude: Iterable[str] = (), **groups: Iterabl
     for name, configs in groups.items():
         options = options_of(name, *configs, exclude=excluded)
         options.__doc__ = ""
-        marked = tyro.conf.OmitArgPrefixes[options]  # type: ignore[valid-type]
-        fields.append((name, marked, dataclasses.field(default_factory=options)))
+        title = {"settings": "measure"}.get(name, name)
+        fields.append((name, titled(options, title), dataclasses.field(default_factory=options)))
     made: Any = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True)
     made.__doc__ = cls.__doc__
     return made  # type: ignore[no-any-return]
 
 
 def measure_configs() -> list[type]:
-    """Return the classes of all registered measures."""
-    return [MEASURES.load(name) for name in MEASURES]
+    """Return the classes of all registered measures; one that cannot have its options is left out, with a warning."""
+    problems = _problems()
+    for text in problems.values():
+        warn(f"left out: {text}")
+    return [config for name, config in MEASURES.loaded().items() if name not in problems]
+
+
+def refuse_left_out(measures: Iterable[str]) -> None:
+    """Refuse a measure that `measure_configs` left out."""
+    problems = _problems()
+    for name in measures:
+        if text := problems.get(MEASURES.match(name)[0]):
+            raise IsolossError(text)
+
+
+def _problems() -> dict[str, str]:
+    """Return, by the name of each measure that cannot have its options, why: an option has one default."""
+    problems: dict[str, str] = {}
+    known: dict[str, tuple[str, Any]] = {}
+    for name, config in MEASURES.loaded().items():
+        own = {f.name: _default(f) for f in dataclasses.fields(config) if f.name not in name_fields(name)}
+        for field, value in own.items():
+            if value is dataclasses.MISSING:
+                problems[name] = f"the measure {name} has no default for {field}, which is an option"
+            elif field in known and known[field][1] != value:
+                other, default = known[field]
+                problems[name] = (
+                    f"{field} is {value!r} by default in the measure {name} and {default!r} in {other}, and is one "
+                    "option: rename one of the two"
+                )
+        if name not in problems:
+            known = {field: (name, value) for field, value in own.items()} | known
+    return problems
 
 
 def _identifier(kind: str) -> str:

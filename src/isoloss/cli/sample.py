@@ -20,7 +20,7 @@ EXAMPLES = [
     ("isoloss sample dyck-2 --tree", "with the derivation of each sentence, for a grammar"),
     ("isoloss sample hmm-laptop --states", "with the hidden states, for a hidden Markov model"),
     ("isoloss sample dyck-2 --save dyck.safetensors", "writes the language to a file, which every subcommand reads"),
-    ("isoloss sample grammar.pcfg --n 1000 --json", "a thousand of your own grammar's, as JSON"),
+    ("isoloss sample grammar.pcfg --num-sentences 1000 --json", "a thousand of your own grammar's, as JSON"),
     ("isoloss sample text/ --tokenizer tokenizer --length 32", "packed sequences of real text"),
 ]
 CONDITIONALS = 3  # masked tokens that are shown unasked
@@ -38,7 +38,7 @@ class Args:
 
     language: tyro.conf.Positional[str]
     """A preset (isoloss ls languages), a file, the folder of a causal model, or, with --tokenizer, text or hf:NAME."""
-    n: int = 5
+    num_sentences: int = 5
     """Sentences to draw."""
     seed: int = 0
     """Decides the draw."""
@@ -57,7 +57,8 @@ class Args:
     states: bool = False
     """For a hidden Markov model: also give the states that each sentence was drawn through."""
     conditionals: int | None = None
-    """Tokens of the first sentence to mask one at a time and say what they can be; default: 3; for a causal model 1."""
+    """How many tokens of the first sentence to mask, one at a time, and list the likeliest tokens for; default: 3, or 1
+    for a causal model."""
     entropy_sentences: int | None = None
     """Sentences to estimate the entropy on (0: leave it out); default: 2000; for a causal model, which is slow, 0."""
     save: Path | None = None
@@ -78,8 +79,13 @@ def main(arguments: list[str]) -> int:
     config = languages.resolve(args.language, **{name: getattr(args, name) for name in of_text})
     language: Language = config.build()
     _check_effects(args, language)
-    sentences = language.sample(args.n, generator=seeds.generator(args.seed, "sample"), latent=args.tree or args.states)
-    rows = _rows(language, sentences)
+    sentences = language.sample(
+        args.num_sentences, generator=seeds.generator(args.seed, "sample"), latent=args.tree or args.states
+    )
+    drawn = zip(sentences.tokens.tolist(), sentences.lengths.tolist(), strict=True)
+    rows: list[dict[str, Any]] = [{"tokens": tokens[:length]} for tokens, length in drawn]
+    for row in rows:
+        row["words"] = [language.vocabulary[token] for token in row["tokens"]]
     if args.tree or args.states:
         for row, latent in zip(rows, language.describe_latent(sentences), strict=True):
             row[str(language.latent_name)] = latent
@@ -112,8 +118,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_numbers(args: Args) -> None:
-    if args.n < 1:
-        raise IsolossError(f"--n is {args.n}; draw at least 1 sentence")
+    if args.num_sentences < 1:
+        raise IsolossError(f"--num-sentences is {args.num_sentences}; draw at least 1 sentence")
     if args.conditionals is not None and args.conditionals < 0:
         raise IsolossError(f"--conditionals is {args.conditionals}; it must be at least 0 (0: none)")
     if args.entropy_sentences is not None and (args.entropy_sentences < 0 or args.entropy_sentences == 1):
@@ -138,14 +144,6 @@ def _check_effects(args: Args, language: Language) -> None:
             raise IsolossError(
                 f"the probabilities of {args.language} are not known, for it is text: leave out {', '.join(chosen)}"
             )
-
-
-def _rows(language: Language, sentences: Sentences) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for tokens, length in zip(sentences.tokens.tolist(), sentences.lengths.tolist(), strict=True):
-        kept = tokens[:length]
-        rows.append({"tokens": kept, "words": [language.vocabulary[token] for token in kept]})
-    return rows
 
 
 def _truth(

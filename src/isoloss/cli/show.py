@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     common.say_wrapped(f"made by {made}, commit {record['commit'] or 'unknown'}")
     if last:
         common.say(f"training loss {last['loss_nats']:.4f} nats per predicted token at step {last['step']}")
-    common.say(f"checkpoints at steps {', '.join(map(str, run.steps())) or 'none yet'}")
+    common.say(f"checkpoints (step): {', '.join(map(str, run.steps())) or 'none yet'}")
     common.say("")
     common.say(configs.to_toml(config).rstrip())
     common.say("")

@@ -32,18 +32,18 @@ Action = Literal["plan", "run", "status", "report", "verify"]
 
 @dataclass(frozen=True)
 class Args:
-    """Plan, run, look at, report or verify a study. Everything it knows is in the files of its folder."""
+    """Plan, run, look at, report or verify a study. Its whole state is in its folder."""
 
     action: tyro.conf.Positional[Action]
     """plan: what would be done; run: do it; status: how far it is; report: write the page; verify: check the files."""
     name: tyro.conf.Positional[str]
     """The study (isoloss ls studies), or the path of a Python file that has one."""
     scale: str | None = None
-    """How large (isoloss ls studies); default: the study's first scale."""
+    """Scale of the study (isoloss ls studies); default: the study's first scale."""
     folder: Path | None = None
-    """Where; default: runs/NAME-SCALE."""
+    """Folder of the study; default: runs/NAME-SCALE."""
     workers: int = 2
-    """Units at a time, one thread each."""
+    """Units run at the same time, one thread each."""
     executor: str = "local"
     """What runs the units: local, or one that an installed package registers."""
     json: bool = False
@@ -53,6 +53,10 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args = common.parse(Args, "study", arguments, examples=EXAMPLES)
+    if args.action in ("report", "verify"):
+        options = [word for word in arguments if word.partition("=")[0] in ("--executor", "--workers")]
+        if options:
+            raise IsolossError(f"{options[0]} is for study run: study {args.action} starts no units")
     if Run(Path(args.name)).exists:
         raise IsolossError(f"{args.name} is a run, not a study: {common.command('show', args.name)} says what it holds")
     from isoloss.studies.folder import StudyFolder
@@ -89,15 +93,13 @@ def _show_units(args: Args, folder: StudyFolder) -> int:
         )
         return 0
     if args.action == "plan":
-        # a command as far as it tells units apart; its settings are in the plan's JSON
-        commands = {unit.name: common.command(*unit.arguments[:2]) for unit in units}
-        cells = [(u.name, text or state, ", ".join(u.after), commands[u.name]) for u, state, text in progress]
-        columns = ("unit", "state", "after", "command")
+        cells = [(unit.name, text or state, ", ".join(unit.after)) for unit, state, text in progress]
+        columns = ("unit", "state", "after")
         common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, cells, left=len(columns))
     else:
         lines = [(unit.name, text or state) for unit, state, text in progress]
         common.print_table(str(folder.path), ("unit", "state"), lines, left=2)
-    common.say_wrapped(f"{done} of {len(units)} units done in {folder.path}")
+    common.say_wrapped(f"{done} of {len(units)} units done in {folder.path}; --json has the command of each")
     return 0
 
 
@@ -120,7 +122,7 @@ def _run(args: Args, folder: StudyFolder) -> int:
         try:
             count = execute(units, workers=args.workers, logs=folder.path / "logs", say=common.note)
         except KeyboardInterrupt:
-            common.note("stopped, saved. To go on:")
+            common.note("stopped; progress is saved. To resume:")
             common.note(f"  {_run_command(args, folder)} --workers {args.workers}")
             return interrupts.status()
         if count:
@@ -155,7 +157,9 @@ def _emit_summary(args: Args, folder: StudyFolder, page: Path) -> int:
         common.emit_json({**about, **summary.to_dict()})
         return 0
     print_summary(f"{folder.study.name} at scale {folder.scale_name}", summary)
-    common.say(f"\nreport: {page}")
+    if summary.claims:  # after a table there is an empty line already
+        common.say("")
+    common.say(f"report: {page}")
     return 0
 
 

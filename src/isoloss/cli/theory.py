@@ -86,7 +86,7 @@ class BartlettArgs(CommonArgs):
     length: int = 4
     """Brackets in a sentence: 2, 4, 6 or 8."""
     directions: int = 4
-    """Minimizers for each model, each left in a random direction."""
+    """Minimizers per model; from each, one random direction is followed."""
 
     def report(self) -> Report:
         """Run the program."""
@@ -126,7 +126,7 @@ class FlowArgs(CommonArgs):
     times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     """Steps times the square of the step size."""
     batch_sizes: tuple[int, ...] = (1, 2, 4)
-    """Examples a step."""
+    """Examples per step."""
     trajectories: int = 0
     """For each step size and batch size; 0: 65536 for two-parameters, 1024 for masked-lm."""
     coefficient: float = 0.25
@@ -194,7 +194,7 @@ def _flow_table(settings: Settings, result: Result) -> Table:
         f"Theorem 3.3, {settings.model.name}: at K = {settings.times[-1]:g}, "
         f"from a trace of {settings.flow_trace(0.0, 1):.5g} {settings.model.unit}"
     )
-    return Table(title, ("B", "eta", "flow's trace", "SGD less flow", "coefficient x B", "distance^2"), cells)
+    return Table(title, ("B", "eta", "flow's trace", "SGD minus flow", "coefficient x B", "distance^2"), cells)
 
 
 @dataclass(frozen=True, kw_only=True)

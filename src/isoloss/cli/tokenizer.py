@@ -10,7 +10,7 @@ import tyro
 
 from isoloss import files
 from isoloss.cli import common
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -61,6 +61,8 @@ def main(arguments: list[str]) -> int:
     tokenizer = train_tokenizer(
         (text for _, text in documents), vocab_size=args.vocab_size, kind=args.kind, lowercase=not args.cased
     )
+    if len(tokenizer) < args.vocab_size:
+        warn(f"the tokenizer has {len(tokenizer):,} tokens, not {args.vocab_size:,}: the texts hold no more")
     if not _is_there(args.output, tokenizer):
         with files.new_output(args.output) as folder:
             tokenizer.save_pretrained(folder)

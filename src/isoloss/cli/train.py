@@ -47,12 +47,12 @@ EXAMPLES = [
 ]
 
 _PARTS = ("language", "model", "objective", "optimizer", "algorithm")
-_COMPONENTS = {kind: ALGORITHMS.load(kind) for kind in ALGORITHMS}
+_COMPONENTS = ALGORITHMS.loaded()
 _Model = options.options_of("Model", ModelConfig)
 _Masking = options.options_of("Masking", ObjectiveConfig, exclude=("kind",))
-_Optimization = options.options_of("Optimization", OptimizerConfig, exclude=("name", "warmup_steps"))
+_Optimization = options.options_of("Optimization", OptimizerConfig, exclude=("name",))
 _Training = options.options_of("Training", TrainConfig, exclude=_PARTS)
-_Algorithms = options.component_options("Algorithms", _COMPONENTS)
+_Algorithms = options.component_options("Algorithms", _COMPONENTS, option="--algorithm")
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,8 @@ class Args:
     algorithm: Annotated[str, tyro.conf.arg(help=f"The training algorithm: {', '.join(ALGORITHMS)}.")] = "gradient"
     optimizer: Literal["adamw", "sgd"] = OptimizerConfig.name
     """What turns the gradient into an update."""
-    warmup_steps: int | None = None
-    """Steps of the linear warm-up from 0; default: 6 % of the steps, at most 1000."""
     print_config: bool = False
-    """Print the config as TOML and stop."""
+    """Print the config as TOML, or with --json as JSON, and stop."""
     json: bool = False
     """Print one JSON document when done."""
     model: tyro.conf.OmitArgPrefixes[_Model] = field(default_factory=_Model)  # type: ignore[valid-type]
@@ -92,9 +90,7 @@ class Args:
         default_factory=_Optimization
     )
     training: tyro.conf.OmitArgPrefixes[_Training] = field(default_factory=_Training)  # type: ignore[valid-type]
-    algorithms: tyro.conf.OmitArgPrefixes[_Algorithms] = field(  # type: ignore[valid-type]
-        default_factory=_Algorithms
-    )
+    algorithms: options.titled(_Algorithms, "") = field(default_factory=_Algorithms)  # type: ignore[valid-type]
 
 
 def main(arguments: list[str]) -> int:
@@ -126,6 +122,9 @@ def _main(arguments: list[str]) -> int:
     config, run = _config(args), Run(args.run)
     configs.check(config)
     if args.print_config:
+        if args.json:
+            common.emit_json(configs.to_dict(config))
+            return 0
         common.say(configs.to_toml(config).rstrip())
         return 0
 
@@ -142,8 +141,8 @@ def _main(arguments: list[str]) -> int:
         try:
             pretrain(run, config, language=language, progress=report)
         except Interrupted as stop:
-            how = "To go on, by any number of processes:" if _is_one_of_several() else "To go on:"
-            common.note(f"stopped at step {stop.step} of {config.steps}, saved. {how}")
+            how = "To resume, with any number of processes:" if _is_one_of_several() else "To resume:"
+            common.note(f"stopped at step {stop.step} of {config.steps}; progress is saved. {how}")
             common.note("  " + common.command("train", *arguments))
             return interrupts.status()
     result = run.result()
@@ -151,7 +150,7 @@ def _main(arguments: list[str]) -> int:
         common.emit_json({"run": str(run.path), **result})
     else:
         common.say(f"{run.path}: {config.steps} steps done, last training loss {result['loss_nats']:.4f} nats")
-        common.say(f"checkpoints at steps {', '.join(map(str, run.steps()))}; measure them with")
+        common.say(f"checkpoints (step): {', '.join(map(str, run.steps()))}; measure them with")
         common.say("  " + common.command("eval", run.path))
     return 0
 
@@ -196,16 +195,15 @@ def _from_options(args: Args) -> TrainConfig:
     from isoloss import languages
 
     optimization, training = vars(args.optimization), vars(args.training)
-    if None not in (args.warmup_steps, optimization["warmup_proportion"]):
+    if None not in (optimization["warmup_steps"], optimization["warmup_proportion"]):
         raise IsolossError("--warmup-steps and --warmup-proportion say the same: leave one out")
     model = options.select(args.model, ModelConfig)
-    warmup = min(1000, round(0.06 * training["steps"])) if args.warmup_steps is None else args.warmup_steps
     kind = args.objective or MODELS.load(model.architecture).objective
     algorithm = ALGORITHMS.load(args.algorithm)
     return TrainConfig(
         model=model,
         objective=ObjectiveConfig(kind=kind, **vars(args.masking)),
-        optimizer=OptimizerConfig(name=args.optimizer, warmup_steps=warmup, **optimization),
+        optimizer=OptimizerConfig(name=args.optimizer, **optimization),
         algorithm=options.chosen(args.algorithms, args.algorithm, algorithm, option="--algorithm"),
         language=languages.resolve(
             str(args.language),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss import files, interrupts
-from isoloss.cli import common, estimates
+from isoloss.cli import common
 from isoloss.cli.transfer_inputs import Args, Subject, Tasks, TransferArgs, method_config, subjects
+from isoloss.statistics.tables import short_names
 
 if TYPE_CHECKING:
-    from isoloss.transfer.compare import AccuracyComparison
+    from isoloss.transfer.comparing import AccuracyComparison
     from isoloss.transfer.results import TransferResult
     from isoloss.transfer.tasks import TaskData
 
@@ -37,14 +39,14 @@ def main(arguments: list[str]) -> int:
     common.use_threads(args.threads)
     tasks = Tasks(args, models)
     from isoloss.training.trainer import Interrupted
-    from isoloss.transfer.compare import compare_accuracy
+    from isoloss.transfer.comparing import compare_accuracy
 
     results: dict[str, tuple[TaskData, TransferResult]] = {}
     for subject in models:
         try:
             results[subject.name] = _measure(args, config, subject, tasks)
         except Interrupted as stop:
-            common.note(f"stopped after {stop.step} steps of {subject.name}, saved. To go on:")
+            common.note(f"stopped after {stop.step} steps of {subject.name}; progress is saved. To resume:")
             common.note("  " + common.command("transfer", *arguments))
             return interrupts.status()
         if args.output is not None:
@@ -94,16 +96,16 @@ def _measure(args: TransferArgs, config: Any, subject: Subject, tasks: Tasks) ->
 
     folder = None if args.output is None else args.output / f"{_stem(args, subject)}.state"
     with common.Progress(label, config.seeds * num_steps(config, len(task.train_labels)), "steps") as progress:
-        return task, finetune(loaded.model, task, config, folder=folder, progress=progress)
+        return task, finetune(loaded.model, task, config, output=folder, progress=progress)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def _print_differences(compared: AccuracyComparison) -> None:
-    from isoloss.transfer.compare import DIFFERENCE_COLUMNS
+    from isoloss.transfer.comparing import DIFFERENCE_COLUMNS
 
-    short = estimates.short_names(list(compared.results))
+    short = short_names(list(compared.results))
     rows = [pair.row(short[pair.first], short[pair.second]) for pair in compared.pairs]
     common.print_table("differences in accuracy on the same examples, percentage points", DIFFERENCE_COLUMNS, rows)
     common.say_wrapped(
@@ -160,7 +162,8 @@ def _document(task: TaskData, result: TransferResult) -> dict[str, Any]:
 
 
 def _stem(args: TransferArgs, subject: Subject) -> str:
-    return f"{subject.file_name}@{args.task}-{args.method}"
+    name = re.sub(r"[^\w.-]+", "-", subject.name).strip("-.") or "model"
+    return f"{name}@{args.task}-{args.method}"
 
 
 def _save(args: TransferArgs, folder: Path, subject: Subject, task: TaskData, result: TransferResult) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,19 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from isoloss import files
-from isoloss.cli import common, options
+from isoloss.cli import options
 from isoloss.cli.options import option_name
 from isoloss.config import check
 from isoloss.errors import IsolossError, warn
 from isoloss.registry import TASKS
-from isoloss.runs import Run, checkpoint_of
+from isoloss.runs import Run, checkpoint_of, refuse_twice
 from isoloss.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
 from isoloss.transfer.text_sources import TextTask, registered_text_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from isoloss.loading import Loaded
+    from isoloss.loading import LoadedModel
     from isoloss.transfer.tasks import TaskData
 
 _MOST_TOKENS = 128  # of an example of real text, where the model reads as many
@@ -41,11 +40,12 @@ def _groups() -> Iterator[tuple[str, Any, Any]]:
             configs = {method: config for method, config in METHODS.items() if hasattr(config, name)}
             groups.setdefault(tuple(configs), {})[name] = options.unset(name, configs)
     for methods, members in groups.items():
-        name = "every_method" if len(methods) == len(METHODS) else "_or_".join(methods)
-        yield options.group(name, members, f"With --method {' or '.join(methods)}.")
+        *others, last = methods
+        listed = f"{', '.join(others)} or {last}" if others else last
+        yield options.group("_or_".join(methods), members, f"--method {listed}")
 
 
-@options.without_none
+@options.as_told
 @dataclass(frozen=True, kw_only=True)
 class SentenceOptions:
     """For a task of a synthetic language."""
@@ -60,7 +60,7 @@ class SentenceOptions:
     """Test on a language with the same rules, with new probabilities for this fraction of the symbols or states."""
 
 
-@options.without_none
+@options.as_told
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """For a task of text."""
@@ -106,8 +106,8 @@ class TransferArgs:
     """Test examples; default: as for training."""
     seed: int = 0
     """Decides the examples and the classifiers."""
-    sentences: tyro.conf.OmitArgPrefixes[SentenceOptions] = field(default_factory=SentenceOptions)
-    labeled_text: tyro.conf.OmitArgPrefixes[TextOptions] = field(default_factory=TextOptions)
+    sentences: options.titled(SentenceOptions, "language task") = field(default_factory=SentenceOptions)  # type: ignore[valid-type]
+    labeled_text: options.titled(TextOptions, "text task") = field(default_factory=TextOptions)  # type: ignore[valid-type]
     output: Path | None = None
     """Folder for each model's result (.json), predictions (.jsonl) and, of fine-tuning, the state to resume from."""
     device: str = "auto"
@@ -149,11 +149,6 @@ class Subject:
     checkpoint: str | None  # of a look-up table, None
     run: Run | None
 
-    @property
-    def file_name(self) -> str:
-        """A name for its files."""
-        return re.sub(r"[^\w.-]+", "-", self.name).strip("-.") or "model"
-
 
 def subjects(args: TransferArgs) -> list[Subject]:
     """Return what the command line names.
@@ -165,7 +160,7 @@ def subjects(args: TransferArgs) -> list[Subject]:
         if args.method == "lookup" and args.sentences.language is not None:
             return [Subject(args.sentences.language, None, None)]
         raise IsolossError("no model is named: give a run, a checkpoint folder or a name on the Hugging Face hub")
-    common.check_distinct(args.models)
+    refuse_twice(args.models)
     models = []
     for name in args.models:
         run = Run(Path(name))
@@ -186,7 +181,7 @@ class Tasks:
         registered = registered_text_task(args.task, args.labeled_text.data)
         self.is_text = args.labeled_text.data is not None or registered is not None
         if given := _given(args.sentences if self.is_text else args.labeled_text):
-            text_tasks = [name for name in TASKS if isinstance(TASKS.load(name), TextTask)]
+            text_tasks = [name for name, task in TASKS.loaded().items() if isinstance(task, TextTask)]
             kind = f"a synthetic language (tasks of text: {', '.join(text_tasks)}, or --data)"
             raise IsolossError(
                 f"{args.task} is a task of {'real text' if self.is_text else kind}: leave out {', '.join(given)}"
@@ -199,7 +194,7 @@ class Tasks:
         self.language: Any = None if self.is_text else _language(args, models)
         self._synthetic = None if self.is_text else self._make_synthetic()
 
-    def of(self, subject: Subject, loaded: Loaded | None) -> TaskData:
+    def of(self, subject: Subject, loaded: LoadedModel | None) -> TaskData:
         """Return the task as `subject` reads it.
 
         Raises:
@@ -225,9 +220,8 @@ class Tasks:
 
         args, own = self.args, self.args.sentences
         numbers = {"num_train": args.num_train, "num_test": args.num_test}
-        other = None
-        if own.test_redraw is not None:
-            other = self.language.redrawn(fraction=own.test_redraw, seed=args.seed)
+        redraw = own.test_redraw
+        other = None if redraw is None else self.language.redrawn(fraction=redraw, seed=args.seed)
         return make_task(
             self.language,
             args.task,
@@ -238,7 +232,7 @@ class Tasks:
             test_language=other,
         )
 
-    def _make_text(self, subject: Subject, loaded: Loaded) -> TaskData:
+    def _make_text(self, subject: Subject, loaded: LoadedModel) -> TaskData:
         from isoloss.loading import max_length
         from isoloss.transfer.text_tasks import make_text_task
 
@@ -299,7 +293,7 @@ def _language(args: TransferArgs, models: list[Subject]) -> Any:
         if subject.run is None:
             raise IsolossError(
                 f"{subject.name} is neither a run directory nor a checkpoint in one, so its language is not known: add "
-                f"--language, or --data with labelled text{files.nearest(subject.name)}"
+                f"--language, or --data with labeled text{files.nearest(subject.name)}"
             )
         config = subject.run.config.language
         if known is not None and known[1] != config:

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
-from isoloss.evaluation.config import ReadingConfig
+from isoloss.evaluation.reading import ReadingConfig
 from isoloss.evaluation.truth import Truth, truth
-from isoloss.flatness.compare import Outline
+from isoloss.flatness.comparing import Outline
 from isoloss.flatness.engine.auxiliary_sample import input_embeddings
 from isoloss.languages.api import Language, Sentences
-from isoloss.loading import Kind, Loaded
+from isoloss.loading import Kind, LoadedModel
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.runs import checkpoint_of
 from isoloss.seeds import generator
@@ -62,7 +62,7 @@ class MeasureContext:
         )
 
     def task(self, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
-        """Return labelled sentences of a downstream task (`isoloss.transfer.tasks.make_task`)."""
+        """Return labeled sentences of a downstream task (`isoloss.transfer.tasks.make_task`)."""
         return self._once(
             ("task", name, num_train, num_test, seed),
             lambda: make_task(self.language, name, num_train=num_train, num_test=num_test, seed=seed),
@@ -77,7 +77,7 @@ class MeasureContext:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What inputs must fit, of a checkpoint that need not be in memory."""
+    """What inputs must fit: facts about a checkpoint, kept after it is unloaded."""
 
     name: str  # the checkpoint's folder or name
     architecture: str  # the class that it names
@@ -91,7 +91,7 @@ class ModelInfo:
         return "causal" if self.outline.causal else "masked"
 
     @classmethod
-    def of(cls, loaded: Loaded) -> ModelInfo:
+    def of(cls, loaded: LoadedModel) -> ModelInfo:
         """Return what there is to know of a loaded checkpoint."""
         outline = Outline.of(loaded.name, loaded.model, loaded.kind == "causal")
         has_embeddings = input_embeddings(loaded.model) is not None
@@ -99,13 +99,16 @@ class ModelInfo:
 
 
 def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig, *, shuffled: bool) -> MeasureContext:
-    """Return the context of measuring models on text or token ids that all take in the same meaning."""
+    """Return the context of measuring models on text or token ids, which must mean the same to all of
+    them.
+    """
     first = models[0]
-    _check_together(models)
+    for other in models[1:]:
+        first.outline.check(other.outline)
     _check_tokenizers([model.name for model in models])
     objective = config.objective(first.name, is_causal=first.outline.causal)
 
-    def read(num_inputs: int, seed: int) -> Inputs:
+    def read(num_sequences: int, seed: int) -> Inputs:
         inputs = read_inputs(
             data,
             checkpoint=first.name.partition("@")[0],
@@ -113,7 +116,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig,
             config=first.config,
             kind=objective.kind,
             length=config.length,
-            num_inputs=num_inputs,
+            num_sequences=num_sequences,
             masking=objective,
             mask_id=config.mask_id,
             seed=seed,
@@ -134,14 +137,15 @@ def language_context(
     shuffled: bool,
 ) -> MeasureContext:
     """Return the context of measuring models on sentences of a language."""
-    _check_together(models)
+    for other in models[1:]:
+        models[0].outline.check(other.outline)
     config.check_language(models[0].name)
     made: Language = language.build()
     for model in models:
-        _check_fits(model, made, language_inputs(made, objective, num_inputs=1, seed=0))
+        _check_fits(model, made, language_inputs(made, objective, num_sequences=1, seed=0))
 
-    def read(num_inputs: int, seed: int) -> Inputs:
-        inputs = language_inputs(made, objective, num_inputs=num_inputs, seed=seed)
+    def read(num_sequences: int, seed: int) -> Inputs:
+        inputs = language_inputs(made, objective, num_sequences=num_sequences, seed=seed)
         return _fitting(inputs, models, config, seed if shuffled else None)
 
     return MeasureContext(read=read, objective=objective, language=made)
@@ -151,7 +155,9 @@ def run_context(config: TrainConfig) -> MeasureContext:
     """Return the context of measuring the checkpoints of a run on its own language."""
     language: Language = config.language.build()
     return MeasureContext(
-        read=lambda num_inputs, seed: language_inputs(language, config.objective, num_inputs=num_inputs, seed=seed),
+        read=lambda num_sequences, seed: language_inputs(
+            language, config.objective, num_sequences=num_sequences, seed=seed
+        ),
         objective=config.objective,
         language=language,
     )
@@ -198,11 +204,6 @@ def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
     check_model(inputs, model.config, model.name)
 
 
-def _check_together(models: Sequence[ModelInfo]) -> None:
-    for other in models[1:]:
-        models[0].outline.check(other.outline)
-
-
 def _check_tokenizers(names: Sequence[str]) -> None:
     """Refuse checkpoints that bring tokenizers in which an id is not the same token."""
     known: tuple[str, dict[str, int]] | None = None
@@ -219,20 +220,20 @@ def _check_tokenizers(names: Sequence[str]) -> None:
 
 
 def language_inputs(
-    language: Language, objective: ObjectiveConfig, *, num_inputs: int, seed: int, batch_size: int = 256
+    language: Language, objective: ObjectiveConfig, *, num_sequences: int, seed: int, batch_size: int = 256
 ) -> Inputs:
     """Return inputs from a language under an objective: held-out ones if it has any, else fresh ones."""
-    if num_inputs < 1:
-        raise IsolossError(f"the number of inputs is {num_inputs}; it must be at least 1")
+    if num_sequences < 1:
+        raise IsolossError(f"the number of sequences is {num_sequences}; it must be at least 1")
     if language.num_held_out:
-        sentences = language.held_out(num_inputs)
+        sentences = language.held_out(num_sequences)
         available, of = language.num_held_out, "held-out sequences of the run's corpus"
-        source = f"{num_inputs:,} of the {available:,} {of}"
-        if available < num_inputs:
-            source = f"all {available:,} {of} (up to {num_inputs:,} would be taken)"
+        source = f"{num_sequences:,} of the {available:,} {of}"
+        if available < num_sequences:
+            source = f"all {available:,} {of} (up to {num_sequences:,} would be taken)"
     else:
-        sentences = language.sample(num_inputs, generator=generator(seed, "trace sentences"))
-        source = f"{num_inputs:,} sentences sampled from the run's language"
+        sentences = language.sample(num_sequences, generator=generator(seed, "trace sentences"))
+        source = f"{num_sequences:,} sentences sampled from the run's language"
     masks = generator(seed, "trace masks")
     batches = []
     for start in range(0, len(sentences.tokens), batch_size):

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError, warn
-from isoloss.evaluation.config import ReadingConfig
 from isoloss.evaluation.measures.base import MeasureResult, make_measure, settings_of
+from isoloss.evaluation.reading import ReadingConfig
 from isoloss.evaluation.results import Evaluations
 from isoloss.registry import MEASURES
 from isoloss.run_config import ObjectiveConfig
-from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study
+from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study, refuse_twice
 
 if TYPE_CHECKING:
     import torch
@@ -36,13 +36,13 @@ Settings = Mapping[str, Any]
 
 def evaluate(
     models: str | Path | Sequence[str | Path],
-    measures: Sequence[str] | None = None,
+    measures: str | Sequence[str] | None = None,
     *,
     data: str | Path | None = None,
     language: Any = None,
     objective: ObjectiveConfig | None = None,
     reading: ReadingConfig | None = None,
-    steps: Sequence[int] = (),
+    steps: int | Sequence[int] = (),
     settings: Settings | None = None,
     output: str | Path | None = None,
     device: str = "auto",
@@ -54,14 +54,14 @@ def evaluate(
 
     Args:
         models: Run folders, checkpoint folders, or names on the Hugging Face hub (`NAME@REVISION`).
-        measures: Names of `isoloss.registry.MEASURES`, e.g. `loss`, `probe-root`; None: `loss` and `trace`, without one
-            that these models cannot have.
+        measures: Names of `isoloss.registry.MEASURES`, e.g. `loss`, `probe-root`, or one of them; None: `loss` and
+            `trace`, or those of the two that apply.
         data: Text (.txt, .jsonl or a folder), or token ids (.npy). With it or a `language` no run's files are written.
-        language: What names a language (`isoloss.languages.resolve`) or its config.
+        language: A language's name or path (see `isoloss.languages.resolve`), or its config.
         objective: What is predicted of the sentences of `language`; None: one masked token, or next tokens, as the
             model is.
         reading: How `data` is read.
-        steps: Of runs, the steps to measure; none: all that have a checkpoint.
+        steps: Of runs, the step or steps to measure; none: all that have a checkpoint.
         settings: How much is measured and how, by the names of the measures' fields, e.g. `{"loss_sentences": 1000}`.
         output: For `data` or a `language`: a folder for the files that a run has in its `evaluations`.
         device: auto, cpu, cuda, cuda:1, mps.
@@ -73,21 +73,25 @@ def evaluate(
         The evaluations, those of one model by step; `print` shows a table.
 
     Raises:
-        IsolossError: No such measure, setting, run or checkpoint, or a measure that does not apply.
+        IsolossError: An unknown measure, setting, run or checkpoint, or a measure that does not apply.
 
     Example:
+        >>> from isoloss import evaluate
         >>> import tempfile
         >>> from isoloss.models.make import make_model
         >>> from isoloss.languages.config import BracketsConfig
         >>> from isoloss.run_config import ModelConfig
         >>> config = BracketsConfig(length=4)
+        >>> few = {"flatness_sentences": 32}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     make_model(ModelConfig(size="d16"), config.build(), seed=0).save_pretrained(folder)
-        ...     found = evaluate(folder, ["squared-norm", "trace"], language=config, settings={"trace_sentences": 32})
+        ...     found = evaluate(folder, ["squared-norm", "trace"], language=config, settings=few)
         >>> [(evaluation.measure, evaluation.estimates[evaluation.measure].value > 0) for evaluation in found]
         [('squared-norm', True), ('trace', True)]
     """
     names = [models] if isinstance(models, str | Path) else list(models)
+    measures = [measures] if isinstance(measures, str) else measures
+    steps = [steps] if isinstance(steps, int) else steps
     if not names:
         raise IsolossError("no model is named: give a run, a checkpoint folder or a name on the Hugging Face hub")
     if measures is not None and not measures:
@@ -97,6 +101,13 @@ def evaluate(
     if data is None and language is None:
         if output is not None:
             raise IsolossError("the evaluations of a run are kept in its folder: output is for data or a language")
+        if objective is not None or dtype != "float32":
+            given = "objective" if objective is not None else f"dtype {dtype}"
+            raise IsolossError(
+                f"{given} is for data or a language: a run is measured on its own language, as it was trained, and in "
+                "float32"
+            )
+        (reading or ReadingConfig()).check_run(str(names[0]), "batch_size")
         parts = [(str(name), *_checkpoints_of(Path(name), steps)) for name in names]
         return _evaluate_runs(parts, measures, settings, device, progress)
     if steps:
@@ -111,8 +122,14 @@ def evaluate(
     reading = reading or ReadingConfig()
     configs.check(reading)
     checkpoints = [str(name) for name in names]
-    if twice := next((name for i, name in enumerate(checkpoints) if name in checkpoints[:i]), None):
-        raise IsolossError(f"{twice} is named twice")
+    refuse_twice(checkpoints)
+    folders = [] if output is None else [_folder_name(name) for name in checkpoints]
+    if same := next((i for i, folder in enumerate(folders) if folder in folders[:i]), None):
+        first = checkpoints[folders.index(folders[same])]
+        raise IsolossError(
+            f"{first} and {checkpoints[same]} would both be kept in {Path(output or '') / folders[same]}: measure them "
+            "one after another, with an output for each"
+        )
     options: Any = {"device": device, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     infos = [contexts.ModelInfo.of(load_model(name, **options)) for name in checkpoints]
     if data is not None:
@@ -121,7 +138,7 @@ def evaluate(
         from isoloss import languages
 
         config = language if isinstance(language, configs.LanguageConfig) else languages.resolve(str(language))
-        objective = objective or ObjectiveConfig(kind=infos[0].kind)
+        objective = objective or reading.objective(infos[0].name, is_causal=infos[0].outline.causal, default="one")
         context = contexts.language_context(config, objective, infos, reading, shuffled=False)
     chosen = _applying(measures, settings, context, ", ".join(checkpoints))
     done: list[tuple[str, Evaluation]] = []
@@ -134,10 +151,14 @@ def evaluate(
             evaluation, examples = _measured(measure, settings, model, context, step=None, weights=weights)
             done.append((name, evaluation))
             if output is not None:
-                path = Path(output) / re.sub(r"[^\w.-]+", "-", name).strip("-.") / f"{measure}.json"
+                path = Path(output) / _folder_name(name) / f"{measure}.json"
                 files.write_bytes(path.with_suffix(".safetensors"), examples)
                 files.write_json(path, {"model": name, **evaluation.to_dict()})
     return Evaluations.of(done)
+
+
+def _folder_name(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -189,7 +210,7 @@ class Evaluator:
         """Return the evaluation of the checkpoint at `step`, and the file of its examples (see `Run.examples`)."""
         weights = self.run.weights(step)
         made = make_measure(measure, self.settings)
-        if reason := made.applies_to(self.context):
+        if reason := made.why_not_applicable(self.context):
             raise IsolossError(f"{measure} of {self.run.path} cannot be measured: {reason}")
         if self._loaded is None or self._loaded[0] != step:
             from isoloss.loading import load_model
@@ -204,7 +225,7 @@ def _measured(
     """Return the evaluation of a model by the measure called `name`, and the file of its examples."""
     from safetensors.numpy import save
 
-    result = MeasureResult.of(make_measure(name, settings).run(model, context))
+    result = MeasureResult.of(make_measure(name, settings).run(model, context), name)
     examples = save(dict(result.arrays))
     evaluation = Evaluation(
         measure=name,
@@ -224,7 +245,7 @@ def _applying(
     """Return the measures that apply; by default those of `loss` and `trace` that do, and warn about the other."""
     chosen = []
     for name in measures or DEFAULT:
-        reason = make_measure(name, settings).applies_to(context)
+        reason = make_measure(name, settings).why_not_applicable(context)
         if reason is None:
             chosen.append(name)
         elif measures is not None:
@@ -257,7 +278,7 @@ def _checkpoints_of(path: Path, steps: Sequence[int]) -> tuple[Run, Sequence[int
         refuse_study(path)
         raise IsolossError(
             f"{path} is neither a run directory (it has no run.json) nor a checkpoint in one: to measure any other "
-            f"checkpoint add data or a language{files.nearest(path)}"
+            f"checkpoint add --data or --language (in Python, data= or language=){files.nearest(path)}"
         )
     if steps:
         raise IsolossError(f"{path} is one checkpoint: leave out steps, or name the run, {checkpoint[0].path}")

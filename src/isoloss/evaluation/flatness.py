@@ -14,12 +14,12 @@ from isoloss.evaluation.context import MeasureContext
 from isoloss.evaluation.measures.base import MeasureResult, make_measure
 from isoloss.evaluation.measures.flatness import FlatnessMeasure, SampledFlatness, Trace
 from isoloss.flatness import InterruptedEstimate
-from isoloss.flatness.compare import InterruptedComparison, compare
+from isoloss.flatness.comparing import InterruptedComparison, compare
 from isoloss.flatness.differences import Comparison, as_json_types
 from isoloss.registry import MEASURES
-from isoloss.statistics.estimate import Estimate, number
+from isoloss.statistics.estimate import Estimate, interval, number, samples_of
 from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
-from isoloss.statistics.tables import text_table
+from isoloss.statistics.tables import probability, short_names, text_table
 
 Models = Mapping[str, Callable[[], Any]]  # what loads each model, by its name
 Estimates = Mapping[str, Estimate]
@@ -30,10 +30,10 @@ Progress = Callable[[str, str, int], None]  # measure, model, and how many of it
 class EstimatePair:
     """The difference of an estimate between two models, paired by sample."""
 
-    first: str  # A model's name
+    first: str  # a model's name
     second: str  # the other's
     estimate: str  # which estimate of the measure
-    difference: Estimate  # the first less the second
+    difference: Estimate  # the first minus the second
     log_ratio: Estimate | None  # the logarithm of their ratio; None where one is not above 0
 
     @classmethod
@@ -52,7 +52,13 @@ class MeasureComparison:
     models: Mapping[str, Estimates]  # the estimates of each model, by their names
     pairs: tuple[EstimatePair, ...]  # each two models, for each estimate that can be paired; none of an exact one
     # of each estimate that can be paired, the probability of each model to have the smallest
-    smallest: Mapping[str, Mapping[str, float]]
+    probability_of_smallest: Mapping[str, Mapping[str, float]]
+
+    @property
+    def ranking(self) -> dict[str, tuple[str, ...]]:
+        """By estimate, the models' names, that of the smallest value first."""
+        first = next(iter(self.models.values()))
+        return {name: tuple(sorted(self.models, key=lambda model: self.models[model][name].value)) for name in first}
 
     @classmethod
     def of(cls, measure: str, models: Mapping[str, Estimates]) -> MeasureComparison:
@@ -67,41 +73,54 @@ class MeasureComparison:
                 for name in paired
                 for a, b in itertools.combinations(models, 2)
             ),
-            smallest={name: _chances(name, models) for name in paired},
+            probability_of_smallest={name: _chances(name, models) for name in paired},
         )
 
     def __repr__(self) -> str:
         return f"MeasureComparison({self.measure} of {', '.join(self.models)})"
 
     def __str__(self) -> str:
-        tables = []
-        for name, estimate in next(iter(self.models.values())).items():
-            chances = self.smallest.get(name, {})
+        blocks = []
+        short = short_names(list(self.models))
+        first = next(iter(self.models.values()))
+        for name, estimate in first.items():
+            chances = self.probability_of_smallest.get(name, {})
             rows = [
-                [model, number(estimates[name]), *([f"{chances[model]:.3f}"] if chances else [])]
+                [short[model], number(estimates[name]), *([probability(chances[model])] if chances else [])]
                 for model, estimates in self.models.items()
             ]
-            header = [f"{name}, {estimate.unit}", "value", *(["probability of the smallest"] if chances else [])]
-            tables.append(text_table(header, rows))
+            header = [label(self.measure, name, first), "value", *(["probability of smallest"] if chances else [])]
+            blocks.append(f"in {estimate.unit}\n{text_table(header, rows)}")
             pairs = [
-                [
-                    f"{pair.first} less {pair.second}",
-                    number(pair.difference),
-                    "{:.4g} to {:.4g}".format(*pair.difference.ci95),
-                ]
+                [f"{short[pair.first]} minus {short[pair.second]}", number(pair.difference), interval(pair.difference)]
                 for pair in self.pairs
                 if pair.estimate == name
             ]
             if pairs:
-                tables.append(text_table(["difference, paired by input", "value", "95 % interval"], pairs))
-        return "\n\n".join(tables)
+                blocks.append(
+                    text_table([f"difference, paired over {samples_of(estimate)}", "value", "95 % interval"], pairs)
+                )
+        return "\n\n".join(blocks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return pairs and probabilities as JSON types."""
+        """Return pairs, rankings and probabilities as JSON types."""
         return {
             "pairs": [as_json_types(pair) for pair in self.pairs],
-            "smallest": {name: dict(chances) for name, chances in self.smallest.items()},
+            "ranking": {name: list(models) for name, models in self.ranking.items()},
+            "probability_of_smallest": {name: dict(each) for name, each in self.probability_of_smallest.items()},
         }
+
+
+def label(measure: str, name: str, estimates: Estimates) -> str:
+    """Return what an estimate is called beside those of other measures.
+
+    Example:
+        >>> label("spectral-density", "trace", {"trace": 9.1, "squared-frobenius-norm": 3.5})
+        'spectral-density, trace'
+        >>> label("trace-in-d64-paper", "trace", {"trace": 9.1})
+        'trace-in-d64-paper'
+    """
+    return measure if name == measure or len(estimates) == 1 else f"{measure}, {name}"
 
 
 def _chances(name: str, models: Mapping[str, Estimates]) -> dict[str, float]:
@@ -138,8 +157,9 @@ class FlatnessResults:
         for measure, comparison in self.comparisons.items():
             document = comparison.to_dict()
             if isinstance(comparison, Comparison):  # the models' estimates are above
-                flattest = {model.name: model.flattest for model in comparison.models}
-                document = {"pairs": document["pairs"], "ranking": list(comparison.ranking), "flattest": flattest}
+                chances = {model.name: model.probability_of_smallest for model in comparison.models}
+                ranking = list(comparison.ranking)
+                document = {"pairs": document["pairs"], "ranking": ranking, "probability_of_smallest": chances}
             comparisons[measure] = document
         partial = None
         if self.interrupted is not None:
@@ -152,7 +172,7 @@ def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> Fl
     """Return the measure of flatness called `name`; arguments as for `make_measure`."""
     measure = make_measure(name, settings)
     if not isinstance(measure, FlatnessMeasure):
-        known = [other for other in MEASURES if issubclass(MEASURES.load(other), FlatnessMeasure)]
+        known = [other for other, cls in MEASURES.loaded().items() if issubclass(cls, FlatnessMeasure)]
         raise IsolossError(f"{name} is no measure of flatness, and isoloss eval measures it: choose {', '.join(known)}")
     return measure
 
@@ -174,7 +194,7 @@ def measure_flatness(
     if context.resume is not None and (len(made) > 1 or len(models) > 1):
         raise IsolossError("a measurement can be resumed where one measure of one model is taken")
     for name, measure in made.items():
-        if reason := measure.applies_to(context):
+        if reason := measure.why_not_applicable(context):
             raise IsolossError(f"{name} cannot be measured: {reason}")
     results = FlatnessResults(estimates={model: {} for model in models})
     for name, measure in made.items():
@@ -195,7 +215,7 @@ def _compare_traces(
     progress: Progress | None,
 ) -> None:
     """Take the traces of several models, with their losses and the control variates that they share."""
-    inputs = context.inputs(measure.trace_sentences, measure.seed)
+    inputs = context.inputs(measure.flatness_sentences, measure.seed)
     comparison: Comparison | None
     try:
         comparison = compare(
@@ -206,7 +226,7 @@ def _compare_traces(
             rtol=context.rtol,
             seconds=context.seconds,
             causal=context.is_causal,
-            auxiliary_sample=inputs.pool if context.has_embeddings else None,
+            auxiliary_sample=inputs.auxiliary_sample if context.has_embeddings else None,
             progress=None if progress is None else functools.partial(progress, name),
         )
     except InterruptedComparison as stop:
@@ -234,7 +254,7 @@ def _measure_each(
     for model, load in models.items():
         step = None if progress is None else functools.partial(progress, name, model)
         try:
-            result = MeasureResult.of(own.run(load(), dataclasses.replace(own_context, progress=step)))
+            result = MeasureResult.of(own.run(load(), dataclasses.replace(own_context, progress=step)), name)
         except InterruptedEstimate as stop:
             results.interrupted = name, model, stop.partial
             break

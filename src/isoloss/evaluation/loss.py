@@ -118,6 +118,7 @@ def text_loss(
     objective: ObjectiveConfig,
     seed: int,
     batch_size: int = 32,
+    method: str = "held-out text",
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Estimate]:
     """Return `loss`: the cross-entropy of sequences in nats per predicted token.
@@ -144,7 +145,7 @@ def text_loss(
         raise IsolossError(f"there are {len(nats)} {what}; an error bar needs at least {2 * SUBSETS}")
     details = {**_details(model), **_predicted(objective), "seed": seed}
     seconds = time.perf_counter() - started
-    return {"loss": _estimate(nats, counts, method="held-out text", details=details, seconds=seconds)}
+    return {"loss": _estimate(nats, counts, method=method, details=details, seconds=seconds)}
 
 
 def _cross_entropy(

@@ -45,8 +45,10 @@ def pretrain(
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isoloss import pretrain
         >>> from isoloss.languages.config import LAPTOP_PCFG
-        >>> from isoloss.run_config import ModelConfig
+        >>> from isoloss.run_config import ModelConfig, TrainConfig
         >>> config = TrainConfig(language=LAPTOP_PCFG, model=ModelConfig(size="d16"), steps=2, batch_size=4,
         ...                      log_every=1, measure_every=2, measure_sentences=64, device="cpu")
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +89,7 @@ class Monitor:
         from isoloss.evaluation.truth import truth
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences
-        self._batches = language_inputs(language, config.objective, num_inputs=self._n, seed=_SEED).batches
+        self._batches = language_inputs(language, config.objective, num_sequences=self._n, seed=_SEED).batches
         self._truth = None
         if language.is_exact and config.objective.kind == "masked":
             self._truth = truth(language, num_sentences=self._n, objective=config.objective, seed=_SEED)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Self, overload
 
 from isoloss.runs import Evaluation
-from isoloss.statistics.estimate import Estimate, html_table, rounded
+from isoloss.statistics.estimate import Estimate, html_table, rounded, samples_of
 from isoloss.statistics.tables import text_table
 
-HEADER = ("step", "measure", "estimate", "value ± standard error", "inputs")
-NUM_TEXT = 4  # columns of text, those of numbers come last
+HEADER = ("measure", "estimate", "value ± standard error", "averaged over", "error over")
 
 
 @dataclass(frozen=True)
@@ -45,21 +44,27 @@ class Evaluations(Sequence[Evaluation]):
         Rows of one measure and estimate follow each other, so that models are easily compared.
         """
         several = len(set(self.models)) > 1
+        steps = any(evaluation.step is not None for evaluation in self.evaluations)
+        # measures in the order in which they were asked for
+        order = {name: place for place, name in enumerate(dict.fromkeys(each.measure for each in self.evaluations))}
         entries = sorted(
             zip(self.models, self.evaluations, strict=True),
-            key=lambda entry: (entry[1].measure, entry[0]) if several else (entry[1].step or 0, entry[1].measure),
+            key=lambda entry: (
+                (order[entry[1].measure], entry[0]) if several else (entry[1].step or 0, order[entry[1].measure])
+            ),
         )
         rows = [
             (
-                evaluation.measure,
+                order[evaluation.measure],
                 place,
                 [
                     *([model] if several else []),
-                    "" if evaluation.step is None else str(evaluation.step),
+                    *(["" if evaluation.step is None else str(evaluation.step)] if steps else []),
                     evaluation.measure,
                     name,
                     f"{estimate}{_more(estimate)}",
-                    f"{estimate.num_inputs:,}",
+                    _averaged_over(estimate),
+                    samples_of(estimate),
                 ],
             )
             for model, evaluation in entries
@@ -67,7 +72,8 @@ class Evaluations(Sequence[Evaluation]):
         ]
         if several:
             rows.sort(key=lambda row: row[:2])
-        return [*(["model"] if several else []), *HEADER], [row for *_, row in rows], NUM_TEXT + several
+        columns = [*(["model"] if several else []), *(["step"] if steps else []), *HEADER]
+        return columns, [row for *_, row in rows], len(columns) - 2
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return the evaluations as JSON types, each with its `model`."""
@@ -87,6 +93,12 @@ class Evaluations(Sequence[Evaluation]):
     def _repr_html_(self) -> str:
         header, rows, _ = self.table()
         return html_table(rows, header)
+
+
+def _averaged_over(estimate: Estimate) -> str:
+    """Return how many predictions an estimate is a mean over; nothing for what needs no inputs."""
+    kind = "examples" if estimate.unit == "accuracy" else "predicted tokens"
+    return f"{estimate.num_predictions:,} {kind}" if estimate.num_predictions else ""
 
 
 def _more(estimate: Estimate) -> str:

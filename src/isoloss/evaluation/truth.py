@@ -70,7 +70,7 @@ class Truth:
 def why_no_truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> str | None:
     """Return why the exact conditionals of `truth` cannot be had, or None where they can; draws no sentence."""
     if not language.is_exact:
-        return f"{type(language).__name__} has no exact conditionals: measure its held-out loss instead"
+        return f"{type(language).__name__} has no exact conditionals: the measure loss is a cross-entropy of it"
     if objective.kind == "causal":
         return (
             f"{type(language).__name__} gives exact conditionals of masked tokens, not of next ones: the exact loss is "
@@ -86,8 +86,8 @@ def why_no_truth(language: Language, *, num_sentences: int, objective: Objective
         if masked > most:
             return (
                 f"{type(language).__name__} gives exact conditionals with up to {most} masked "
-                f"token{'s' if most > 1 else ''} a sentence, and masking a fraction of {objective.fraction:g} masks up "
-                f"to {masked}; the trace can be measured"
+                f"token{'s' if most > 1 else ''} per sentence, and masking a fraction of {objective.fraction:g} masks "
+                f"up to {masked}; the trace can be measured"
             )
     return None
 

@@ -1,32 +1,56 @@
 """Flatness of a model at its weights: how fast the loss rises around them."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
-from isoloss.lazy import exports
+from isoloss import lazy
 
 if TYPE_CHECKING:
-    from isoloss.flatness.engine.run import InterruptedEstimate as InterruptedEstimate
-    from isoloss.flatness.engine.run import Options as Options
-    from isoloss.flatness.fisher import empirical_fisher_trace as empirical_fisher_trace
-    from isoloss.flatness.fisher import fisher_trace as fisher_trace
-    from isoloss.flatness.hessian import hessian_trace as hessian_trace
-    from isoloss.flatness.norms import fisher_rao_norm as fisher_rao_norm
-    from isoloss.flatness.norms import squared_parameter_norm as squared_parameter_norm
-    from isoloss.flatness.norms import weighted_fisher_trace as weighted_fisher_trace
-    from isoloss.flatness.sharpness import noise_sharpness as noise_sharpness
-    from isoloss.flatness.sharpness import sam_sharpness as sam_sharpness
-    from isoloss.flatness.spectrum import SpectralDensity as SpectralDensity
-    from isoloss.flatness.spectrum import largest_eigenvalues as largest_eigenvalues
-    from isoloss.flatness.spectrum import spectral_density as spectral_density
+    from isoloss.flatness.comparing import compare
+    from isoloss.flatness.engine.accumulation import InterruptedEstimate, Options
+    from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
+    from isoloss.flatness.hessian import hessian_trace
+    from isoloss.flatness.norms import (
+        fisher_rao_norm,
+        relative_flatness,
+        squared_parameter_norm,
+        weighted_fisher_trace,
+    )
+    from isoloss.flatness.sharpness import noise_sharpness, sam_sharpness
+    from isoloss.flatness.spectrum import SpectralDensity, largest_eigenvalues, spectral_density
+    from isoloss.flatness.trainer_callback import FlatnessCallback, evaluating
+
+__all__ = [
+    "FlatnessCallback",
+    "InterruptedEstimate",
+    "Options",
+    "SpectralDensity",
+    "compare",
+    "empirical_fisher_trace",
+    "evaluating",
+    "fisher_rao_norm",
+    "fisher_trace",
+    "hessian_trace",
+    "largest_eigenvalues",
+    "noise_sharpness",
+    "relative_flatness",
+    "sam_sharpness",
+    "spectral_density",
+    "squared_parameter_norm",
+    "weighted_fisher_trace",
+]
 
 _MODULES = {
-    "engine.run": ("InterruptedEstimate", "Options"),
+    "comparing": ("compare",),
+    "engine.accumulation": ("InterruptedEstimate", "Options"),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "hessian": ("hessian_trace",),
-    "norms": ("fisher_rao_norm", "squared_parameter_norm", "weighted_fisher_trace"),
+    "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),
     "sharpness": ("noise_sharpness", "sam_sharpness"),
     "spectrum": ("SpectralDensity", "largest_eigenvalues", "spectral_density"),
+    "trainer_callback": ("FlatnessCallback", "evaluating"),
 }
-__getattr__, __dir__ = exports(
+__getattr__, __dir__ = lazy.exports(
     __name__, {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 )

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.estimate import Estimate, html_table, number
+from isoloss.statistics.estimate import Estimate, html_table, number, rarity
 from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
-from isoloss.statistics.tables import text_table
+from isoloss.statistics.tables import probability, text_table
 
 _ROWS = 5  # of a table that is printed
 
@@ -25,14 +25,14 @@ class Measured:
         trace: The trace of its Fisher.
         without_embeddings: The part of it that is not the embeddings', see `isoloss.flatness.engine.parameters`.
         loss: Its cross-entropy on the same predicted positions.
-        flattest: The probability that its trace is the smallest of all.
+        probability_of_smallest: The probability that its trace is the smallest of all.
     """
 
     name: str
     trace: Estimate
     without_embeddings: Estimate
     loss: Estimate
-    flattest: float = 1.0
+    probability_of_smallest: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class Pair:
     Attributes:
         first: A model's name.
         second: The other's.
-        trace: The trace of the first less that of the second.
+        trace: The trace of the first minus that of the second.
         without_embeddings: The same of the traces without embeddings.
-        loss: The loss of the first less that of the second.
+        loss: The loss of the first minus that of the second.
         log_ratio: The logarithm of the ratio of the traces, first to second.
     """
 
@@ -84,6 +84,13 @@ class Comparison:
         """The models' names, the flattest first."""
         return tuple(model.name for model in sorted(self.models, key=lambda model: model.trace.value))
 
+    @property
+    def warning(self) -> str:
+        """That one input makes up much of the error of a trace or of a difference of two; empty where none does."""
+        traces = {f"the trace of {model.name}": model.trace for model in self.models}
+        pairs = {f"the difference of {pair.first} and {pair.second}": pair.trace for pair in self.pairs}
+        return rarity({**traces, **pairs})
+
     def pair(self, first: str, second: str) -> Pair:
         """Return the pair of these two models, in this order or the other.
 
@@ -98,10 +105,11 @@ class Comparison:
 
     def __repr__(self) -> str:
         best = min(self.models, key=lambda model: model.trace.value)
-        return f"Comparison({len(self.models)} models; {best.name} is the flattest: {_percent(best.flattest)})"
+        chance = probability(best.probability_of_smallest)
+        return f"Comparison({len(self.models)} models; {best.name} is the flattest with probability {chance})"
 
     def __str__(self) -> str:
-        return "\n\n".join(text_table(header, rows) for header, rows in self._tables())
+        return "\n\n".join(filter(None, [*(text_table(*table) for table in self._tables()), self.warning]))
 
     def _repr_html_(self) -> str:
         """Return the tables for a notebook."""
@@ -113,7 +121,8 @@ class Comparison:
         unit = self.models[0].trace.unit
         header = ["model", f"trace ({unit})", f"loss ({unit})", "flattest"]
         rows = [
-            [model.name, number(model.trace), number(model.loss), _percent(model.flattest)] for model in ranked[:_ROWS]
+            [model.name, number(model.trace), number(model.loss), probability(model.probability_of_smallest)]
+            for model in ranked[:_ROWS]
         ]
         more = [[f"and {len(ranked) - _ROWS} more", "", "", ""]] if len(ranked) > _ROWS else []
         tables = [(header, rows + more)]
@@ -126,7 +135,7 @@ class Comparison:
                 low, high = sorted(math.exp(sign * math.log(end)) for end in pair.ratio_ci95)
                 differences = [number(replace(each, value=sign * each.value)) for each in (pair.trace, pair.loss)]
                 rows.append([other.name, *differences, f"{low:.4g} to {high:.4g}"])
-            tables.append(([f"less {best.name}", "trace", "loss", "ratio of traces, 95 %"], rows))
+            tables.append(([f"minus {best.name}", "trace", "loss", "ratio of traces, 95 %"], rows))
         return tables
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,15 +163,13 @@ def as_json_types(part: Any) -> dict[str, Any]:
     return {name: value.to_dict() if isinstance(value, Estimate) else value for name, value in vars(part).items()}
 
 
-def _percent(chance: float) -> str:
-    return f"{100 * chance:.3g} %"
-
-
 def comparison_of(models: Sequence[Measured]) -> Comparison:
     """Return the comparison of models that were measured on the same inputs, their chances to be filled in."""
     chances = probabilities_of_smallest([model.trace for model in models])
     return Comparison(
-        models=tuple(replace(model, flattest=chance) for model, chance in zip(models, chances, strict=True)),
+        models=tuple(
+            replace(model, probability_of_smallest=chance) for model, chance in zip(models, chances, strict=True)
+        ),
         pairs=tuple(_pair(a, b) for a, b in itertools.combinations(models, 2)),
     )
 

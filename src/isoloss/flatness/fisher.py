@@ -6,7 +6,7 @@ Shapes: B sequences of a batch, T positions, m predicted positions, V vocabulary
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self, Unpack
 
 import torch
@@ -15,13 +15,15 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
+from isoloss.flatness.engine.accumulation import Options, takes_options
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
 from isoloss.flatness.engine.curvature_products import predicted_logits
 from isoloss.flatness.engine.measurement import Source, Terms, measure
 from isoloss.flatness.engine.passes import intermediates_of, tail_cotangents
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
 from isoloss.flatness.engine.predictions import CheckedBatch, Predictions
-from isoloss.flatness.engine.run import Options, takes_options
+from isoloss.flatness.rescaling.generators import Granularity
+from isoloss.flatness.rescaling.minimal import Rescaling, minimal_trace
 from isoloss.model_checks import plainly
 from isoloss.statistics.estimate import Estimate
 
@@ -41,6 +43,8 @@ def fisher_trace(
     seed: int = 0,
     auxiliary_sample: AuxiliarySample | Iterable[Mapping[str, Any]] | None = None,
     distributed: bool = False,
+    rescaling: Rescaling | None = None,
+    granularity: Granularity = "tensor",
     **options: Unpack[Options],
 ) -> Estimate:
     """Estimate the trace of the Fisher matrix of the mean loss per predicted token.
@@ -65,6 +69,13 @@ def fisher_trace(
     The error is that of a ratio over independent clusters, so it covers the data and the probes together. A cluster is
     a sequence, or, where a batch has `documents`, the consecutive sequences of one document.
 
+    A transformer can be written in many ways that compute the same function: multiply some parameters by s, divide
+    others by s, and the trace is another one. `rescaling="minimal"` takes its minimum over these rescalings, which does
+    not depend on how the model is written (see `isoloss.flatness.rescaling`). With t_p the trace's parts by parameter
+    and e_kp the exponents of rescaling k, it is `min_z sum_p t_p exp(-2 sum_k z_k e_kp)`. Its value is the mean of the
+    minimum on these data, which is too small on average, and of a cross-fitted one, which is too large; the details
+    have both, the plain `trace`, the minimum over the rescalings that keep the model's features, and the log-factors.
+
     The probes of a sequence depend on `seed` and on its index in the stream of sequences alone, not on how the stream
     is cut into batches.
 
@@ -74,8 +85,8 @@ def fisher_trace(
             optionally `documents` (B,), the id of the document that each sequence is from. The values of the other
             labels are not used. A causal model's labels are unshifted: label t + 1 is predicted at position t.
         method: `"ghost"`, or `"paper"`: the reference implementation of appendix B.1, which samples labels at each
-            predicted position and averages the squared norms of their gradients, one backward pass a label.
-        num_probes: Rademacher probes a position, sharing one forward pass (default 1), or labels a position for
+            predicted position and averages the squared norms of their gradients, one backward pass per label.
+        num_probes: Rademacher probes per position, sharing one forward pass (default 1), or labels per position for
             `"paper"` (default 50).
         seed: Decides the probes or labels.
         auxiliary_sample: Many more sequences from the same distribution, to make the error smaller: batches of
@@ -87,12 +98,15 @@ def fisher_trace(
             without. None: there is none.
         distributed: Whether each process of the torch.distributed group measures batches of its own, with probes of its
             own; every process gets the estimate over all of them.
-        options: `isoloss.flatness.Options`: when to stop, whether the model is causal, which parameters, ...
+        rescaling: `"minimal"`: the minimum over exact rescalings; None: of the model as it is written.
+        granularity: What has a factor of its own in a rescaling: `"tensor"`, `"head"`, `"channel"` or `"neuron"`, see
+            `isoloss.flatness.rescaling.rescalings_of`.
+        options: As follows, with whatever is left out None.
 
     Returns:
         The estimate in nats per predicted token, `by_parameter` adding up to `value`, with `samples` the number of
-        clusters, `num_inputs` the number of predicted positions and `influence` that of each cluster. Among the details
-        are the names of the `embeddings` and, with its error, the trace `without_embeddings`.
+        clusters, `num_predictions` the number of predicted positions and `influence` that of each cluster. Among the
+        details are the names of the `embeddings` and, with its error, the trace `without_embeddings`.
 
     Raises:
         IsolossError: Dropout is on, no parameter is trainable, one that is given is not the model's, no prediction
@@ -103,6 +117,8 @@ def fisher_trace(
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
+        >>> import torch
+        >>> from isoloss import fisher_trace
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> _ = torch.manual_seed(0)
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -112,7 +128,7 @@ def fisher_trace(
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
         >>> batches = [{"input_ids": input_ids, "labels": labels}]
         >>> trace = fisher_trace(model, batches)
-        >>> trace.num_inputs, trace.samples, trace.value > 0, trace.stderr < 0.1 * trace.value
+        >>> trace.num_predictions, trace.samples, trace.value > 0, trace.stderr < 0.1 * trace.value
         (64, 64, True, True)
         >>> more = [{"input_ids": torch.randint(0, 8, (640, 4))}]
         >>> trace = fisher_trace(model, batches, auxiliary_sample=more)
@@ -124,16 +140,27 @@ def fisher_trace(
     kind, default = _METHODS[method]
     if auxiliary_sample is not None and not isinstance(auxiliary_sample, AuxiliarySample):
         auxiliary_sample = AuxiliarySample.read(model, auxiliary_sample)
-    return measure(
-        kind,
-        model,
-        batches,
-        options,
-        num_probes=default if num_probes is None else num_probes,
-        seed=seed,
-        distributed=distributed,
-        auxiliary_sample=auxiliary_sample,
-    )
+    given: dict[str, Any] = {
+        "num_probes": default if num_probes is None else num_probes,
+        "seed": seed,
+        "distributed": distributed,
+        "auxiliary_sample": auxiliary_sample,
+    }
+    minimal = minimal_trace(model, rescaling, granularity, options.get("parameters"))
+    if minimal is None:
+        return measure(kind, model, batches, options, **given)
+    first: list[Mapping[str, Any]] = []
+
+    def noted() -> Iterator[Mapping[str, Any]]:
+        for batch in batches:
+            first.extend([] if first else [batch])
+            yield batch
+
+    stream = batches if isinstance(batches, Mapping) else noted()  # a single batch is refused
+    if method == "ghost":
+        given["by_scale"] = True
+    found = measure(kind, model, stream, options, splits=minimal.splits, finish=minimal.finish, **given)
+    return minimal.checked(found, first[0])
 
 
 @takes_options
@@ -154,7 +181,19 @@ def empirical_fisher_trace(
     Where a sequence has one predicted position the value is exact for these inputs. Where it has several, each one's
     gradient gets a random sign, so that cross terms vanish on average.
 
-    Arguments, result and errors are those of `fisher_trace`; the labels' values count.
+    Args:
+        model: As for `fisher_trace`.
+        batches: As for `fisher_trace`; the labels' values count.
+        seed: Decides the signs.
+        distributed: As for `fisher_trace`.
+        options: As follows, with whatever is left out None.
+
+    Returns:
+        As `fisher_trace`.
+
+    Raises:
+        IsolossError: As for `fisher_trace`.
+        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
     """
     return measure(GivenLabels, model, batches, options, num_probes=1, seed=seed, distributed=distributed)
 
@@ -164,7 +203,7 @@ class _PerSequence(Source):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._predictor = Predictor(model, causal=self.causal, parameters=self.parameters)
+        self._predictor = Predictor(model, causal=self.causal, parameters=self.parameters, splits=self.splits)
 
     def __enter__(self) -> Self:
         self._predictor.__enter__()
@@ -177,7 +216,7 @@ class _PerSequence(Source):
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch; the mean over probes."""
         number = len(batch.clusters)
-        square_norms = torch.zeros(number, len(self.parameters), dtype=torch.float64)
+        square_norms = torch.zeros(number, len(self.columns), dtype=torch.float64)
         controls = torch.zeros(number, self.num_controls, dtype=torch.float64)
         if not batch.checked.predicts:
             return Terms(square_norms, torch.zeros(number, dtype=torch.int64), controls)
@@ -185,10 +224,10 @@ class _PerSequence(Source):
         positions = torch.bincount(predictions.rows, minlength=number)
         for probe in range(self.num_probes):
             last = probe == self.num_probes - 1
-            norms, centred = self._probe(predictions, positions, batch.first, probe, keep=not last)
+            norms, centered = self._probe(predictions, positions, batch.first, probe, keep=not last)
             square_norms += norms / self.num_probes
-            if centred is not None:
-                controls += centred.cpu() / self.num_probes
+            if centered is not None:
+                controls += centered.cpu() / self.num_probes
         return Terms(square_norms, positions.cpu(), controls)
 
     def details(self) -> dict[str, Any]:
@@ -216,9 +255,13 @@ class ExactLabels(_PerSequence):
         separate: Whether positions are squared one by one where that has less noise (`Predictor.squared_norms`).
     """
 
-    method = "fisher, exact expectation over labels"
-    num_controls = control_variates.Controls.NUMBER
+    method = "Fisher, exact expectation over labels"
     separate = True
+
+    def __init__(self, model: nn.Module, *, by_scale: bool = False, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._by_scale = by_scale
+        self.num_controls = control_variates.Controls.number(by_scale=self._by_scale)
 
     def details(self) -> dict[str, Any]:
         """Return what every source does, and the further probes of the last layer."""
@@ -230,7 +273,12 @@ class ExactLabels(_PerSequence):
         cotangent, controls = control_variates.root_probabilities(predictions.logits), None
         if predictions.hidden is not None and predictions.decoder is not None:
             controls = control_variates.Controls(
-                cotangent, predictions.hidden, predictions.decoder, predictions.rows, len(positions)
+                cotangent,
+                predictions.hidden,
+                predictions.decoder,
+                predictions.rows,
+                len(positions),
+                by_scale=self._by_scale,
             )
         others = [] if controls is None else self._tail(predictions, controls, positions, first, probe)
         indices = range(first, first + len(positions))
@@ -240,7 +288,7 @@ class ExactLabels(_PerSequence):
         )
         if controls is None or norms.hidden_cotangent is None:
             return norms.by_parameter, None
-        return norms.by_parameter, controls.centred(
+        return norms.by_parameter, controls.centered(
             cotangent, norms.hidden_cotangent, norms.intermediate_cotangents, others
         )
 
@@ -270,7 +318,7 @@ class ExactLabels(_PerSequence):
 class GivenLabels(_PerSequence):
     """The given labels: cotangents p - onehot(y), each with a random sign."""
 
-    method = "empirical fisher, given labels"
+    method = "empirical Fisher, given labels"
 
     def _probe(
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
@@ -290,12 +338,12 @@ class SampledLabels(Source):
     pass of its own, and each label of each predicted position a backward pass.
     """
 
-    method = "fisher, sampled labels"
+    method = "Fisher, sampled labels"
 
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, a sequence at a time."""
         predicted = batch.checked.predicted
-        norms = torch.zeros(len(predicted), len(self.parameters), dtype=torch.float64)
+        norms = torch.zeros(len(predicted), len(self.columns), dtype=torch.float64)
         for row in predicted.any(dim=1).nonzero()[:, 0].tolist():
             generator = seeds.generator(self.seed, "labels", batch.first + row)
             with plainly(self.model):
@@ -304,9 +352,10 @@ class SampledLabels(Source):
                 for position in log_p:
                     p = position.detach().cpu().double().exp()
                     for label in torch.multinomial(p, self.num_probes, replacement=True, generator=generator).tolist():
-                        for column, gradient in self.gradients(position[label]):
+                        for name, gradient in self.gradients(position[label]):
                             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-                            norms[row, column] += float(wide.square().sum()) / self.num_probes
+                            sums = self.columns.sums(name, wide.square()).cpu().double()
+                            norms[row, self.columns.of[name]] += sums / self.num_probes
         return Terms(norms, predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
 
 

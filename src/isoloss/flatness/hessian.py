@@ -15,6 +15,7 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
+from isoloss.flatness.engine.accumulation import Options, takes_options
 from isoloss.flatness.engine.curvature_products import (
     MeanLoss,
     hessian_vector_product,
@@ -24,7 +25,6 @@ from isoloss.flatness.engine.curvature_products import (
 from isoloss.flatness.engine.measurement import Source, Terms, measure
 from isoloss.flatness.engine.parameters import requiring_gradients
 from isoloss.flatness.engine.predictions import CheckedBatch
-from isoloss.flatness.engine.run import Options, takes_options
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.model_checks import device_of, plainly
 from isoloss.statistics.estimate import Estimate
@@ -35,7 +35,7 @@ def hessian_trace(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
     *,
-    method: Literal["residual", "authors"] = "residual",
+    method: Literal["residual", "published-code"] = "residual",
     num_probes: int = 1,
     seed: int = 0,
     group_size: int = 8,
@@ -53,18 +53,18 @@ def hessian_trace(
     each group has its own z. Groups are the clusters that the error rests on, so it covers inputs, labels and probes.
     Smaller groups have less of the probes' noise and cost more.
 
-    `method="authors"` is what the paper's published code does, which is not its appendix B.1: Gaussian z, z^T H z of
-    the whole Hessian of a batch's mean loss, a batch a probe, the mean over batches. Like that code it leaves out
-    poolers and `cls.predictions.bias`. The error is that of a mean over batches.
+    `method="published-code"` is what the paper's published code does, which is not its appendix B.1: Gaussian z,
+    z^T H z of the whole Hessian of a batch's mean loss, one probe per batch, the mean over batches. Like that code it
+    leaves out poolers and `cls.predictions.bias`. The error is that of a mean over batches.
 
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
         batches: As for `fisher_trace`; the labels' values count.
         method: See above.
-        num_probes: Random vectors a position and a group; the authors' method takes one a batch.
+        num_probes: Random vectors per position and group; the published code takes one per batch.
         seed: Decides them.
         group_size: Sequences that share z; where batches have `documents`, the sequences of a document do.
-        options: `isoloss.flatness.Options`; a cluster is a group, or a batch for the authors' method.
+        options: As follows; a cluster is a group, or a batch for the published code.
 
     Returns:
         The estimate, `by_parameter` adding up to `value`; with `method="residual"`, `details` has `fisher`,
@@ -80,8 +80,8 @@ def hessian_trace(
     """
     if method not in _METHODS:
         raise IsolossError(f"method is {method!r}; it is one of {', '.join(_METHODS)}")
-    if num_probes < 1 or (method == "authors" and num_probes != 1):
-        raise IsolossError(f"num_probes is {num_probes}; it must be at least 1, and 1 with method='authors'")
+    if num_probes < 1 or (method == "published-code" and num_probes != 1):
+        raise IsolossError(f"num_probes is {num_probes}; it must be at least 1, and 1 with method='published-code'")
     if group_size < 1:
         raise IsolossError(f"group_size is {group_size}; it must be at least 1")
     size = group_size if method == "residual" else 1
@@ -91,7 +91,7 @@ def hessian_trace(
 class _WithResidual(ExactLabels):
     """The Fisher's part, and z^T H z of the residual for each group of sequences."""
 
-    method = "hessian, fisher and residual"
+    method = "Hessian, Fisher and residual"
     parts = ("fisher", "residual")
 
     def measure(self, batch: CheckedBatch) -> Terms:
@@ -107,7 +107,7 @@ class _WithResidual(ExactLabels):
     def _residual(self, batch: CheckedBatch) -> torch.Tensor:
         """Return (B, K) float64: z^T H z of each group by parameter, in the row of the group's first sequence."""
         leaves = list(self.parameters.values())
-        values = torch.zeros(len(batch.clusters), len(leaves), dtype=torch.float64)
+        values = torch.zeros(len(batch.clusters), len(self.columns), dtype=torch.float64)
         for group in sorted(set(batch.clusters.tolist())):
             members = (batch.clusters == group).nonzero()[:, 0]
             part = batch.checked.rows(members)
@@ -125,15 +125,18 @@ class _WithResidual(ExactLabels):
                         for number, leaf in enumerate(leaves)
                     ]
                     products = hessian_vector_product(gradients, leaves, z)
-                    along = [float((v.double() * h.double()).sum()) for v, h in zip(z, products, strict=True)]
-                    values[members[0]] += torch.tensor(along, dtype=torch.float64) / self.num_probes
+                    along = [
+                        self.columns.sums(name, v.double() * h.double()).cpu()
+                        for name, v, h in zip(self.parameters, z, products, strict=True)
+                    ]
+                    values[members[0]] += torch.cat(along) / self.num_probes
         return values
 
 
-class _Authors(Source):
-    """What the paper's published code does: a batch a probe."""
+class _PublishedCode(Source):
+    """What the paper's published code does: one probe per batch."""
 
-    method = "hessian, the authors' code"
+    method = "Hessian, the published code"
     by_batch = True
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -147,18 +150,18 @@ class _Authors(Source):
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch: one row, none where it predicts nothing."""
         if not batch.checked.predicts:
-            return Terms(torch.zeros(0, len(self.parameters)), torch.zeros(0), torch.zeros(0, 0))
+            return Terms(torch.zeros(0, len(self.columns)), torch.zeros(0), torch.zeros(0, 0))
         loss = MeanLoss(self.model, [batch], causal=self.causal, parameters=self.parameters)
         generator = seeds.generator(self.seed, "authors", batch.number)
         z = torch.randn(loss.num_parameters, generator=generator, dtype=loss.dtype).to(device_of(self.model))
         along = z.double() * loss.hessian_product(z).double()
         parts = torch.split(along, [parameter.numel() for parameter in self.parameters.values()])
-        values = torch.stack([part.sum() for part in parts]).cpu()
-        # the mean over batches whatever their size, as the authors take it
+        values = torch.cat([self.columns.sums(*part) for part in zip(self.parameters, parts, strict=True)]).cpu()
+        # the mean over batches whatever their size, as the published code takes it
         return Terms(values[None], torch.ones(1), torch.zeros(1, 0))
 
     def details(self) -> dict[str, Any]:
-        """Return which parameters the authors leave out, and what the error is over."""
+        """Return which parameters are left out, and what the error is over."""
         return {
             "parameters_without_gradient": [],
             "parameters_left_out": self._left_out,
@@ -166,4 +169,7 @@ class _Authors(Source):
         }
 
 
-_METHODS: dict[str, type[_WithResidual | _Authors]] = {"residual": _WithResidual, "authors": _Authors}
+_METHODS: dict[str, type[_WithResidual | _PublishedCode]] = {
+    "residual": _WithResidual,
+    "published-code": _PublishedCode,
+}

@@ -1,24 +1,30 @@
-"""Norms of the weights: the plain one, and two through the Fisher matrix that rescaling the network does not change.
+"""Norms of the weights: the plain one, and three through the Fisher matrix that rescaling the network does not change.
 
-Shapes: B sequences of a batch, m predicted positions, V vocabulary, K trainable parameter tensors.
+Shapes: B sequences of a batch, m predicted positions, V vocabulary, d the width of the model, K trainable parameter
+tensors.
 The examples measure the model and the batches of that of `isoloss.flatness.fisher_trace`.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 
+from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
+from isoloss.flatness.engine.accumulation import Options, takes_options
+from isoloss.flatness.engine.capture import Capture, PositionSelection
 from isoloss.flatness.engine.curvature_products import predicted_logits, prediction_variances
 from isoloss.flatness.engine.measurement import Source, Terms, measure
 from isoloss.flatness.engine.parameters import counted_parameters
-from isoloss.flatness.engine.predictions import Batch, CheckedBatch
-from isoloss.flatness.engine.run import Options, takes_options
+from isoloss.flatness.engine.predictions import Batch, CheckedBatch, predict
 from isoloss.statistics.estimate import Estimate
+
+_POSITIONS = 256  # whose predictions are in float64 together
 
 
 def squared_parameter_norm(model: nn.Module, *, parameters: Mapping[str, nn.Parameter] | None = None) -> Estimate:
@@ -44,7 +50,7 @@ def squared_parameter_norm(model: nn.Module, *, parameters: Mapping[str, nn.Para
         stderr=0.0,
         samples=0,
         unit="squared weights",
-        num_inputs=0,
+        num_predictions=0,
         method="squared parameter norm",
         by_parameter=squares,
         by_parameter_stderr=dict.fromkeys(squares, 0.0),
@@ -62,13 +68,13 @@ def fisher_rao_norm(
 
     At a predicted position, theta^T J^T (diag p - p p^T) J theta is the variance under the prediction p of the
     derivative of the logits along theta: exact for each input, with no label and no random draw. The error covers
-    the inputs. It does not depend on how the same function is parametrised, where that is by rescaling: where
+    the inputs. It does not depend on how the same function is parametrized, where that is by rescaling: where
     theta_1 * c and theta_2 / c give the same function, so do the directional derivatives.
 
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
         batches: As for `fisher_trace`; the labels' values are not used.
-        options: `isoloss.flatness.Options`; `parameters` are theta.
+        options: As follows; `parameters` are theta.
 
     Raises:
         IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
@@ -81,24 +87,94 @@ def fisher_rao_norm(
     return measure(_FisherRao, model, batches, options)
 
 
-class _FisherRao(Source):
-    """The variance under the prediction of the logits' derivative along the parameters, summed over positions."""
+@takes_options
+def relative_flatness(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    **options: Unpack[Options],
+) -> Estimate:
+    """Estimate the relative flatness of the last linear map, the one that gives the logits (Petzka et al. 2021).
 
-    method = "squared fisher-rao norm"
+    For the rows w_s of a layer's weight and the blocks H_ss' of the loss's Hessian by two rows, relative flatness is
+    `kappa = sum_{s,s'} <w_s, w_s'> Tr H_ss'`. The features are here the input h of the last linear map, whose logits
+    are linear in its weight: the Hessian is the Gauss-Newton matrix, whatever the labels, and with the prediction p at
+    a position `Tr H_ss' = (p_s [s = s'] - p_s p_s') |h|^2`. So kappa is the mean over predicted positions of
+    `|h|^2 (sum_s p_s |w_s|^2 - |sum_s p_s w_s|^2)`, from one forward pass, exact for each input. The weight is taken as
+    this map's alone where it is tied to the embeddings; the bias has no part in it. Multiplying h and dividing the
+    weight, as a whole, does not change it, and what the layers below do to give the same h does not either. The
+    smaller, the flatter. The error covers the inputs.
+
+    Args:
+        model: As for `fisher_trace`, with any attention. The logits must be the output of its last linear map.
+        batches: As for `fisher_trace`; the labels' values are not used.
+        options: As follows; `parameters` are not taken.
+
+    Raises:
+        IsolossError: As for `fisher_trace`, `parameters` are given, or something follows the last linear map.
+
+    Example:
+        >>> flatness = relative_flatness(model, batches)
+        >>> flatness.value > 0, flatness.num_probes
+        (True, 0)
+    """
+    if options.get("parameters") is not None:
+        raise IsolossError("parameters are given, but relative flatness is of the last linear map's weight alone")
+    return measure(_RelativeFlatness, model, batches, options)
+
+
+class _ByPosition(Source):
+    """A number for each predicted position, exact for its inputs, summed over positions."""
+
     by_parameter = False
+
+    @abc.abstractmethod
+    def values(self, batch: Batch) -> torch.Tensor:
+        """Return (m,) float64 on the CPU."""
 
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch."""
-        checked, along = batch.checked, [value.detach() for value in self.parameters.values()]
+        checked = batch.checked
         sums = torch.zeros(len(checked.predicted), dtype=torch.float64)
         if checked.predicts:
-            variances = prediction_variances(self.model, self.parameters, along, checked)
-            sums.index_add_(0, checked.predicted.nonzero()[:, 0].cpu(), variances)
+            sums.index_add_(0, checked.predicted.nonzero()[:, 0].cpu(), self.values(checked))
         return Terms(sums[:, None], checked.predicted.sum(dim=1).cpu(), torch.zeros(len(sums), 0))
 
     def details(self) -> dict[str, Any]:
         """Return what the error is over."""
         return {"error_covers": "inputs"}
+
+
+class _FisherRao(_ByPosition):
+    """The variance under the prediction of the logits' derivative along the parameters."""
+
+    method = "squared Fisher-Rao norm"
+
+    def values(self, batch: Batch) -> torch.Tensor:
+        """Return the variances."""
+        along = [value.detach() for value in self.parameters.values()]
+        return prediction_variances(self.model, self.parameters, along, batch)
+
+
+class _RelativeFlatness(_ByPosition):
+    """The squared norm of the last linear map's input times the variance under the prediction of the weight's rows."""
+
+    method = "relative flatness of the last linear map"
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> torch.Tensor:
+        """Return the products."""
+        found = predict(self.model, batch, Capture({}, batch.predicted), PositionSelection())
+        if found is None or found.hidden is None or found.decoder is None:
+            raise IsolossError(
+                f"the logits of {type(self.model).__name__} are not the output of its last linear map, whose relative "
+                "flatness was asked for"
+            )
+        weight = found.decoder.weight.double()
+        squares, variances = weight.square().sum(dim=1), []
+        for logits in torch.split(found.logits, _POSITIONS):
+            p = logits.double().softmax(dim=-1)
+            variances.append(p @ squares - (p @ weight).square().sum(dim=1))
+        return (found.hidden.double().square().sum(dim=1) * torch.cat(variances)).cpu()
 
 
 @takes_options
@@ -119,9 +195,20 @@ def weighted_fisher_trace(
 
     The expectation over labels is exact, as in `fisher_trace`: with the cotangent u = S v on a sequence's logits, g =
     J^T u, the value is the mean of sum_i theta_i^2 g_i^2. Each sequence takes a forward and a backward pass of its own,
-    one backward pass a probe.
+    one backward pass per probe.
 
-    Arguments, result and errors are those of `fisher_trace`. The error covers inputs and probes.
+    The error covers inputs and probes.
+
+    Args:
+        model: As for `fisher_trace`.
+        batches: As for `fisher_trace`; the labels' values are not used.
+        num_probes: Rademacher probes per position (default 1).
+        seed: Decides the probes.
+        options: As follows, with whatever is left out None.
+
+    Raises:
+        IsolossError: As for `fisher_trace`.
+        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
         >>> trace = weighted_fisher_trace(model, batches)
@@ -134,12 +221,12 @@ def weighted_fisher_trace(
 class _Weighted(Source):
     """Squared gradients times squared parameters, a sequence at a time."""
 
-    method = "fisher weighted by squared parameters, exact expectation over labels"
+    method = "Fisher weighted by squared parameters, exact expectation over labels"
 
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, a sequence at a time; the mean over probes."""
         positions = batch.checked.predicted.sum(dim=1).cpu()
-        values = torch.zeros(len(positions), len(self.parameters), dtype=torch.float64)
+        values = torch.zeros(len(positions), len(self.columns), dtype=torch.float64)
         for row in positions.nonzero()[:, 0].tolist():
             one = batch.checked.rows(torch.tensor([row]))
             values[row] = self._sequence(one, positions[row : row + 1], batch.first + row)
@@ -151,12 +238,12 @@ class _Weighted(Source):
 
     def _sequence(self, batch: Batch, count: torch.Tensor, index: int) -> torch.Tensor:
         """Return (K,): the mean over probes for one sequence."""
-        leaves = [parameter.detach() for parameter in self.parameters.values()]
-        total = torch.zeros(len(leaves), dtype=torch.float64)
+        total = torch.zeros(len(self.columns), dtype=torch.float64)
         logits = predicted_logits(self.model, batch)
         for probe in range(self.num_probes):
             cotangent = control_variates.root_probabilities(logits)
             control_variates.exact_labels_(cotangent, count, range(index, index + 1), seed=self.seed, probe=probe)
-            for column, gradient in self.gradients(logits, cotangent.to(logits.dtype)):
-                total[column] += float((leaves[column] * gradient).double().square().sum()) / self.num_probes
+            for name, gradient in self.gradients(logits, cotangent.to(logits.dtype)):
+                squares = (self.parameters[name].detach() * gradient).double().square()
+                total[self.columns.of[name]] += self.columns.sums(name, squares).cpu() / self.num_probes
         return total

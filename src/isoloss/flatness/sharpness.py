@@ -1,4 +1,4 @@
-"""How far the loss rises around the weights: in the worst direction (SAM), and on average under noise.
+"""How far the loss rises around the weights: in the worst direction (SAM, ASAM), and on average under noise.
 
 Shapes: n clusters of sequences, R pairs of noise, P parameters counted one by one.
 The examples measure the model and the batches of that of `isoloss.flatness.fisher_trace`.
@@ -16,10 +16,10 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
+from isoloss.flatness.engine.accumulation import UNIT, Options, Probes, Stopping, takes_options
 from isoloss.flatness.engine.curvature_products import MeanLoss
 from isoloss.flatness.engine.measurement import Source, Terms, measure
 from isoloss.flatness.engine.predictions import CheckedBatch
-from isoloss.flatness.engine.run import UNIT, Options, Probes, Stopping, takes_options
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import crossed_ratio
@@ -34,6 +34,7 @@ def sam_sharpness(
     *,
     rho: float = 0.05,
     num_steps: int = 1,
+    adaptive: bool = False,
     **options: Unpack[Options],
 ) -> Estimate:
     """Measure how far a batch's mean loss L rises within a ball of radius rho around the weights w.
@@ -41,6 +42,12 @@ def sam_sharpness(
     With one step it is `L(w + rho g / |g|) - L(w)` for the gradient g at w, to first order the maximum over the ball
     (Foret et al. 2021, equation 2). Further steps have length rho / 2 along the gradient where they start, and go back
     to the ball where they leave it; the greatest loss that was met counts, a lower bound of the maximum.
+
+    With `adaptive`, each weight's move is measured in units of the weight: with `T = diag(|w|)` the ball is
+    `|T^-1 e| <= rho`, and one step gives `L(w + rho T^2 g / |T g|) - L(w)` (Kwon et al. 2021, "ASAM"). Multiplying some
+    weights and dividing others, where that leaves the function as it is, then leaves the value as it is. A weight of 0
+    does not move. ASAM's code adds 0.01 to the sizes of weights and leaves biases in their own unit; neither is done
+    here, as neither is invariant.
 
     The value depends on the size of the batches, as each batch is given its own worst direction (m-sharpness): compare
     models at the same size. It is the mean over batches. The rise is no linear function of a batch's sequences, so the
@@ -50,9 +57,11 @@ def sam_sharpness(
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are moved, and set back bit for bit.
         batches: As for `fisher_trace`, at least 2; the labels' values count.
-        rho: Radius, in the Euclidean norm over all parameters.
+        rho: Radius, in the Euclidean norm over all parameters. With `adaptive` it is a number without unit, in ASAM's
+            code 0.5.
         num_steps: Steps of ascent.
-        options: `isoloss.flatness.Options`; `parameters` are those that move.
+        adaptive: See above.
+        options: As follows; `parameters` are those that move.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, the gradient is zero, or a loss or
@@ -65,7 +74,7 @@ def sam_sharpness(
     _check_size("rho", rho)
     if num_steps < 1:
         raise IsolossError(f"num_steps is {num_steps}; it must be at least 1")
-    return measure(_Sam, model, batches, options, rho=rho, num_steps=num_steps)
+    return measure(_Sam, model, batches, options, rho=rho, num_steps=num_steps, adaptive=adaptive)
 
 
 class _Sam(Source):
@@ -74,10 +83,11 @@ class _Sam(Source):
     by_parameter = False
     by_batch = True
 
-    def __init__(self, model: nn.Module, rho: float, num_steps: int, **options: Any) -> None:
+    def __init__(self, model: nn.Module, rho: float, num_steps: int, adaptive: bool, **options: Any) -> None:
         super().__init__(model, **options)
-        self.method = f"sam sharpness, {num_steps} ascent step{'s' * (num_steps > 1)}"
-        self._rho, self._num_steps = rho, num_steps
+        kind = "adaptive sharpness" if adaptive else "SAM sharpness"
+        self.method = f"{kind}, {num_steps} ascent step{'s' * (num_steps > 1)}"
+        self._rho, self._num_steps, self._adaptive = rho, num_steps, adaptive
 
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch: one row, none where it predicts nothing."""
@@ -86,7 +96,7 @@ class _Sam(Source):
         loss = MeanLoss(self.model, [batch], causal=self.causal, parameters=self.parameters)
         for name, choose in (("smallest batch", min), ("largest batch", max)):
             self.choices[name] = choose(self.choices.get(name, loss.num_sequences), loss.num_sequences)
-        rise = _rise(loss, self._rho, self._num_steps)
+        rise = _rise(loss, self._rho, self._num_steps, adaptive=self._adaptive)
         return Terms(torch.tensor([[rise]], dtype=torch.float64), torch.ones(1), torch.zeros(1, 0))
 
     def identity(self) -> dict[str, Any]:
@@ -102,19 +112,22 @@ class _Sam(Source):
         }
 
 
-def _rise(loss: MeanLoss, rho: float, num_steps: int) -> float:
+def _rise(loss: MeanLoss, rho: float, num_steps: int, *, adaptive: bool) -> float:
     """Return the greatest rise of the loss that the steps meet in the ball."""
     before, losses = loss.value(), []
     with weights_restored(loss.parameters) as originals:
         offset = torch.zeros(loss.num_parameters, dtype=loss.dtype, device=device_of(loss.model))
+        units = torch.ones_like(offset)
+        if adaptive:
+            units = torch.cat([original.abs().reshape(-1).to(loss.dtype) for original in originals])
         for step in range(num_steps):
-            gradient = loss.gradient()
+            gradient = units * loss.gradient()
             norm = float(gradient.norm())
             if norm == 0:
                 raise IsolossError("the gradient of a batch's loss is zero: it has no direction of ascent")
             offset += gradient * ((rho if step == 0 else rho / 2) / norm)
             offset *= min(1.0, rho / float(offset.norm()))
-            _move(loss.parameters, originals, loss.split(offset))
+            _move(loss.parameters, originals, loss.split(units * offset))
             losses.append(loss.value())
     return max(losses) - before
 
@@ -136,7 +149,7 @@ def noise_sharpness(
     cancels; to leading order it is half the noise's variances times the Hessian's diagonal.
 
     All pairs see the same data. The error covers both, as crossed random effects: with a_ij the rise of cluster i under
-    pair j, it is the squared error of the means over pairs, plus that of the means over clusters, less that of what
+    pair j, it is the squared error of the means over pairs, plus that of the means over clusters, minus that of what
     neither explains, which both count.
 
     Args:
@@ -145,7 +158,7 @@ def noise_sharpness(
         relative_std: The noise's size, relative to the weights'.
         num_probes: R, pairs of noise, at least 2. None: 16; or at most 1024 with `rtol` or `seconds`.
         seed: Decides the noise.
-        options: `isoloss.flatness.Options`, a pair being a probe; `parameters` are those that move.
+        options: As follows, a pair being a probe; `parameters` are those that move.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, or a logit is not finite.
@@ -172,9 +185,9 @@ def noise_sharpness(
             stderr=stderr,
             samples=min(rises.shape),
             unit=UNIT,
-            num_inputs=loss.num_positions,
+            num_predictions=loss.num_positions,
             num_probes=len(rises),
-            method="expected rise under relative gaussian noise, antithetic pairs",
+            method="expected rise under relative Gaussian noise, antithetic pairs",
             seconds=probes.seconds,
             details={**details, "ended": ended},
             influence=influence.numpy(),

@@ -17,8 +17,8 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import control_variates
+from isoloss.flatness.engine.accumulation import UNIT, Accumulation, Options, Probes, State, Stopping, takes_options
 from isoloss.flatness.engine.curvature_products import Lanczos, MeanLoss, Product
-from isoloss.flatness.engine.run import UNIT, Accumulation, Options, Probes, State, Stopping, takes_options
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import influence
@@ -27,6 +27,7 @@ _PROBES = 8
 _RTOL = 1e-3  # of the largest eigenvalue
 
 Matrix = Literal["gauss-newton", "hessian"]
+_NAMES: Mapping[Matrix, str] = {"gauss-newton": "Gauss-Newton matrix", "hessian": "Hessian"}
 
 
 @takes_options
@@ -35,7 +36,7 @@ def largest_eigenvalues(
     batches: Iterable[Mapping[str, Any]],
     *,
     matrix: Matrix = "gauss-newton",
-    k: int = 5,
+    num_eigenvalues: int = 1,
     max_iterations: int = 100,
     seed: int = 0,
     **options: Unpack[Options],
@@ -57,37 +58,37 @@ def largest_eigenvalues(
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
         batches: As for `fisher_trace`; all are kept, and each product runs over all.
         matrix: `"gauss-newton"` (the Fisher matrix), or `"hessian"` at the given labels.
-        k: How many, by value: for the Hessian, negative ones come last.
+        num_eigenvalues: How many, by value: for the Hessian, negative ones come last.
         max_iterations: Stop after as many products; `details["converged"]` is then False. As many vectors of P
             numbers are kept.
         seed: Decides the start vector.
-        options: `isoloss.flatness.Options`, but `rtol` is of the residual norms: stop as soon as all are at most this
-            fraction of the largest eigenvalue (None: 1e-3). `seconds` ends it once there are k products, and
-            `progress` counts these.
+        options: As follows, but `rtol` is of the residual norms: stop as soon as all are at most this fraction of the
+            largest eigenvalue (1e-3 unless it is smaller). `seconds` ends it once there are `num_eigenvalues` products
+            with the matrix, and `progress` counts these.
 
     Returns:
-        k estimates, the largest eigenvalue first.
+        The estimates, the largest eigenvalue first.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, something is not finite, there are fewer
             than two independent sequences, or a part of the model has no second derivative.
 
     Example:
-        >>> first, second = largest_eigenvalues(model, batches, k=2)
+        >>> first, second = largest_eigenvalues(model, batches, num_eigenvalues=2)
         >>> first.value > second.value > 0, first.details["residual_norm"] <= 1e-3 * first.value
         (True, True)
     """
-    rtol = Stopping.of(options).rtol or _RTOL
+    rtol = min(Stopping.of(options).rtol or _RTOL, _RTOL)  # of the residual: it is no sampling error
     loss = MeanLoss.of(model, batches, options)
-    if not 1 <= k <= min(max_iterations, loss.num_parameters):
+    if not 1 <= num_eigenvalues <= min(max_iterations, loss.num_parameters):
         raise IsolossError(
-            f"k is {k}; it is at least 1 and at most max_iterations ({max_iterations}) and the number of parameters "
-            f"({loss.num_parameters})"
+            f"num_eigenvalues is {num_eigenvalues}; it is at least 1 and at most max_iterations ({max_iterations}) and "
+            f"the number of parameters ({loss.num_parameters})"
         )
     product = _product(loss, matrix)
     generator = seeds.generator(seed, "lanczos")
     start = torch.randn(loss.num_parameters, generator=generator, dtype=loss.dtype).to(device_of(model))
-    search = _Search(Lanczos(product, start, generator), k, rtol)
+    search = _Search(Lanczos(product, start, generator), num_eigenvalues, rtol)
     file = loss.resume_file(options, {"measure": "eigenvalues", "matrix": matrix, "seed": seed})
     if file is not None and (state := file.read()) is not None:
         search.load_state(*state)
@@ -95,7 +96,7 @@ def largest_eigenvalues(
     search.run(search.steps(max_iterations), limit, file=file, progress=options.get("progress"))
     estimates = []
     values, vectors, _ = search.space.ritz()
-    for number in range(1, k + 1):
+    for number in range(1, num_eigenvalues + 1):
         x = search.space.vector(vectors[:, -number])
         x /= x.norm()
         value = float(values[-number])
@@ -108,12 +109,12 @@ def largest_eigenvalues(
                 stderr=math.sqrt(float(psi.square().sum()) / (n * (n - 1)) + residual_norm**2),
                 samples=n,
                 unit=UNIT,
-                num_inputs=loss.num_positions,
-                num_probes=1,
-                method=f"eigenvalue {number} of the {matrix} matrix, lanczos",
+                num_predictions=loss.num_positions,
+                method=f"eigenvalue {number} of the {_NAMES[matrix]}, Lanczos",
                 seconds=search.seconds,
                 details={
                     **loss.details(seed),
+                    "clusters": "documents" if loss.by_document else "sequences",
                     "matrix": matrix,
                     "iterations": search.space.steps,
                     "converged": search.converged or search.space.complete,
@@ -129,11 +130,11 @@ def largest_eigenvalues(
 
 
 class _Search(Accumulation):
-    """Steps of Lanczos' method until the k largest eigenvalues are there."""
+    """Steps of Lanczos' method until the largest eigenvalues are there."""
 
-    def __init__(self, space: Lanczos, k: int, rtol: float) -> None:
-        self.space, self._k, self._rtol = space, k, rtol
-        self.fewest, self.converged = k, False
+    def __init__(self, space: Lanczos, wanted: int, rtol: float) -> None:
+        self.space, self._rtol = space, rtol
+        self.fewest, self.converged = wanted, False
 
     def __len__(self) -> int:
         return self.space.steps
@@ -148,6 +149,11 @@ class _Search(Accumulation):
         self.space.step()
         self._update()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last step is over."""
+        return self.space.is_whole
+
     def state(self) -> State:
         """Return the vectors."""
         return {"seconds": self.seconds}, self.space.state()
@@ -160,8 +166,8 @@ class _Search(Accumulation):
 
     def _update(self) -> None:
         values, _, residuals = self.space.ritz()
-        near = bool((residuals[-self._k :] <= self._rtol * values.abs().max()).all())
-        self.done, self.converged = self.space.steps, self.space.steps >= self._k and near
+        near = bool((residuals[-self.fewest :] <= self._rtol * values.abs().max()).all())
+        self.done, self.converged = self.space.steps, self.space.steps >= self.fewest and near
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -175,7 +181,7 @@ class SpectralDensity:
         nodes: (R, s) float64, eigenvalues seen by each probe, ascending.
         weights: (R, s) float64, at least 0; each probe's add up to 1.
         num_parameters: P.
-        num_inputs: Predicted positions.
+        num_predictions: Predicted positions.
         details: What was measured and how.
         seconds: The time that it took.
     """
@@ -183,7 +189,7 @@ class SpectralDensity:
     nodes: torch.Tensor
     weights: torch.Tensor
     num_parameters: int
-    num_inputs: int
+    num_predictions: int
     details: Mapping[str, Any]
     seconds: float
 
@@ -223,9 +229,9 @@ class SpectralDensity:
             stderr=float(stderr),
             samples=len(sums),
             unit=UNIT if power == 1 else f"({UNIT})^{power}",
-            num_inputs=self.num_inputs,
+            num_predictions=self.num_predictions,
             num_probes=len(sums),
-            method=f"moment {power} of the spectrum, stochastic lanczos quadrature",
+            method=f"moment {power} of the spectrum, stochastic Lanczos quadrature",
             seconds=self.seconds,
             details=self.details,
             influence=(sums - value).numpy(),
@@ -249,16 +255,17 @@ def spectral_density(
     Rademacher probes, vectors of independent random signs. Its errors are over probes; the inputs are given.
 
     Args:
-        model: As for `largest_eigenvalues`, and so are `batches` and `matrix`.
-        batches: See there.
-        matrix: See there.
+        model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
+        batches: As for `fisher_trace`; all are kept, and each product runs over all.
+        matrix: `"gauss-newton"` (the Fisher matrix), or `"hessian"` at the given labels.
         num_probes: R, at least 2. None: 8; or at most 1024 with `rtol` or `seconds`.
         num_steps: s, at most P of them are taken; as many vectors of P numbers are kept.
         seed: Decides the probes.
-        options: `isoloss.flatness.Options`; `rtol` is of the trace, `moment(1)`.
+        options: As follows; `rtol` is of the trace, `moment(1)`.
 
     Raises:
-        IsolossError: As for `largest_eigenvalues`.
+        IsolossError: An argument is out of its range, a batch does not fit, something is not finite, or a part of the
+            model has no second derivative.
         InterruptedEstimate: Ctrl-C after at least two probes; it carries the estimate of the trace so far.
 
     Example:
@@ -288,7 +295,7 @@ def spectral_density(
             nodes=values[:, 0],
             weights=values[:, 1],
             num_parameters=loss.num_parameters,
-            num_inputs=loss.num_positions,
+            num_predictions=loss.num_positions,
             details={
                 **loss.details(seed),
                 "matrix": matrix,

@@ -12,8 +12,9 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.run import Stopping
+from isoloss.flatness.engine.accumulation import Stopping
 from isoloss.flatness.fisher import fisher_trace
+from isoloss.flatness.rescaling.minimal import Rescaling
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
 
@@ -57,6 +58,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         every: Steps between two measurements.
         rtol: Stop each as soon as the standard error is at most this fraction of the value.
         seed: Decides the probes.
+        rescaling: As for `fisher_trace`: `"minimal"` takes the minimal trace.
         log: What to call with the two numbers, such as `trainer.log`; None: they go to the trainer's history alone.
 
     Attributes:
@@ -80,6 +82,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         every: int,
         rtol: float | None = None,
         seed: int = 0,
+        rescaling: Rescaling | None = None,
         log: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
         if every < 1:
@@ -87,7 +90,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         if isinstance(batches, Mapping):
             raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
         Stopping(rtol=rtol)  # refuses a value out of range here, and not after the first steps
-        self.every, self.rtol, self.seed, self.log = every, rtol, seed, log
+        self.every, self.rtol, self.seed, self.log, self.rescaling = every, rtol, seed, log, rescaling
         self.traces: dict[int, Estimate] = {}
         self._batches = list(batches)
 
@@ -97,7 +100,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
             return
         model: nn.Module = kwargs["model"]
         with evaluating(model):
-            trace = fisher_trace(model, self._batches, seed=self.seed, rtol=self.rtol)
+            trace = fisher_trace(model, self._batches, seed=self.seed, rtol=self.rtol, rescaling=self.rescaling)
         self.traces[state.global_step] = trace
         numbers = {"fisher_trace": trace.value, "fisher_trace_stderr": trace.stderr}
         if self.log is not None:

@@ -9,8 +9,8 @@ from isoloss import lazy
 if TYPE_CHECKING:
     from isoloss.languages.api import ExactLanguage, Language, Sentences
     from isoloss.languages.entropies import Entropy, entropy
+    from isoloss.languages.resolving import load_language, resolve
     from isoloss.languages.serialization import load, save
-    from isoloss.languages.specs import load_language, resolve
 
 __all__ = ["Entropy", "ExactLanguage", "Language", "Sentences", "entropy", "load", "load_language", "resolve", "save"]
 
@@ -19,7 +19,7 @@ __getattr__, __dir__ = lazy.exports(
     {
         **dict.fromkeys(("ExactLanguage", "Language", "Sentences"), "isoloss.languages.api"),
         **dict.fromkeys(("Entropy", "entropy"), "isoloss.languages.entropies"),
-        **dict.fromkeys(("load_language", "resolve"), "isoloss.languages.specs"),
+        **dict.fromkeys(("load_language", "resolve"), "isoloss.languages.resolving"),
         **dict.fromkeys(("load", "save"), "isoloss.languages.serialization"),
     },
 )

@@ -40,18 +40,12 @@ class AliasTables(NamedTuple):
 
     A cell of row r, of those from offsets[r] to offsets[r + 1] - 1, is drawn uniformly; it gives `kept` with
     probability `threshold`, else `alias`. Only outcomes of positive probability have cells.
-
-    Attributes:
-        offsets: (rows + 1,) int64.
-        threshold: (cells,) float64 in [0, 1].
-        kept: (cells,) int32, an outcome.
-        alias: (cells,) int32, an outcome.
     """
 
-    offsets: Long
-    threshold: Float
-    kept: Int
-    alias: Int
+    offsets: Long  # (rows + 1,)
+    threshold: Float  # (cells,)
+    kept: Int  # (cells,)
+    alias: Int  # (cells,)
 
 
 class Rewrites(NamedTuple):
@@ -61,22 +55,14 @@ class Rewrites(NamedTuple):
     of one symbol next, emissions last. Free symbols have one column, and the width 0. With more columns, `width` is
     the number of tokens that the symbol must yield; a rule A -> B C of it is split into u and width - u tokens with
     probability proportional to inside[B, u] inside[C, width - u]; and a last row draws the width of symbol 0.
-
-    Attributes:
-        tables: The distribution of each row over rules.
-        left: (rules,) int32, the first symbol, or the token.
-        right: (rules,) int32, the second symbol of a pair.
-        kinds: (2,) int64, the index of the first rule that is no pair, and of the first that is an emission.
-        inside: (symbols, columns) float64, Pr(symbol yields that many tokens).
-        scale: (pairs, columns) float64, 2^52 / sum over u of inside[B, u] inside[C, width - u].
     """
 
-    tables: AliasTables
-    left: Int
-    right: Int
-    kinds: Long
-    inside: Float
-    scale: Float
+    tables: AliasTables  # the distribution of each row over rules
+    left: Int  # (rules,) the first symbol, or the token
+    right: Int  # (pairs,) the second symbol
+    kinds: Long  # (2,) the index of the first rule that is no pair, and of the first that is an emission
+    inside: Float  # (symbols, columns) Pr(symbol yields that many tokens)
+    scale: Float  # (pairs, columns) 2^52 / sum over u of inside[B, u] inside[C, width - u]
 
 
 def alias_tables(rows: Float) -> AliasTables:
@@ -122,15 +108,8 @@ def draw_derivations(
 ) -> Sentences:
     """Return n derivations; those of sentence i depend on (seed, i).
 
-    Args:
-        rewrites: The grammar.
-        n: Number of sentences.
-        seed: From 0 to 2^64 - 1.
-        root: The row that each derivation starts from; the last row of tables with widths draws the width.
-        longest: The most tokens that a sentence can have.
-        most_nodes: The most nodes that a tree can have.
-        pad: The id behind the end of a sentence.
-        trees: Whether the latent is the nodes, (n, M, 3): start, stop and symbol in preorder, padded with -1.
+    Each starts from the row `root`, has at most `longest` tokens and `most_nodes` nodes, and is padded with `pad`. With
+    `trees` the latent is the nodes, (n, M, 3): start, stop and symbol in preorder, padded with -1.
     """
     chunk = max(1, min(_CHUNK, _CELLS // (3 * most_nodes if trees else longest)))
     starts = range(0, n, chunk)

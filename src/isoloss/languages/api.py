@@ -89,8 +89,9 @@ class Stored:
 class Language(abc.ABC):
     """A source of sentences: the base class of every language.
 
-    A subclass sets the attributes without a default and has `sample`; whatever else it does not define raises an
-    `IsolossError` that says so. Where probabilities are known, derive from `ExactLanguage`.
+    A subclass sets the attributes without a default (`set_vocabulary` sets all but `max_length`) and has `sample`;
+    whatever else it does not define raises an `IsolossError` that says so. Where probabilities are known, derive from
+    `ExactLanguage`.
 
     Attributes:
         vocab_size: Number of token ids that a sentence can hold: 0 to vocab_size - 1.
@@ -104,7 +105,8 @@ class Language(abc.ABC):
         is_exact: Whether `log_prob`, `log_conditionals` and `conditional_entropy` are known.
         num_held_out: Sentences that are kept out of training; 0 where fresh ones can be drawn.
         latent_name: What the latent of a sentence is called, e.g. `tree`; None where there is none.
-        task_patterns: What `tasks` returns, where that is the same for all languages of the class.
+        task_patterns: Patterns of the names of its downstream tasks, each with one line about it, where they are the
+            same for all languages of the class.
     """
 
     vocab_size: int
@@ -120,6 +122,23 @@ class Language(abc.ABC):
     latent_name: ClassVar[str | None] = None
     task_patterns: ClassVar[Mapping[str, str]] = {}
     _config: LanguageConfig | None = None
+
+    def set_vocabulary(self, vocabulary: tuple[str, ...], *, size: int | None = None, source: str = "") -> None:
+        """Set the vocabulary, and the ids after it: the padding, then the mask.
+
+        Args:
+            vocabulary: The token strings, by id.
+            size: How many different strings these must be; None: whatever they are.
+            source: Where they come from, for the message.
+
+        Raises:
+            IsolossError: They are not `size` different strings.
+        """
+        if size is not None and not len(set(vocabulary)) == len(vocabulary) == size:
+            raise IsolossError(f"{source}: the vocabulary must be {size} different strings, one per token")
+        self.vocabulary, self.vocab_size = vocabulary, len(vocabulary)
+        self.pad_id, self.mask_id = self.vocab_size, self.vocab_size + 1
+        self.model_vocab_size = self.vocab_size + 2
 
     @property
     def config(self) -> Any:
@@ -182,11 +201,7 @@ class Language(abc.ABC):
         )
 
     def exact(self) -> ExactLanguage:
-        """Return the language itself where `is_exact`, with all that is known then.
-
-        Raises:
-            IsolossError: Its probabilities are not known.
-        """
+        """Return the language itself where `is_exact`, with all that is known then; else raise an `IsolossError`."""
         raise IsolossError(f"the probabilities of {self!r} are not known")
 
     def log_prob(
@@ -270,12 +285,15 @@ class Language(abc.ABC):
         Raises:
             IsolossError: There is no such task; those that there are are named.
         """
-        choices = f"choose {', '.join(self.tasks())}" if self.tasks() else f"{self!r} has no tasks"
+        choices = f"choose {', '.join(self.tasks())}" if self.tasks() else f"{self!r} has no tasks of its own"
         raise IsolossError(f"no task {name!r}: {choices}")
 
     def tables(self) -> Stored:
         """Return all that decides the language, for `isoloss.languages.save`."""
-        raise IsolossError(f"{self!r} is not stored as one file: keep the files that its config names")
+        raise IsolossError(f"{self!r} is not stored as one file: its class has no `tables`; keep what it is made from")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()})"
 
     def describe(self) -> str:
         """Return one line: what the language is, its number of tokens, and its lengths."""
@@ -292,7 +310,7 @@ class Language(abc.ABC):
 class ExactLanguage(Language):
     """A language that is drawn from a model and whose probabilities are known, in nats, given the sentence's length.
 
-    A subclass sets the ids with `_set_vocabulary` (the tokens, then the padding, then the mask) and has `_log_prob`,
+    A subclass has `_log_prob`,
     `_log_conditionals` and `_entropies`, whose arguments are checked; or `log_prob`, `log_conditionals` and
     `conditional_entropy` themselves.
 
@@ -306,11 +324,6 @@ class ExactLanguage(Language):
     costs_forward_passes: ClassVar[bool] = False
     device: torch.device
     dtype: torch.dtype
-
-    def _set_vocabulary(self, vocabulary: tuple[str, ...]) -> None:
-        self.vocabulary, self.vocab_size = vocabulary, len(vocabulary)
-        self.pad_id, self.mask_id = self.vocab_size, self.vocab_size + 1
-        self.model_vocab_size = self.vocab_size + 2
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the language with its exact computations on `device` and in `dtype`; None leaves one as it is.

@@ -48,7 +48,7 @@ class Brackets(ExactLanguage):
         self._config = BracketsConfig(length=length)
         check(self._config)
         self.length = self.max_length = length
-        self._set_vocabulary(_VOCABULARY)
+        self.set_vocabulary(_VOCABULARY)
         self.device, self.dtype = torch.device("cpu"), torch.float64
         self._log_ways = math.log(math.comb(length, length // 2))
 

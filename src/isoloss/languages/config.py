@@ -15,14 +15,16 @@ from isoloss.errors import IsolossError
 if TYPE_CHECKING:
     from isoloss.languages.api import Stored
 
-Progress = Callable[[int, int], None]  # called with what is done and all there is
+Progress = Callable[[int, int], None]  # called with (done, total)
 
 MAX_LENGTH = 1024  # tokens of a grammar's sentence: the exact algorithms take time cubic in the length
 _MAX_LEVELS = 10  # sentences of MAX_LENGTH tokens
 _MAX_BRACKETS = 4096
 
 LATENT = "-latent"
-_LATENT_TASKS = {f"...{LATENT}": "of each of these, the symbol or state that did produce the sentence"}
+_LATENT_TASKS = {
+    f"NAME{LATENT}": "the symbol or state that produced the sentence, for root, level-D, prefix-L and state-K"
+}
 GRAMMAR_TASKS = {
     "root": "the most likely symbol below the start symbol (grammars)",
     "level-D": "the most likely first symbol on level D of the tree, the root's being 0 (grammars with levels)",
@@ -30,10 +32,10 @@ GRAMMAR_TASKS = {
     **_LATENT_TASKS,
 }
 STATE_TASKS = {
-    "state-k": "the most likely k-th state (hidden Markov models); task-k: the paper's name",
+    "state-K": "the most likely k-th state (hidden Markov models); task-K: the paper's name",
     **_LATENT_TASKS,
 }
-BRACKET_TASKS = {"mismatch": "number of > less number of <, in strings of random brackets (brackets)"}
+BRACKET_TASKS = {"mismatch": "number of > minus number of <, in strings of random brackets (brackets)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,8 @@ class PCFGConfig(_Config):
     probabilities from the flat Dirichlet distribution. Every symbol and every token can occur.
     """
 
-    decides_all: ClassVar[bool] = True
-    tasks: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
+    is_self_contained: ClassVar[bool] = True
+    task_patterns: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
     language = "pcfg.language:PCFG"
     kind: Literal["pcfg"] = "pcfg"
     levels: int = setting(3, minimum=1, maximum=_MAX_LEVELS)
@@ -95,8 +97,8 @@ class PCFGConfig(_Config):
         """Raise an `IsolossError` where there are fewer pairs of symbols than rules."""
         if self.rules_per_symbol > self.symbols_per_level**2:
             raise IsolossError(
-                f"rules_per_symbol is {self.rules_per_symbol}, but {self.symbols_per_level} symbols a level make only "
-                f"{self.symbols_per_level**2} different pairs; take fewer rules or more symbols"
+                f"rules_per_symbol is {self.rules_per_symbol}, but {self.symbols_per_level} symbols per level make "
+                f"only {self.symbols_per_level**2} different pairs; take fewer rules or more symbols"
             )
 
 
@@ -104,11 +106,11 @@ class PCFGConfig(_Config):
 class GrammarConfig(_Config):
     """A grammar given by its rules, as `PCFG.to_file` writes them: the run keeps the rules, not a path to them."""
 
-    tasks: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
+    task_patterns: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
     language = "pcfg.language:PCFG"
     kind: Literal["grammar"] = "grammar"
     rules: str
-    """One rule a line: LHS RHS [RHS] weight."""
+    """One rule per line: LHS RHS [RHS] weight."""
     max_length: int = setting(64, minimum=1, maximum=MAX_LENGTH)
     """Longer sentences are left out of the language, and its probabilities are given that."""
 
@@ -141,8 +143,8 @@ class GrammarConfig(_Config):
 class BracketsConfig(_Config):
     """The paper's bracket language (see `isoloss.languages.brackets.Brackets`)."""
 
-    decides_all: ClassVar[bool] = True
-    tasks: ClassVar[Mapping[str, str]] = BRACKET_TASKS
+    is_self_contained: ClassVar[bool] = True
+    task_patterns: ClassVar[Mapping[str, str]] = BRACKET_TASKS
     language = "brackets:Brackets"
     kind: Literal["brackets"] = "brackets"
     length: int = setting(8, minimum=2, maximum=_MAX_BRACKETS, note="even")
@@ -158,8 +160,8 @@ class BracketsConfig(_Config):
 class DyckConfig(_Config):
     """Nested brackets of several kinds, as a grammar (see `isoloss.languages.pcfg.random_grammar.dyck_grammar`)."""
 
-    decides_all: ClassVar[bool] = True
-    tasks: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
+    is_self_contained: ClassVar[bool] = True
+    task_patterns: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
     language = "pcfg.language:Dyck"
     kind: Literal["dyck"] = "dyck"
     kinds: int = setting(2, minimum=1)
@@ -199,8 +201,8 @@ class HMMConfig(_Config):
     block for good.
     """
 
-    decides_all: ClassVar[bool] = True
-    tasks: ClassVar[Mapping[str, str]] = STATE_TASKS
+    is_self_contained: ClassVar[bool] = True
+    task_patterns: ClassVar[Mapping[str, str]] = STATE_TASKS
     language = "hmm.language:HMM"
     kind: Literal["hmm"] = "hmm"
     states: int = setting(100, minimum=1)

@@ -79,9 +79,7 @@ class Corpus(Language):
             progress: Called with the number of documents tokenized and that of all, every 100 documents.
 
         Raises:
-            IsolossError: Missing or unreadable text; text or a tokenizer other than those that `config.content`
-                was taken from; a tokenizer without mask or padding token; less than one sequence to train on or to
-                hold out.
+            IsolossError: The text or the tokenizer is missing, unfit or changed, or too small for one sequence a part.
         """
         text = _Text(config)
         check_unchanged(
@@ -108,11 +106,7 @@ class Corpus(Language):
         return super().start
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
-        """Return `n` training sequences drawn uniformly, with replacement.
-
-        Raises:
-            IsolossError: `latent` is asked for: nobody knows what produced real text.
-        """
+        """Return `n` training sequences drawn uniformly, with replacement; nobody knows their latent."""
         if latent:
             raise IsolossError("a corpus has no known latent structure: latent must be false")
         return self._take(self._training, torch.randint(self.num_training, (n,), generator=generator))
@@ -173,12 +167,7 @@ class Corpus(Language):
 
 
 class _Text:
-    """The text and the tokenizer that a config names.
-
-    Attributes:
-        config: The config with absolute paths and the content filled in.
-        tokenizer: The tokenizer.
-    """
+    """The text and the tokenizer that a config names, and the config with its content filled in."""
 
     def __init__(self, config: CorpusConfig) -> None:
         check(config)
@@ -193,10 +182,7 @@ class _Text:
         self.config = dataclasses.replace(config, paths=paths, tokenizer=tokenizer, content=content.hexdigest())
 
     def write(self, root: Path, progress: Progress | None) -> Path:
-        """Return the folder below `root` with the tokens, written first if they are not there.
-
-        Two processes do not both write it.
-        """
+        """Return the folder below `root` with the tokens, written first, by one process, if they are not there."""
         names = ("content", "max_documents", "length", "held_out")
         identity = {"format": _FORMAT, **{name: getattr(self.config, name) for name in names}}
         folder = root / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -224,7 +210,8 @@ class _Text:
     def _write_parts(self, folder: Path, progress: Progress | None) -> dict[str, Any]:
         """Write the training and the held-out sequences; return how many documents and sequences each has."""
         names, length = ", ".join(self.config.paths), self.config.length
-        hashes = np.fromiter((_hash(text) for text in self._texts()), dtype=np.uint64)
+        digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in self._texts())
+        hashes = np.fromiter((int.from_bytes(digest, "big") for digest in digests), dtype=np.uint64)
         distinct = np.unique(hashes)
         if len(distinct) < 2:
             raise IsolossError(
@@ -261,7 +248,3 @@ def _reported(texts: Iterable[str], before: int, total: int, progress: Progress 
         yield text
         if progress is not None and (number % _REPORT == 0 or number == total):
             progress(number, total)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -59,12 +59,9 @@ def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> 
     float64, a teacher's in its own dtype.
 
     Args:
-        language: An exact language.
+        language: An exact language; another is an `IsolossError`.
         num_sentences: Sentences that a Monte-Carlo estimate is the mean over, at least 2.
         seed: Decides them.
-
-    Raises:
-        IsolossError: The language's probabilities are not known, or `num_sentences` is below 2.
 
     Example:
         >>> from isoloss.languages.brackets import Brackets
@@ -157,10 +154,10 @@ def _mean(values: torch.Tensor, unit: str) -> Estimate:
         stderr=stderr if stderr > _ROUNDING * abs(mean) else 0.0,
         samples=n,
         unit=unit,
-        num_inputs=n,
+        num_predictions=n,
         method="Monte Carlo: mean over drawn sentences",
     )
 
 
 def _exact(value: float, unit: str) -> Estimate:
-    return Estimate(value=max(value, 0.0) + 0.0, stderr=0.0, samples=0, unit=unit, num_inputs=0, method=EXACT)
+    return Estimate(value=max(value, 0.0) + 0.0, stderr=0.0, samples=0, unit=unit, num_predictions=0, method=EXACT)

@@ -69,7 +69,7 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
         "max_length": stored.max_length,
         "vocabulary": stored.vocabulary,
         "symbols": stored.symbols,
-        "config": configs.to_dict(config) if config is not None and config.decides_all else None,
+        "config": configs.to_dict(config) if config is not None and config.is_self_contained else None,
     }
     tables = {name: np.asarray(table, order="C") for name, table in stored.tables.items()}
     data = to_bytes(tables, metadata={_HEADER: json.dumps(document, ensure_ascii=False)})
@@ -91,8 +91,7 @@ def load(path: Path | str, *, content: str = "") -> Language:
         content: The SHA-256 that it must have; empty: any.
 
     Raises:
-        IsolossError: There is no such file, it has another content, or it holds no language; the message says what is
-            wrong, and where.
+        IsolossError: There is no such file, it has another content, or it holds no language.
     """
     path = Path(path).expanduser()
     stored, config = _read(path)
@@ -150,7 +149,7 @@ def _drawn_again(document: Any, language: Language) -> Language | None:
     """Return the language that a stored config makes, where it is `language` to the last bit, else None."""
     try:
         config: Any = configs.from_dict(LanguageConfig, document)
-        drawn: Language | None = config.build() if config.decides_all else None
+        drawn: Language | None = config.build() if config.is_self_contained else None
     except IsolossError:  # a generator with other settings than here
         return None
     return drawn if drawn is not None and drawn.tables().equals(language.tables()) else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from isoloss.languages.alias_sampling import AliasTables, Rewrites
@@ -23,9 +22,10 @@ _CELLS = 1 << 25  # numbers of the sentences that step together, at most
 
 
 def to_device(tables: Any, device: torch.device) -> Any:
-    """Return alias tables, or `Rewrites`, of tensors on `device`."""
-    parts = (to_device(part, device) if isinstance(part, tuple) else _on_device(part, device) for part in tables)
-    return type(tables)(*parts)
+    """Return alias tables, `Rewrites` or an array as tensors on `device`."""
+    if isinstance(tables, tuple):
+        return type(tables)(*(to_device(part, device) for part in tables))
+    return torch.as_tensor(tables.astype(np.int64) if tables.dtype == np.int32 else tables).to(device)
 
 
 def philox(seed: int, sentences: torch.Tensor, block: int) -> tuple[torch.Tensor, ...]:
@@ -173,10 +173,6 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 def _signed(number: int) -> int:
     """Return the int64 with the bits of the number's lowest 64."""
     return ((number + 2**63) & (2**64 - 1)) - 2**63
-
-
-def _on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(array.astype(np.int64) if array.dtype == np.int32 else array).to(device)
 
 
 def _tensors(tables: tuple[object, ...]) -> tuple[torch.Tensor, ...]:

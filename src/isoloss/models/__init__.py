@@ -1,1 +1,1 @@
-"""Models: architectures at named sizes, and the loading of anyone's checkpoint."""
+"""Models: architectures in named sizes and free shapes, and function-preserving expansion."""

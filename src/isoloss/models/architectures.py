@@ -48,6 +48,13 @@ class Architecture:
         Raises:
             IsolossError: There is no such size, or the config sets what the architecture does not have.
         """
+        if config.size not in self.sizes:
+            known = ", ".join(self.sizes)
+            raise IsolossError(f"{config.architecture} has no model size {config.size!r}; its sizes are {known}")
+        return self.reshaped(self.sizes[config.size], config)
+
+    def reshaped(self, named: Any, config: ModelConfig) -> Any:
+        """Return the shape of a size with what the config sets itself."""
         raise NotImplementedError
 
     def num_parameters(self, shape: Any, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
@@ -134,13 +141,6 @@ class Architecture:
         hidden = model.base_model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
         return at_predicted(hidden, predicted, causal=self.objective == "causal")
 
-    def named_shape(self, config: ModelConfig) -> Any:
-        """Return the shape of a config's size, or raise an `IsolossError` where there is none of that name."""
-        if config.size not in self.sizes:
-            known = ", ".join(self.sizes)
-            raise IsolossError(f"{config.architecture} has no model size {config.size!r}; its sizes are {known}")
-        return self.sizes[config.size]
-
 
 def at_predicted(values: torch.Tensor, predicted: torch.Tensor, *, causal: bool) -> torch.Tensor:
     """Return (k, ...): those of the values (n, T, ...) from which the predicted tokens are predicted."""
@@ -153,7 +153,7 @@ class Transformer(Architecture):
     sizes = SIZES
     default_size = "d64"
 
-    def shape(self, config: ModelConfig) -> Shape:
+    def reshaped(self, named: Shape, config: ModelConfig) -> Shape:
         """Return the shape of a config; see `Architecture.shape`.
 
         Example:
@@ -165,7 +165,6 @@ class Transformer(Architecture):
             raise IsolossError(
                 f"directions is {config.directions}, but {config.architecture} is not an LSTM: leave it out"
             )
-        named = self.named_shape(config)
         return reshaped(named, layers=config.layers, width=config.width, heads=config.heads, ffn=config.ffn)
 
     def num_parameters(self, shape: Shape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
@@ -264,7 +263,7 @@ class _LSTM(Architecture):
     sizes, default_size = LSTM_SIZES, "h64"
     supports_fsdp = False  # torch's LSTM kernels need full weights
 
-    def shape(self, config: ModelConfig) -> LSTMShape:
+    def reshaped(self, named: LSTMShape, config: ModelConfig) -> LSTMShape:
         """Return the shape of a config; see `Architecture.shape`.
 
         Example:
@@ -275,7 +274,6 @@ class _LSTM(Architecture):
         given = " and ".join(name for name in ("heads", "ffn") if getattr(config, name) is not None)
         if given:
             raise IsolossError(f"an LSTM has no attention heads and no feed-forward blocks: leave out {given}")
-        named = self.named_shape(config)
         return LSTMShape(config.width or named.hidden, config.layers or named.num_layers, config.directions)
 
     def num_parameters(self, shape: LSTMShape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:

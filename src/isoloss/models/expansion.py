@@ -74,17 +74,13 @@ class Part:
 class Expanded:
     """A large model with the function of a small one.
 
-    Attributes:
-        model: The large model, in evaluation mode.
-        parts: By parameter of the small model, where it lies in the large one.
-        added: The large model's other parameters: 0, or 1 for the weights of layer norms.
-        last_divisor: What the copies that make up the states after the last layer are divided by. It is 1, but r for
-            OPT, whose decoder reads these states.
+    The copies that make up the states after the last layer are divided by `last_divisor`. It is 1, but r for OPT, whose
+    decoder reads these states.
     """
 
-    model: Any
-    parts: Mapping[str, Part]
-    added: tuple[str, ...]
+    model: Any  # the large one, in evaluation mode
+    parts: Mapping[str, Part]  # by parameter of the small model, where it lies in the large one
+    added: tuple[str, ...]  # the large model's other parameters: 0, or 1 for the weights of layer norms
     last_divisor: float = 1.0
 
 
@@ -115,7 +111,7 @@ _FAMILIES: dict[type[PreTrainedModel], _Family] = {
 }
 
 
-def expand(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Expanded:
+def expand(model: PreTrainedModel, into: Shape, *, embedding_scale: Scale = "exact") -> Expanded:
     """Return a model of the shape `into` with the same logits, whose hidden states are r copies side by side.
 
     A matrix becomes blocks of copies divided by the number of blocks in a row, W / r; vectors become copies. Heads are
@@ -133,8 +129,8 @@ def expand(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Ex
         model: A Hugging Face BERT or RoBERTa with its masked-language-model head, a RoBERTa-PreLayerNorm (which is
             isoloss's `bert-pre-ln`) or an OPT, in any floating-point type.
         into: The large model's shape.
-        scale: What the embeddings are divided by. `exact`: 1, exact at every eps of the layer norms (but for the
-            added layers of post-layer-norm models, docs/expansion.md). `balanced`: sqrt(r), which keeps the
+        embedding_scale: What the embeddings are divided by. `exact`: 1, exact at every eps of the layer norms (but for
+            the added layers of post-layer-norm models, docs/expansion.md). `balanced`: sqrt(r), which keeps the
             embeddings' part of the trace; the layer norm after them sees r times its eps. `paper`: r, as printed in
             appendix B.4.2; r^2 times the eps. The last two are not for OPT, whose embeddings have no layer norm.
 
@@ -155,19 +151,20 @@ def expand(model: PreTrainedModel, into: Shape, *, scale: Scale = "exact") -> Ex
         True
     """
     family = _family(model)
-    if scale not in ("exact", "balanced", "paper"):
-        raise IsolossError(f"the scale is {scale!r}; it must be exact, balanced or paper")
-    if scale != "exact" and family.is_bare:
+    if embedding_scale not in ("exact", "balanced", "paper"):
+        raise IsolossError(f"the embedding scale is {embedding_scale!r}; it must be exact, balanced or paper")
+    if embedding_scale != "exact" and family.is_bare:
         raise IsolossError(
-            f"the scale is {scale!r}, but {type(model).__name__} has no layer norm after its embeddings, which "
-            "therefore cannot be divided by anything: use exact"
+            f"the embedding scale is {embedding_scale!r}, but {type(model).__name__} has no layer norm after its "
+            "embeddings, which therefore cannot be divided by anything: use exact"
         )
     small = shape_of(model)
     check_fits(small, into)
     with torch.device("meta"):
         outline = type(model)(_config(model.config, family, into))
     ratio = into.d_model // small.d_model
-    parts = _parts(model, outline, family, ratio, {"exact": 1.0, "balanced": ratio**0.5, "paper": float(ratio)}[scale])
+    divisor = {"exact": 1.0, "balanced": ratio**0.5, "paper": float(ratio)}[embedding_scale]
+    parts = _parts(model, outline, family, ratio, divisor)
     tensors = {parts[name].name: parts[name].of(parameter) for name, parameter in model.named_parameters()}
     norms = {f"{name}.weight" for name, module in outline.named_modules() if isinstance(module, nn.LayerNorm)}
     added = {
@@ -295,7 +292,8 @@ def _parts(
     """Return where each parameter of the small model lies; `outline` is the large one, without values."""
     large = dict(outline.named_parameters())
     tables = _embedding_tables(outline)
-    wider = _head_size(outline.config) / _head_size(model.config)
+    sizes = [config.hidden_size // config.num_attention_heads for config in (outline.config, model.config)]
+    wider = sizes[0] / sizes[1]
     parts = {}
     for name, parameter in model.named_parameters():
         target = _target(name, family, model.config.num_hidden_layers, outline.config.num_hidden_layers)
@@ -310,11 +308,6 @@ def _parts(
             divisor *= wider**0.25
         parts[name] = Part(name=target, blocks=blocks, divisor=divisor)
     return parts
-
-
-def _head_size(config: PretrainedConfig) -> int:
-    size: int = config.hidden_size // config.num_attention_heads
-    return size
 
 
 def _target(name: str, family: _Family, few: int, many: int) -> str:
@@ -354,12 +347,9 @@ def expand_mlp(mlp: nn.Sequential, factor: int) -> Expanded:
         raise IsolossError(f"the factor is {factor}; it must be at least 1")
     layers = list(mlp)
     linear, between = layers[::2], layers[1::2]
-    if (
-        len(linear) < 2
-        or len(linear) != len(between) + 1
-        or not all(isinstance(layer, nn.Linear) for layer in linear)
-        or not all(isinstance(layer, nn.ReLU | nn.LeakyReLU) for layer in between)
-    ):
+    is_known = all(isinstance(layer, nn.Linear) for layer in linear)
+    is_known &= all(isinstance(layer, nn.ReLU | nn.LeakyReLU) for layer in between)
+    if len(linear) < 2 or len(linear) != len(between) + 1 or not is_known:
         found = ", ".join(type(layer).__name__ for layer in layers) or "nothing"
         raise IsolossError(
             f"the layers are {found}; they must be Linear layers with ReLU or LeakyReLU between them, at least two "

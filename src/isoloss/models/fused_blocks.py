@@ -80,4 +80,4 @@ def with_fused_blocks(model: nn.Module) -> None:
 def computed_by(model: nn.Module, precision: str) -> str:
     """Return what computes the blocks of `model` if it is trained here, with these threads: `fused` or `torch`."""
     has_fused = any(type(module) in _CLASSES.values() for module in model.modules())
-    return "fused" if has_fused and precision == "fp32" and fused.is_usable(next(model.parameters())) else "torch"
+    return "fused" if has_fused and precision == "float32" and fused.is_usable(next(model.parameters())) else "torch"

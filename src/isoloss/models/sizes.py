@@ -9,34 +9,21 @@ from isoloss.errors import IsolossError
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a transformer.
+    """The shape of a transformer."""
 
-    Attributes:
-        d_model: Width of the hidden states.
-        num_heads: Attention heads of each layer; they divide the width.
-        num_layers: Layers.
-        intermediate: Width inside the feed-forward blocks.
-    """
-
-    d_model: int
-    num_heads: int
+    d_model: int  # width of the hidden states
+    num_heads: int  # attention heads of each layer; they divide the width
     num_layers: int
-    intermediate: int
+    intermediate: int  # width inside the feed-forward blocks
 
 
 @dataclass(frozen=True)
 class LSTMShape:
-    """The shape of an LSTM.
+    """The shape of an LSTM."""
 
-    Attributes:
-        hidden: Width of the states of each direction; tokens are embedded in `directions` times as many dimensions.
-        num_layers: Layers, each of all directions.
-        directions: 2: from left to right and from right to left; 1: from left to right only.
-    """
-
-    hidden: int
-    num_layers: int
-    directions: int = 2
+    hidden: int  # width of each direction; tokens are embedded in `directions` times as many dimensions
+    num_layers: int  # each of all directions
+    directions: int = 2  # from left to right and from right to left; 1: from left to right only
 
 
 # Two for a laptop, and the rows of the paper's Tables 3 and 4, whose first two are the same. The feed-forward width is

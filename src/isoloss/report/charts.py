@@ -15,7 +15,7 @@ import altair as alt
 import polars as pl
 
 from isoloss.report import data
-from isoloss.report.data import Measure, Style
+from isoloss.report.data import Column, Style
 
 INTERVALS = ": 95 % confidence intervals"
 BARS = f"Bars{INTERVALS}"
@@ -26,14 +26,14 @@ _INK = "currentColor"  # the page's ink, on light and on dark paper
 
 
 def scatter(
-    table: pl.DataFrame, axes: Sequence[tuple[Measure, Measure]], *, style: Style | None = None
+    table: pl.DataFrame, axes: Sequence[tuple[Column, Column]], *, style: Style | None = None
 ) -> alt.ConcatChart:
     """Two measures of every checkpoint against each other, a panel for each pair of (horizontal, vertical).
 
     Bars are 95 % confidence intervals; a faint line joins a run's checkpoints in the order of steps. Panels of one
     vertical measure share its axis. Only a panel whose left neighbor has another one names it.
     """
-    drawing = _Drawing(table, tuple(dict.fromkeys(measure for pair in axes for measure in pair)), style)
+    drawing = _Drawing(table, tuple(dict.fromkeys(column for pair in axes for column in pair)), style)
     opacity = drawing.pick.opacity
     panels, left = [], None
     for across, up in axes:
@@ -56,16 +56,16 @@ def scatter(
     return _side_by_side(panels, drawing.pick, words, note=BARS)
 
 
-def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:
-    """Each measure over the steps of pre-training, a line a run, with bands of 95 % confidence."""
+def curves(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None = None) -> alt.ConcatChart:
+    """Each measure over the steps of pre-training, a line per run, with bands of 95 % confidence."""
     drawing = _Drawing(table, shown, style)
     last = max(1, *drawing.frame.get_column("step").to_list())
     x = axis(alt.X, "step", "Step", [0.0, last * (1 + data.PADDING / 2)], format=",d")
     panels = []
-    for measure in shown:
-        rows, ends = data.panel(drawing.frame, measure)
-        y = _measured(alt.Y, measure, ends[measure])
-        interval = {"y": of_field(y, f"{measure.field}_low"), "y2": f"{measure.field}_high"}
+    for column in shown:
+        rows, ends = data.panel(drawing.frame, column)
+        y = _measured(alt.Y, column, ends[column])
+        interval = {"y": of_field(y, f"{column.field}_low"), "y2": f"{column.field}_high"}
         base = drawing.base(rows).encode(x, detail="run:N")
         panels.append(
             _layered(
@@ -79,22 +79,22 @@ def curves(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None
     return _side_by_side(panels, drawing.pick, words, note=f"Bars and bands{INTERVALS}")
 
 
-def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None = None) -> alt.ConcatChart:
+def sizes(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None = None) -> alt.ConcatChart:
     """Each measure against the number of parameters, with 95 % error bars and a line through each group's means."""
     drawing = _Drawing(table, shown, style)
     counts = drawing.frame.get_column("parameters").to_list()
     x = axis(alt.X, "parameters", "Parameters", [min(counts) / 1.3, max(counts) * 1.3], log=True, format="~s")
     panels = []
-    for measure in shown:
-        rows, ends = data.panel(drawing.frame, measure)
-        y = _measured(alt.Y, measure, ends[measure])
+    for column in shown:
+        rows, ends = data.panel(drawing.frame, column)
+        y = _measured(alt.Y, column, ends[column])
         base = drawing.base(rows).encode(x)
-        means = alt.Chart(_values(data.size_means(rows, measure))).mark_line(strokeWidth=1.5, opacity=0.6)
+        means = alt.Chart(_values(data.size_means(rows, column))).mark_line(strokeWidth=1.5, opacity=0.6)
         bars = base.mark_rule(strokeWidth=RULE)
         panels.append(
             _layered(
                 means.encode(x, y, detail="group:N", color=drawing.color),
-                bars.encode(y=of_field(y, f"{measure.field}_low"), y2=f"{measure.field}_high"),
+                bars.encode(y=of_field(y, f"{column.field}_low"), y2=f"{column.field}_high"),
                 drawing.points(base).encode(y),
             )
         )
@@ -105,7 +105,7 @@ def sizes(table: pl.DataFrame, shown: Sequence[Measure], *, style: Style | None 
 class _Drawing:
     """What the panels of a chart share: the prepared table, what is in front, and how checkpoints look."""
 
-    def __init__(self, table: pl.DataFrame, shown: Sequence[Measure], style: Style | None) -> None:
+    def __init__(self, table: pl.DataFrame, shown: Sequence[Column], style: Style | None) -> None:
         style = style or Style.of(table)
         everything = tuple(dict.fromkeys((*shown, *data.measures(table))))
         self.frame = data.prepare(table, everything)
@@ -201,8 +201,8 @@ def of_field(channel: Any, field: str) -> Any:
     return other
 
 
-def _measured(channel: Any, measure: Measure, ends: tuple[float, float], *, titled: bool = True) -> Any:
-    return axis(channel, measure.field, measure.axis_title if titled else None, ends, log=measure.log)
+def _measured(channel: Any, column: Column, ends: tuple[float, float], *, titled: bool = True) -> Any:
+    return axis(channel, column.field, column.axis_title if titled else None, ends, log=column.log)
 
 
 def _layered(*layers: alt.Chart) -> alt.LayerChart:

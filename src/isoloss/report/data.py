@@ -24,7 +24,7 @@ PADDING = 0.05  # of an axis, beyond the outermost error bar
 
 
 @dataclass(frozen=True)
-class Measure:
+class Column:
     """A column of the table, and how it is shown.
 
     Example:
@@ -32,7 +32,7 @@ class Measure:
         'Probe accuracy, root (%)'
     """
 
-    column: str  # its name; the standard error is in `<column>_stderr`
+    name: str  # in the table; the standard error is in `<name>_stderr`
     title: str  # what it is, e.g. `KL to the truth`
     unit: str  # E.g. `nats per token`
     log: bool = False  # whether its axis is logarithmic; its values must then be above 0
@@ -41,12 +41,12 @@ class Measure:
     @property
     def stderr_column(self) -> str:
         """The column of the standard error."""
-        return f"{self.column}_stderr"
+        return f"{self.name}_stderr"
 
     @property
     def field(self) -> str:
         """The name in chart data: `.` and `[` would mean something to Vega."""
-        return re.sub(r"\W", "_", self.column)
+        return re.sub(r"\W", "_", self.name)
 
     @property
     def axis_title(self) -> str:
@@ -54,40 +54,40 @@ class Measure:
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
 
-KL = Measure("kl", "KL to the truth", "nats per token")
-LOSS = Measure("loss", "Pre-training loss", "nats per token")
-TRACE = Measure("trace", "Trace of the Fisher", "nats per token", log=True)
+KL = Column("kl", "KL to the truth", "nats per token")
+LOSS = Column("loss", "Pre-training loss", "nats per token")
+TRACE = Column("trace", "Trace of the Fisher", "nats per token", log=True)
 
 
-def accuracy(task: str) -> Measure:
-    """Return the measure of the column `probe-<task>`: the accuracy of the linear probe on a task."""
-    return Measure(f"probe-{task}", f"Probe accuracy, {task}", "%", percent=True)
+def accuracy(task: str) -> Column:
+    """Return the column `probe-<task>`: the accuracy of the linear probe on a task."""
+    return Column(f"probe-{task}", f"Probe accuracy, {task}", "%", percent=True)
 
 
-def measure_of(column: str, unit: str = "") -> Measure:
+def column_of(name: str, unit: str = "") -> Column:
     """Return how to show a column: as one of those above, or under its own name.
 
     Example:
-        >>> measure_of("sharpness", "nats").axis_title, measure_of("probe-root") == accuracy("root")
+        >>> column_of("sharpness", "nats").axis_title, column_of("probe-root") == accuracy("root")
         ('sharpness (nats)', True)
     """
-    kind, _, task = column.partition("-")
+    kind, _, task = name.partition("-")
     if kind == "probe":
         return accuracy(task)
     if kind == "lookup":
-        return Measure(column, f"Accuracy of the look-up table, {task}", "%", percent=True)
-    if column.startswith("trace-in-"):
-        return Measure(column, f"{TRACE.title} in one architecture", TRACE.unit, log=True)
-    known = {measure.column: measure for measure in (KL, LOSS, TRACE)}
+        return Column(name, f"Accuracy of the look-up table, {task}", "%", percent=True)
+    if name.startswith("trace-in-"):
+        return Column(name, f"{TRACE.title} in one architecture", TRACE.unit, log=True)
+    known = {column.name: column for column in (KL, LOSS, TRACE)}
     if unit == "accuracy":
-        return Measure(column, column, "%", percent=True)
-    return known.get(column) or Measure(column, column, unit.replace("predicted token", "token"))
+        return Column(name, name, "%", percent=True)
+    return known.get(name) or Column(name, name, unit.replace("predicted token", "token"))
 
 
-def measures(table: pl.DataFrame) -> tuple[Measure, ...]:
+def measures(table: pl.DataFrame) -> tuple[Column, ...]:
     """Return those of KL, loss, trace and the probes' accuracies that a table has, in this order."""
     probes = [c for c in table.columns if c.startswith("probe-") and not c.endswith("_stderr")]
-    return tuple(m for m in (KL, LOSS, TRACE, *map(measure_of, probes)) if m.column in table.columns)
+    return tuple(c for c in (KL, LOSS, TRACE, *map(column_of, probes)) if c.name in table.columns)
 
 
 def href(path: str) -> str:
@@ -105,11 +105,11 @@ def href(path: str) -> str:
     return quote(path, safe="/")
 
 
-def prepare(table: pl.DataFrame, shown: Sequence[Measure]) -> pl.DataFrame:
+def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
     """Check `table` and return what is drawn.
 
     Args:
-        table: One row a checkpoint: run (name), group (label), size (label), parameters (count), step, path (of its
+        table: One row per checkpoint: run (name), group (label), size (label), parameters (count), step, path (of its
             run.json, relative to the page), and for each measure its value and its standard error. A measure that a
             checkpoint does not have is null in both.
         shown: The measures.
@@ -123,7 +123,7 @@ def prepare(table: pl.DataFrame, shown: Sequence[Measure]) -> pl.DataFrame:
         IsolossError: A missing column, no row, two rows of one run and step, or a number that is not finite, without
             its standard error, or not above 0 where its axis is logarithmic.
     """
-    _require(table, [*COLUMNS, *(name for m in shown for name in (m.column, m.stderr_column))])
+    _require(table, [*COLUMNS, *(name for m in shown for name in (m.name, m.stderr_column))])
     if not table.height:
         raise IsolossError("the table of checkpoints has no row")
     for name in COLUMNS:
@@ -136,10 +136,10 @@ def prepare(table: pl.DataFrame, shown: Sequence[Measure]) -> pl.DataFrame:
         seen.add(key)
     columns: dict[str, list[Any]] = {name: table.get_column(name).to_list() for name in COLUMNS[:-1]}
     columns["href"] = [href(path) for path in table.get_column("path")]
-    for measure in shown:
-        if measure.field in columns:
-            raise IsolossError(f"two measures share the field {measure.field}: rename the column {measure.column}")
-        columns |= _drawn(table, measure)
+    for column in shown:
+        if column.field in columns:
+            raise IsolossError(f"two measures share the field {column.field}: rename the column {column.name}")
+        columns |= _drawn(table, column)
     order = list(dict.fromkeys(columns["run"]))  # runs keep the table's order
     return (
         pl.DataFrame(columns, infer_schema_length=None)
@@ -156,29 +156,27 @@ def _require(table: pl.DataFrame, columns: Sequence[str]) -> None:
         raise IsolossError(f"the table of checkpoints has no column {', '.join(missing)}; its columns: {has}")
 
 
-def _drawn(table: pl.DataFrame, measure: Measure) -> dict[str, list[Any]]:
-    drawn = [
-        _one(measure, *row) for row in table.select("run", "step", measure.column, measure.stderr_column).iter_rows()
-    ]
-    names = (measure.field, f"{measure.field}_low", f"{measure.field}_high", f"{measure.field}_text")
+def _drawn(table: pl.DataFrame, column: Column) -> dict[str, list[Any]]:
+    drawn = [_one(column, *row) for row in table.select("run", "step", column.name, column.stderr_column).iter_rows()]
+    names = (column.field, f"{column.field}_low", f"{column.field}_high", f"{column.field}_text")
     return {name: list(column) for name, column in zip(names, zip(*drawn, strict=True), strict=True)}
 
 
-def _one(measure: Measure, run: str, step: int, value: float | None, stderr: float | None) -> tuple[Any, Any, Any, str]:
+def _one(column: Column, run: str, step: int, value: float | None, stderr: float | None) -> tuple[Any, Any, Any, str]:
     """The value, the ends of its interval and its text, as `prepare` returns them."""
     if value is None and stderr is None:
         return None, None, None, "–"
-    where = f"{measure.column} of run {run!r} at step {step}"
+    where = f"{column.name} of run {run!r} at step {step}"
     if value is None or stderr is None or not (math.isfinite(value) and 0 <= stderr < math.inf):
         raise IsolossError(f"{where} is {value} with standard error {stderr}: both must be finite numbers, or null")
-    if measure.log and value <= 0:
+    if column.log and value <= 0:
         raise IsolossError(f"{where} is {value}: it cannot be drawn on a logarithmic axis")
-    scale = 100 if measure.percent else 1
+    scale = 100 if column.percent else 1
     low, high = scale * (value - Z95 * stderr), scale * (value + Z95 * stderr)
-    return scale * value, None if measure.log and low <= 0 else low, high, rounded(scale * value, scale * stderr)
+    return scale * value, None if column.log and low <= 0 else low, high, rounded(scale * value, scale * stderr)
 
 
-def panel(frame: pl.DataFrame, *shown: Measure) -> tuple[pl.DataFrame, dict[Measure, tuple[float, float]]]:
+def panel(frame: pl.DataFrame, *shown: Column) -> tuple[pl.DataFrame, dict[Column, tuple[float, float]]]:
     """Return the rows of a prepared table that have all of these measures, and the ends of each measure's axis.
 
     The axes hold all error bars with a little room. A bar that reaches 0 on a logarithmic axis runs to the axis' end.
@@ -188,11 +186,11 @@ def panel(frame: pl.DataFrame, *shown: Measure) -> tuple[pl.DataFrame, dict[Meas
     """
     rows = frame.filter(*(pl.col(m.field).is_not_null() for m in shown))
     if not rows.height:
-        raise IsolossError(f"no checkpoint has {' and '.join(m.column for m in shown)}")
+        raise IsolossError(f"no checkpoint has {' and '.join(m.name for m in shown)}")
     axes = {}
-    for measure in shown:
-        lows = rows.select(pl.coalesce(f"{measure.field}_low", measure.field)).to_series().to_list()
-        axes[measure] = ends([*lows, *rows.get_column(f"{measure.field}_high")], log=measure.log)
+    for column in shown:
+        lows = rows.select(pl.coalesce(f"{column.field}_low", column.field)).to_series().to_list()
+        axes[column] = ends([*lows, *rows.get_column(f"{column.field}_high")], log=column.log)
     return rows.with_columns(pl.col(f"{m.field}_low").fill_null(axes[m][0]) for m in shown), axes
 
 
@@ -232,9 +230,9 @@ def columns(count: int, most: int = 3) -> int:
     return -(-count // rows)
 
 
-def size_means(rows: pl.DataFrame, measure: Measure) -> pl.DataFrame:
+def size_means(rows: pl.DataFrame, column: Column) -> pl.DataFrame:
     """Return the mean of a measure by group and number of parameters, in the order of a line: smallest model first."""
-    means = rows.group_by("group", "parameters", maintain_order=True).agg(pl.col(measure.field).mean())
+    means = rows.group_by("group", "parameters", maintain_order=True).agg(pl.col(column.field).mean())
     return means.sort("parameters", maintain_order=True)
 
 

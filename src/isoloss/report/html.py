@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from isoloss.errors import IsolossError
 from isoloss.report import data
-from isoloss.report.data import Measure
+from isoloss.report.data import Column
 
 # the class and the sign of each verdict: the sign and the words carry it, not the color
 _BADGES = {
@@ -83,7 +83,7 @@ class Page:
     tables: Mapping[str, Table] = field(default_factory=dict)  # what was compared, by heading
 
 
-def checkpoint_table(table: pl.DataFrame, shown: tuple[Measure, ...] | None = None) -> Table:
+def checkpoint_table(table: pl.DataFrame, shown: tuple[Column, ...] | None = None) -> Table:
     """Return the table of all evaluated checkpoints, each run's name linking to its config.
 
     Raises:

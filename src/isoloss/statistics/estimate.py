@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Z95 = 1.959963984540054  # the 97.5 % point of the standard normal
 _ROUNDING = 1e-16  # of a value, below which an error is that of floating-point sums
 _EXACT = " (exact)"
+_FEW = 32  # samples, of which one may well make up much of the error
+_LEADING = 0.25  # of the squared error: more than one sample should make up
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -31,7 +33,7 @@ class Estimate:
             0 for an exact value.
         samples: Number of independent samples that `stderr` rests on; 0 for an exact value.
         unit: E.g. `"nats per predicted token"`, or `"accuracy"`: a fraction from 0 to 1, printed in percent.
-        num_inputs: Number of inputs (predicted positions, examples) that were averaged.
+        num_predictions: Number of predictions (predicted positions, classified examples) that were averaged.
         num_probes: Random probes (or sampled labels) per input; 0 where the measure draws none.
         method: Which estimator ran.
         seconds: Wall-clock time, or None where it was not taken.
@@ -47,15 +49,16 @@ class Estimate:
             and does not count for `==`.
 
     Example:
-        >>> e = Estimate(value=34.08, stderr=0.52, samples=256, unit="nats per predicted token", num_inputs=2048,
-        ...              num_probes=1, method="fisher, exact expectation over labels")
+        >>> from isoloss import Estimate
+        >>> e = Estimate(value=34.08, stderr=0.52, samples=256, unit="nats per predicted token", num_predictions=2048,
+        ...              num_probes=1, method="Fisher, exact expectation over labels")
         >>> print(e)
         34.08 ± 0.52 nats per predicted token
         >>> e
-        Estimate(34.08 ± 0.52 nats per predicted token; fisher, exact expectation over labels; 256 samples)
+        Estimate(34.08 ± 0.52 nats per predicted token; Fisher, exact expectation over labels; 256 samples)
         >>> Estimate.from_dict(e.to_dict()) == e
         True
-        >>> print(Estimate(value=8.5, stderr=0.0, samples=0, unit="bits", num_inputs=0, method="enumeration"))
+        >>> print(Estimate(value=8.5, stderr=0.0, samples=0, unit="bits", num_predictions=0, method="enumeration"))
         8.5 bits (exact)
     """
 
@@ -63,7 +66,7 @@ class Estimate:
     stderr: float
     samples: int
     unit: str
-    num_inputs: int
+    num_predictions: int
     num_probes: int = 0
     method: str
     seconds: float | None = None
@@ -75,7 +78,9 @@ class Estimate:
     influence: NDArray[np.float64] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.value) and math.isfinite(self.stderr) and self.stderr >= 0):
+        if self.stderr < 0:
+            raise IsolossError(f"{self.method}: stderr is {self.stderr}; it must be at least 0")
+        if not (math.isfinite(self.value) and math.isfinite(self.stderr)):
             raise IsolossError(f"{self.method}: the estimate is not finite (value {self.value}, stderr {self.stderr})")
 
     @property
@@ -101,8 +106,7 @@ class Estimate:
         """Return a small table for a notebook."""
         rows = {"value": str(self)}
         if self.samples > 1:
-            low, high = self.ci95
-            rows |= {"95 % interval": f"{low:.6g} to {high:.6g}", "samples": f"{self.samples:,}"}
+            rows |= {"95 % interval": interval(self), "samples": f"{self.samples:,}"}
         return html_table([[name, text] for name, text in {**rows, "method": self.method}.items()])
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,11 +125,65 @@ def number(estimate: Estimate) -> str:
     """Return an estimate's value and error without the unit; an accuracy's in percent.
 
     Example:
-        >>> number(Estimate(value=0.5, stderr=0.01, samples=9, unit="accuracy", num_inputs=9, method="probe"))
+        >>> number(Estimate(value=0.5, stderr=0.01, samples=9, unit="accuracy", num_predictions=9, method="probe"))
         '50.0 ± 1.0'
     """
     scale = 100 if estimate.unit == "accuracy" else 1
     return rounded(scale * estimate.value, scale * estimate.stderr) + _EXACT * estimate.is_exact
+
+
+def interval(estimate: Estimate) -> str:
+    """Return the two ends of the 95 % interval, with as many digits as the error has; an accuracy's in percent.
+
+    Example:
+        >>> interval(Estimate(value=0.5, stderr=0.01, samples=9, unit="accuracy", num_predictions=9, method="probe"))
+        '47.7 to 52.3'
+    """
+    scale = 100 if estimate.unit == "accuracy" else 1
+    low, high = (rounded(scale * end, scale * estimate.stderr).split(" ±")[0] for end in estimate.ci95)
+    return f"{low} to {high}"
+
+
+def samples_of(estimate: Estimate) -> str:
+    """Return what the error of an estimate rests on, e.g. 64 sequences; nothing where it is exact.
+
+    Example:
+        >>> samples_of(Estimate(value=0.5, stderr=0.01, samples=9, unit="nats", num_predictions=9, method="loss"))
+        '9 samples'
+    """
+    probes = "probes" if 0 < estimate.samples == estimate.num_probes else "samples"
+    return "" if estimate.is_exact else f"{estimate.samples:,} {estimate.details.get('clusters', probes)}"
+
+
+def rarity(estimates: Mapping[str, Estimate]) -> str:
+    """Return a warning that one sample makes up much of the error of an estimate; empty where none does.
+
+    Of several, which are on the same samples, it is about the one of which this is most true, by what it is called.
+
+    Example:
+        >>> import numpy as np
+        >>> influence = np.array([9.0] + [1.0] * 39)
+        >>> e = Estimate(value=9, stderr=1, samples=40, unit="", num_predictions=40, method="", influence=influence)
+        >>> rarity({"a": e})
+        'one of the samples makes up 68 % of the squared error of a: its kind is too rare for the error to be right'
+    """
+    leading = {name: _leading(estimate) for name, estimate in estimates.items() if estimate.samples >= _FEW}
+    name = max(leading, key=leading.__getitem__, default="")
+    if leading.get(name, 0) <= _LEADING:
+        return ""
+    samples = next((e.details["clusters"] for e in estimates.values() if "clusters" in e.details), "samples")
+    return (
+        f"one of the {samples} makes up {100 * leading[name]:.0f} % of the squared error{name and f' of {name}'}: its "
+        "kind is too rare for the error to be right"
+    )
+
+
+def _leading(estimate: Estimate) -> float:
+    """Return the largest part that a sample has in the squared error."""
+    if "leading_cluster" in estimate.details or estimate.influence is None:
+        return float(estimate.details.get("leading_cluster", 0))
+    squares = estimate.influence**2
+    return float(squares[: estimate.samples].max() / squares.sum()) if squares.any() else 0.0
 
 
 def html_table(rows: list[list[str]], header: list[str] | None = None) -> str:

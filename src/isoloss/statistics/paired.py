@@ -20,7 +20,7 @@ _ROUNDING = 1e-9  # of a squared error
 
 
 def paired_difference(first: Estimate, second: Estimate, *, unit: str | None = None) -> Estimate:
-    """Return the first value less the second, with the error of the differences within each sample.
+    """Return the first value minus the second, with the error of the differences within each sample.
 
     With psi_i and psi'_i the influences of sample i, the squared error is the sum of (psi_i - psi'_i)^2 over n (n - 1),
     plus what the influences leave unexplained of either squared error. The interval is Student's t with n - 1 degrees
@@ -63,25 +63,27 @@ def paired_log_ratio(first: Estimate, second: Estimate) -> Estimate:
 
 
 def probability_above_zero(difference: Estimate) -> float:
-    """Return the probability that the true value is above 0, by the normal distribution; 1/2 for an exact 0.
+    """Return the probability that the true value is above 0; 1/2 for an exact 0.
+
+    By Student's t with `samples` - 1 degrees of freedom, as the interval: it is 0.975 where that ends at 0.
 
     Example:
-        >>> d = Estimate(value=1.96, stderr=1.0, samples=100, unit="nats", num_inputs=100, method="paired difference")
+        >>> d = Estimate(value=2.306, stderr=1.0, samples=9, unit="nats", num_predictions=9, method="paired difference")
         >>> round(probability_above_zero(d), 3)
         0.975
     """
-    from scipy.special import ndtr
+    from scipy.special import stdtr
 
     if difference.stderr == 0:
         return 0.5 + 0.5 * ((difference.value > 0) - (difference.value < 0))
-    return float(ndtr(difference.value / difference.stderr))
+    return float(stdtr(difference.samples - 1, difference.value / difference.stderr))
 
 
 def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
     """Return for each of L estimates on the same samples the probability that its true value is the smallest.
 
-    That of the smallest of L jointly normal numbers, with the estimates as means and the influences' covariance: in
-    closed form for two, from 200,000 draws for more.
+    That of the smallest of L numbers with a joint Student's t distribution of n - 1 degrees of freedom, with the
+    estimates as means and the influences' covariance: in closed form for two, from 200,000 draws for more.
     """
     if len(estimates) == 1:
         return [1.0]
@@ -91,8 +93,11 @@ def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
     n = estimates[0].samples
     influences = torch.stack(_influences(estimates))
     root = torch.linalg.qr(influences.T / math.sqrt(n * (n - 1)), mode="r").R  # R^T R is the covariance
-    normals = torch.randn(_DRAWS, len(root), generator=seeds.generator(0, "flattest"), dtype=torch.float64)
-    drawn = torch.tensor([estimate.value for estimate in estimates], dtype=torch.float64) + normals @ root
+    generator = seeds.generator(0, "flattest")
+    normals = torch.randn(_DRAWS, len(root), generator=generator, dtype=torch.float64)
+    chi_squared = 2 * torch._standard_gamma(torch.full((_DRAWS, 1), (n - 1) / 2, dtype=torch.float64), generator)
+    drawn = torch.tensor([estimate.value for estimate in estimates], dtype=torch.float64)
+    drawn = drawn + normals @ root * ((n - 1) / chi_squared).sqrt()
     least = drawn.min(dim=1, keepdim=True).values
     smallest = (drawn <= least + _TIE * least.abs()).double()  # equal ones count in parts
     chances: list[float] = (smallest / smallest.sum(dim=1, keepdim=True)).mean(dim=0).tolist()
@@ -128,7 +133,7 @@ def _paired(
         stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1)) + rest),
         samples=n,
         unit=unit,
-        num_inputs=first.num_inputs,
+        num_predictions=first.num_predictions,
         num_probes=first.num_probes,
         method="paired difference",
         influence=influence.numpy(),

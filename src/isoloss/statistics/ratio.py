@@ -73,7 +73,7 @@ def ratio_estimate(numerators: Values, denominators: Values | None = None, *, un
         stderr=math.sqrt(float(psi.square().sum()) / (len(psi) * (len(psi) - 1))),
         samples=len(a),
         unit=unit,
-        num_inputs=int(b.sum()),
+        num_predictions=int(b.sum()),
         method=method,
         influence=psi.cpu().numpy(),
     )

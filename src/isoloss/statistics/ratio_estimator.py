@@ -1,7 +1,7 @@
 """What a trace is computed from: sums over independent clusters, with control variates whose mean is known.
 
-Shapes: n sequences of a batch, K parameter tensors, C control variates, r of them with means from an auxiliary sample,
-F folds, N clusters.
+Shapes: n sequences of a batch, K parameter tensors or parts of them, C control variates, r of them with means from an
+auxiliary sample, F folds, N clusters.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.model_checks import NOTHING_PREDICTED
+from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, CrossFit, FittedColumns
 
-FOLDS = 8
 _FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
 _CLUSTERS_A_CONTROL = 16  # or more, as each coefficient that is fitted adds its own noise
-_SINGULAR = 1e-10  # of the largest eigenvalue of the controls' correlations
 _FEWEST_AUXILIARY = 2  # times the measured sequences: a mean over fewer is hardly better known
 _CONTROLS = 5  # the first column of the controls in a cluster's row
 _UNLIKE = 1e-9  # the chance that sequences drawn as the auxiliary sample was are as far from its mean
@@ -147,9 +146,11 @@ class ClusteredRatioEstimator:
     Args:
         num_parameters: K.
         num_controls: C - r, which may be 0.
-        groups: The group of each parameter, from 0 to G - 1; None: there are no groups.
+        groups: The group of each parameter, from 0 to G - 1, or several such lists, each with groups of its own; None:
+            there are no groups.
         auxiliary: How well the means of r further controls are known; None: there are none.
         part: Parameters, by their columns, whose sum is wanted with an influence of its own.
+        keep_rows: Whether every cluster's squared norms are kept by column, (N, K) float64, for `columns`.
 
     Example:
         >>> estimator = ClusteredRatioEstimator(num_parameters=2, num_controls=0)
@@ -164,15 +165,17 @@ class ClusteredRatioEstimator:
         self,
         num_parameters: int,
         num_controls: int,
-        groups: Sequence[int] | None = None,
+        groups: Sequence[int] | Sequence[Sequence[int]] | None = None,
         auxiliary: AuxiliaryMeans | None = None,
         part: Sequence[int] = (),
+        keep_rows: bool = False,
     ) -> None:
         self._part = torch.tensor(part, dtype=torch.int64)
         self._auxiliary = auxiliary or AuxiliaryMeans(torch.zeros(0, 0, dtype=torch.float64), 0)
         num_controls += len(self._auxiliary.covariance)
         # fold, a, a of the part, n, m, d of closed clusters
         self._rows = [torch.zeros(0, _CONTROLS + num_controls, dtype=torch.float64)]
+        self._kept = [torch.zeros(0, num_parameters, dtype=torch.float64)] if keep_rows else None  # a by parameter
         # by fold and parameter: the sums of a, a^2, a m, a d
         self._moments = torch.zeros(FOLDS, 3 + num_controls, num_parameters, dtype=torch.float64)
         self._groups = torch.tensor(groups or [], dtype=torch.int64)
@@ -205,14 +208,21 @@ class ClusteredRatioEstimator:
         _add_moments(self._moments, folds, a, rest[:, 1:])
         if len(self._groups):
             by_group = torch.zeros(len(a), self._group_moments.shape[2], dtype=torch.float64)
-            _add_moments(self._group_moments, folds, by_group.index_add_(1, self._groups, a), rest[:, 1:])
+            for groups in self._groups.view(-1, parameters):
+                by_group.index_add_(1, groups, a)
+            _add_moments(self._group_moments, folds, by_group, rest[:, 1:])
+        if self._kept is not None:
+            self._kept.append(a.clone())
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything as tensors, from which `from_state` goes on."""
         self._rows = [torch.cat(self._rows)]
         document = self._clusters.document
+        if self._kept is not None:
+            self._kept = [torch.cat(self._kept)]
         return {
             "rows": self._rows[0],
+            **({} if self._kept is None else {"kept": self._kept[0]}),
             "moments": self._moments,
             "groups": self._groups,
             "part": self._part,
@@ -234,8 +244,15 @@ class ClusteredRatioEstimator:
         auxiliary = AuxiliaryMeans(state["auxiliary_covariance"], number_of_sequences, next(iter(numbers), None))
         num_controls = state["rows"].shape[1] - _CONTROLS - len(auxiliary.covariance)
         estimator = cls(
-            state["moments"].shape[2], num_controls, state["groups"].tolist(), auxiliary, state["part"].tolist()
+            state["moments"].shape[2],
+            num_controls,
+            state["groups"].tolist(),
+            auxiliary,
+            state["part"].tolist(),
+            keep_rows="kept" in state,
         )
+        if "kept" in state:
+            estimator._kept = [state["kept"]]
         estimator._rows, estimator._moments = [state["rows"]], state["moments"].clone()
         estimator._group_moments = state["group_moments"].clone()
         estimator._clusters.open = state["open"].clone()
@@ -251,15 +268,30 @@ class ClusteredRatioEstimator:
         states = [part.state() for part in parts]
         joined = cls.from_state(states[0])
         joined._rows = [state["rows"] for state in states]
+        if joined._kept is not None:
+            joined._kept = [state["kept"] for state in states]
         joined._moments = torch.stack([state["moments"] for state in states]).sum(dim=0)
         joined._group_moments = torch.stack([state["group_moments"] for state in states]).sum(dim=0)
         return joined
 
     def result(self) -> ClusteredRatio:
         """Return the ratio, its error, and its split over the parameters, the document that goes on included."""
-        if self._clusters.document is not None:
-            copy = ClusteredRatioEstimator.from_state(self.state())  # the document ends there, and may go on here
-            return ClusteredRatioEstimator.merged([copy]).result()
+        return self._closed()._best()[0]
+
+    def columns(self) -> ColumnRatios:
+        """Return what gives the estimate of any weighted sum of the parameters; it takes `keep_rows`."""
+        closed = self._closed()
+        assert closed._kept is not None, "keep_rows is not set"
+        return ColumnRatios(*closed._best()[1:], sums=torch.cat(closed._kept))
+
+    def _closed(self) -> ClusteredRatioEstimator:
+        """Return it, or, where a document goes on, another one in which it ends."""
+        if self._clusters.document is None:
+            return self
+        return ClusteredRatioEstimator.merged([ClusteredRatioEstimator.from_state(self.state())])
+
+    def _best(self) -> tuple[ClusteredRatio, CrossFit, FittedColumns]:
+        """Return the result with as many of the auxiliary sample's controls as make its error smallest."""
         rows = torch.cat(self._rows)
         predicting = int((rows[:, 4] > 0).sum())
         if len(rows) and not predicting:
@@ -275,54 +307,40 @@ class ClusteredRatioEstimator:
         numbers = sorted({min(number, available) for number in wanted})
         order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
         fitted = [self._fitted(rows, used & (order <= number), unlike=unlike) for number in numbers]
-        return min(fitted, key=lambda result: result.stderr)
+        return min(fitted, key=lambda fitted: fitted[0].stderr)
 
-    def _fitted(self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool) -> ClusteredRatio:
+    def _fitted(
+        self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool
+    ) -> tuple[ClusteredRatio, CrossFit, FittedColumns]:
         """Return the result of closed clusters with these controls (C,)."""
-        n, of_auxiliary = len(rows), len(used) - len(self._auxiliary.covariance)
-        folds, sequences, m, d = rows[:, 0].long(), rows[:, 3], rows[:, 4], rows[:, _CONTROLS:] * used
-        total, correction = float(m.sum()), n / (n - 1)
-        by_fold = torch.zeros(FOLDS, dtype=torch.float64).index_add_(0, folds, sequences)
-        variances, vectors = torch.linalg.eigh(self._auxiliary.covariance)
-        root = vectors * variances.clamp(min=0).sqrt()  # root root^T is the covariance
-
-        def split(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-            """Return the coefficients (F, C, K), the slopes (r, K), the ratios (K,) and their errors."""
-            sums = _Sums.of(folds, m, d, moments)
-            beta = _coefficients(sums)
-            ratios = (sums.a - (beta * sums.d[:, :, None]).sum(dim=1)).sum(dim=0) / total
-            slopes = (by_fold[:, None, None] * beta[:, of_auxiliary:]).sum(dim=0) / total
-            squares = correction * sums.square_residuals(beta, ratios) / total**2
-            return beta, slopes, ratios, (squares + (root.T @ slopes).square().sum(dim=0)).sqrt()
-
-        beta, slopes, ratios, errors = split(self._moments)
-        _, _, by_group, by_group_stderr = split(self._group_moments)
+        d = rows[:, _CONTROLS:] * used
+        fit = CrossFit(rows[:, 0].long(), rows[:, 4], d, rows[:, 3], self._auxiliary.covariance)
+        fitted, groups = fit.columns(self._moments), fit.columns(self._group_moments)
 
         def summed(sums: torch.Tensor, columns: torch.Tensor) -> tuple[float, float, torch.Tensor]:
             """Return the ratio of the clusters' sums (N,) over columns, its error and its influence."""
-            value = math.fsum(ratios[columns].tolist())
-            residuals = sums - (beta[:, :, columns].sum(dim=2)[folds] * d).sum(dim=1) - value * m
-            of_means = root.T @ slopes[:, columns].sum(dim=1)
-            influence = torch.cat([residuals * (n / total), of_means * math.sqrt(n * (n - 1))])
-            return value, math.sqrt(float(influence.square().sum()) / (n * (n - 1))), influence
+            value = math.fsum(fitted.ratios[columns].tolist())
+            beta, slopes = fitted.beta[:, :, columns].sum(dim=2), fitted.slopes[:, columns].sum(dim=1)
+            return value, *fit.influence(sums, beta, slopes, value)
 
-        value, stderr, influence = summed(rows[:, 1], torch.arange(len(ratios)))
+        value, stderr, influence = summed(rows[:, 1], torch.arange(len(fitted.ratios)))
         part, part_stderr, part_influence = summed(rows[:, 2], self._part)
-        return ClusteredRatio(
+        result = ClusteredRatio(
             value=value,
             stderr=stderr,
-            by_parameter=ratios,
-            by_parameter_stderr=errors,
+            by_parameter=fitted.ratios,
+            by_parameter_stderr=fitted.stderr,
             influence=influence,
             part=part,
             part_stderr=part_stderr,
             part_influence=part_influence,
-            by_group=by_group,
-            by_group_stderr=by_group_stderr,
-            clusters=n,
-            auxiliary_controls=tuple(used[of_auxiliary:].tolist()),
+            by_group=groups.ratios,
+            by_group_stderr=groups.stderr,
+            clusters=len(rows),
+            auxiliary_controls=tuple(used[len(used) - len(self._auxiliary.covariance) :].tolist()),
             auxiliary_differs=unlike,
         )
+        return result, fit, fitted
 
     def _used(self, sequences: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Return which controls (C,) may have coefficients, and whether the auxiliary sample differs."""
@@ -359,59 +377,3 @@ def _add_moments(moments: torch.Tensor, folds: torch.Tensor, a: torch.Tensor, re
     moments[:, 1].index_add_(0, folds, a.square())
     for column in range(rest.shape[1]):
         moments[:, 2 + column].index_add_(0, folds, a * rest[:, column, None])
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over the clusters of each fold: m, m^2, d, d m, d d^T, and by parameter a, a^2, a m, a d."""
-
-    m: torch.Tensor  # (F,)
-    mm: torch.Tensor  # (F,)
-    d: torch.Tensor  # (F, C)
-    dm: torch.Tensor  # (F, C)
-    dd: torch.Tensor  # (F, C, C)
-    a: torch.Tensor  # (F, K)
-    aa: torch.Tensor  # (F, K)
-    am: torch.Tensor  # (F, K)
-    ad: torch.Tensor  # (F, C, K)
-
-    @classmethod
-    def of(cls, folds: torch.Tensor, m: torch.Tensor, d: torch.Tensor, moments: torch.Tensor) -> _Sums:
-        def by_fold(values: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(FOLDS, *values.shape[1:], dtype=torch.float64).index_add_(0, folds, values)
-
-        return cls(
-            m=by_fold(m),
-            mm=by_fold(m.square()),
-            d=by_fold(d),
-            dm=by_fold(d * m[:, None]),
-            dd=by_fold(d[:, :, None] * d[:, None, :]),
-            a=moments[:, 0],
-            aa=moments[:, 1],
-            am=moments[:, 2],
-            ad=moments[:, 3:],
-        )
-
-    def square_residuals(self, beta: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor:
-        """Return (K,): the sums over clusters of (a - beta d - R m)^2, multiplied out."""
-        crossed = (beta * (self.dd @ beta)).sum(dim=1) - 2 * (beta * self.ad).sum(dim=1)
-        with_m = self.am - (beta * self.dm[:, :, None]).sum(dim=1)
-        by_fold = self.aa + crossed - 2 * ratios * with_m + ratios.square() * self.mm[:, None]
-        return by_fold.sum(dim=0).clamp(min=0)
-
-
-def _coefficients(sums: _Sums) -> torch.Tensor:
-    """Return (F, C, K): for each fold, the least-squares coefficients of a - R m on d over all other folds."""
-
-    def others(values: torch.Tensor) -> torch.Tensor:
-        return values.sum(dim=0) - values
-
-    ratios = others(sums.a) / others(sums.m)[:, None]
-    products = others(sums.ad) - ratios[:, None, :] * others(sums.dm)[:, :, None]
-    moments = others(sums.dd)
-    scales = moments.diagonal(dim1=1, dim2=2).sqrt()
-    scales = torch.where(scales > 0, 1 / scales, 0.0)  # controls of any two units count alike
-    inverse: torch.Tensor = torch.linalg.pinv(
-        scales[:, :, None] * moments * scales[:, None, :], rtol=_SINGULAR, hermitian=True
-    )
-    return scales[:, :, None] * (inverse @ (scales[:, :, None] * products))

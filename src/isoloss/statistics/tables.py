@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -24,3 +26,28 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: i
         for line in lines
     )
     return "\n".join("  ".join(line).rstrip() for line in cells)
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return each name without the folders above it that all have in common.
+
+    Example:
+        >>> short_names(["runs/x/step-1", "runs/x/step-2"])
+        {'runs/x/step-1': 'step-1', 'runs/x/step-2': 'step-2'}
+    """
+    parts = {name: Path(name).parts for name in names}
+    shared = len(Path(os.path.commonpath(names)).parts) if len({Path(name).is_absolute() for name in names}) == 1 else 0
+    shared = max(0, min(shared, *(len(own) - 1 for own in parts.values())))  # one may lie in another
+    return {name: str(Path(*own[shared:])) for name, own in parts.items()}
+
+
+def probability(fraction: float) -> str:
+    """Return a probability with three decimals, and none that reads as certain.
+
+    Example:
+        >>> probability(0.62345), probability(1.0), probability(1e-9)
+        ('0.623', 'above 0.999', 'below 0.001')
+    """
+    if 0.001 <= fraction <= 0.999:
+        return f"{fraction:.3f}"
+    return "above 0.999" if fraction > 0.5 else "below 0.001"

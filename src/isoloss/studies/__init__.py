@@ -13,7 +13,7 @@ A study is a Python file that returns a `Study`:
         )
         for rate in (0.0, 0.1)
     }
-    STUDY = Study(name="dropout", scales={"laptop": Scale(text="five minutes", experiments=RUNS)})
+    STUDY = Study(name="dropout", scales={"laptop": Scale(description="five minutes", experiments=RUNS)})
 
 `isoloss study run dropout.py` trains, measures and writes the page. The file has the study as `STUDY`, or a function
 `study()` that returns it.

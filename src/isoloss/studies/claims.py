@@ -11,7 +11,7 @@ from typing import Literal
 
 from isoloss import config
 from isoloss.errors import IsolossError
-from isoloss.report.data import measure_of
+from isoloss.report.data import column_of
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.comparison import Pair, change, difference, mean
 
@@ -175,7 +175,7 @@ def judge(difference: Estimate, direction: Direction, margin: float = 0.0) -> Ve
         IsolossError: A margin that does not fit the direction.
 
     Example:
-        >>> gain = Estimate(value=0.024, stderr=0.008, samples=5, unit="accuracy", num_inputs=1000, method="probe")
+        >>> gain = Estimate(value=0.024, stderr=0.008, samples=5, unit="accuracy", num_predictions=1000, method="probe")
         >>> judge(gain, "increase").value, judge(gain, "increase", margin=0.02).value, judge(gain, "decrease").value
         ('shown', 'not shown', 'contradicted')
     """
@@ -270,7 +270,7 @@ def _answer(claim: Claim, contrast: Contrast, key: str, case: str) -> Answer:
     (first, second), pairs, factor = contrast.names, contrast.pairs, claim.factor
     measured = change(pairs, key, factor=factor)
     explanation = (
-        f"{measure_of(key).title}: {second} against {first}, {_paired_over(measured, pairs, key)}. {contrast.where}"
+        f"{column_of(key).title}: {second} against {first}, {_paired_over(measured, pairs, key)}. {contrast.where}"
     )
     numbers = {name: mean([pair[i][key].estimate for pair in pairs]) for i, name in enumerate(contrast.names)}
     numbers["difference" if factor == 1 else f"{second} minus {factor:g} times {first}"] = measured
@@ -295,7 +295,7 @@ def _paired_over(measured: Estimate, pairs: Sequence[Pair], key: str) -> str:
     first, second = (checkpoint[key] for checkpoint in pairs[0])
     if not first.is_accuracy:
         return f"paired over {len(first.examples['influence']):,} sentences"
-    from isoloss.transfer.compare import mcnemar
+    from isoloss.transfer.comparing import mcnemar
 
     probes, examples = first.examples["predictions"].shape
     test = mcnemar(second.votes, first.votes)

@@ -74,7 +74,7 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
 def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Estimate:
     """Return later - factor * earlier, with the error of the difference on the same examples.
 
-    Accuracies become percentage points, with the error of `isoloss.transfer.compare.paired_difference` over test
+    Accuracies become percentage points, with the error of `isoloss.transfer.comparing.paired_difference` over test
     examples and probes. For all else the squared error is the sum of (psi_i - factor psi'_i)^2 over n (n - 1), with
     psi_i what example i adds to the first and psi'_i what it adds to the second.
 
@@ -88,7 +88,7 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
             "no paired error: measure both checkpoints again with one version of isoloss"
         )
     if later.is_accuracy:
-        from isoloss.transfer.compare import paired_difference
+        from isoloss.transfer.comparing import paired_difference
 
         if factor != 1:
             raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
@@ -121,7 +121,7 @@ def _paired(value: float, influence: np.ndarray[Any, Any], like: Estimate) -> Es
         stderr=math.sqrt(float(np.square(influence).sum()) / (n * (n - 1))),
         samples=n,
         unit=like.unit,
-        num_inputs=like.num_inputs,
+        num_predictions=like.num_predictions,
         num_probes=like.num_probes,
         method="paired difference",
     )
@@ -136,7 +136,8 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
         IsolossError: Fewer than two runs have no standard deviation.
 
     Example:
-        >>> runs = [Estimate(value=v, stderr=0.1, samples=9, unit="nats", num_inputs=9, method="m") for v in (1, 2, 3)]
+        >>> known = {"stderr": 0.1, "samples": 9, "unit": "nats", "num_predictions": 9, "method": "m"}
+        >>> runs = [Estimate(value=v, **known) for v in (1, 2, 3)]
         >>> print(over_seeds(runs))
         2.00 ± 0.58 nats
     """
@@ -148,7 +149,7 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
         stderr=statistics.stdev(values) / math.sqrt(len(values)),
         samples=len(values),
         unit=estimates[0].unit,
-        num_inputs=sum(estimate.num_inputs for estimate in estimates),
+        num_predictions=sum(estimate.num_predictions for estimate in estimates),
         num_probes=estimates[0].num_probes,
         method="mean over pre-training seeds",
     )

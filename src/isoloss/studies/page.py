@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import config as configs
 from isoloss import files
 from isoloss.report import charts
-from isoloss.report.data import Measure, Style, measure_of
+from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Cell, Figure, Finding, Page, Table, checkpoint_table, render
 from isoloss.report.save import save
 from isoloss.statistics.estimate import Estimate
@@ -59,7 +59,7 @@ def write(folder: StudyFolder) -> Path:
             checkpoints=checkpoint_table(results.table(), shown(results)),
             command=shlex.join(["isoloss", "study", "run", study.name, "--scale", folder.scale_name]),
             settings={
-                "Scale": f"{folder.scale_name} ({folder.scale.text})",
+                "Scale": f"{folder.scale_name} ({folder.scale.description})",
                 "Language": "; ".join(dict.fromkeys(words(e.config.language) for e in results.experiments.values())),
                 **parts.settings,
                 **_measuring(results),
@@ -84,7 +84,7 @@ def default_parts(results: Results) -> PageParts:
         )
     ]
     loss = measures[results.keys.index(results.loss_key)] if results.loss_key in results.keys else None
-    others = [measure for measure in measures if measure != loss]
+    others = [column for column in measures if column != loss]
     if loss and others:
         chart = charts.scatter(table, [(loss, other) for other in others], style=style)
         caption = f"Every checkpoint: its {loss.title} against what else was measured."
@@ -92,10 +92,10 @@ def default_parts(results: Results) -> PageParts:
     return PageParts(figures=figures)
 
 
-def shown(results: Results) -> tuple[Measure, ...]:
+def shown(results: Results) -> tuple[Column, ...]:
     """Return how to show the estimates that every checkpoint has."""
     first = next(iter(results.checkpoints.values()))
-    return tuple(measure_of(key, first[key].estimate.unit) for key in results.keys)
+    return tuple(column_of(key, first[key].estimate.unit) for key in results.keys)
 
 
 def signed(difference: Estimate) -> str:
@@ -127,7 +127,7 @@ def _measuring(results: Results) -> dict[str, str]:
     for key in results.keys:
         settings = {name: value for name, value in first[key].settings.items() if name != "seed"}
         words = [f"{name.replace('_', ' ')} {value:,}" for name, value in settings.items()]
-        lines[measure_of(key).title] = "; ".join([first[key].estimate.method, *words])
+        lines[column_of(key).title] = "; ".join([first[key].estimate.method, *words])
     return {
         **lines,
         "Same loss": f"two models whose loss differs by less than {SAME_LOSS_NATS} nats with 95 % confidence",
@@ -138,7 +138,7 @@ def _making(results: Results) -> dict[str, str]:
     """Return with what the runs were made, as the first of them says."""
     record = results.run(next(iter(results.experiments))).record
     return {
-        "Device": "CPU, one thread a process",
+        "Device": "CPU, one thread per process",
         "Versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
         "Commit": record["commit"] or "unknown",
     }

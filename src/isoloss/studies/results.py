@@ -82,10 +82,10 @@ class Results:
         return {step: checkpoint for (run, step), checkpoint in self.checkpoints.items() if run == name}
 
     def table(self, keys: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return a row a checkpoint, as `isoloss.report.data` takes it."""
+        """Return a row per checkpoint, as `isoloss.report.data` takes it."""
         import polars as pl
 
-        return pl.DataFrame([self.row(*place, each, keys or self.keys) for place, each in self.checkpoints.items()])
+        return pl.DataFrame([self.row(*key, each, keys or self.keys) for key, each in self.checkpoints.items()])
 
     def row(self, run: str, step: int, checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, Any]:
         """Return the row of one checkpoint: of these estimates of it, at this step."""
@@ -185,7 +185,7 @@ class Summary:
 
 def checkpoint_tables(results: Results) -> tuple[SummaryTable, ...]:
     """Return the table of every checkpoint: the tables of a study that names no others."""
-    rows = [(place, {key: each[key].estimate for key in results.keys}) for place, each in results.checkpoints.items()]
+    rows = [(label, {key: each[key].estimate for key in results.keys}) for label, each in results.checkpoints.items()]
     return (SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),)
 
 

@@ -70,7 +70,7 @@ class AnyScale(Protocol):
     """A scale of a study: `Scale`, or a study's own class with settings from which its experiments are made."""
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         """What it is for and how long it takes."""
 
     @property
@@ -83,11 +83,11 @@ class Scale:
     """One size of a study.
 
     Attributes:
-        text: What it is for and how long it takes.
+        description: What it is for and how long it takes.
         experiments: The runs by name.
     """
 
-    text: str
+    description: str
     experiments: Mapping[str, Experiment]
 
 
@@ -111,7 +111,7 @@ class Study:
         >>> from isoloss.languages.config import PCFGConfig
         >>> config = TrainConfig(language=PCFGConfig(levels=2), steps=100)
         >>> run = Experiment(config=config, measurements=(Measurement(measures=("loss", "trace")),))
-        >>> study = Study(name="small", scales={"smoke": Scale(text="a minute", experiments={"plain": run})})
+        >>> study = Study(name="small", scales={"smoke": Scale(description="a minute", experiments={"plain": run})})
         >>> study.scale("smoke").experiments["plain"].kept_steps
         (100,)
     """
@@ -158,7 +158,10 @@ def load_study(name: str | Path) -> Study:
     """
     study = _from_file(Path(name)) if Path(name).suffix == ".py" else STUDIES.load(str(name))
     if not isinstance(study, Study) and callable(study):
-        study = study()
+        try:
+            study = study()
+        except Exception as error:  # whatever a function of another package does
+            raise IsolossError(f"the study {name} cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(study, Study):
         raise IsolossError(f"{name} is a {type(study).__name__}, not an isoloss.studies.Study")
     return study

@@ -27,9 +27,6 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
     """Return the text files that `paths` name, in order; a folder stands for those in it, sorted, at any depth.
 
     In a folder only `.txt` and `.jsonl` files count, and names that begin with a dot do not.
-
-    Raises:
-        IsolossError: A path does not exist, has another suffix, is named twice, or is a folder without text; no path.
     """
     files_by_path: dict[Path, Path] = {}
     for path in map(Path, paths):
@@ -37,7 +34,9 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
             raise IsolossError(f"there is no text file or folder {path}{files.nearest(path)}")
         if path.is_file() and path.suffix.lower() not in SUFFIXES:
             raise IsolossError(f"cannot read {path} as text: a text file ends in {' or '.join(SUFFIXES)}")
-        named = [path] if path.is_file() else _in_folder(path)
+        there = (inner for inner in path.rglob("*") if inner.suffix.lower() in SUFFIXES and inner.is_file())
+        shown = sorted(inner for inner in there if "/." not in f"/{inner.relative_to(path).as_posix()}")
+        named = [path] if path.is_file() else shown
         if not named:
             raise IsolossError(f"the folder {path} holds no {' or '.join(SUFFIXES)} file")
         for file in named:
@@ -50,15 +49,14 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
 
 
 class Source(Protocol):
-    """A file or a dataset with documents."""
+    """A file or a dataset with documents.
 
-    def content(self, first: int | None) -> str:
-        """Return what its documents, or at least its `first` ones, depend on, wherever it lies."""
-        ...
+    `content` returns what these, or at least the `first` ones, depend on, wherever they lie; `read` yields pairs of
+    location and text, blank texts included.
+    """
 
-    def read(self) -> Iterator[tuple[str, str]]:
-        """Yield pairs of location and text, blank texts included."""
-        ...
+    def content(self, first: int | None) -> str: ...  # noqa: D102
+    def read(self) -> Iterator[tuple[str, str]]: ...  # noqa: D102
 
 
 def open_sources(paths: Iterable[str | Path], *, column: str = "text", split: str | None = None) -> list[Source]:
@@ -107,9 +105,8 @@ def read_documents(
         max_documents: How many documents, from the first on; None: all.
 
     Raises:
-        IsolossError: As for `find_files` and `hub_datasets.load`; a file that is not UTF-8; a line that is not a JSON
-            object with a string `column`, or a row without one, named by its number; nothing but blanks; a column or
-            split that nothing in `paths` has; a `max_documents` below 1.
+        IsolossError: Text that is not there, not readable or blank, named by its location; a column, split or number
+            that cannot be.
 
     Example:
         >>> import tempfile
@@ -187,11 +184,6 @@ class _Dataset:
             if not isinstance(text, str):
                 raise IsolossError(f"{self.name}, row {number}: the column {self.column!r} holds no text but {text!r}")
             yield f"{self.name}:{number}", text
-
-
-def _in_folder(folder: Path) -> list[Path]:
-    files_there = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-    return sorted(path for path in files_there if "/." not in f"/{path.relative_to(folder).as_posix()}")
 
 
 @contextlib.contextmanager

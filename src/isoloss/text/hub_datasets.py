@@ -70,15 +70,12 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
     takes them. From the hub, the data is downloaded once, into the cache of `datasets` (`HF_HOME`); afterwards no
     network is needed. No code that comes with a dataset is run.
 
-    Args:
-        spec: As for `parse`.
-        split: E.g. `train`, `validation`, `train[:10%]`.
-        columns: Columns that it must have.
-
     Raises:
-        IsolossError: There is no such dataset, config, split or column, or the hub cannot be reached.
+        IsolossError: There is no such dataset, config, split (e.g. `train[:10%]`) or column, or no hub.
     """
     import datasets
+
+    from isoloss.loading import hub_answers
 
     name = parse(spec)
     with _quiet():
@@ -87,7 +84,7 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
             is_saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
             if name.is_local and is_saved:
                 dataset = _from_saved(datasets.load_from_disk(name.name), name, split)
-            elif name.is_local or _hub_answers(name):
+            elif name.is_local or hub_answers(name.name, what="dataset", revision=name.revision):
                 dataset = datasets.load_dataset(name.name, name.config, split=split, revision=name.revision)
             else:
                 dataset = _from_cache(name, split)
@@ -117,22 +114,6 @@ def _from_saved(dataset: Any, name: DatasetName, split: str) -> Any:
     if own not in (None, split):
         raise IsolossError(f"{name} has no split {split!r}; it has {own}")
     return dataset
-
-
-def _hub_answers(name: DatasetName) -> bool:
-    """Ask once, as datasets would repeat the question for half a minute; a name that is not there is an error."""
-    import huggingface_hub
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        huggingface_hub.dataset_info(name.name, revision=name.revision, timeout=20)
-    except RevisionNotFoundError as error:
-        raise IsolossError(f"the dataset {name.name} on the hub has no revision {name.revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise IsolossError(f"there is no dataset {name.name}, neither a folder nor on the hub: {FORM}") from error
-    except Exception:  # whatever the network or its library can raise
-        return False
-    return True
 
 
 def _from_cache(name: DatasetName, split: str) -> Any:

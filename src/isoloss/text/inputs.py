@@ -35,20 +35,15 @@ _LOGITS_BYTES = 1 << 28  # of the logits of a batch's predicted positions, in fl
 _ACTIVATION_BYTES = 1 << 30  # of what a forward pass keeps for the backward pass, roughly
 _LENGTH = 128  # tokens in a row, unless told
 _KEPT_VECTORS = 20  # of the model's width, that a transformer layer keeps for a token
-_ROWS_AT_ONCE = 1024  # of a pool
+_ROWS_AT_ONCE = 1024  # of an auxiliary sample
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """All sequences that a file holds, as batches of `input_ids`, `attention_mask` and, if known, `documents`.
+    """All sequences that a file holds, as batches of `input_ids`, `attention_mask` and, if known, `documents`."""
 
-    Attributes:
-        ids: (n, T) int64, negative where there is none.
-        origins: (n,) the document in which each row begins; None: errors do not count documents.
-    """
-
-    ids: Ids
-    origins: Ids | None
+    ids: Ids  # (n, T) negative where there is none
+    origins: Ids | None  # (n,) the document in which each row begins; None: errors do not count documents
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches of 1,024 sequences."""
@@ -73,14 +68,14 @@ class Inputs:
         num_predicted: Positions that the model predicts: labels other than -100, for a causal model without those of
             the first column, which nothing comes before.
         description: One line: how many sequences of what length, and where they came from.
-        pool: Of inputs from a file, all sequences that it holds, those of `batches` among them.
+        auxiliary_sample: Of inputs from a file, all sequences that it holds, those of `batches` among them.
     """
 
     batches: list[Batch]
     num_sequences: int
     num_predicted: int
     description: str
-    pool: Rows | None = None
+    auxiliary_sample: Rows | None = None
 
     def shuffled(self, seed: int) -> Inputs:
         """Return the same sequences in random order, those of a document together.
@@ -127,7 +122,7 @@ def read_inputs(
     kind: Kind,
     tokenizer: PreTrainedTokenizerFast | str | None = None,
     length: int | None = None,
-    num_inputs: int | None = None,
+    num_sequences: int | None = None,
     masking: ObjectiveConfig | None = None,
     mask_id: int | None = None,
     seed: int = 0,
@@ -135,8 +130,8 @@ def read_inputs(
 ) -> Inputs:
     """Return the inputs in `data`. They depend on nothing but the arguments, so that checkpoints compare on the same.
 
-    - `.npy`: integers (n, T), a sequence a row, or (tokens,), cut into rows of `length`. Negative ids are padding; they
-      stand at a row's end.
+    - `.npy`: integers (n, T), a sequence per row, or (tokens,), cut into rows of `length`. Negative ids are padding;
+      they stand at a row's end.
     - Text (see `isoloss.text.documents.read_documents`): tokenized, put end to end and cut into rows of `length`.
       For a masked model each row is [CLS], length - 2 tokens, [SEP], where the tokenizer has these two; for a causal
       model each document has the special tokens that the tokenizer itself adds, such as a first bos.
@@ -154,20 +149,19 @@ def read_inputs(
         checkpoint: The model's folder or hub name, where its own tokenizer is looked for.
         config: The model's transformers config, for its vocabulary, its longest sequence and its padding.
         kind: Whether the model predicts masked tokens or the next one.
-        tokenizer: A tokenizer or what names one (see `isoloss.text.tokenizers.load_tokenizer`); None: the
-            checkpoint's own, which token ids can do without.
+        tokenizer: A tokenizer or what names one; None: the checkpoint's own, which token ids can do without.
         length: Tokens in a row, for text and for ids in one dimension; None: 128, or as many as the model takes.
-        num_inputs: Sequences wanted, if there are so many; None: all.
-        masking: How masked tokens are chosen; None: one a sequence.
+        num_sequences: Sequences wanted, if there are so many; None: all.
+        masking: How masked tokens are chosen; None: one per sequence.
         mask_id: The id that stands for a masked token; None: the tokenizer's.
         seed: Decides which sequences are taken and which tokens are masked.
         batch_size: Sequences in a batch; the last one may have fewer.
 
     Raises:
-        IsolossError: Missing, unreadable or empty data; ids that the model does not know; sequences that are too long
-            or have nothing to predict; text without a tokenizer; a masked model without a mask id.
+        IsolossError: Missing, unreadable or empty data, or data that does not fit the model; text without a tokenizer;
+            a masked model without a mask id.
     """
-    for name, value in (("number of inputs", num_inputs), ("batch size", batch_size), ("length", length)):
+    for name, value in (("number of sequences", num_sequences), ("batch size", batch_size), ("length", length)):
         if value is not None and value < 1:
             raise IsolossError(f"the {name} is {value}; it must be at least 1")
     if not data.exists():
@@ -186,9 +180,12 @@ def read_inputs(
         rows, origins, unknown = _from_array(data, length), None, ""
     _check_rows(rows, data, text_config, checkpoint)
 
-    wanted = len(rows) if num_inputs is None else num_inputs
-    description = _description(data, len(rows), rows.shape[1], wanted) + unknown
-    pool = Rows(rows, origins)
+    wanted = len(rows) if num_sequences is None else num_sequences
+    drawn = f"{wanted:,} sequences of {rows.shape[1]} tokens drawn from the {len(rows):,} in {data}"
+    asked = f" (up to {wanted:,} would be taken)" if wanted > len(rows) else ""
+    every = f"all {len(rows):,} sequences of {rows.shape[1]} tokens in {data}{asked}"
+    description = (drawn if wanted < len(rows) else every) + unknown
+    auxiliary_sample = Rows(rows, origins)
     if wanted < len(rows):
         chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
         rows_taken = np.sort(chosen.numpy())
@@ -208,9 +205,9 @@ def read_inputs(
         if number >= FEWEST_DOCUMENTS:
             whole["documents"] = torch.from_numpy(origins)
         else:
-            pool = replace(pool, origins=None)
+            auxiliary_sample = replace(auxiliary_sample, origins=None)
             description += ", too few for an error that counts documents: it counts sequences"
-    return replace(make_inputs(_cut(whole, batch_size), kind, description), pool=pool)
+    return replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
 
 
 def check_model(inputs: Inputs, config: Any, checkpoint: str) -> None:
@@ -348,10 +345,3 @@ def _sentences(rows: Ids, data: Path, pad_id: int, *, least: int) -> Sentences:
     if lengths.min() < least:
         raise IsolossError(f"{data} has a row of {lengths.min()} tokens, in which there is nothing to predict")
     return Sentences(torch.from_numpy(np.where(present, rows, pad_id)), torch.from_numpy(lengths))
-
-
-def _description(data: Path, available: int, length: int, wanted: int) -> str:
-    if wanted < available:
-        return f"{wanted:,} sequences of {length} tokens drawn from the {available:,} in {data}"
-    asked = f" (up to {wanted:,} would be taken)" if wanted > available else ""
-    return f"all {available:,} sequences of {length} tokens in {data}{asked}"

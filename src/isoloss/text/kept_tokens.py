@@ -49,7 +49,9 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
     model_input_names = ["input_ids", "token_type_ids", "attention_mask"]  # noqa: RUF012
 
     def __init__(self, source_file: Tokenizer | str | Path, *, kept_tokens: Sequence[int], **options: Any) -> None:
-        self.source = _opened(source_file)
+        if isinstance(source_file, str | Path):
+            source_file = Tokenizer.from_file(str(source_file))
+        self.source = copy.deepcopy(source_file)
         self.source.no_truncation()
         self.source.no_padding()
         self.source.encode_special_tokens = True
@@ -127,10 +129,6 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         path = Path(save_directory, f"{filename_prefix}-{name}" if filename_prefix else name)
         path.write_text(self.source.to_str(), encoding="utf-8")
         return (str(path),)
-
-
-def _opened(source: Tokenizer | str | Path) -> Tokenizer:
-    return Tokenizer.from_file(str(source)) if isinstance(source, str | Path) else copy.deepcopy(source)
 
 
 class _NoModel(PreTrainedConfig):  # type: ignore[misc]

@@ -29,40 +29,22 @@ class Sentences(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What the first token of a sentence is predicted from.
-
-    Attributes:
-        id: The id that every sentence starts from.
-        end_id: The id that ends a sentence, or None where the language has none.
-        is_in_sentences: Whether the language's sentences begin with the id themselves.
-    """
+    """What the first token of a sentence is predicted from."""
 
     id: int
-    end_id: int | None
-    is_in_sentences: bool
+    end_id: int | None  # the id that ends a sentence, where the language has one
+    is_in_sentences: bool  # whether the language's sentences begin with the id themselves
 
 
 class SpecialTokens(Protocol):
-    """What masking must know.
-
-    Attributes:
-        mask_id: The id that stands for a masked token.
-        special_token_ids: Ids inside a sentence that are never masked nor predicted, e.g. [CLS] and [SEP].
-    """
+    """What masking must know of a language; see `isoloss.languages.api.Language`."""
 
     mask_id: int
     special_token_ids: tuple[int, ...]
 
 
 class TokenIds(SpecialTokens, Protocol):
-    """All ids of a language, as a model knows them.
-
-    Attributes:
-        vocab_size: Number of token ids that a sentence can hold: 0 to vocab_size - 1.
-        model_vocab_size: Number of ids that a model of the language must know, the special ones included.
-        pad_id: The id that fills the space after a sentence.
-        start: What the first token is predicted from.
-    """
+    """All ids of a language, as a model knows them."""
 
     vocab_size: int
     model_vocab_size: int

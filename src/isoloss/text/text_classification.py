@@ -30,14 +30,7 @@ _Row = tuple[str, tuple[Any, ...]]  # its location, and its values in the order 
 
 @dataclass(frozen=True)
 class LabeledText:
-    """Examples of a classification task.
-
-    Attributes:
-        texts: n texts.
-        pairs: The n second texts, or None where an example is one text.
-        labels: n labels, as indices into `label_names`.
-        label_names: What the labels are called.
-    """
+    """Examples of a classification task: n texts, perhaps n second ones, and n labels, as indices into their names."""
 
     texts: tuple[str, ...]
     pairs: tuple[str, ...] | None
@@ -50,19 +43,12 @@ class LabeledText:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of some examples a tokenizer and a length let through.
-
-    Attributes:
-        num_examples: Examples.
-        num_cut: Those that are longer than the length and lose tokens at the end.
-        num_tokens: Tokens of their texts, before anything is cut, without special tokens.
-        num_unknown: Those for which the tokenizer has no token.
-    """
+    """How much of some examples a tokenizer and a length let through."""
 
     num_examples: int
-    num_cut: int
-    num_tokens: int
-    num_unknown: int
+    num_cut: int  # examples that are longer than the length and lose tokens at the end
+    num_tokens: int  # of their texts, before anything is cut, without special tokens
+    num_unknown: int  # tokens that the tokenizer does not know
 
     def __add__(self, other: Coverage) -> Coverage:
         return Coverage(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -96,9 +82,8 @@ def read_labeled_text(
             those that the dataset names, else those in this split, sorted (numbers by value).
 
     Raises:
-        IsolossError: There is no such file, folder, dataset, split or column; a file of another kind or not of its
-            kind's form; a row with too few or too many fields, a text that is none, or an empty or unknown label, named
-            by its location; no row at all.
+        IsolossError: There is no such file, folder, dataset, split or column, or no row; a row, a text or a label is
+            not as it must be, named by its location.
 
     Example:
         >>> import tempfile
@@ -248,7 +233,7 @@ def _find(path: Path, split: str) -> Path:
 
 
 def _from_file(path: Path, columns: list[str]) -> Iterator[_Row]:
-    read = {".tsv": _tsv, ".csv": _csv, ".jsonl": _json_lines, ".json": _json}[path.suffix.lower()]
+    read = _table if path.suffix.lower() in (".tsv", ".csv") else _objects
     with documents.reading(path):
         try:
             yield from read(path, columns)
@@ -256,18 +241,8 @@ def _from_file(path: Path, columns: list[str]) -> Iterator[_Row]:
             raise IsolossError(f"{path} is not a readable {path.suffix} file: {error}") from error
 
 
-def _tsv(path: Path, columns: list[str]) -> Iterator[_Row]:
-    with path.open(encoding="utf-8-sig") as file:  # only \n, \r\n and \r end a line, unlike for str.splitlines
-        yield from _table(path, enumerate((line.rstrip("\n").split("\t") for line in file), 1), columns)
-
-
-def _csv(path: Path, columns: list[str]) -> Iterator[_Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        yield from _table(path, ((reader.line_num, row) for row in reader), columns)
-
-
-def _table(path: Path, lines: Iterator[tuple[int, list[str]]], columns: list[str]) -> Iterator[_Row]:
+def _table(path: Path, columns: list[str]) -> Iterator[_Row]:
+    lines = _lines(path)
     _, header = next(lines, (0, []))
     _check_columns(f"{path}", columns, header)
     columns_at = [header.index(column) for column in columns]
@@ -279,25 +254,31 @@ def _table(path: Path, lines: Iterator[tuple[int, list[str]]], columns: list[str
         yield f"{path}, line {number}", tuple(fields[index] for index in columns_at)
 
 
-def _json_lines(path: Path, columns: list[str]) -> Iterator[_Row]:
-    for number, item in documents.json_lines(path):
-        yield _record(f"{path}, line {number}", item, columns)
+def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+    if path.suffix.lower() == ".tsv":
+        with path.open(encoding="utf-8-sig") as file:  # only \n, \r\n and \r end a line, unlike for str.splitlines
+            yield from enumerate((line.rstrip("\n").split("\t") for line in file), 1)
+    else:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            yield from ((reader.line_num, row) for row in reader)
 
 
-def _json(path: Path, columns: list[str]) -> Iterator[_Row]:
-    document = json.loads(path.read_text(encoding="utf-8-sig"))
-    if not isinstance(document, dict | list):
-        raise IsolossError(f"{path} holds neither a list of JSON objects nor an object of them")
-    items = document.items() if isinstance(document, dict) else enumerate(document)
+def _objects(path: Path, columns: list[str]) -> Iterator[_Row]:
+    items: Iterator[tuple[str, Any]]
+    if path.suffix.lower() == ".jsonl":
+        items = ((f"line {number}", item) for number, item in documents.json_lines(path))
+    else:
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
+        if not isinstance(document, dict | list):
+            raise IsolossError(f"{path} holds neither a list of JSON objects nor an object of them")
+        named = document.items() if isinstance(document, dict) else enumerate(document)
+        items = ((f"item {name}", item) for name, item in named)
     for name, item in items:
-        yield _record(f"{path}, item {name}", item, columns)
-
-
-def _record(location: str, item: Any, columns: list[str]) -> _Row:
-    if not isinstance(item, dict):
-        raise IsolossError(f"{location} is no JSON object")
-    _check_columns(location, columns, list(item))
-    return location, tuple(item[column] for column in columns)
+        if not isinstance(item, dict):
+            raise IsolossError(f"{path}, {name} is no JSON object")
+        _check_columns(f"{path}, {name}", columns, list(item))
+        yield f"{path}, {name}", tuple(item[column] for column in columns)
 
 
 def _check_columns(location: str, columns: list[str], there: list[str]) -> None:

@@ -31,16 +31,13 @@ _CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub
 def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -> PreTrainedTokenizerFast:
     """Return the tokenizer that `spec` names.
 
-    A `.txt` file is the vocabulary of a BERT tokenizer, one token a line; text is lower-cased, and its accents are
+    A `.txt` file is the vocabulary of a BERT tokenizer, one token per line; text is lower-cased, and its accents are
     stripped, if no ordinary entry has an upper-case letter. No code that comes with a tokenizer is run.
 
     Args:
         spec: A Hugging Face folder, a name on the hub (what is on this machine already is taken from there), or a
             `vocab.txt`.
         needs: Special tokens that it has to have.
-
-    Raises:
-        IsolossError: There is no such tokenizer, the hub cannot be reached, or a needed token is missing.
     """
     path = Path(spec).expanduser()
     if path.is_file():
@@ -71,9 +68,6 @@ def train_tokenizer(
             more different characters.
         kind: `wordpiece`, as BERT's, or `bpe`, byte-level byte-pair encoding, as GPT-2's.
         lowercase: Of `wordpiece`: whether text is lower-cased and loses its accents.
-
-    Raises:
-        IsolossError: `vocab_size` is too small, or there is no text.
 
     Example:
         >>> tokenizer = train_tokenizer(["One two three.", "Two and two."], vocab_size=50)
@@ -181,11 +175,10 @@ def keep(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], *, length: i
     """
     from isoloss.text.kept_tokens import KeptTokensTokenizer
 
-    if isinstance(tokenizer, KeptTokensTokenizer):  # of another teacher's language: the kept ones among its kept ones
-        return KeptTokensTokenizer(
-            tokenizer.source, kept_tokens=[tokenizer.kept_tokens[index] for index in tokens], model_max_length=length
-        )
-    return KeptTokensTokenizer(tokenizer.backend_tokenizer, kept_tokens=tokens, model_max_length=length)
+    if not isinstance(tokenizer, KeptTokensTokenizer):
+        return KeptTokensTokenizer(tokenizer.backend_tokenizer, kept_tokens=tokens, model_max_length=length)
+    kept = [tokenizer.kept_tokens[index] for index in tokens]  # of another teacher's language: among its kept ones
+    return KeptTokensTokenizer(tokenizer.source, kept_tokens=kept, model_max_length=length)
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
@@ -219,7 +212,7 @@ def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
     ids = {token: index for index, token in enumerate(tokens)}
     missing = [token for token in _BERT_SPECIALS if token not in ids]
     if missing:
-        raise IsolossError(f"{path} is no WordPiece vocabulary, one token a line: it lacks {', '.join(missing)}")
+        raise IsolossError(f"{path} is no WordPiece vocabulary, one token per line: it lacks {', '.join(missing)}")
     if len(ids) < len(tokens):
         twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
         raise IsolossError(f"{path} holds the token {twice!r} twice")

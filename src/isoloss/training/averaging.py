@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.training import shards
+from isoloss.training import distributed
 
 _PREFIX = "ema/"  # of its tensors' names among the trainer's
 
@@ -43,12 +43,14 @@ class WeightAverage:
     def update(self) -> None:
         """Take in the weights as they are now."""
         if self._averages:
-            averages = [shards.local_shard(average) for average in self._averages.values()]
-            torch._foreach_lerp_(averages, [shards.local_shard(p) for p in self._weights.values()], 1 - self._decay)
+            averages = [distributed.local_shard(average) for average in self._averages.values()]
+            torch._foreach_lerp_(
+                averages, [distributed.local_shard(p) for p in self._weights.values()], 1 - self._decay
+            )
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the full average by name, each with the prefix `ema/`; all processes call this."""
-        return {_PREFIX + name: shards.full_tensor(average) for name, average in self._averages.items()}
+        return {_PREFIX + name: distributed.full_tensor(average) for name, average in self._averages.items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `state` returned; other names in it are ignored.
@@ -61,7 +63,7 @@ class WeightAverage:
             if tensor is None or tensor.shape != average.shape:
                 what = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
                 raise IsolossError(f"the average of the weights {name}, of shape {tuple(average.shape)}, is {what}")
-            shards.local_shard(average).copy_(shards.local_shard(shards.shard_like(tensor, average)))
+            distributed.local_shard(average).copy_(distributed.local_shard(distributed.shard_like(tensor, average)))
 
 
 def without_average(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

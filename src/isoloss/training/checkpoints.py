@@ -34,21 +34,13 @@ TRAINER = "trainer.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where a run stands, apart from its tensors.
-
-    Attributes:
-        step: Steps made.
-        config: What decides the run's result, as `isoloss.config.identity` gives it.
-        loss_sum_nats: Sum of the losses of the steps since the last line of metrics.jsonl.
-        loss_count: Number of those steps.
-        initial_sha256: SHA-256 of the weights that the run started from, or None where they were random.
-    """
+    """Where a run stands, apart from its tensors."""
 
     step: int
-    config: Mapping[str, Any]
-    loss_sum_nats: float = 0.0
+    config: Mapping[str, Any]  # what decides the run's result, as `isoloss.config.identity` gives it
+    loss_sum_nats: float = 0.0  # of the losses of the steps since the last line of metrics.jsonl
     loss_count: int = 0
-    initial_sha256: str | None = None
+    initial_sha256: str | None = None  # of the weights that the run started from; None: random ones
 
 
 def save(
@@ -78,24 +70,26 @@ def save(
             raise IsolossError(f"after step {state.step} the weights {name} are not finite: lower the learning rate")
     try:
         with files.new_directory(path) as folder, quiet():
-            _save_model(folder, model, tokenizer)
+            save_model(folder, model, tokenizer)
             if average:
                 with averaged(model, average):
-                    _save_model(folder / AVERAGE, model, tokenizer)
+                    save_model(folder / AVERAGE, model, tokenizer)
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / TRAINER_TENSORS)
             names = (WEIGHTS, TRAINER_TENSORS, *([f"{AVERAGE}/{WEIGHTS}"] if average else []))
-            for name in names:  # safetensors lets nobody but the owner read what it writes
-                (folder / name).chmod((folder / "config.json").stat().st_mode)
+            (folder / TRAINER_TENSORS).chmod((folder / "config.json").stat().st_mode)
             hashes = {name: files.sha256(folder / name) for name in names}
             files.write_json(folder / TRAINER, {**dataclasses.asdict(state), "sha256": hashes})
     except (OSError, SafetensorError) as error:
         raise IsolossError(f"cannot write the checkpoint {path}: {error}") from error
 
 
-def _save_model(folder: Path, model: Any, tokenizer: Any) -> None:
+def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Write a model and, where there is one, its tokenizer, all for the same readers."""
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):  # safetensors lets nobody but the owner read what it writes
+        weights.chmod((folder / "config.json").stat().st_mode)
 
 
 def load(path: Path, model: torch.nn.Module, *, config: TrainConfig) -> tuple[TrainerState, dict[str, torch.Tensor]]:

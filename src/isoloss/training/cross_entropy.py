@@ -27,11 +27,8 @@ def linear_cross_entropy(
     value, so that no logits are kept: with p the softmax of a row and e the unit vector of its label, that of the row's
     logits is (p - e) / k, or (sum(q) p - q) / k.
 
-    Args:
-        states: (k, d), at least one row.
-        weight: (V, d) of the output layer.
-        bias: (V,) or None.
-        labels: (k,) int64, ids from 0 to V - 1; or (k, C) probabilities of the ids 0 to C - 1, C at most V.
+    The states are (k, d), at least one row, and the weight (V, d). Labels are (k,) int64, ids from 0 to V - 1; or (k,
+    C) probabilities of the ids 0 to C - 1, C at most V.
 
     Raises:
         IsolossError: A gradient that can itself be differentiated is asked for.

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from isoloss.training.distributed import ProcessGroup
-from isoloss.training.shards import full_tensor
+from isoloss.training.distributed import ProcessGroup, full_tensor
 
 # buffers are constants, sent to nobody at each step; torch 2.13 has a new name for that
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

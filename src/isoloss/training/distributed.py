@@ -10,7 +10,7 @@ import contextlib
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from isoloss.errors import IsolossError
 from isoloss.loading import resolve_device
@@ -133,13 +134,10 @@ class ProcessGroup:
     def _text_from_main(self, text: str) -> str:
         if self.world_size == 1:
             return text
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0).byte()
-        size = self.from_main(len(data))
-        if size:
-            data = data if self.is_main else torch.empty(size, dtype=torch.uint8)
-            with _listening():
-                distributed.broadcast(data, 0)
-        return bytes(data.tolist()).decode()
+        texts = [text]
+        with _listening():
+            distributed.broadcast_object_list(texts)
+        return texts[0]
 
     def is_first_to_report(self) -> bool:
         """Whether no other process has called this: where all of them fail, one says why.
@@ -217,3 +215,40 @@ def _listening() -> Iterator[None]:
                 "command goes on from there"
             ) from error
         raise
+
+
+# --- tensors sharded over processes, as FSDP2 leaves parameters; a plain tensor is its own only shard
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is sharded over processes."""
+    return isinstance(tensor, DTensor)
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor put together from its shards, on the CPU; all processes call this, in the same order."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that all processes have, sharded as `like` of the same shape is."""
+    if not isinstance(like, DTensor):
+        return tensor
+    own = tensor.to(like.device)
+    return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the Euclidean norm over all elements of all tensors, those of the other processes' shards too: a scalar.
+
+    Example:
+        >>> float(total_norm([torch.tensor([3.0]), torch.tensor([0.0, 4.0])]))
+        5.0
+    """
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -19,14 +19,12 @@ from isoloss.training.cross_entropy import linear_cross_entropy
 class TrainingBatch(NamedTuple):
     """What a training step sees.
 
-    Attributes:
-        inputs: `input_ids`, `labels` and, where something is padded, `attention_mask`, each (n, T); with exact labels,
-            `targets` (k, V): a row of probabilities for each of the k predicted tokens, sentence by sentence.
-        num_tokens: Tokens in it, the masked ones counted and the padding not.
+    The inputs are `input_ids`, `labels` and, where something is padded, `attention_mask`, each (n, T); with exact
+    labels, `targets` (k, V): a row of probabilities for each of the k predicted tokens, sentence by sentence.
     """
 
     inputs: Batch
-    num_tokens: int
+    num_tokens: int  # the masked ones counted and the padding not
 
 
 def check_language(objective: ObjectiveConfig, language: Language) -> None:
@@ -69,17 +67,17 @@ def training_batch(
     return TrainingBatch({name: tensor.to(device) for name, tensor in batch.items()}, num_tokens)
 
 
-def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool, precision: str = "fp32") -> torch.Tensor:
+def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool, precision: str = "float32") -> torch.Tensor:
     """Return the mean cross-entropy of the predicted tokens, in nats: a scalar (the paper, section 2.1).
 
     With `targets`, the mean cross-entropy to these probabilities: what it is on average over tokens drawn from them.
-    The batch is as `training_batch` gives it. `bf16` runs the model under torch's autocast to bfloat16; the output
+    The batch is as `training_batch` gives it. `bfloat16` runs the model under torch's autocast to bfloat16; the output
     layer and the softmax over the vocabulary, and in both cases the weights and their gradients, are of the weights'
     own dtype.
     """
     labels = batch["labels"][:, 1:] if causal else batch["labels"]
     output = model.get_output_embeddings()
-    with torch.autocast(labels.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+    with torch.autocast(labels.device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
         states = predicted_states(model, batch).to(output.weight.dtype)
     targets = batch["targets"].to(states.dtype) if "targets" in batch else labels[labels != IGNORED]
     return linear_cross_entropy(states, output.weight, output.bias, targets)

@@ -9,14 +9,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.run_config import OptimizerConfig
-from isoloss.training import shards
-
-
-def num_warmup_steps(config: OptimizerConfig, total: int) -> int:
-    """Return the steps of the warm-up of a run of `total` steps."""
-    if config.warmup_proportion is None:
-        return config.warmup_steps
-    return round(config.warmup_proportion * total)
+from isoloss.training import distributed
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, total: int) -> float:
@@ -31,7 +24,7 @@ def learning_rate(config: OptimizerConfig, step: int, *, total: int) -> float:
         >>> [round(learning_rate(config, step, total=8), 3) for step in range(1, 9)]
         [0.025, 0.05, 0.075, 0.1, 0.08, 0.06, 0.04, 0.02]
     """
-    warmup = num_warmup_steps(config, total)
+    warmup = config.num_warmup_steps(total)
     if step < warmup:
         return config.learning_rate * step / warmup
     if config.schedule == "constant":
@@ -73,7 +66,7 @@ class Optimizer:
             self._optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
         else:
             # torch fuses AdamW on shards of parameters, too, but not SGD
-            fused = not any(shards.is_sharded(p) for p in self.parameters)
+            fused = not any(distributed.is_sharded(p) for p in self.parameters)
             self._optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
 
     def zero_grad(self) -> None:
@@ -82,7 +75,7 @@ class Optimizer:
 
     def grad_norm(self) -> torch.Tensor:
         """Return the Euclidean norm of the gradient over all parameters: a scalar."""
-        return shards.total_norm([p.grad for p in self.parameters if p.grad is not None])
+        return distributed.total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def update(self, number: int, *, with_norm: bool) -> tuple[float, float | None]:
         """Make the update of step `number` from the gradients.
@@ -97,7 +90,7 @@ class Optimizer:
         norm = self.grad_norm() if with_norm or limit is not None else None
         if norm is not None and limit is not None:
             scale = (limit / norm).clamp(max=1.0)  # of a norm of 0: inf, then 1
-            torch._foreach_mul_([shards.local_shard(p.grad) for p in self.parameters if p.grad is not None], scale)
+            torch._foreach_mul_([distributed.local_shard(p.grad) for p in self.parameters if p.grad is not None], scale)
         self._optimizer.step()
         return rate, float(norm) if with_norm and norm is not None else None
 
@@ -105,7 +98,7 @@ class Optimizer:
         """Return the optimizer's full tensors, named `<what>/<parameter>`; none before the first step."""
         by_index = self._optimizer.state_dict()["state"]
         return {
-            f"{what}/{self._named[index][0]}": shards.full_tensor(tensor)
+            f"{what}/{self._named[index][0]}": distributed.full_tensor(tensor)
             for index, entries in by_index.items()
             for what, tensor in entries.items()
             if tensor is not None
@@ -126,7 +119,7 @@ class Optimizer:
                 raise IsolossError(
                     f"the optimizer's {key}, of shape {tuple(tensor.shape)}, fits no parameter of the model"
                 )
-            own = shards.shard_like(tensor, parameter) if tensor.ndim > 0 else tensor
+            own = distributed.shard_like(tensor, parameter) if tensor.ndim > 0 else tensor
             by_index.setdefault(index, {})[what] = own.clone()
         self._optimizer.load_state_dict(
             {"state": by_index, "param_groups": self._optimizer.state_dict()["param_groups"]}

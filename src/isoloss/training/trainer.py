@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -139,23 +140,22 @@ def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
     return True
 
 
+@dataclass(eq=False)
 class _Training:
     """One process's work on a run."""
 
-    def __init__(
-        self,
-        run: Run,
-        config: TrainConfig,
-        language: Language,
-        device: torch.device,
-        group: ProcessGroup,
-        progress: Callable[[Progress], None] | None,
-        task_examples: TaskExamples,
-        measure: Measure | None,
-    ) -> None:
-        self.measure, self.group = measure, group
+    run: Run
+    config: TrainConfig
+    language: Language
+    device: torch.device
+    group: ProcessGroup
+    progress: Callable[[Progress], None] | None
+    task_examples: TaskExamples
+    measure: Measure | None
+
+    def __post_init__(self) -> None:
+        config, language, device, group = self.config, self.language, self.device, self.group
         self.loggers: Loggers | None = None
-        self.run, self.config, self.language, self.device = run, config, language, device
         self.kept = {*config.checkpoints, config.steps}
         self.model: Any = make_model(config.model, language, seed=config.seed)
         self.loss_sum, self.loss_count = 0.0, 0
@@ -169,19 +169,25 @@ class _Training:
         context = TrainingContext(
             optimizer=config.optimizer,
             total_steps=config.steps,
-            micro_batch=config.micro_batch,
+            micro_batch_size=config.micro_batch_size,
             causal=causal,
             seed=config.seed,
             language=language,
             parallel=self.parallel,
-            task_examples=task_examples,
+            task_examples=self.task_examples,
         )
         self.algorithm: TrainingAlgorithm = config.algorithm.build(self.model, context)
-        self.algorithm.load_state(without_average(tensors))
+        if not isinstance(self.algorithm, TrainingAlgorithm):
+            raise IsolossError(
+                f"the config of the training algorithm {config.algorithm.kind} builds a "
+                f"{type(self.algorithm).__name__}; it must be an isoloss.training.algorithms.base.TrainingAlgorithm"
+            )
+        if own := without_average(tensors):
+            self.algorithm.load_state(own)
         self.average = WeightAverage(self.model, config.ema)
         if tensors:
             self.average.load_state(tensors)
-        self.timing = Timing(self.step, config.steps, progress if group.is_main else None)
+        self.timing = Timing(self.step, config.steps, self.progress if group.is_main else None)
         self.batches = Batches(self._batch, last=config.steps, ahead=config.prefetch)
 
     def _batch(self, step: int) -> TrainingBatch:
@@ -192,8 +198,8 @@ class _Training:
         """Give the model the weights to go on from; return the step they are of and the algorithm's tensors."""
         newest = self.group.from_main(max(self.run.steps(), default=-1))
         if newest < 0:
-            if self.config.initial is not None:
-                self.initial_sha256 = checkpoints.load_weights(self.run.path / self.config.initial, self.model)
+            if self.config.init_from is not None:
+                self.initial_sha256 = checkpoints.load_weights(self.run.path / self.config.init_from, self.model)
             return 0, {}
         folder = self.run.checkpoint(newest)
         state, tensors = checkpoints.load(folder, self.model, config=self.config)
@@ -321,6 +327,17 @@ class _Training:
         if self.loggers is not None:
             self.loggers.log(line)
 
+    def _algorithm_state(self) -> dict[str, torch.Tensor]:
+        """Return the algorithm's state, which a file of tensors must be able to hold."""
+        state, kind = self.algorithm.state(), self.config.algorithm.kind
+        for name, value in state.items():
+            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+                raise IsolossError(
+                    f"the state of the training algorithm {kind} has a {type(value).__name__} under {name!r}; it must "
+                    "have tensors by name"
+                )
+        return state
+
     def _save(self) -> None:
         """Save this step, and drop the checkpoints that were only there to go on from."""
         state = TrainerState(
@@ -331,7 +348,7 @@ class _Training:
             initial_sha256=self.initial_sha256,
         )
         model, average = self.parallel.full_model(), self.average.state()
-        tensors = {**self.algorithm.state(), **average}
+        tensors = {**self._algorithm_state(), **average}
         kept_average = average if self.step in self.kept else None
         tokenizer = getattr(self.language, "tokenizer", None)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from isoloss import lazy
 
 if TYPE_CHECKING:
-    from isoloss.transfer.compare import compare_accuracy
+    from isoloss.transfer.comparing import compare_accuracy
     from isoloss.transfer.config import FinetuneConfig, LinearProbeConfig
     from isoloss.transfer.finetuning import finetune
     from isoloss.transfer.linear_probing import linear_probe, lookup_probe
@@ -35,7 +35,7 @@ __getattr__, __dir__ = lazy.exports(
         **dict.fromkeys(("TaskData", "make_task"), "isoloss.transfer.tasks"),
         **dict.fromkeys(("linear_probe", "lookup_probe"), "isoloss.transfer.linear_probing"),
         "TransferResult": "isoloss.transfer.results",
-        "compare_accuracy": "isoloss.transfer.compare",
+        "compare_accuracy": "isoloss.transfer.comparing",
         "finetune": "isoloss.transfer.finetuning",
         "make_text_task": "isoloss.transfer.text_tasks",
     },

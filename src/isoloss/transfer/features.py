@@ -1,4 +1,4 @@
-"""What a linear probe reads: a model's token states, or the look-up table's true probabilities, one row a sentence."""
+"""What a linear probe reads: a model's token states, or the look-up table's probabilities, one row per sentence."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from torch import nn
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, require
 from isoloss.runs import versions
 from isoloss.seeds import derive, generator
 from isoloss.text.masking import Batch
@@ -48,7 +47,7 @@ def finetune(
     task: TaskData,
     config: FinetuneConfig | None = None,
     *,
-    folder: Path | None = None,
+    output: Path | None = None,
     progress: Callable[[int, str], None] | None = None,
     **settings: Any,
 ) -> TransferResult:
@@ -60,7 +59,7 @@ def finetune(
     weights are trained, dropout is that of the model's config, and there is no early stopping: the accuracy is that of
     the weights after the last step.
 
-    With a `folder`, a state is kept once a minute; Ctrl-C and SIGTERM save one and raise `Interrupted`. The same call
+    With an `output`, a state is kept once a minute; Ctrl-C and SIGTERM save one and raise `Interrupted`. The same call
     then goes on from there, also after SIGKILL, and the result is the same bit for bit on one device with the same
     number of threads. When more `seeds` are asked for, those in the folder are kept.
 
@@ -68,7 +67,7 @@ def finetune(
         model: A Hugging Face model in float32, as `isoloss.loading.load_model` gives it; it stays as it is.
         task: Labeled sentences.
         config: The settings; None: the paper's.
-        folder: Where the state is kept; new, or of the same model, task and config. None: nowhere.
+        output: Folder where the state is kept; new, or of the same model, task and config. None: nowhere.
         progress: Called after every step with the number of steps so far, of `num_steps` times the seeds, and a note.
         settings: Fields of `FinetuneConfig` that replace those of `config`, e.g. `epochs=3`.
 
@@ -83,7 +82,7 @@ def finetune(
         Interrupted: A signal came, and all is saved.
 
     Example:
-        >>> from isoloss import load_language
+        >>> from isoloss import finetune, load_language
         >>> from isoloss.models.make import make_model
         >>> from isoloss.run_config import ModelConfig
         >>> from isoloss.transfer.tasks import make_task
@@ -95,9 +94,11 @@ def finetune(
         ((2, 32), True)
     """
     began = time.perf_counter()
-    config = dataclasses.replace(config or FinetuneConfig(), **settings)
-    configs.check(config)
-    config.check_steps(num_steps(config, len(task.train_labels)))
+    config = configs.replaced(config or FinetuneConfig(), settings)
+    require("model", model, nn.Module, "a model, such as load_model(CHECKPOINT).model")
+    require("task", task, TaskData, "a task, which make_task returns")
+    steps = num_steps(config, len(task.train_labels))
+    config.check_steps(steps)
     backbone, pooling = backbone_of(model), _pooling(config, model)
     check_labels(task.train_labels, task.test_labels, task.classes)
     for sentences in (task.train, task.test):
@@ -107,12 +108,12 @@ def finetune(
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_settings(0, model.device))
         stopped: Callable[[], bool] = lambda: False  # noqa: E731
-        if folder is not None:
-            stack.enter_context(files.lock(folder))
-            _claim(folder, _identity(backbone, task, config))
-            files.remove_unfinished(folder)
+        if output is not None:
+            stack.enter_context(files.lock(output))
+            _claim(output, _identity(backbone, task, config))
+            files.remove_unfinished(output)
             stopped = stack.enter_context(signals())
-        seeds = [_Seed(index, backbone, pooling, task, config, folder) for index in range(config.seeds)]
+        seeds = [_Seed(index, backbone, pooling, task, config, output) for index in range(config.seeds)]
         done = [seed.run(stopped, progress) for seed in seeds]
     return score(
         torch.tensor([seed["predictions"] for seed in done]),
@@ -121,9 +122,10 @@ def finetune(
         method="fine-tuning",
         settings={
             **configs.to_dict(config),
+            "warmup_steps": config.num_warmup_steps(steps),
             "pooling": pooling,
             "num_train": len(task.train_labels),
-            "steps": num_steps(config, len(task.train_labels)),
+            "steps": steps,
             "num_parameters": sum(p.numel() for p in backbone.parameters()),
             "attention": backbone.config._attn_implementation,
             "device": model.device.type,
@@ -226,7 +228,9 @@ class _Seed:
         width = self._width()
         self.classifier = Classifier(copy.deepcopy(self.backbone), self.pooling, width, len(self.task.classes), draws)
         self.classifier.to(self.device).train()
-        context = TrainingContext(optimizer=self.config, total_steps=self.total, micro_batch=self.config.micro_batch)
+        context = TrainingContext(
+            optimizer=self.config, total_steps=self.total, micro_batch_size=self.config.micro_batch_size
+        )
         self.algorithm = TrainingAlgorithm(self.classifier, context)
         self.step = 0
         self.losses = torch.zeros(self.config.epochs, dtype=torch.float64)

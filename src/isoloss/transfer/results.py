@@ -156,7 +156,7 @@ class TransferResult:
 
     @property
     def correct(self) -> torch.Tensor:
-        """(S, n) bool, whether a prediction is the label; `isoloss.transfer.compare` compares those of two models."""
+        """(S, n) bool, whether a prediction is the label; `isoloss.transfer.comparing` compares those of two models."""
         return self.predictions == self.labels
 
     @property
@@ -285,7 +285,7 @@ def score(
         stderr=math.hypot(binomial, (deviation or 0.0) / math.sqrt(num_seeds)),
         samples=num_test,
         unit="accuracy",
-        num_inputs=num_test,
+        num_predictions=num_test,
         method=method,
         seconds=seconds,
         details={
@@ -347,6 +347,6 @@ def _ratio(a: torch.Tensor, b: torch.Tensor, method: str) -> Estimate | None:
         stderr=float((a - value * b).square().sum().sqrt()) / total,
         samples=len(a),
         unit="accuracy",
-        num_inputs=len(a),
+        num_predictions=len(a),
         method=method,
     )

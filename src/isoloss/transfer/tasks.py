@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +17,13 @@ from isoloss.registry import TASKS
 from isoloss.statistics.estimate import Estimate
 from isoloss.text.masking import with_start
 from isoloss.text.text_classification import Coverage
-from isoloss.transfer.bayes import bayes_accuracy
 from isoloss.transfer.results import majority_rate as majority_rate
 from isoloss.transfer.text_sources import TextTask
 
 _LEAST_FRACTION = 1e-3  # a task whose labels fewer of the sentences bear is refused,
 _LEAST_DRAWS = 10_000  # once so many have been drawn
-_BATCH = 4096  # sentences drawn at once
+_BATCH = 4096  # sentences drawn at once, or whose posteriors are computed together
+_MOST_STRINGS = 1 << 16  # that are enumerated for an exact Bayes accuracy
 
 Lengths = tuple[int, int]
 
@@ -115,11 +117,11 @@ def make_task(
     single symbol stands for no choice and is left out. All labels are functions of the sentence, so an accuracy of 1 is
     possible, and equal scores go to the first symbol.
 
-    Of a hidden Markov model, `state-k`: the most likely k-th hidden state given the whole sentence,
+    Of a hidden Markov model, `state-K`: the most likely k-th hidden state given the whole sentence,
     `argmax_z Pr(z_k = z | x_1 .. x_T)`, k from 1 (the paper's task-6 and task-10); not the k-th state of the most
     likely sequence. Every sentence has this label.
 
-    Of the paper's bracket language, `mismatch`: the number of `>` less that of `<` in strings of independent, uniform
+    Of the paper's bracket language, `mismatch`: the number of `>` minus that of `<` in strings of independent, uniform
     brackets (section 5). They need not be sentences, and no accuracy but 1 is the best.
 
     With `-latent` behind the name (but `mismatch`), the label is not the most likely symbol or state but the one that
@@ -140,8 +142,8 @@ def make_task(
     Args:
         language: A language that has the task (`language.tasks()`), or what `isoloss.load_language` makes one of, e.g.
             `pcfg-laptop`.
-        name: `root`, `level-D`, `prefix-L`, `state-k` or `mismatch`, the first four also with `-latent`; `A`, `B`, `C`
-            and `task-k` are other names. What the language does not know is a task of `isoloss.registry.TASKS`.
+        name: `root`, `level-D`, `prefix-L`, `state-K` or `mismatch`, the first four also with `-latent`; `A`, `B`, `C`
+            and `task-K` are other names. What the language does not know is a task of `isoloss.registry.TASKS`.
         num_train: Training sentences.
         num_test: Test sentences, from a stream of their own.
         seed: The seed of the sentences; the streams are `("task", name, "train")` and `("task", name, "test")`, with
@@ -155,6 +157,7 @@ def make_task(
             sentences is below 1; lengths that the language does not have; a `test_language` of other tokens or classes.
 
     Example:
+        >>> from isoloss import make_task
         >>> from isoloss.languages.config import PCFGConfig
         >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=9).build()
         >>> task = make_task(language, "prefix-2", num_train=100, num_test=50, seed=0)
@@ -210,7 +213,9 @@ def labeling(language: Language, name: str) -> Labeling:
         try:
             pattern, parts = TASKS.match(name)
         except IsolossError:
-            raise error from None
+            others = [other for other, task in TASKS.loaded().items() if not isinstance(task, TextTask)]
+            told = f"; any language has {', '.join(others)}" if others else ""
+            raise IsolossError(f"{error}{told}") from None
     task = TASKS.load(pattern)
     if isinstance(task, TextTask):
         raise IsolossError(f"{name} is a task of text: its examples are read with make_text_task")
@@ -294,3 +299,65 @@ class _Draw:
         if self.lengths is None:
             return sentences
         return self.language.restrict_lengths(sentences, *self.lengths, generator=generator)
+
+
+def bayes_accuracy(
+    language: Language, labeling: Labeling, sentences: Sentences, *, enumerable: bool = True
+) -> Estimate:
+    r"""Return `E_x max_y Pr(y | x)`, over the sentences that have a label.
+
+    Where the label is a function of the sentence that is 1. Where it is what produced the sentence it is a sum over all
+    strings of tokens if there are at most 65,536 (its standard error is then 0), and else a mean over the given
+    sentences. With s_y(x) the probability that a sentence x has a label and that it is y, both are
+
+        sum_x Pr(x) max_y s_y(x) / sum_x Pr(x) sum_y s_y(x).
+
+    The sentences are drawn given that they have a label. They are `enumerable` where they follow the language's
+    distribution, so that the sum over all strings is the same.
+    """
+    if labeling.scores is None:
+        return _exact("exact: the label is a function of the sentence")
+    strings = _strings(language) if enumerable else None
+    if strings is not None:
+        probabilities, scores = strings[1], labeling.scores(strings[0]).cpu()
+        best, total = probabilities @ scores.amax(dim=1), probabilities @ scores.sum(dim=1)
+        return _exact("exact: a sum over all strings", float(best / total))
+    best_scores = []
+    for first in range(0, len(sentences.tokens), _BATCH):
+        tokens, lengths = (part[first : first + _BATCH] for part in sentences[:2])
+        scores = labeling.scores(Sentences(tokens, lengths)).cpu()
+        best_scores.append(scores.amax(dim=1) / scores.sum(dim=1))
+    values = torch.cat(best_scores)
+    deviation = float(values.std()) if len(values) > 1 else 0.5  # numbers from 0 to 1 cannot deviate more
+    return Estimate(
+        value=float(values.mean()),
+        stderr=deviation / math.sqrt(len(values)),
+        samples=len(values),
+        unit="accuracy",
+        num_predictions=len(values),
+        method="Monte Carlo: mean over the test sentences",
+    )
+
+
+def _exact(method: str, value: float = 1.0) -> Estimate:
+    return Estimate(value=value, stderr=0.0, samples=0, unit="accuracy", num_predictions=0, method=method)
+
+
+def _strings(language: Language) -> tuple[Sentences, torch.Tensor] | None:
+    """Return all sentences of the language and their probabilities (n,), or None where there are too many strings."""
+    if not language.is_exact:
+        return None
+    exact = language.exact().to("cpu", torch.float64)
+    longest, possible = exact.max_length, torch.nonzero(exact.length_probs).flatten().tolist()
+    if sum(exact.vocab_size**length for length in possible) > _MOST_STRINGS:
+        return None
+    rows = [
+        (*string, *[exact.pad_id] * (longest - length))
+        for length in possible
+        for string in itertools.product(range(exact.vocab_size), repeat=length)
+    ]
+    tokens = torch.tensor(rows)
+    lengths = (tokens != exact.pad_id).sum(dim=1)
+    is_sentence = exact.is_possible(tokens, lengths)
+    sentences = Sentences(tokens[is_sentence], lengths[is_sentence])
+    return sentences, exact.log_prob(sentences.tokens, sentences.lengths).exp()

@@ -1,4 +1,4 @@
-"""Heads, descents and verdicts of the bracket language: against brute force, and on figures that were spoilt."""
+"""Heads, descents and verdicts of the bracket language: against brute force, and on figures that were spoiled."""
 
 import dataclasses
 import itertools
@@ -182,7 +182,7 @@ def spoil_heads(found, name, samples, **changes):
         (study.FEATURES, {"cancellation": 1.0}, {6}),
     ],
 )
-def test_a_spoilt_solution_is_not_shown(found, name, changes, lost):
+def test_a_spoiled_solution_is_not_shown(found, name, changes, lost):
     before, after = verdicts(found), verdicts(spoil(found, name, **changes))
     assert {place for place in range(16) if before[place] and not after[place]} == lost
 

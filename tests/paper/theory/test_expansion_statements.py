@@ -16,7 +16,7 @@ from transformers import (
 
 from isoloss.models.expansion import expand
 from isoloss.models.sizes import Shape
-from isoloss.paper.theory.expansion import ADDED, differences, study
+from isoloss.paper.theory.expansion import ADDED, differences, judge_expansion
 
 TOKENS, LENGTH = 3, 3
 MASK, PAD = 3, 4
@@ -96,7 +96,7 @@ def enumerated(model, batch, causal):
 def test_parts_of_the_enumerated_trace_change_by_the_factors(kind, scale):
     small, batch = built(kind), contexts(kind)
     batch = {name: value[::3] for name, value in batch.items()}
-    result = expand(small, LARGE, scale=scale)
+    result = expand(small, LARGE, embedding_scale=scale)
     before, after = (enumerated(model, batch, kind == "opt") for model in (small, result.model))
     trace = sum(before.values())
     # OPT's softmax is in float32 whatever the weights are
@@ -112,7 +112,7 @@ def test_study(kind):
     small, batch = built(kind), contexts(kind)
     expanded = expand(small, LARGE)
     done = []
-    result = study(small, expanded, [batch], causal=kind == "opt", seed=0, progress=done.append)
+    result = judge_expansion(small, expanded, [batch], causal=kind == "opt", seed=0, progress=done.append)
     exact = sum(enumerated(small, batch, kind == "opt").values())
     # the inputs are all of them, so that only the signs make the estimate differ from enumeration
     assert result.before.value == pytest.approx(exact, rel=0.2)
@@ -141,7 +141,7 @@ def test_another_function_is_not_shown():
     expanded = expand(small, LARGE)
     with torch.no_grad():
         expanded.model.bert.encoder.layer[2].output.dense.bias[0] += 0.5
-    result = study(small, expanded, [batch], causal=False)
+    result = judge_expansion(small, expanded, [batch], causal=False)
     assert [statement.shown for statement in result.statements[:2]] == [False, False]
 
 
@@ -180,7 +180,9 @@ def sentences(kind, n=192):
 def test_the_factors_are_shown_at_every_width(kind, ratio, dtype):
     """Although the large model's layers, and so the control variates it would have by itself, are other ones."""
     small = built(kind, dtype)
-    result = study(small, expand(small, Shape(4 * ratio, ratio, 3, 4 * ratio)), [sentences(kind)], causal=kind == "opt")
+    result = judge_expansion(
+        small, expand(small, Shape(4 * ratio, ratio, 3, 4 * ratio)), [sentences(kind)], causal=kind == "opt"
+    )
     assert [statement.shown for statement in result.statements[:2]] == [True, True]
     for part in result.contributions[:-1]:
         assert part.after == pytest.approx(part.factor * part.before, abs=1e-6 * result.before.value), part.name
@@ -197,7 +199,7 @@ def test_a_wrong_rule_is_not_shown(kind, dtype):
     assert part.copies == 9
     miscounted = dataclasses.replace(part, divisor=part.divisor * (9 / 10) ** 0.5)  # c^2 / 10 for c^2 / 9
     wrong = dataclasses.replace(expanded, parts={**expanded.parts, name: miscounted})
-    result = study(small, wrong, [sentences(kind)], causal=kind == "opt")
+    result = judge_expansion(small, wrong, [sentences(kind)], causal=kind == "opt")
     assert [statement.shown for statement in result.statements[:2]] == [True, False]
     assert f"({name.replace('.0.', '.*.')})" in result.statements[1].evidence
 
@@ -211,7 +213,7 @@ def test_another_expansion_with_the_same_function_is_not_shown():
         weight = expanded.model.get_parameter(part.name)
         weight[:, :4] *= 2
         weight[:, 4:] = 0
-    result = study(small, expanded, [sentences("bert")], causal=False)
+    result = judge_expansion(small, expanded, [sentences("bert")], causal=False)
     assert [statement.shown for statement in result.statements[:2]] == [True, False]
 
 

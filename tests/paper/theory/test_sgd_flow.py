@@ -47,7 +47,7 @@ def judged(found, settings=SMALL, *, limits=None, control=None):
 
 
 def estimate(value, stderr=0.01):
-    return Estimate(value=value, stderr=stderr, samples=9, unit="", num_inputs=9, method="m")
+    return Estimate(value=value, stderr=stderr, samples=9, unit="", num_predictions=9, method="m")
 
 
 def test_everything_is_shown(found):

@@ -1,7 +1,8 @@
 """A language: rolls of a loaded die. The config needs no torch, so that `isoloss --help` stays fast."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from isoloss.config import LanguageConfig, setting
 
@@ -10,6 +11,7 @@ from isoloss.config import LanguageConfig, setting
 class DiceConfig(LanguageConfig):
     """Rolls of a loaded die: tokens that are independent of each other."""
 
+    task_patterns: ClassVar[Mapping[str, str]] = {"total": "whether the rolls add up to an even number (dice)"}
     kind: Literal["dice"] = "dice"
     sides: int = setting(6, minimum=2)
     """Tokens of the language."""

@@ -9,9 +9,11 @@ from mylab.dice import DiceConfig
 class Dice(ExactLanguage):
     """Sentences of `length` rolls, each side with its own probability."""
 
+    task_patterns = DiceConfig.task_patterns
+
     def __init__(self, config: DiceConfig) -> None:
         self._config, self.max_length = config, config.length
-        self._set_vocabulary(tuple(str(side + 1) for side in range(config.sides)))
+        self.set_vocabulary(tuple(str(side + 1) for side in range(config.sides)))
         self.device, self.dtype = torch.device("cpu"), torch.float64
         weights = 1 + config.bias * torch.arange(config.sides, dtype=torch.float64)
         self.probs = weights / weights.sum()
@@ -31,9 +33,6 @@ class Dice(ExactLanguage):
     def conditional_entropy(self, tokens, lengths, *, mask=None, positions=None):
         shape = tokens.shape if positions is None else positions.shape
         return torch.special.entr(self.probs).sum().expand(shape).clone()
-
-    def tasks(self):
-        return {"total": "whether the rolls add up to an even number"}
 
     def labeling(self, name):
         if name != "total":

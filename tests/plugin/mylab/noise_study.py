@@ -11,10 +11,10 @@ def _experiments(steps: int) -> dict[str, Experiment]:
         measures=("loss", "trace", "top1", "probe-total"),
         settings={
             "loss_sentences": 256,
-            "trace_sentences": 128,
-            "top1_inputs": 256,
-            "probe_train": 256,
-            "probe_test": 256,
+            "flatness_sentences": 128,
+            "top1_sequences": 256,
+            "num_train": 256,
+            "num_test": 256,
             "probe_seeds": 2,
             "probe_epochs": 5,
         },
@@ -29,8 +29,8 @@ def _experiments(steps: int) -> dict[str, Experiment]:
 STUDY = Study(
     name="noise",
     scales={
-        "smoke": Scale(text="a test of seconds", experiments=_experiments(20)),
-        "full": Scale(text="a minute", experiments=_experiments(2000)),
+        "smoke": Scale(description="a test of seconds", experiments=_experiments(20)),
+        "full": Scale(description="a minute", experiments=_experiments(2000)),
     },
     title="Noise on the gradient",
 )

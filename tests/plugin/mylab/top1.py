@@ -12,7 +12,7 @@ from isoloss.evaluation.measures.base import SeededMeasure
 class Top1(SeededMeasure):
     """Accuracy of the most probable token at the predicted positions, with its standard error over sequences."""
 
-    top1_inputs: int = setting(1024, minimum=2)
+    top1_sequences: int = setting(1024, minimum=2)
     """Sequences to measure on."""
 
     def run(self, model: Any, context: Any) -> Mapping[str, Any]:
@@ -23,7 +23,7 @@ class Top1(SeededMeasure):
 
         right, predicted = [], []
         with torch.no_grad():
-            for batch in context.inputs(self.top1_inputs, self.seed).batches:
+            for batch in context.inputs(self.top1_sequences, self.seed).batches:
                 tensors = {name: value.to(model.device) for name, value in batch.items()}
                 logits = model(input_ids=tensors["input_ids"], attention_mask=tensors["attention_mask"]).logits
                 labels = tensors["labels"]

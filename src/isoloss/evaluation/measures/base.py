@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from isoloss.statistics.estimate import Estimate
 
 
+_REPLACED = {"TASK": "root", "SIZE": "d64", "EMBEDDING_SCALE": "paper"}  # in the example of a name
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasureResult:
     """What a measure found on one model."""
@@ -36,9 +39,18 @@ class MeasureResult:
     inputs: str = ""
 
     @classmethod
-    def of(cls, result: MeasureResult | Mapping[str, Estimate]) -> MeasureResult:
-        """Return a measure's result; from estimates alone, with their influences as arrays."""
-        return result if isinstance(result, MeasureResult) else cls(estimates=result, arrays=influences(result))
+    def of(cls, result: MeasureResult | Mapping[str, Estimate], measure: str) -> MeasureResult:
+        """Return the result of the measure called so; from estimates alone, with their influences as arrays.
+
+        Raises:
+            IsolossError: It is none.
+        """
+        from isoloss.statistics.estimate import Estimate
+
+        estimates = result.estimates if isinstance(result, cls) else result
+        if not isinstance(estimates, Mapping) or not all(isinstance(e, Estimate) for e in estimates.values()):
+            raise IsolossError(f"the measure {measure} returned {estimates!r}; it must be estimates by name")
+        return result if isinstance(result, cls) else cls(estimates=estimates, arrays=influences(estimates))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +60,8 @@ class Measure:
     Measures that share a field inherit it from one class, so that an option of the command line is the same for all.
     """
 
-    def applies_to(self, context: MeasureContext) -> str | None:
-        """Return why it cannot be measured there, in a sentence, or None where it can."""
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
+        """Return why the measure cannot be taken here, as a sentence; None if it can."""
         return None
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult | Mapping[str, Estimate]:
@@ -79,18 +91,20 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
 
     Example:
         >>> make_measure("probe-root", {"probe_seeds": 3, "loss_sentences": 100})
-        Probe(seed=0, probe_train=4096, probe_test=4096, task='root', probe_seeds=3, probe_epochs=100)
+        Probe(seed=0, num_train=4096, num_test=4096, task='root', probe_seeds=3, probe_epochs=100)
     """
     pattern, parts = MEASURES.match(name)
-    if missing := name_fields(pattern) - {part.lower() for part in parts}:
-        raise IsolossError(f"{pattern} stands for measures with a {' and a '.join(sorted(missing))} in their name")
+    if not parts and name_fields(pattern):
+        raise IsolossError(f"{pattern} is a pattern: replace {' and '.join(_placeholders(pattern))}{_example(pattern)}")
     cls = MEASURES.load(pattern)
     own = {field.name for field in dataclasses.fields(cls)}
     given = dict(settings or {})
     if unknown := [key for key in given if key not in own]:
-        known = {field.name for other in MEASURES for field in dataclasses.fields(MEASURES.load(other))}
+        known = {field.name for other in MEASURES.loaded().values() for field in dataclasses.fields(other)}
         if wrong := next((key for key in unknown if key not in known), None):
-            raise IsolossError(f"no measure has a setting {wrong!r}{did_you_mean(wrong, known)}")
+            names = ", ".join(sorted(own - name_fields(pattern))) or "none"
+            told = did_you_mean(wrong, known) or f"; those of {name} are {names}"
+            raise IsolossError(f"no measure has a setting {wrong!r}{told}")
     values = {key: value for key, value in given.items() if key in own}
     measure: Measure = cls(**values, **{part.lower(): value for part, value in parts.items()})
     configs.check(measure)
@@ -102,7 +116,7 @@ def settings_of(name: str, settings: Mapping[str, Any] | None = None) -> dict[st
 
     Example:
         >>> settings_of("probe-root", {"probe_seeds": 3})
-        {'probe_train': 4096, 'probe_test': 4096, 'probe_seeds': 3, 'probe_epochs': 100, 'seed': 0}
+        {'num_train': 4096, 'num_test': 4096, 'probe_seeds': 3, 'probe_epochs': 100, 'seed': 0}
     """
     values: dict[str, Any] = configs.identity(make_measure(name, settings))
     by_name = name_fields(MEASURES.match(name)[0])
@@ -113,10 +127,20 @@ def name_fields(pattern: str) -> set[str]:
     """Return the fields of a registered measure that its name gives.
 
     Example:
-        >>> sorted(name_fields("trace-in-SIZE-SCALE"))
-        ['scale', 'size']
+        >>> sorted(name_fields("trace-in-SIZE-EMBEDDING_SCALE"))
+        ['embedding_scale', 'size']
     """
-    return {word.lower() for word in pattern.split("-") if word.isupper()}
+    return {word.lower() for word in _placeholders(pattern)}
+
+
+def _placeholders(pattern: str) -> list[str]:
+    return [word for word in pattern.split("-") if word.isupper()]
+
+
+def _example(pattern: str) -> str:
+    """Return what a pattern becomes with its placeholders replaced; empty where one of them is not isoloss's own."""
+    words = [_REPLACED.get(word, word) if word.isupper() else word for word in pattern.split("-")]
+    return "" if any(word.isupper() for word in words) else f", e.g. {'-'.join(words)}"
 
 
 def influences(estimates: Mapping[str, Estimate]) -> dict[str, Any]:

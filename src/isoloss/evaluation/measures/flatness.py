@@ -28,9 +28,10 @@ _ARGUMENTS = {  # of the functions, by setting
     "hessian_group_size": "group_size",
     "sharpness_rho": "rho",
     "sharpness_steps": "num_steps",
+    "adaptive": "adaptive",
     "noise_relative_std": "relative_std",
     "curvature_matrix": "matrix",
-    "num_eigenvalues": "k",
+    "num_eigenvalues": "num_eigenvalues",
     "spectrum_steps": "num_steps",
 }
 
@@ -62,7 +63,7 @@ class FlatnessMeasure(Measure):
         """Return what `progress` counts to at most, given the number of sequences, and what it counts."""
         return num_sequences, "sequences"
 
-    def applies_to(self, context: MeasureContext) -> str | None:
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return which of `rtol`, `seconds` and `resume` are set although the function has no use for them."""
         given = [name for name in ("rtol", "seconds", "resume") if getattr(context, name) is not None]
         unused = [name for name in given if name not in inspect.signature(self.function()).parameters]
@@ -89,12 +90,12 @@ class SampledFlatness(FlatnessMeasure, SeededMeasure):
     and `auxiliary_sample` that are among its parameters.
     """
 
-    trace_sentences: int = setting(2048, minimum=2)
-    """Sequences for the trace and the other measures of flatness."""
+    flatness_sentences: int = setting(2048, minimum=2)
+    """Sentences, or sequences of other data, that the measures of flatness are taken on."""
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Measure on the inputs of the context."""
-        inputs = context.inputs(self.trace_sentences, self.seed)
+        inputs = context.inputs(self.flatness_sentences, self.seed)
         estimates = self.estimates(self._call(model, inputs, context))
         return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=digest_batches(inputs.batches))
 
@@ -108,7 +109,7 @@ class SampledFlatness(FlatnessMeasure, SeededMeasure):
             "seconds": context.seconds,
             "resume": context.resume,
             "progress": context.progress,
-            "auxiliary_sample": inputs.pool if context.has_embeddings else None,
+            "auxiliary_sample": inputs.auxiliary_sample if context.has_embeddings else None,
         }
         taken = inspect.signature(function).parameters
         given = {**{name: value for name, value in arguments.items() if name in taken}, **self.options()}
@@ -137,10 +138,40 @@ class Trace(_Probed):
     """Trace of the Fisher, which equals that of the Hessian where the model's conditionals are the true ones."""
 
     trace_method: Literal["ghost", "paper"] = setting("ghost", omit_default=True)
-    """One backward pass a batch with the exact expectation over labels (ghost), or the paper's estimator: one backward
-    pass for each of 50 sampled labels."""
+    """One backward pass per batch with the exact expectation over labels (ghost), or the paper's estimator: one
+    backward pass for each of 50 sampled labels."""
     name: ClassVar[str] = "trace"
     calls: ClassVar[str] = "fisher_trace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinimalTrace(Trace):
+    """Minimum of the trace over the model's exact rescalings, which leave its function as it is."""
+
+    rescaling_granularity: Literal["tensor", "head", "channel", "neuron"] = setting("tensor", omit_default=True)
+    """minimal-trace: what has a factor of its own, whole tensors or their heads, channels or hidden units."""
+    name: ClassVar[str] = "minimal-trace"
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the minimum, with those of the trace."""
+        return {**super().options(), "rescaling": "minimal", "granularity": self.rescaling_granularity}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RescalingControl(MinimalTrace):
+    """Trace and minimal trace after a random exact rescaling: the first moves, the second does not."""
+
+    name: ClassVar[str] = "rescaling-control"
+
+    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
+        """Measure the model, written in another way."""
+        from isoloss.flatness.rescaling import rescaled_at_random
+
+        other = rescaled_at_random(model, granularity=self.rescaling_granularity, seed=self.seed)
+        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(Trace)}
+        plain, minimal = Trace(**settings).run(other, context), super().run(other, context)
+        estimates = {"trace": plain.estimates["trace"], "minimal-trace": minimal.estimates[self.name]}
+        return dataclasses.replace(minimal, estimates=estimates, arrays=influences(estimates))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,20 +179,20 @@ class TraceIn(Trace):
     """The same trace after expanding the model to a larger size."""
 
     size: str
-    scale: str
+    embedding_scale: str
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return the trace of the same function in the larger model; its details say how far the logits differ."""
         from isoloss.models.expansion import expand
         from isoloss.models.sizes import shape
 
-        scale: Any = self.scale  # embed refuses one that it does not know
-        large = expand(model, shape(self.size), scale=scale).model
+        scale: Any = self.embedding_scale  # `expand` refuses an unknown scale
+        large = expand(model, shape(self.size), embedding_scale=scale).model
         result = super().run(large, context)
         trace = result.estimates["trace"]
-        batches = context.inputs(self.trace_sentences, self.seed).batches
+        batches = context.inputs(self.flatness_sentences, self.seed).batches
         differ = _logits_differ(model, large, batches, causal=context.is_causal)
-        details = {**trace.details, "expanded_into": self.size, "scale": self.scale, "logits_differ_by": differ}
+        details = {**trace.details, "expanded_into": self.size, "embedding_scale": scale, "logits_differ_by": differ}
         return dataclasses.replace(result, estimates={"trace": dataclasses.replace(trace, details=details)})
 
 
@@ -183,14 +214,19 @@ class WeightedTrace(_Probed):
 
 @dataclass(frozen=True, kw_only=True)
 class HessianTrace(_Probed):
-    """Trace of the Hessian at the given labels: the Fisher's part and the rest."""
+    """Trace of the Hessian at the given labels: the Fisher's part and the residual."""
 
-    hessian_method: Literal["residual", "authors"] = "residual"
-    """The Fisher's trace plus the rest of the Hessian's, or what the paper's published code does."""
+    hessian_method: Literal["residual", "published-code"] = "residual"
+    """hessian-trace: the Fisher's trace plus the residual, or the paper's published code, which differs from its
+    appendix B.1."""
     hessian_group_size: int = setting(8, minimum=1)
-    """Sequences that share a random vector for the rest."""
+    """hessian-trace: sequences that share a random vector for the residual; of the published code, a batch."""
     name: ClassVar[str] = "hessian-trace"
     calls: ClassVar[str] = "hessian_trace"
+
+    def _call(self, model: Any, inputs: Any, context: MeasureContext) -> Any:
+        by_batch = self.hessian_method == "published-code"  # its probes and its error are those of batches
+        return super()._call(model, inputs.cut(self.hessian_group_size) if by_batch else inputs, context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,20 +238,38 @@ class FisherRao(SampledFlatness):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RelativeFlatness(SampledFlatness):
+    """Relative flatness of the last linear map, from its weight, its inputs and the predictions."""
+
+    name: ClassVar[str] = "relative-flatness"
+    calls: ClassVar[str] = "relative_flatness"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SAMSharpness(SampledFlatness):
     """Rise of a batch's loss in its worst direction within a small ball around the weights."""
 
     sharpness_rho: float = setting(0.05, above=0)
-    """Radius of the ball, in the Euclidean norm over all parameters."""
+    """sam-sharpness, adaptive-sharpness: radius of the ball, in the Euclidean norm over all parameters."""
     sharpness_steps: int = setting(1, minimum=1)
-    """Steps of ascent."""
+    """sam-sharpness, adaptive-sharpness: ascent steps."""
     sharpness_batch_size: int = setting(16, minimum=1)
-    """Sequences in a batch, each of which has its own worst direction; the value depends on it."""
+    """sam-sharpness, adaptive-sharpness: sequences in a batch, each of which has its own worst direction; the value
+    depends on it."""
+    adaptive: ClassVar[bool] = False
     name: ClassVar[str] = "sam-sharpness"
     calls: ClassVar[str] = "sam_sharpness"
 
     def _call(self, model: Any, inputs: Any, context: MeasureContext) -> Any:
         return super()._call(model, inputs.cut(self.sharpness_batch_size), context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveSharpness(SAMSharpness):
+    """The same rise, the ball measured in units of each weight: rescaling a unit does not change it."""
+
+    adaptive: ClassVar[bool] = True
+    name: ClassVar[str] = "adaptive-sharpness"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +292,7 @@ class NoiseSharpness(_OverProbes):
     """Expected rise of the loss under Gaussian noise on the weights."""
 
     noise_relative_std: float = setting(0.01, above=0)
-    """Standard deviation of the noise on a parameter tensor, relative to the tensor's root mean square."""
+    """noise-sharpness: standard deviation of the noise on a parameter tensor, relative to its root mean square."""
     name: ClassVar[str] = "noise-sharpness"
     default_probes: ClassVar[int] = 16
     calls: ClassVar[str] = "noise_sharpness"
@@ -247,7 +301,8 @@ class NoiseSharpness(_OverProbes):
 @dataclass(frozen=True, kw_only=True)
 class _Spectral(SampledFlatness):
     curvature_matrix: Matrix = "gauss-newton"
-    """Whose eigenvalues: the Gauss-Newton matrix's (the Fisher) or, at the given labels, the Hessian's."""
+    """largest-eigenvalue, spectral-density: the Gauss-Newton matrix (the Fisher), or the Hessian at the given
+    labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +310,7 @@ class LargestEigenvalue(_Spectral):
     """Largest eigenvalues of the Gauss-Newton matrix or the Hessian, by Lanczos' method."""
 
     num_eigenvalues: int = setting(1, minimum=1)
-    """How many, the largest first."""
+    """largest-eigenvalue: number of eigenvalues."""
     name: ClassVar[str] = "largest-eigenvalue"
     calls: ClassVar[str] = "largest_eigenvalues"
 
@@ -269,7 +324,7 @@ class LargestEigenvalue(_Spectral):
 
     def estimates(self, result: Any) -> dict[str, Estimate]:
         """Return the eigenvalues by their rank."""
-        return {self.name if i == 0 else f"eigenvalue-{i + 1}": estimate for i, estimate in enumerate(result)}
+        return {self.name if i == 0 else f"{self.name}-{i + 1}": estimate for i, estimate in enumerate(result)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +332,7 @@ class SpectralDensity(_Spectral, _OverProbes):
     """Distribution of the eigenvalues, and the trace and squared Frobenius norm that it gives."""
 
     spectrum_steps: int = setting(30, minimum=2)
-    """Steps of Lanczos' method for each probe."""
+    """spectral-density: steps of Lanczos' method for each probe."""
     name: ClassVar[str] = "spectral-density"
     default_probes: ClassVar[int] = 8
     calls: ClassVar[str] = "spectral_density"
@@ -287,8 +342,8 @@ class SpectralDensity(_Spectral, _OverProbes):
         first, second = result.moment(1), result.moment(2)
         quadrature = {"nodes": result.nodes.tolist(), "weights": result.weights.tolist()}
         return {
-            "spectrum-trace": dataclasses.replace(first, details={**first.details, **quadrature}),
-            "spectrum-squares": second,
+            "trace": dataclasses.replace(first, details={**first.details, **quadrature}),
+            "squared-frobenius-norm": second,
         }
 
 

@@ -15,33 +15,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(SeededMeasure):
-    """Entropy of the true conditionals + KL divergence from them; for text, held-out cross-entropy."""
+    """Entropy of the true conditionals + KL divergence from them; without these, cross-entropy of text or sentences."""
 
     loss_sentences: int = setting(4096, minimum=1)
     """Sentences for the loss; for text, held-out sequences at most."""
 
-    def applies_to(self, context: MeasureContext) -> str | None:
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why the loss cannot be known: an exact language gives no conditionals under this objective."""
         from isoloss.evaluation.truth import why_no_truth
 
-        if context.language is None or context.language.num_held_out:
+        if not self._has_truth(context):
             return None
         return why_no_truth(
             context.language, num_sentences=self.loss_sentences, objective=context.objective, seed=self.seed
         )
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Return `entropy`, `kl` and `loss` of an exact language, `loss` of text."""
+        """Return `entropy`, `kl` and `loss` of an exact language, `loss` of another and of text."""
         from isoloss.evaluation import loss
 
         objective, num, seed = context.objective, self.loss_sentences, self.seed
-        if context.language is not None and not context.language.num_held_out:
+        if self._has_truth(context):
             truth = context.truth(num, seed)
             estimates = loss.pretraining_loss(model, truth, progress=context.progress)
             return MeasureResult(
                 estimates=estimates, arrays=influences(estimates), inputs=digest(*truth.batch.values())
             )
-        if context.language is not None:
+        if context.language is not None and context.language.num_held_out:
             sentences = context.language.held_out(num)
             inputs = digest(sentences.tokens, sentences.lengths, more=dataclasses.asdict(objective))
             estimates = loss.held_out_loss(
@@ -50,5 +50,17 @@ class Loss(SeededMeasure):
         else:
             read = context.inputs(num, seed)
             inputs = digest_batches(read.batches)
-            estimates = loss.text_loss(model, read.batches, objective=objective, seed=seed, progress=context.progress)
+            estimates = loss.text_loss(
+                model,
+                read.batches,
+                objective=objective,
+                seed=seed,
+                method="held-out text" if context.language is None else "fresh sentences",
+                progress=context.progress,
+            )
         return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=inputs)
+
+    def _has_truth(self, context: MeasureContext) -> bool:
+        """Whether the loss is against true conditionals, not a cross-entropy."""
+        language = context.language
+        return language is not None and not language.num_held_out and language.is_exact

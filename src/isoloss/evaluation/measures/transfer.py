@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class _TaskMeasure(SeededMeasure):
     """A measure on a task of the language."""
 
-    probe_train: int = setting(4096, minimum=1)
-    """Sentences that a linear probe is fitted on, or a model fine-tuned on."""
-    probe_test: int = setting(4096, minimum=1)
-    """Sentences that it is scored on."""
+    num_train: int = setting(4096, minimum=1)
+    """Training sentences of a probe or of fine-tuning."""
+    num_test: int = setting(4096, minimum=1)
+    """Test sentences."""
     task: str
 
-    def applies_to(self, context: MeasureContext) -> str | None:
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why there is no such task."""
         if context.language is None:
             return "tasks are those of a language, and none is given"
@@ -45,7 +45,7 @@ class _TaskMeasure(SeededMeasure):
         return MeasureResult(estimates={"accuracy": result.accuracy}, arrays=_predictions(result), inputs=inputs)
 
     def _data(self, context: MeasureContext) -> TaskData:
-        return context.task(self.task, num_train=self.probe_train, num_test=self.probe_test, seed=self.seed)
+        return context.task(self.task, num_train=self.num_train, num_test=self.num_test, seed=self.seed)
 
     def _read(self, context: MeasureContext) -> TaskData:
         """Return the task as the model reads it."""
@@ -60,7 +60,7 @@ class _TaskMeasure(SeededMeasure):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(_TaskMeasure):
-    """Accuracy of a linear probe on the concatenated token embeddings."""
+    """Accuracy of a linear probe on the last hidden states of all tokens, concatenated."""
 
     probe_seeds: int = setting(5, minimum=1)
     """Probes, each with its own initial weights and order."""
@@ -94,8 +94,8 @@ class Finetune(_TaskMeasure):
     """Models, each with its own head, order and dropout."""
     finetune_epochs: int = setting(10, minimum=1)
     """Passes over the training sentences."""
-    finetune_warmup_steps: int = setting(200, minimum=0)
-    """Steps of the warm-up of the learning rate."""
+    finetune_warmup_steps: int | None = setting(None, minimum=0)
+    """Steps of the warm-up of the learning rate; default: 200, or 6 % of the steps where these are fewer."""
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
         from isoloss.transfer.finetuning import finetune

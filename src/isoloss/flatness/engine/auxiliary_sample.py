@@ -158,8 +158,8 @@ class AuxiliarySample:
                 f"the auxiliary sample has {clusters} independent sequences or documents; it needs at least 2"
             )
         mean = sums[:-1] / sums[-1]
-        centring = torch.cat([torch.eye(len(mean), dtype=torch.float64), -mean[None]])  # a cluster's sum less n means
-        scatter = centring.T @ moments @ centring
+        centering = torch.cat([torch.eye(len(mean), dtype=torch.float64), -mean[None]])  # a cluster's sum less n means
+        scatter = centering.T @ moments @ centering
         directions = _directions(scatter, float(moments.diagonal()[1:-1].sum()))
         return cls(
             embedding=weight,
@@ -173,7 +173,7 @@ class AuxiliarySample:
         )
 
     def features(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return (B, 1 + r) float64 on the CPU: each sequence's features less the auxiliary sample's mean."""
+        """Return (B, 1 + r) float64 on the CPU: each sequence's features minus the auxiliary sample's mean."""
         tokens = _Tokens.of(batch, len(self.embedding))
         return (_values(tokens, self.embedding, self.bigrams) - self.mean) @ self.directions
 

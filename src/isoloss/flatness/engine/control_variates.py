@@ -110,7 +110,7 @@ def _octets(count: int) -> int:
 
 
 class Controls:
-    """Control variates of one batch: what the cotangents give less what they give on average, by sequence.
+    """Control variates of one batch: what the cotangents give minus what they give on average, by sequence.
 
     With g_r = W^T u_r the cotangent of the decoder's input h_r at position r, h~ = (h, 1) and w the mean row of W, the
     first two are squared norms of a part of each position's gradient that has a closed form, and the others products
@@ -126,15 +126,25 @@ class Controls:
       cotangent b_r at a position depends on u_r alone;
     - `sum_r |b_r|^2` of the first intermediate, with the mean over further probes in the place of its own;
     - the first two, their mean over these probes, which takes from the noise of that mean.
+
+    With `by_scale` the first is two: `|h|^2` and 1 in the place of `|h~|^2`. Then each has one scale, which it keeps
+    when the model is rescaled, and estimates by them go with the rescaling exactly.
     """
 
-    NUMBER = 4 + NUM_INTERMEDIATES + 3
-
     def __init__(
-        self, root_p: torch.Tensor, hidden: torch.Tensor, decoder: Decoder, rows: torch.Tensor, num_sequences: int
+        self,
+        root_p: torch.Tensor,
+        hidden: torch.Tensor,
+        decoder: Decoder,
+        rows: torch.Tensor,
+        num_sequences: int,
+        *,
+        by_scale: bool = False,
     ) -> None:
         self._rows, self._num_sequences = rows, num_sequences
-        self._squares = 1 + _squared_norms(hidden.to(root_p.dtype))
+        squares = _squared_norms(hidden.to(root_p.dtype))
+        # (m, 1 or 2)
+        self._squares = torch.stack([squares, torch.ones_like(squares)] if by_scale else [1 + squares], dim=1)
         weight = decoder.weight.to(root_p.dtype)
         self._shared = weight.mean(dim=0)
         squares = weight.square().sum(dim=1)
@@ -143,17 +153,22 @@ class Controls:
             p = part.square()
             above.append(1 - _squared_norms(p))
             below.append(p @ squares - _squared_norms(p @ weight))
-        own = self._squares * torch.cat(above)
-        self._means = torch.stack([self._by_sequence(own), self._by_sequence(torch.cat(below))], dim=1)
+        own = self._squares * torch.cat(above)[:, None]
+        self._means = self._by_sequence(torch.cat([own, torch.cat(below)[:, None]], dim=1))
 
-    def centred(
+    @staticmethod
+    def number(*, by_scale: bool = False) -> int:
+        """Return how many there are."""
+        return 4 + NUM_INTERMEDIATES + 3 + 2 * by_scale
+
+    def centered(
         self,
         cotangent: torch.Tensor,
         hidden_cotangent: torch.Tensor,
         intermediates: Sequence[torch.Tensor] = (),
         others: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> torch.Tensor:
-        """Return (B, 10) float64: the control variates less their means; 0 for those that there is nothing for."""
+        """Return (B, `number`) float64: the control variates minus their means; 0 where there is nothing for one."""
         along = (hidden_cotangent.to(cotangent.dtype) @ self._shared)[:, None]
         crossed = [self._crossed(values) for values in (hidden_cotangent, along, *intermediates)]
         crossed += [torch.zeros_like(crossed[0])] * (NUM_INTERMEDIATES - len(intermediates))
@@ -167,10 +182,13 @@ class Controls:
         )
 
     def squares(self, cotangent: torch.Tensor, hidden_cotangent: torch.Tensor) -> torch.Tensor:
-        """Return (B, 2) float64: the first two control variates of u (m, V) and W^T u (m, d), less their means."""
-        own = self._by_sequence(_squared_norms(cotangent) * self._squares)
-        below = self._by_sequence(_squared_norms(hidden_cotangent.to(cotangent.dtype)))
-        return torch.stack([own, below], dim=1) - self._means
+        """Return (B, 2) float64: the first two control variates of u (m, V) and W^T u (m, d), minus their means.
+
+        With `by_scale` there are three.
+        """
+        own = _squared_norms(cotangent)[:, None] * self._squares
+        below = _squared_norms(hidden_cotangent.to(cotangent.dtype))[:, None]
+        return self._by_sequence(torch.cat([own, below], dim=1)) - self._means
 
     def _crossed(self, values: torch.Tensor) -> torch.Tensor:
         """Return (B,): the products of any two different rows (m, n) of a sequence, summed; 0 where there is one."""

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isoloss.errors import IsolossError
+from isoloss.flatness.engine.accumulation import Options, ResumeFile, model_details, resume_file
 from isoloss.flatness.engine.capture import Capture, PositionSelection
 from isoloss.flatness.engine.parameters import counted_parameters, refuse_unreached, requiring_gradients
 from isoloss.flatness.engine.predictions import Batch, CheckedBatch, predict, read_batches
-from isoloss.flatness.engine.run import Options, ResumeFile, model_details, resume_file
 from isoloss.model_checks import NOTHING_PREDICTED, device_of, is_causal, plainly, refuse_dropout
 
 # what torch says where a function has a first derivative only
@@ -58,6 +58,7 @@ class MeanLoss:
         self._batches = [batch.checked for batch in self.batches if batch.checked.predicts]
         if not self._batches:
             raise IsolossError(NOTHING_PREDICTED)
+        self.by_document = bool(self.batches[-1].after.by_document)
         self.num_sequences = sum(len(batch.clusters) for batch in self.batches)
         self.skipped_batches = len(self.batches) - len(self._batches)
         self.num_positions = sum(len(batch.targets) for batch in self._batches)
@@ -257,8 +258,8 @@ def prediction_variances(
         logits = predicted_logits(model, batch)
         derivative = derivative_along(logits, list(parameters.values()), directions).double()
     p = logits.detach().double().softmax(dim=-1)
-    centred = derivative - (p * derivative).sum(dim=-1, keepdim=True)
-    return (p * centred.square()).sum(dim=-1).cpu()
+    centered = derivative - (p * derivative).sum(dim=-1, keepdim=True)
+    return (p * centered.square()).sum(dim=-1).cpu()
 
 
 @contextmanager
@@ -326,6 +327,12 @@ class Lanczos:
     def complete(self) -> bool:
         """Whether the basis spans everything."""
         return self.steps == len(self._basis[0])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no step is under way that has changed anything."""
+        vectors = self.steps if self.complete else self.steps + 1
+        return (len(self._beside), len(self._basis)) == (self.steps, vectors)
 
     def step(self) -> None:
         """Take one product and add a vector to the basis."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from isoloss.flatness.engine.splits import Split
+
 # elements of a temporary buffer; a single sequence that needs more gets more
 _LIMIT = 1 << 21
 
@@ -85,8 +87,12 @@ class Dense:
 Factor = Outer | Dense
 
 
-def squared_norms(factors: Sequence[Factor], num_sequences: int, *, separate: bool = False) -> torch.Tensor:
+def squared_norms(
+    factors: Sequence[Factor], num_sequences: int, *, separate: bool = False, split: Split | None = None
+) -> torch.Tensor:
     """Return (B,) float64: for each sequence the squared norm of the sum of the factors of one parameter.
+
+    With a `split` of the parameter, return (B, num_parts): the squared norm of each part of the sum.
 
     Several factors are several uses of the parameter in one forward pass: their gradients add before they are squared.
 
@@ -105,25 +111,53 @@ def squared_norms(factors: Sequence[Factor], num_sequences: int, *, separate: bo
     if dense and outer:
         raise TypeError("a parameter is used as a matrix and by element")
     if separate and len(factors) == 1 and factors[0].selected is not None:
-        return _by_sequence(_squares(factors[0]), factors[0].selected, num_sequences)
+        return _separate_norms(factors[0], num_sequences, split)
     if len(dense) == 1 and dense[0].selected is not None:
-        return _ragged_norms(dense[0].values, dense[0].selected, num_sequences)
+        return _ragged_norms(dense[0].values, dense[0].selected, num_sequences, split)
     if dense:
         total = torch.stack([_summed(factor, num_sequences) for factor in dense]).sum(dim=0)
-        return total.square().sum(dim=1, dtype=torch.float64)
+        return _sums(total.square(), split)
     matrices = [factor for factor in outer if not factor.is_index]
     if separate and len(matrices) == 1 and matrices[0].selected is not None:
-        own = _by_sequence(_squares(matrices[0]), matrices[0].selected, num_sequences)
-        return own + _outer_norms(outer, num_sequences, without_matrices=True)
-    return _outer_norms(outer, num_sequences)
+        own = _separate_norms(matrices[0], num_sequences, split)
+        return own + _outer_norms(outer, num_sequences, split, without_matrices=True)
+    return _outer_norms(outer, num_sequences, split)
+
+
+def _sums(values: torch.Tensor, split: Split | None) -> torch.Tensor:
+    """Return (c,) or (c, num_parts) float64: the sums of values (c, n) of the parameter's n elements."""
+    return values.sum(dim=1, dtype=torch.float64) if split is None else split.sums(values)
+
+
+def _separate_norms(factor: Factor, num_sequences: int, split: Split | None) -> torch.Tensor:
+    """Return the sums over each sequence's selected rows of the squared norms of their own gradients or its parts."""
+    selected = factor.selected
+    assert selected is not None
+    if split is None:
+        return _by_sequence(_squares(factor), selected, num_sequences)
+    if isinstance(factor, Dense):
+        return split.sums(_by_sequence(factor.values.double().square(), selected, num_sequences))
+    left = _length_squares(factor.left) if split.num_rows == 1 else split.row_sums(_wide(factor.left).square(), 1)
+    right = _length_squares(factor.right) if split.num_columns == 1 else split.column_sums(_wide(factor.right).square())
+    norms = left.new_zeros(num_sequences, split.num_parts)
+    for start, stop in _chunks(num_sequences, max(selected.counts) * (left.shape[1] + right.shape[1])):
+        if max(selected.counts[start:stop]):
+            parts = selected.padded(left, start, stop).mT @ selected.padded(right, start, stop)
+            norms[start:stop] = parts.flatten(1)
+    return norms
+
+
+def _length_squares(rows: torch.Tensor) -> torch.Tensor:
+    """Return (m, 1) float64: the squared lengths of rows (m, n), without a buffer (m, n)."""
+    lengths: torch.Tensor = torch.linalg.vector_norm(_wide(rows), dim=1, keepdim=True)
+    return lengths.double().square()
 
 
 def _squares(factor: Factor) -> torch.Tensor:
     """Return (m,): the squared norms of the selected rows' own gradients."""
-    values = (factor.values,) if isinstance(factor, Dense) else (factor.left, factor.right)
-    norms: list[torch.Tensor] = [torch.linalg.vector_norm(_wide(each), dim=1) for each in values]  # no buffer (m, n)
-    parts = [norm.double().square() for norm in norms]
-    return parts[0] if len(parts) == 1 else parts[0] * parts[1]
+    if isinstance(factor, Dense):
+        return _length_squares(factor.values)[:, 0]
+    return _length_squares(factor.left)[:, 0] * _length_squares(factor.right)[:, 0]
 
 
 def _by_sequence(values: torch.Tensor, selected: SelectedRows, num_sequences: int) -> torch.Tensor:
@@ -140,13 +174,20 @@ def _summed(factor: Dense, num_sequences: int) -> torch.Tensor:
     return values if factor.selected is None else _by_sequence(values, factor.selected, num_sequences)
 
 
-def _ragged_norms(values: torch.Tensor, selected: SelectedRows, num_sequences: int) -> torch.Tensor:
-    norms = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
+def _ragged_norms(
+    values: torch.Tensor, selected: SelectedRows, num_sequences: int, split: Split | None
+) -> torch.Tensor:
+    norms = _zeros(num_sequences, split, values.device)
     for start, stop in _chunks(num_sequences, max(selected.counts) * values.shape[1]):
         if max(selected.counts[start:stop]):
             total = _wide(selected.padded(values, start, stop)).sum(dim=1)
-            norms[start:stop] = total.square().sum(dim=1, dtype=torch.float64)
+            norms[start:stop] = _sums(total.square(), split)
     return norms
+
+
+def _zeros(num_sequences: int, split: Split | None, device: torch.device) -> torch.Tensor:
+    shape = (num_sequences,) if split is None else (num_sequences, split.num_parts)
+    return torch.zeros(shape, dtype=torch.float64, device=device)
 
 
 def _chunks(num_sequences: int, size: int) -> list[tuple[int, int]]:
@@ -155,14 +196,21 @@ def _chunks(num_sequences: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_sequences)) for start in range(0, num_sequences, step)]
 
 
-def _outer_norms(factors: Sequence[Outer], num_sequences: int, *, without_matrices: bool = False) -> torch.Tensor:
-    """Return the squared norms of the sums, or these less those of the factors that are no lookups."""
-    norms = torch.zeros(num_sequences, dtype=torch.float64, device=factors[0].right.device)
+def _outer_norms(
+    factors: Sequence[Outer], num_sequences: int, split: Split | None, *, without_matrices: bool = False
+) -> torch.Tensor:
+    """Return the squared norms of the sums, or these minus those of the factors that are no lookups."""
+    norms = _zeros(num_sequences, split, factors[0].right.device)
     dense = [factor for factor in factors if not factor.is_index]
     tokens = sum(f.left.shape[1] if f.selected is None else max(f.selected.counts) for f in dense)
     a, b = (dense[0].left.shape[-1], dense[0].right.shape[-1]) if dense else (0, 0)
     direct = bool(dense) and a * b < tokens * (a + b)
     size = max(sum(f.size() for f in factors), a * b if direct else tokens * tokens)
+    if split is not None:
+        a, b = len(split.rows), len(split.columns)
+        direct |= split.num_rows > 1 and (split.num_columns > 1 or len(dense) < len(factors))
+        longest = max(f.left.shape[1] if f.selected is None else max(f.selected.counts) for f in factors)
+        size = max(size, a * b if direct else len(factors) * longest * max(a, b))
     for start, stop in _chunks(num_sequences, size):
         parts = [
             (f.is_index, *f.part(start, stop))
@@ -171,6 +219,11 @@ def _outer_norms(factors: Sequence[Outer], num_sequences: int, *, without_matric
         ]
         matrices = _joined([(left, right) for is_index, left, right in parts if not is_index])
         lookups = _joined([(left, right) for is_index, left, right in parts if is_index])
+        if split is not None:
+            if parts:
+                norms_of = _formed_part_norms if direct else _part_norms
+                norms[start:stop] = norms_of(matrices, lookups, split, without_matrices=without_matrices)
+            continue
         total = torch.zeros(stop - start, dtype=torch.float64, device=norms.device)
         if matrices is not None and not without_matrices:
             total += _direct(*matrices) if direct else _inner(_gram(matrices[0]), _gram(matrices[1]))
@@ -202,3 +255,53 @@ def _inner(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def _direct(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left.mT @ right).square_().sum(dim=(1, 2), dtype=torch.float64)
+
+
+# --- norms of a gradient's parts, which are groups of its rows or columns, or both ------------------------------------
+
+_Pair = tuple[torch.Tensor, torch.Tensor]  # left (c, S, a) or (c, S), and right (c, S, b)
+
+
+def _part_norms(matrices: _Pair | None, lookups: _Pair | None, split: Split, *, without_matrices: bool) -> torch.Tensor:
+    """Return (c, num_parts) where only rows or only columns are split, and rows only without lookups.
+
+    The squared norms of the columns of L^T R are diag(R^T (L L^T) R) = sum_s R * (L L^T R), which takes as much as
+    L L^T and R R^T for the norm of the whole.
+    """
+    by_rows = split.num_rows > 1
+    terms = []
+    if matrices is not None and not without_matrices:
+        left, right = matrices[::-1] if by_rows else matrices
+        terms.append(_along(_gram(left) @ right, right))
+    if lookups is not None:
+        same = (lookups[0][:, :, None] == lookups[0][:, None, :]).to(lookups[1].dtype)
+        terms.append(_along(same @ lookups[1], lookups[1]))
+    if matrices is not None and lookups is not None:
+        index = lookups[0][:, None, :].expand(-1, matrices[0].shape[1], -1)
+        terms.append(2 * _along(matrices[0].gather(2, index).mT @ matrices[1], lookups[1]))
+    entries = torch.stack(terms).sum(dim=0)
+    norms = split.row_sums(entries, 1) if by_rows else split.column_sums(entries)
+    return norms if without_matrices else norms.clamp_min_(0.0)
+
+
+def _along(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return (c, n) float64: the products of (c, S, n), the first of which is overwritten, summed over the tokens.
+
+    Each sum has the type of the products: in float64 it would take half as long as the product of the matrices.
+    """
+    return first.mul_(second).sum(dim=1).double()
+
+
+def _formed_part_norms(
+    matrices: _Pair | None, lookups: _Pair | None, split: Split, *, without_matrices: bool
+) -> torch.Tensor:
+    """Return (c, num_parts) of any split, by forming the gradients (c, a, b)."""
+    given = matrices or lookups
+    assert given is not None
+    number, a, b = len(given[1]), len(split.rows), len(split.columns)
+    gradients = given[1].new_zeros(number, a, b) if matrices is None else matrices[0].mT @ matrices[1]
+    own = split.sums(gradients.square().flatten(1)) if without_matrices else 0.0
+    if lookups is not None:
+        rows = lookups[0] + a * torch.arange(number, device=gradients.device)[:, None]
+        gradients.view(-1, b).index_add_(0, rows.flatten(), lookups[1].reshape(-1, b))
+    return split.sums(gradients.square_().flatten(1)) - own

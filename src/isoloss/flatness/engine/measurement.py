@@ -1,6 +1,6 @@
 """A ratio of sums over independent clusters, measured over a stream of batches; most measures of flatness are one.
 
-Shapes: B sequences of a batch, K columns (parameter tensors, or one), C control variates, N clusters.
+Shapes: B sequences of a batch, K columns (parameter tensors, parts of them, or one), C control variates, N clusters.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import abc
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -17,10 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
-from isoloss.flatness.engine.parameters import counted_parameters, embeddings, refuse_unreached, requiring_gradients
-from isoloss.flatness.engine.predictions import CheckedBatch, StreamPosition, read_batches
-from isoloss.flatness.engine.run import (
+from isoloss.flatness.engine.accumulation import (
     FIRST_LOOK,
     UNIT,
     Accumulation,
@@ -30,10 +28,18 @@ from isoloss.flatness.engine.run import (
     model_details,
     resume_file,
 )
+from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
+from isoloss.flatness.engine.parameters import counted_parameters, embeddings, refuse_unreached, requiring_gradients
+from isoloss.flatness.engine.predictions import CheckedBatch, StreamPosition, read_batches
+from isoloss.flatness.engine.splits import Columns, Split
 from isoloss.memory import keep_freed
 from isoloss.model_checks import is_causal, plainly, refuse_dropout
+from isoloss.statistics.column_ratios import ColumnRatios
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio_estimator import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator
+
+# what makes another estimate of one, from the ratios of its columns
+Finish = Callable[[Estimate, ColumnRatios], Estimate]
 
 _OF_A_PROCESS = 1 << 40  # sequences; the indices of a process's sequences are no other process's
 
@@ -66,11 +72,13 @@ class Source(abc.ABC):
         causal: bool | None = None,
         parameters: Mapping[str, nn.Parameter] | None = None,
         cluster_size: int = 1,
+        splits: Mapping[str, Split] | None = None,
     ) -> None:
         refuse_dropout(model)
         self.model, self.num_probes, self.seed = model, num_probes, seed
         self.causal = is_causal(model) if causal is None else causal
         self.parameters = counted_parameters(model, parameters)
+        self.splits = splits  # not None, even where it is empty: the columns' ratios are wanted
         self.cluster_size = cluster_size  # consecutive sequences that are not independent
         self.choices: dict[str, int] = {}  # what it chose at the first batch; with this set before, it does not choose
         self.reached: set[str] = set()  # names of the parameters that had a gradient
@@ -84,21 +92,26 @@ class Source(abc.ABC):
         """Leave the model as found."""
         self._open.close()
 
+    @cached_property
+    def columns(self) -> Columns:
+        """The columns of the parameters and their parts."""
+        return Columns(self.parameters, self.splits)
+
     @abc.abstractmethod
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, which may predict nothing."""
 
     def gradients(
         self, output: torch.Tensor, cotangent: torch.Tensor | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the gradient of each parameter that the output depends on, dense, with its column; keep the graph."""
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the gradient of each parameter that the output depends on, dense, with its name; keep the graph."""
         found = torch.autograd.grad(
             output, list(self.parameters.values()), cotangent, retain_graph=True, allow_unused=True
         )
-        for column, (name, gradient) in enumerate(zip(self.parameters, found, strict=True)):
+        for name, gradient in zip(self.parameters, found, strict=True):
             if gradient is not None:
                 self.reached.add(name)
-                yield column, gradient.to_dense() if gradient.is_sparse else gradient
+                yield name, gradient.to_dense() if gradient.is_sparse else gradient
 
     def identity(self) -> dict[str, Any]:
         """Return what else decides the result, for the resume file."""
@@ -110,32 +123,50 @@ class Source(abc.ABC):
 
 
 class Measurement(Accumulation):
-    """A ratio of a model's terms over a stream of batches; it runs once."""
+    """A ratio of a model's terms over a stream of batches; it runs once.
+
+    Args:
+        source: Where the terms come from. Where it has `splits`, every cluster's terms are kept: N K numbers.
+        distributed: As for `isoloss.flatness.fisher_trace`.
+        auxiliary_sample: See there.
+        finish: Makes the estimate that is returned, watched for `rtol`, and carried by an interruption, from that of
+            the sum of all columns and from the columns. It takes a source with `splits`.
+    """
 
     fewest = FIRST_LOOK
 
     @torch.inference_mode(False)
     def __init__(
-        self, source: Source, *, distributed: bool = False, auxiliary_sample: AuxiliarySample | None = None
+        self,
+        source: Source,
+        *,
+        distributed: bool = False,
+        auxiliary_sample: AuxiliarySample | None = None,
+        finish: Finish | None = None,
     ) -> None:
         if distributed and not (dist.is_available() and dist.is_initialized()):
             raise IsolossError("distributed is set, but torch.distributed has no process group: start it with torchrun")
         self._model, self._source, self._distributed = source.model, source, distributed
-        self._auxiliary = auxiliary_sample
+        self._auxiliary, self._finish, self._is_adding = auxiliary_sample, finish, False
         self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
         self._names = list(source.parameters) if source.by_parameter else ["value"]
         self._layers = list(dict.fromkeys(layer_of(name) for name in self._names))
-        groups = [self._layers.index(layer_of(name)) for name in self._names]
+        owners: list[int] = source.columns.owners.tolist() if source.by_parameter else [0]
+        self._column_names = [self._names[owner] for owner in owners]
+        groups = [[self._layers.index(layer_of(name)) for name in self._column_names]]
+        self._is_split = len(owners) > len(self._names)
+        if self._is_split:  # the columns are no parameters: these are groups, before the layers
+            groups = [owners, [len(self._names) + layer for layer in groups[0]]]
         self._embeddings = embeddings(self._model, source.parameters)
-        others = [column for column, name in enumerate(self._names) if name not in self._embeddings]
+        others = [column for column, name in enumerate(self._column_names) if name not in self._embeddings]
         means = None
         if auxiliary_sample is not None:
             means = AuxiliaryMeans(auxiliary_sample.covariance, auxiliary_sample.num_sequences, auxiliary_sample.number)
             self.seconds = auxiliary_sample.seconds
-        width = len(self._names)
-        self._estimators = [ClusteredRatioEstimator(width, source.num_controls, groups, means, part=others)]
+        width, keep = len(owners), source.splits is not None
+        self._estimators = [ClusteredRatioEstimator(width, source.num_controls, groups, means, others, keep)]
         if source.parts:
-            self._estimators.append(ClusteredRatioEstimator(width, 0, groups, part=others))
+            self._estimators.append(ClusteredRatioEstimator(width, 0, groups, part=others, keep_rows=keep))
         self._position = StreamPosition()
 
     def __len__(self) -> int:
@@ -144,6 +175,11 @@ class Measurement(Accumulation):
     def result(self) -> ClusteredRatio:
         """Return what the estimate is made of."""
         first, *rest = (estimator.result() for estimator in self._estimators)
+        return first.plus(rest[0]) if rest else first
+
+    def columns(self) -> ColumnRatios:
+        """Return the ratios of the columns of a source with `splits`, and what estimates of their sums are made of."""
+        first, *rest = (estimator.columns() for estimator in self._estimators)
         return first.plus(rest[0]) if rest else first
 
     @torch.inference_mode(False)
@@ -169,6 +205,7 @@ class Measurement(Accumulation):
             if file is not None:
                 if (state := file.read()) is not None:
                     self.load_state(*state)
+                    stopping.check_resumed(self._position.sequences, stopping.num_sequences, "num_sequences")
                 batches = file.after(batches, self._position.batches)
             items = read_batches(
                 batches,
@@ -210,15 +247,23 @@ class Measurement(Accumulation):
         parts = [(terms.values, controls)]
         if terms.residual is not None:
             parts.append((terms.residual, controls[:, :0]))
-        for estimator, (values, of_part) in zip(self._estimators, parts, strict=True):
+        for values, _ in parts:
             self._check_finite(values, item)
+        self._is_adding = True
+        for estimator, (values, of_part) in zip(self._estimators, parts, strict=True):
             estimator.add(values, terms.positions, of_part, clusters)
         self._position, self.done = item.after, item.after.sequences
+        self._is_adding = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no batch is in part of the sums only."""
+        return not self._is_adding
 
     def _check_finite(self, values: torch.Tensor, item: CheckedBatch) -> None:
         if not bool(values.isfinite().all()):
             row, column = (~values.isfinite()).nonzero()[0].tolist()
-            what = f"the gradient of {self._names[column]}" if self._source.by_parameter else "a derivative"
+            what = f"the gradient of {self._column_names[column]}" if self._source.by_parameter else "a derivative"
             raise IsolossError(
                 f"batch {item.number}: {what} is not finite (sequence {row} of the batch); use a wider dtype"
             )
@@ -230,7 +275,7 @@ class Measurement(Accumulation):
 
     def error(self) -> tuple[float, float]:
         """Return the value and its standard error."""
-        result = self.result()
+        result = self.result() if self._finish is None else self._estimate("")
         return result.value, result.stderr
 
     def partial(self) -> Estimate | None:
@@ -260,6 +305,7 @@ class Measurement(Accumulation):
         source = self._source
         identity = {"method": source.method, "probes": source.num_probes, "seed": source.seed, "causal": source.causal}
         identity |= {"controls": source.num_controls, "auxiliary sample": str(self._auxiliary or "none")}
+        identity |= {"splits": None if source.splits is None else source.columns.digest()}
         identity |= {"embeddings": self._embeddings, "cluster size": source.cluster_size, **source.identity()}
         return {**identity, "first sequence": self._first} if self._distributed else identity
 
@@ -284,13 +330,14 @@ class Measurement(Accumulation):
         if source.by_parameter and not bool(result.by_parameter.any()):
             # after a resumption the source has not seen all batches
             refuse_unreached(self._model, self._names, details["parameters_without_gradient"])
-        clusters = "documents" if position.by_document else "sequences"
-        return Estimate(
+        sequences = "sequences" if source.cluster_size == 1 else f"groups of {source.cluster_size} sequences"
+        clusters = "documents" if position.by_document else sequences
+        estimate = Estimate(
             value=result.value,
             stderr=result.stderr,
             samples=len(self),
             unit=UNIT,
-            num_inputs=position.positions,
+            num_predictions=position.positions,
             num_probes=source.num_probes,
             method=source.method,
             seconds=self.seconds,
@@ -314,16 +361,22 @@ class Measurement(Accumulation):
             },
             influence=result.influence.numpy(),
         )
+        return estimate if self._finish is None else self._finish(estimate, self.columns())
 
     def _split(self, result: ClusteredRatio) -> dict[str, Any]:
         """Return the fields of an estimate that split it over parameters and layers."""
         if not self._source.by_parameter:
             return {}
-        split = {"by_parameter": (self._names, result.by_parameter), "by_layer": (self._layers, result.by_group)}
+        fields = {"": (result.by_parameter, result.by_group)}
         if result.by_parameter_stderr is not None and result.by_group_stderr is not None:
-            split["by_parameter_stderr"] = self._names, result.by_parameter_stderr
-            split["by_layer_stderr"] = self._layers, result.by_group_stderr
-        return {name: dict(zip(keys, values.tolist(), strict=True)) for name, (keys, values) in split.items()}
+            fields["_stderr"] = result.by_parameter_stderr, result.by_group_stderr
+        split = {}
+        for suffix, (by_column, by_group) in fields.items():
+            sizes = [len(self._names), len(self._layers)]
+            values = torch.split(by_group, sizes) if self._is_split else (by_column, by_group)
+            for name, keys, numbers in zip(("parameter", "layer"), (self._names, self._layers), values, strict=True):
+                split[f"by_{name}{suffix}"] = dict(zip(keys, numbers.tolist(), strict=True))
+        return split
 
     def _without_embeddings(self, result: ClusteredRatio) -> dict[str, Any]:
         if not self._source.by_parameter:
@@ -352,15 +405,19 @@ def measure(
     num_probes: int | None = None,
     distributed: bool = False,
     auxiliary_sample: AuxiliarySample | None = None,
+    finish: Finish | None = None,
     **own: Any,
 ) -> Estimate:
-    """Return what a source of this kind, made with arguments of its `own`, gives for the batches."""
+    """Return what a source of this kind, made with arguments of its `own`, gives for the batches.
+
+    A `finish` (see `Measurement`) takes `splits` among these.
+    """
     stopping = Stopping.of(options)
     if num_probes is not None and num_probes < 1:
         raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
     chosen = {"causal": options.get("causal"), "parameters": options.get("parameters")}
     source = kind(model, num_probes=num_probes or 0, **chosen, **own)
-    measurement = Measurement(source, distributed=distributed, auxiliary_sample=auxiliary_sample)
+    measurement = Measurement(source, distributed=distributed, auxiliary_sample=auxiliary_sample, finish=finish)
     return measurement.measure(batches, stopping, resume=options.get("resume"), progress=options.get("progress"))
 
 

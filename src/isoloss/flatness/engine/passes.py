@@ -1,6 +1,6 @@
 """Forward passes of a language model under a capture, where they may select positions, and squared norms by them.
 
-Shapes: B sequences, m predicted positions, V vocabulary, P parameters.
+Shapes: B sequences, m predicted positions, V vocabulary, P parameters, K columns of these or of their parts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from isoloss.flatness.engine import factors
 from isoloss.flatness.engine.capture import Call, Capture, PositionSelection, Use, calls
 from isoloss.flatness.engine.control_variates import NUM_INTERMEDIATES
 from isoloss.flatness.engine.predictions import Batch, Predictions, predict
+from isoloss.flatness.engine.splits import Columns, Split
 from isoloss.model_checks import device_of, measured_parameters, plainly, refuse_dropout, unwrapped
 
 # the last selection that was right for a model, which is tried before all others are
@@ -32,10 +33,18 @@ _FEWEST_POSITIONS = 3  # of which one keeps its logits while the first and the l
 class Passes:
     """Forward and backward passes of one model, with what is known of its parameters by now."""
 
-    def __init__(self, model: nn.Module, *, causal: bool, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        causal: bool,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        splits: Mapping[str, Split] | None = None,
+    ) -> None:
         refuse_dropout(model)
         self.parameters = measured_parameters(model) if parameters is None else dict(parameters)
         self.names = list(self.parameters)  # P
+        self.columns = Columns(self.parameters, splits)
         self.selection = PositionSelection()  # what comes later sees the predicted positions alone
         self._model, self._causal = model, causal
         self._slow: set[str] = set()  # by automatic differentiation, as a use of them has no rule
@@ -44,7 +53,7 @@ class Passes:
 
     @property
     def slow_parameters(self) -> tuple[str, ...]:
-        """The parameters that take one backward pass a sequence."""
+        """The parameters that take one backward pass per sequence."""
         return tuple(name for name in self.names if name in self._slow)
 
     @property
@@ -136,32 +145,32 @@ class Passes:
         separate: bool = False,
         keep: bool = True,
     ) -> Collector:
-        """Return what a backward pass by the rules gives: norms (B, P), zero for slow parameters, and cotangents."""
-        result = collect(predictions, self.names, cotangent, intermediates, separate=separate, keep=keep)
+        """Return what a backward pass by the rules gives: norms (B, K), zero for slow parameters, and cotangents."""
+        result = collect(predictions, self.columns, cotangent, intermediates, separate=separate, keep=keep)
         self._reached |= result.reached
         return result
 
     def _all_norms(self, predictions: Predictions, cotangent: torch.Tensor) -> torch.Tensor:
-        """Return (B, P) norms, those of slow parameters by automatic differentiation."""
+        """Return (B, K) norms, those of slow parameters by automatic differentiation."""
         norms = self._collect(predictions, cotangent).norms.cpu()
         self._fill_slow(norms, predictions, cotangent)
         return norms
 
     def _fill_slow(self, norms: torch.Tensor, predictions: Predictions, cotangent: torch.Tensor) -> None:
-        """Write the norms (B, P) of slow parameters."""
+        """Write the norms (B, K) of slow parameters."""
         if not self._slow:
             return
         sequences = sorted(set(predictions.rows.tolist()))
-        columns = torch.tensor([self.names.index(name) for name in self.slow_parameters])
         exact = self._exact_norms(predictions, cotangent, self.slow_parameters, sequences)
-        norms[torch.tensor(sequences)[:, None], columns] = exact
+        for name in self.slow_parameters:
+            norms[sequences, self.columns.of[name]] = exact[:, self.columns.of[name]]
 
     def _exact_norms(
         self, predictions: Predictions, cotangent: torch.Tensor, names: Iterable[str], sequences: Sequence[int]
     ) -> torch.Tensor:
-        """Return (len(sequences), len(names)) norms, by one backward pass to the parameters a sequence."""
+        """Return (len(sequences), K) norms, by one backward pass to the named parameters a sequence."""
         wanted = [self.parameters[name] for name in names]
-        norms = torch.zeros(len(sequences), len(wanted), dtype=torch.float64)
+        norms = torch.zeros(len(sequences), len(self.columns), dtype=torch.float64)
         for index, sequence in enumerate(sequences):
             chosen = (predictions.rows == sequence).nonzero()[:, 0]
             if not len(chosen):
@@ -170,11 +179,11 @@ class Passes:
             with plainly(self._model):
                 logits = predictions.logits[part]
             gradients = torch.autograd.grad(logits, wanted, cotangent[part], retain_graph=True, allow_unused=True)
-            for column, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
+            for name, gradient in zip(names, gradients, strict=True):
                 if gradient is not None:
                     self._reached.add(name)
                     dense = gradient.to_dense() if gradient.is_sparse else gradient
-                    norms[index, column] = dense.double().square().sum()
+                    norms[index, self.columns.of[name]] = self.columns.sums(name, dense.double().square())
         return norms
 
     # --- the earliest point where the predicted positions can be selected ---
@@ -296,7 +305,7 @@ def tail_cotangents(
 
 def collect(
     predictions: Predictions,
-    names: list[str],
+    columns: Columns,
     cotangent: torch.Tensor,
     intermediates: Sequence[GradientEdge] = (),
     *,
@@ -305,7 +314,7 @@ def collect(
 ) -> Collector:
     """Return the squared norms by the rules, zero for the parameters without one, and what else the pass gave."""
     capture, states = predictions.capture, predictions.hidden_states
-    collector = Collector(capture, names, predictions.num_sequences, cotangent.device, separate=separate)
+    collector = Collector(capture, columns, predictions.num_sequences, cotangent.device, separate=separate)
     hooks = [use.edge.node.register_prehook(collector.receiver(use)) for use in capture.uses]
     if not keep:
         capture.uses.clear()
@@ -327,13 +336,13 @@ class Collector:
     """Collects the factors of a backward pass; a parameter's norm is taken as soon as all its uses are there."""
 
     def __init__(
-        self, capture: Capture, names: list[str], num_sequences: int, device: torch.device, *, separate: bool
+        self, capture: Capture, columns: Columns, num_sequences: int, device: torch.device, *, separate: bool
     ) -> None:
         self._separate = separate
-        self.norms = torch.zeros(num_sequences, len(names), dtype=torch.float64, device=device)
+        self.norms = torch.zeros(num_sequences, len(columns), dtype=torch.float64, device=device)
         self.kept: dict[int, torch.Tensor] = {}  # cotangents (m, d)
         self.reached: set[str] = set()
-        self._columns = {name: column for column, name in enumerate(names)}
+        self._columns = columns
         self._missing = Counter(name for use in capture.uses for name in use.contributions)
         self._waiting: dict[str, list[factors.Factor]] = {}
 
@@ -370,4 +379,7 @@ class Collector:
         parts = self._waiting.pop(name, None)
         if parts:
             self.reached.add(name)
-            self.norms[:, self._columns[name]] = factors.squared_norms(parts, len(self.norms), separate=self._separate)
+            norms = factors.squared_norms(
+                parts, len(self.norms), separate=self._separate, split=self._columns.splits.get(name)
+            )
+            self.norms[:, self._columns.of[name]] = norms.view(len(norms), -1)

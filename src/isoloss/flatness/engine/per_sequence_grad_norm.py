@@ -4,7 +4,8 @@ For y = W x the gradient of one sequence is sum_t g_t x_t^T with g the cotangent
 sum_{s,t} (x_s . x_t) (g_s . g_t): the inputs and the cotangents suffice (Goodfellow, 2015; Li et al., 2022). Each use
 of a parameter gives such factors, and the uses' gradients add before they are squared.
 
-Shapes: B sequences, m predicted positions, d the width of the model, V vocabulary, P parameters.
+Shapes: B sequences, m predicted positions, d the width of the model, V vocabulary, P parameters, K columns of these or
+of their parts (`isoloss.flatness.engine.splits.Columns`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from isoloss.errors import IsolossError
 from isoloss.flatness.engine.capture import Capture, PositionSelection
 from isoloss.flatness.engine.passes import HIDDEN, LAST_SELECTION, Passes, agree, intermediates_of, mostly_agree
 from isoloss.flatness.engine.predictions import Batch, Predictions, plain_logits, predict
+from isoloss.flatness.engine.splits import Split
 from isoloss.model_checks import refuse_random_training
 
 _FEWEST_CHECKED = 2  # sequences: the fewest that can be mixed up
@@ -32,7 +34,7 @@ _EVERY = 32  # sequences: of so many one is also run by itself, with all its pos
 class SquaredNorms:
     """What one backward pass gave."""
 
-    by_parameter: torch.Tensor  # (B, P) float64 on the CPU: squared gradient norms of each sequence
+    by_parameter: torch.Tensor  # (B, K) float64 on the CPU: squared gradient norms of each sequence
     # (m, d) the cotangent times the decoder's weight; None where there is no decoder
     hidden_cotangent: torch.Tensor | None
     intermediate_cotangents: list[torch.Tensor]  # (m, d) of each intermediate activation (`intermediates_of`)
@@ -44,15 +46,24 @@ class Predictor(Passes):
     For a cotangent u (m, V) and each sequence b, it is the squared norm of the gradient of
     sum_{r in b} <u_r, logits_r>, parameter by parameter, tied ones once. No gradient of a parameter is formed: each
     torch function that takes parameters has a rule (see `isoloss.flatness.engine.vjp_rules`). A parameter with a use
-    that no rule knows takes a slow path, one backward pass a sequence. The first sequences are checked against plain
+    that no rule knows takes a slow path, one backward pass per sequence. The first sequences are checked against plain
     automatic differentiation of all positions, and a parameter that disagrees takes the slow path too; so do parameters
     that a later batch reaches first.
+
+    A parameter that `splits` has parts of has a norm for each of them.
 
     It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the model is as result.
     """
 
-    def __init__(self, model: nn.Module, *, causal: bool, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
-        super().__init__(model, causal=causal, parameters=parameters)
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        causal: bool,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        splits: Mapping[str, Split] | None = None,
+    ) -> None:
+        super().__init__(model, causal=causal, parameters=parameters, splits=splits)
         self.tail_fraction = 1.0  # the selected part of a forward pass's multiplications, as the first sequences showed
         self._flags: list[tuple[nn.Parameter, bool]] = []
         self._checked: set[tuple[str, bool]] = set()  # names, and whether several sequences were told apart
@@ -144,8 +155,8 @@ class Predictor(Passes):
                 self.selection = early
             elif self._calibrated:
                 raise IsolossError(
-                    f"selection positions {early} changes the gradients of this batch, but not those of the first one: "
-                    "put a batch like this first, or use method='paper'"
+                    f"selecting predicted positions ({early}) changes the gradients of this batch, but not those of "
+                    "the first one: put a batch like this first, or use method='paper'"
                 )
             else:
                 LAST_SELECTION[self._model] = self.selection
@@ -172,11 +183,11 @@ class Predictor(Passes):
         return agree(predictions.logits.detach()[predictions.rows == last], alone)
 
     def _give_up_selection(self) -> None:
-        """Measure ungathered from here on."""
+        """Stop selecting positions."""
         if self._skipped_checks:
             raise IsolossError(
-                f"selection positions {self.selection} changes the logits of this batch, and earlier ones were too "
-                f"small to be checked: use batches of at least {_EVERY} sequences, or method='paper'"
+                f"selecting predicted positions ({self.selection}) changes the logits of this batch, and earlier "
+                f"batches were too small to check: use batches of at least {_EVERY} sequences, or method='paper'"
             )
         self.selection = PositionSelection()
         LAST_SELECTION[self._model] = self.selection
@@ -223,6 +234,7 @@ class Predictor(Passes):
             logits = plain.logits
             cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
             exact = self._exact_norms(plain, cotangent, self.names, range(plain.num_sequences))
+            exact = self.columns.by_parameter(exact)
         finally:
             self._switch_on(self._slow)
         return logits.detach(), cotangent, exact
@@ -235,7 +247,7 @@ class Predictor(Passes):
             predictions = self._run(batch)
         capture = predictions.capture
         agrees = agree(predictions.logits, logits)
-        norms = self._all_norms(predictions, cotangent)
+        norms = self.columns.by_parameter(self._all_norms(predictions, cotangent))
         works = [(use.work, use.work * use.selected) for use in capture.uses]
         self.tail_fraction = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
         precision = torch.finfo(logits.dtype).eps
@@ -249,7 +261,7 @@ class Predictor(Passes):
         """Return the sequences, ascending, for which parameters have the largest gradients of those that predict."""
         logits = predictions.logits
         cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
-        norms = self._collect(predictions, cotangent, keep=False).norms.cpu()
+        norms = self.columns.by_parameter(self._collect(predictions, cotangent, keep=False).norms.cpu())
         sizes = norms[:, [self.names.index(name) for name in names]].sum(dim=1)
         predicts = torch.bincount(predictions.rows, minlength=len(sizes)).cpu() > 0
         return sizes.where(predicts, -1.0).topk(min(_FEWEST_CHECKED, len(sizes))).indices.sort().values

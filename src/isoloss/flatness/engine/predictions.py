@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.capture import Capture, Decoder, PositionSelection, selected_at
-from isoloss.model_checks import NOTHING_PREDICTED, architecture, device_of, plainly, virtual_tokens
+from isoloss.model_checks import NOTHING_PREDICTED, architecture, device_of, plainly, unwrapped, virtual_tokens
 from isoloss.text.masking import IGNORED
 
 
@@ -54,6 +54,8 @@ class Batch:
                     raise IsolossError(
                         f"labels of shape {tuple(labels.shape)} do not fit {name} of shape {tuple(value.shape)}"
                     )
+                if name == "input_ids":
+                    _check_ids(value, model)
                 value = (value.clone() if value.is_inference() else value).to(device)
             inputs[name] = value
         labels = (labels.clone() if labels.is_inference() else labels).to(device)
@@ -113,6 +115,17 @@ class Batch:
         return Batch(self.inputs, predicted, self.targets.new_zeros(int(predicted.sum())))
 
 
+def _check_ids(ids: torch.Tensor, model: nn.Module) -> None:
+    """Refuse ids that the model has no embedding of, where it says how many it has."""
+    try:
+        holder: Any = unwrapped(model)
+        known = getattr(holder.get_input_embeddings(), "num_embeddings", None)
+    except (AttributeError, NotImplementedError):
+        return
+    if known is not None and ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < known):
+        raise IsolossError(f"input_ids are {int(ids.min())} to {int(ids.max())}; the model knows ids 0 to {known - 1}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamPosition:
     """How far a stream of batches has been read."""
@@ -155,7 +168,7 @@ def read_batches(
     if isinstance(batches, Mapping):
         raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
     stream, position = iter(batches), start or StreamPosition()
-    while position.sequences != num_sequences and (batch := next(stream, None)) is not None:
+    while (num_sequences is None or position.sequences < num_sequences) and (batch := next(stream, None)) is not None:
         number = position.batches
         if not isinstance(batch, Mapping):
             raise IsolossError(f"batch {number} is a {type(batch).__name__}, not a mapping of input_ids, labels, ...")

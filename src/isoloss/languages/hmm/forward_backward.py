@@ -17,19 +17,14 @@ from scipy.sparse.csgraph import connected_components
 Float = npt.NDArray[np.float64]
 Index = slice | torch.Tensor
 
-_RELIABLE = 1e-25  # a smaller normaliser in float32 may rest on denormal numbers: its row is computed in float64
+_RELIABLE = 1e-25  # a smaller normalizer in float32 may rest on denormal numbers: its row is computed in float64
 
 
 class LeaveOneOut(NamedTuple):
-    """What one forward and one backward pass give.
+    """What one forward and one backward pass give; the states are of no meaning where a row is impossible."""
 
-    Attributes:
-        states: (T, n, S), Pr(state at t | all other tokens); of no meaning where a row is impossible.
-        possible: (n,) bool, whether the sentence has a probability above 0.
-    """
-
-    states: torch.Tensor
-    possible: torch.Tensor
+    states: torch.Tensor  # (T, n, S) Pr(state at t | all other tokens)
+    possible: torch.Tensor  # (n,) bool, whether the sentence has a probability above 0
 
 
 class ForwardBackward:

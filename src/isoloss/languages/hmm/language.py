@@ -86,17 +86,15 @@ class HMM(ExactLanguage):
             source: What errors call the model.
 
         Raises:
-            IsolossError: A table has a wrong shape, or a row of it (the message says which) is no distribution; the
-                length or the vocabulary does not fit.
+            IsolossError: A table, a row of it (the message says which), the length or the vocabulary does not fit.
         """
         if not 1 <= length <= MAX_LENGTH:
             raise IsolossError(f"{source}: the length is {length}; it must be from 1 to {MAX_LENGTH} tokens")
         self.initial, self.transition, self.emission = _checked_tables(initial, transition, emission, source)
         size, vocab_size = self.emission.shape
         self.states = tuple(f"s{index}" for index in range(size))
-        self._set_vocabulary(vocabulary or tuple(f"w{index}" for index in range(vocab_size)))
-        if len(set(self.vocabulary)) != vocab_size or len(self.vocabulary) != vocab_size:
-            raise IsolossError(f"{source}: the vocabulary must be {vocab_size} different strings, one a token")
+        words = vocabulary or tuple(f"w{index}" for index in range(vocab_size))
+        self.set_vocabulary(words, size=vocab_size, source=source)
         self.max_length = length
         self._config = config
         self._alias: list[AliasTables] = []
@@ -133,7 +131,7 @@ class HMM(ExactLanguage):
 
     def __repr__(self) -> str:
         return (
-            f"HMM({len(self.states)} states, {self.vocab_size} tokens, {self.max_length} tokens a sentence, "
+            f"HMM({len(self.states)} states, {self.vocab_size} tokens, {self.max_length} tokens per sentence, "
             f"{self.dtype} on {self.device})"
         )
 
@@ -176,7 +174,7 @@ class HMM(ExactLanguage):
         k = task_number(asked.removesuffix(LATENT), "state", 1, self.max_length)
         if k is None:
             last = self.max_length
-            raise IsolossError(f"no task {name!r}: choose state-k with k from 1 to {last}, or state-k-latent")
+            raise IsolossError(f"no task {name!r}: choose state-K with k from 1 to {last}, or state-K-latent")
         exact = self.to(dtype=torch.float64)
 
         def scores(sentences: Sentences) -> torch.Tensor:

@@ -173,15 +173,8 @@ class Planner:
             shared = intersection(shared, range(ends.start - u, ends.stop - u, ends.step))
             if shared:
                 shifted = range(shared.start + u, shared.stop + u, shared.step)
-                splits.append(
-                    Split(
-                        part_of(starts[parent], shared),
-                        left,
-                        part_of(starts[left], shared),
-                        right,
-                        part_of(ends, shifted),
-                    )
-                )
+                lefts, rights = part_of(starts[left], shared), part_of(ends, shifted)
+                splits.append(Split(part_of(starts[parent], shared), left, lefts, right, rights))
         return tuple(splits)
 
     def _make_blocks(self, rules: FoldedRules) -> list[Block]:

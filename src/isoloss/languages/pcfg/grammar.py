@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ class Grammar:
     emission_probs: npt.NDArray[np.float64]
 
     def to_text(self, format: Format = "rules") -> str:  # noqa: A002
-        """Return the rules as text, one a line; `parse_grammar` reads the same grammar back, to the last digit.
+        """Return the rules as text, one per line; `parse_grammar` reads the same grammar back, to the last digit.
 
         Args:
             format: `rules` (`LHS RHS [RHS] weight`) or `nltk` (`LHS -> RHS RHS [probability]`). NLTK allows fewer
@@ -100,10 +100,6 @@ def parse_grammar(text: str, *, source: str = "<text>") -> Grammar:
     and so is a token that no other symbol emits; one `IsolossWarning` names them. Nothing is asked of their rules but
     that they can be read: they may name a symbol that has no rule, or never end.
 
-    Args:
-        text: The rules.
-        source: What errors call the text, e.g. the file's name.
-
     Raises:
         IsolossError: A line cannot be read, or the rules make no valid grammar: a symbol that can be reached has no
             rule, or derives no sentence, or itself alone. The message names the line.
@@ -142,9 +138,6 @@ def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
     if left_out is not None:
         warn(f"{source}: left out {left_out}")
     return _assemble(everything, tuple(by_symbol))
-
-
-# --- checking and putting together -----------------------------------------------------------------------------------
 
 
 def _reachable(by_symbol: dict[str, list[Rule]], start: str) -> set[str]:
@@ -248,34 +241,17 @@ def vocabulary_of(rules: Iterable[Rule]) -> tuple[str, ...]:
 
 def _assemble(rules: Sequence[Rule], symbols: tuple[str, ...]) -> Grammar:
     vocabulary = vocabulary_of(rules)
-    symbol_id = {name: index for index, name in enumerate(symbols)}
-    token_id = {name: index for index, name in enumerate(vocabulary)}
-    kinds: dict[tuple[int, bool], list[tuple[tuple[int, ...], float]]] = {(2, False): [], (1, False): [], (1, True): []}
-    for rule in rules:
-        ids = tuple(token_id[name] if is_token else symbol_id[name] for name, is_token in rule.rhs)
-        kinds[len(ids), rule.rhs[0][1]].append(((symbol_id[rule.lhs], *ids), rule.weight))
-
-    def arrays(kind: tuple[int, bool]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        entries = sorted(kinds[kind])
-        ids = np.array([key for key, _ in entries], dtype=np.int64).reshape(len(entries), kind[0] + 1)
-        probs = np.array([weight for _, weight in entries], dtype=np.float64)
-        ids.flags.writeable = probs.flags.writeable = False
-        return ids, probs
-
-    (binary, binary_probs), (unary, unary_probs), (emission, emission_probs) = map(arrays, kinds)
-    return Grammar(
-        symbols=symbols,
-        vocabulary=vocabulary,
-        binary=binary,
-        binary_probs=binary_probs,
-        unary=unary,
-        unary_probs=unary_probs,
-        emission=emission,
-        emission_probs=emission_probs,
-    )
-
-
-# --- names -----------------------------------------------------------------------------------------------------------
+    id_of = {False: {name: i for i, name in enumerate(symbols)}, True: {name: i for i, name in enumerate(vocabulary)}}
+    fields: dict[str, npt.NDArray[Any]] = {}
+    for kind, size, is_emission in (("binary", 2, False), ("unary", 1, False), ("emission", 1, True)):
+        own = [rule for rule in rules if (len(rule.rhs), rule.rhs[0][1]) == (size, is_emission)]
+        rows = [(id_of[False][rule.lhs], *(id_of[is_token][name] for name, is_token in rule.rhs)) for rule in own]
+        entries = sorted(zip(rows, (rule.weight for rule in own), strict=True))
+        fields[kind] = np.array([row for row, _ in entries], dtype=np.int64).reshape(len(entries), size + 1)
+        fields[f"{kind}_probs"] = np.array([weight for _, weight in entries], dtype=np.float64)
+    for array in fields.values():
+        array.flags.writeable = False
+    return Grammar(symbols=symbols, vocabulary=vocabulary, **fields)
 
 
 def _natural(name: str) -> tuple[list[str | int], str]:

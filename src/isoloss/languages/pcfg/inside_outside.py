@@ -102,15 +102,16 @@ class InsideOutside:
 
     def chunk(self, length: int) -> int:
         """Return how many sentences `log_partition` and `leaf_outside` take at once with bounded working memory."""
-        if self.backend == "numba":  # its charts hold 128 sentences, whatever the chunk
-            return max(1, _BYTES["cpu"] // (self._dtype.itemsize * length * len(self.emitting) * 128)) * 128
-        return self._rows(self._planner.plan(length))
+        return self._chunk(self._planner.plan(length), length * len(self.emitting))
 
     def chunk_of_spans(self, length: int) -> int:
         """Return the same for `inside` and `span_posterior`, whose results hold every symbol."""
-        if self.backend == "numba":
-            return max(1, _BYTES["cpu"] // (self._dtype.itemsize * len(self._planner.group_of) * 128)) * 128
-        return self._rows(self._planner.plan(length, every_root=True))
+        return self._chunk(self._planner.plan(length, every_root=True), len(self._planner.group_of))
+
+    def _chunk(self, plan: Plan, numbers: int) -> int:
+        if self.backend == "numba":  # its charts hold 128 sentences, whatever the chunk
+            return max(1, _BYTES["cpu"] // (self._dtype.itemsize * numbers * 128)) * 128
+        return self._rows(plan)
 
     def _rows(self, plan: Plan) -> int:
         numbers = max(1, plan.numbers)

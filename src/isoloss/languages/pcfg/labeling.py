@@ -25,24 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Node:
-    """The node of a parse that a task asks for: it begins at the first token, and at most one in a tree fits.
+    """The node of a parse that a task asks for: it begins at the first token, and at most one in a tree fits."""
 
-    Attributes:
-        candidates: Ids of the symbols that it can have.
-        widths: How many tokens it can cover; none: all of the sentence.
-    """
-
-    candidates: list[int]
-    widths: tuple[int, ...]
+    candidates: list[int]  # ids of the symbols that it can have
+    widths: tuple[int, ...]  # how many tokens it can cover; none: all of the sentence
 
 
 def grammar_labeling(language: PCFG, asked: str) -> Labeling:
     """Return what the task `asked` asks of a grammar's sentences (see `isoloss.transfer.tasks.make_task`).
 
     Scores are in float64 whatever the language computes in, so that the labels are the same.
-
-    Raises:
-        IsolossError: The language has no such task.
     """
     name = canonical(asked)
     base, latent = name.removesuffix(LATENT), name.endswith(LATENT)

@@ -70,12 +70,9 @@ class PCFG(ExactLanguage):
 
         Args:
             grammar: The rules.
-            max_length: Longer sentences are left out.
+            max_length: Longer sentences are left out; from 1 to 1024.
             config: What the grammar was drawn from, where it was.
             source: What errors call the grammar.
-
-        Raises:
-            IsolossError: `max_length` is not within 1 to 1024, or no sentence is as short.
         """
         if not 1 <= max_length <= MAX_LENGTH:
             raise IsolossError(f"max_length is {max_length}; it must be from 1 to {MAX_LENGTH} tokens")
@@ -95,7 +92,7 @@ class PCFG(ExactLanguage):
         self._rules = rules
         self._sampler = Sampler(grammar, self.max_length)
         self.grammar, self.symbols, self.start_symbol = grammar, grammar.symbols, grammar.symbols[0]
-        self._set_vocabulary(grammar.vocabulary)
+        self.set_vocabulary(grammar.vocabulary)
         text = "" if config else grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
         self._config = config or GrammarConfig(rules=text, max_length=self.max_length)
         self._move(torch.device("cpu"), torch.float64)
@@ -107,16 +104,9 @@ class PCFG(ExactLanguage):
 
     @staticmethod
     def from_text(text: str, *, source: str = "<text>", max_length: int = GrammarConfig.max_length) -> PCFG:
-        """Return the language of the rules in `text` (see `isoloss.languages.pcfg.grammar.parse_grammar`).
+        """Return the language of the rules in `text`, in NLTK's format or as plain rule lines.
 
-        Args:
-            text: NLTK's format (`S -> NP VP [0.8] | 'tok' [0.2]`) or plain rule lines (`LHS RHS [RHS] weight`).
-            source: What errors call the text.
-            max_length: Longer sentences are left out of the language; less where the grammar has none as long.
-
-        Raises:
-            IsolossError: The text holds no valid grammar (the message names the line), or none with a sentence of at
-                most `max_length` tokens.
+        See `isoloss.languages.pcfg.grammar.parse_grammar` and the constructor.
         """
         return PCFG(parse_grammar(text, source=source), max_length=max_length, source=source)
 
@@ -156,8 +146,8 @@ class PCFG(ExactLanguage):
 
     def __repr__(self) -> str:
         return (
-            f"PCFG({len(self.symbols)} symbols, {self.vocab_size} tokens, at most {self.max_length} tokens a sentence, "
-            f"{self.dtype} on {self.device})"
+            f"PCFG({len(self.symbols)} symbols, {self.vocab_size} tokens, at most {self.max_length} tokens per "
+            f"sentence, {self.dtype} on {self.device})"
         )
 
     def describe(self) -> str:
@@ -260,14 +250,8 @@ class PCFG(ExactLanguage):
         and no larger than the value of any symbol that can. The scores are computed in float64 whatever the language's
         dtype. The sentence itself may be impossible.
 
-        Args:
-            tokens: (n, T) ids, padded on the right with anything.
-            lengths: (n,) from `stop` to `max_length`.
-            start: First position of the span.
-            stop: The position after its last.
-
-        Raises:
-            IsolossError: A token or a length is out of range, or a sentence is shorter than `stop`.
+        The span is from `start` to `stop` - 1; other arguments and errors as for `log_prob`, and a sentence must not be
+        shorter.
         """
         tokens, lengths = self._checked(tokens, lengths)
         batches.check_span(lengths, start, stop)

@@ -180,15 +180,8 @@ class Kernels:
                     if len(splits) > before:
                         parts.append((parent, *self._pair_range[index], before, len(splits)))
                         widths.append(step.key[1])
-        return _FlatPlan(
-            rows,
-            offset,
-            None if root is None else offset[root],
-            _table(leaves, 4),
-            _table(parts, 5),
-            np.array(widths, dtype=np.int64),
-            _table(splits, 2),
-        )
+        arrays = _table(leaves, 4), _table(parts, 5), np.array(widths, dtype=np.int64), _table(splits, 2)
+        return _FlatPlan(rows, offset, None if root is None else offset[root], *arrays)
 
 
 def _flat_blocks(planner: Planner) -> tuple[list[tuple[int, int]], Integers, Integers, npt.NDArray[np.float64]]:

@@ -18,11 +18,7 @@ _PAIRS = ("()", "[]", "{}", "<>")  # the first kinds of bracket; further ones ar
 
 
 def random_grammar(config: PCFGConfig) -> Grammar:
-    """Return the grammar that `config` describes (see `PCFGConfig`).
-
-    Raises:
-        IsolossError: A number in `config` allows no such grammar.
-    """
+    """Return the grammar that `config` describes (see `PCFGConfig`)."""
     check(config)
     rng = np.random.default_rng(derive(config.seed, "pcfg"))
     size, vocab_size = config.symbols_per_level, config.vocab_size
@@ -86,12 +82,6 @@ def dyck_grammar(config: DyckConfig) -> Grammar:
     that of its partner, and which of the two it is follows from the number of each), so with `tokens_per_bracket` 1
     every full conditional has entropy 0. With more, O_i and C_i each emit one of so many tokens of their own, by
     probabilities from the flat Dirichlet distribution, and the full conditional of a bracket is that distribution.
-
-    Args:
-        config: The numbers. Its `max_length` cuts the language and leaves the rules as they are.
-
-    Raises:
-        IsolossError: A number allows no such language.
 
     Example:
         >>> import torch

@@ -21,27 +21,16 @@ _PROBABILITY = re.compile(r"\[([^\]]*)\]")
 
 
 class Rule(NamedTuple):
-    """One rule before the grammar is put together.
+    """One rule before the grammar is put together, its weight not normalized."""
 
-    Attributes:
-        line: Line of the text that it stands on; 0 for a rule that comes from no text.
-        lhs: The symbol that is rewritten.
-        rhs: One or two (name, whether it is a token).
-        weight: Not negative; a symbol's weights are normalized.
-    """
-
-    line: int
+    line: int  # of the text; 0 for a rule that comes from no text
     lhs: str
-    rhs: tuple[tuple[str, bool], ...]
+    rhs: tuple[tuple[str, bool], ...]  # one or two (name, whether it is a token)
     weight: float
 
 
 def read_rules(text: str, source: str) -> tuple[list[Rule], str]:
-    """Return the rules in a text, and its start symbol (see `isoloss.languages.pcfg.grammar.parse_grammar`).
-
-    Raises:
-        IsolossError: A line cannot be read; the message names it.
-    """
+    """Return the rules in a text, and its start symbol (see `isoloss.languages.pcfg.grammar.parse_grammar`)."""
     lines = _rule_lines(text)
     if not lines:
         raise IsolossError(f"{source} holds no rules: it is empty, or all of it is comments")

@@ -104,20 +104,12 @@ class Sampler:
         rule, width = np.nonzero(weights)
         lhs = np.concatenate([grammar.binary[:, 0], grammar.unary[:, 0]])
         lengths = np.flatnonzero(inside[0] >= _SMALLEST_ROOT)
-        return self._rewrites(
-            np.concatenate(
-                [
-                    lhs[rule] * columns + width,
-                    grammar.emission[:, 0] * columns + 1,
-                    np.full(len(lengths), size * columns),
-                ]
-            ),
-            np.concatenate([rule, len(weights) + np.arange(len(grammar.emission)), lengths]),
-            np.concatenate([weights[rule, width], grammar.emission_probs, inside[0, lengths]]),
-            size * columns + 1,
-            inside,
-            np.divide(_SPLIT_UNIT, splits, out=np.zeros_like(splits), where=splits > 0),
-        )
+        rows = lhs[rule] * columns + width, grammar.emission[:, 0] * columns + 1, np.full(len(lengths), size * columns)
+        rules = rule, len(weights) + np.arange(len(grammar.emission)), lengths
+        probs = weights[rule, width], grammar.emission_probs, inside[0, lengths]
+        scale = np.divide(_SPLIT_UNIT, splits, out=np.zeros_like(splits), where=splits > 0)
+        row, outcome, weight = map(np.concatenate, (rows, rules, probs))
+        return self._rewrites(row, outcome, weight, size * columns + 1, inside, scale)
 
     def _inside(self) -> tuple[_Floats, _Floats]:
         """Return (S, columns) Pr(symbol yields that many tokens), and (R, columns) the sum over splits of each pair."""

@@ -16,29 +16,21 @@ from isoloss.languages.pcfg.grammar import Grammar, build_grammar, vocabulary_of
 from isoloss.languages.pcfg.rules import Rule
 
 _RULES = {"binary": 3, "unary": 2, "emission": 2}  # tensors of rules and the ids in a row
+_NAMES = [name for rules in _RULES for name in (rules, f"{rules}_probs")]
 _TOLERANCE = 1e-6  # of a sum of probabilities, as for the rows of a hidden Markov model
 
 
 def grammar_tables(grammar: Grammar, max_length: int) -> Stored:
     """Return what a file keeps of a grammar's language (see `isoloss.languages.save`)."""
-    names = [name for rules in _RULES for name in (rules, f"{rules}_probs")]
-    return Stored(
-        kind="pcfg",
-        max_length=max_length,
-        vocabulary=grammar.vocabulary,
-        symbols=grammar.symbols,
-        tables={name: getattr(grammar, name) for name in names},
-    )
+    tables = {name: getattr(grammar, name) for name in _NAMES}
+    words = {"vocabulary": grammar.vocabulary, "symbols": grammar.symbols}
+    return Stored(kind="pcfg", max_length=max_length, tables=tables, **words)
 
 
 def read_grammar(stored: Stored, path: Path) -> Grammar:
-    """Return the grammar in a file's tables, checked as one that is read from text.
-
-    Raises:
-        IsolossError: They are no grammar's; the message says what is wrong, and where.
-    """
+    """Return the grammar in a file's tables, checked as one that is read from text."""
     tables, symbols, vocabulary = stored.tables, stored.symbols, stored.vocabulary
-    stored.check_names((name for rules in _RULES for name in (rules, f"{rules}_probs")), path)
+    stored.check_names(_NAMES, path)
     if not symbols or len(set(symbols)) < len(symbols):
         raise IsolossError(f"{path}: the symbols must be different names, at least one, not {', '.join(symbols)!r}")
     rules: list[tuple[int, Rule]] = []

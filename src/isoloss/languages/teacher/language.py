@@ -20,17 +20,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.api import ExactLanguage, Sentences, Stored
 from isoloss.languages.config import TeacherConfig, check_unchanged
-from isoloss.languages.teacher import kept_tokens
-from isoloss.languages.teacher.scores import (
-    Prefix,
-    Scorer,
-    Truncated,
-    by_set,
-    check_possible,
-    choose_kept,
-    join_parts,
-    truncate,
-)
+from isoloss.languages.teacher import scores
 from isoloss.text import tokenizers
 
 if TYPE_CHECKING:
@@ -41,7 +31,7 @@ _COMPLETIONS = 1 << 12  # of several masked tokens, at most
 
 
 class Teacher(ExactLanguage):
-    r"""A causal language model restricted to K tokens and T of them a sentence (the paper's OPT-generated data, A.1).
+    r"""A causal language model restricted to K tokens and T of them per sentence (the paper's OPT-generated data, A.1).
 
     `Pr(x) = prod_t Pr(x_t | x_<t)`, where the first token follows the model's start token, and the model's softmax is
     renormalized over the K tokens at every step. Shorter sentences stand for the model's first tokens. Exact
@@ -50,14 +40,11 @@ class Teacher(ExactLanguage):
 
     Attributes:
         tokens: (K,) the model's id of each token.
-        vocabulary: The token strings, by id.
-        vocab_size: K.
-        max_length: T.
         start_id: The model's id that every sentence begins after.
-        tokenizer: What makes ids of text, to be kept with checkpoints; None where the model comes without a tokenizer.
-        device: Where the model runs.
-        dtype: What it runs in: float32, or float64. Some architectures compute parts in float32 all the same, such as
-            Llama's norms: conditionals are then right to about six digits in float64, too.
+        dtype: What the model runs in: float32, or float64. Some architectures compute parts in float32 all the same,
+            such as Llama's norms: conditionals are then right to about six digits in float64, too.
+
+    The other attributes are those of `ExactLanguage`.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -102,7 +89,7 @@ class Teacher(ExactLanguage):
         if length < 1 or (most is not None and length > most):
             limit = "at least 1 token" if most is None else f"from 1 to {most} tokens"
             raise IsolossError(f"{source}: the length is {length}; it must be {limit}")
-        self.start_id = kept_tokens.find_start(model, start_id, source)
+        self.start_id = scores.find_start(model, start_id, source)
         self.tokens = _checked_tokens(tuple(tokens), model, source)
         self.tokenizer = None if tokenizer is None else tokenizers.keep(tokenizer, self.tokens, length=length)
         words = (
@@ -110,14 +97,12 @@ class Teacher(ExactLanguage):
             if self.tokenizer is None
             else self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokens))))
         )
-        self._set_vocabulary(vocabulary or tuple(words))
-        if len(set(self.vocabulary)) != len(self.tokens) or len(self.vocabulary) != len(self.tokens):
-            raise IsolossError(f"{source}: the vocabulary must be {len(self.tokens)} different strings, one a token")
+        self.set_vocabulary(vocabulary or tuple(words), size=len(self.tokens), source=source)
         self.max_length = length
         self._config = config
         self._source = source
-        self._scorer = Scorer(copy.deepcopy(model), self.start_id, torch.tensor(self.tokens))
-        dtype = self._scorer.dtype if self._scorer.dtype == torch.float64 else torch.float32
+        self._scorer = scores.Scorer(copy.deepcopy(model), self.start_id, torch.tensor(self.tokens))
+        dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         self._move(torch.device(model.device), dtype)
 
     @classmethod
@@ -126,14 +111,10 @@ class Teacher(ExactLanguage):
 
         Where it names no tokens, the most frequent ones are determined first: in the text files of `corpus`, or else in
         samples of the model over all its tokens.
-
-        Raises:
-            IsolossError: There is no such checkpoint, it is no causal language model, its content is another than
-                `config.content` says, it has no tokenizer for a corpus, or as for the constructor.
         """
         check(config)
         name, model = _load(config.checkpoint)
-        content = kept_tokens.content(model, name)
+        content = scores.checkpoint_content(model, name)
         check_unchanged(config.checkpoint, config.content, content)
         try:
             tokenizer = tokenizers.load_tokenizer(name)
@@ -141,8 +122,8 @@ class Teacher(ExactLanguage):
             if config.corpus and not config.tokens:
                 raise IsolossError(f"the tokens of a corpus cannot be counted: {error}") from error
             tokenizer = None
-        start_id = kept_tokens.find_start(model, config.start_id, name)
-        tokens = config.tokens or kept_tokens.choose(model, tokenizer, start_id, config)
+        start_id = scores.find_start(model, config.start_id, name)
+        tokens = config.tokens or scores.choose_tokens(model, tokenizer, start_id, config)
         resolved = dataclasses.replace(config, checkpoint=name, tokens=tokens, start_id=start_id, content=content)
         return cls(
             model,
@@ -166,12 +147,12 @@ class Teacher(ExactLanguage):
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._move(device, dtype)
         self._scorer = copy.copy(self._scorer)
-        if self._scorer.dtype != dtype or self._scorer.ids.device != device:
+        if self._scorer.model.dtype != dtype or self._scorer.ids.device != device:
             self._scorer.model = copy.deepcopy(self._scorer.model)
             self._scorer.to(device, dtype)
 
     def __repr__(self) -> str:
-        sizes = f"{self.vocab_size} tokens, {self.max_length} tokens a sentence"
+        sizes = f"{self.vocab_size} tokens, {self.max_length} tokens per sentence"
         return f"Teacher({self._source}, {sizes}, {self.dtype} on {self.device})"
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
@@ -197,12 +178,12 @@ class Teacher(ExactLanguage):
         for rows, prefix in self._read(ids, lengths):
             steps = prefix.logs.gather(2, prefix.tokens[..., None])[..., 0]
             out[rows] = steps.sum(dim=1)
-            for unknown_at, members in by_set(masked[rows]):
+            for unknown_at, members in scores.by_set(masked[rows]):
                 if unknown_at:
                     index = torch.tensor(members, device=self.device)
                     endings = self._scorer.completions(prefix, index, unknown_at).flatten(1).logsumexp(dim=1)
                     out[rows[index]] = steps[index, : unknown_at[0]].sum(dim=1) + endings
-        check_possible(out)
+        scores.check_possible(out)
         return out
 
     def _log_conditionals(
@@ -230,7 +211,7 @@ class Teacher(ExactLanguage):
         positions: torch.Tensor,
         mass: float = 0.999,
         candidates: int | None = None,
-    ) -> Truncated:
+    ) -> scores.Truncated:
         r"""Return conditionals over the likeliest tokens by `Pr(c | x_<t)` only, and what that may leave out.
 
         Write `q(c) = Pr(c | x_<t)`, `s(c) = Pr(x_>t | x_<t, c)`, A for the sum of q s over the kept tokens, B for that
@@ -244,12 +225,9 @@ class Teacher(ExactLanguage):
         Args:
             tokens: As for `log_prob`.
             lengths: As for `log_prob`.
-            positions: (n,) or (n, k) positions of each sentence; with (n,) the results lack the dimension k.
+            positions: As for `log_conditionals`; with (n,) the results lack the dimension k.
             mass: Keep the fewest tokens whose q have this sum, above 0 and at most 1.
             candidates: Keep this many instead, from 1 to K.
-
-        Raises:
-            IsolossError: As for `log_prob`, a position is beyond its sentence, or a number is out of range.
         """
         if candidates is not None and not 1 <= candidates <= self.vocab_size:
             raise IsolossError(f"candidates is {candidates}; it must be from 1 to {self.vocab_size}")
@@ -259,14 +237,14 @@ class Teacher(ExactLanguage):
         ids, _ = self._masked(ids, lengths)
         wide = batches.checked_positions(positions, lengths)
         assert wide is not None
-        parts: list[tuple[torch.Tensor, torch.Tensor, Truncated]] = []
+        parts: list[tuple[torch.Tensor, torch.Tensor, scores.Truncated]] = []
         for chunk, prefix in self._read(ids, lengths):
             for position in sorted(set(wide[chunk].flatten().tolist())):
                 rows, columns = (wide[chunk] == position).nonzero(as_tuple=True)
-                kept = choose_kept(prefix.logs[rows, position], mass=mass, candidates=candidates)
-                parts.append((chunk[rows], columns, truncate(self._scorer, prefix, rows, position, kept)))
-        joined = join_parts(parts, wide.shape, self.pad_id, self.dtype, self.device)
-        return Truncated(*(field.view(*positions.shape, *field.shape[2:]) for field in joined))
+                kept = scores.choose_kept(prefix.logs[rows, position], mass=mass, candidates=candidates)
+                parts.append((chunk[rows], columns, scores.truncate(self._scorer, prefix, rows, position, kept)))
+        joined = scores.join_parts(parts, wide.shape, self.pad_id, self.dtype, self.device)
+        return scores.Truncated(*(field.view(*positions.shape, *field.shape[2:]) for field in joined))
 
     def _conditionals(
         self, ids: torch.Tensor, lengths: torch.Tensor, wide: torch.Tensor
@@ -285,11 +263,11 @@ class Teacher(ExactLanguage):
             rows, columns = inside[chunk].nonzero(as_tuple=True)
             at = wide[chunk][rows, columns]
             unknown = masked[chunk][rows].scatter(1, at[:, None], True)
-            for unknown_at, members in by_set(unknown):
+            for unknown_at, members in scores.by_set(unknown):
                 index = torch.tensor(members, device=self.device)
                 sentences, which = torch.unique(rows[index], return_inverse=True)
                 joint = self._scorer.completions(prefix, sentences, unknown_at)
-                check_possible(joint.flatten(1).logsumexp(dim=1))
+                scores.check_possible(joint.flatten(1).logsumexp(dim=1))
                 for axis, position in enumerate(unknown_at):
                     chosen = at[index] == position
                     if bool(chosen.any()):
@@ -299,7 +277,7 @@ class Teacher(ExactLanguage):
                         logs = marginal.log_softmax(dim=1)[which[chosen]]
                         yield chunk[sentences[which[chosen]]], columns[index[chosen]], logs
 
-    def _read(self, ids: torch.Tensor, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, Prefix]]:
+    def _read(self, ids: torch.Tensor, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, scores.Prefix]]:
         """Yield rows of one length, some hundred at most, and the model's view of them."""
         for length in sorted(set(lengths.tolist())):
             for rows in (lengths == length).nonzero()[:, 0].split(_ROWS):
@@ -339,7 +317,7 @@ def _load(checkpoint: str) -> tuple[str, Any]:
 
 
 def _checked_tokens(tokens: tuple[int, ...], model: Any, source: str) -> tuple[int, ...]:
-    size, special = kept_tokens.vocab_size(model), kept_tokens.special_token_ids(model)
+    size, special = scores.vocab_size(model), scores.special_token_ids(model)
     if len(tokens) < 2:
         raise IsolossError(f"{source}: a language needs at least 2 tokens, not {len(tokens)}")
     if len(set(tokens)) < len(tokens):

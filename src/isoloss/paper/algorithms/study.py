@@ -37,7 +37,7 @@ ALGORITHMS: Mapping[str, str] = {
 class Scale:
     """How large the study is."""
 
-    text: str  # what it is for and how long it takes
+    description: str  # what it is for and how long it takes
     language: PCFGConfig  # the grammar
     size: str  # the model's size
     steps: int  # training steps
@@ -74,7 +74,7 @@ class Scale:
 
 SCALES = {
     "laptop": Scale(
-        text="about forty minutes of one core",
+        description="about forty minutes of one core",
         language=LAPTOP_PCFG,
         size="d64",
         steps=3_000,
@@ -87,7 +87,7 @@ SCALES = {
         settings={"probe_seeds": 3},
     ),
     "smoke": Scale(
-        text="two minutes on two cores: every part runs, no result means anything",
+        description="two minutes on two cores: every part runs, no result means anything",
         language=SMOKE_LANGUAGE,
         size="d16",
         steps=100,

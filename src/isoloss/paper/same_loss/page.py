@@ -6,7 +6,7 @@ import polars as pl
 
 from isoloss.paper.same_loss.study import Scale, adamw_run, lookups, sizes_expanded
 from isoloss.report import charts
-from isoloss.report.data import KL, TRACE, Measure, Style, accuracy
+from isoloss.report.data import KL, TRACE, Column, Style, accuracy
 from isoloss.report.html import Figure, Finding
 from isoloss.statistics.estimate import rounded
 from isoloss.studies.comparison import difference, ratio
@@ -55,19 +55,19 @@ def _figures(results: Results) -> list[Figure]:
     table, tasks = results.table(), [accuracy(task) for task in scale.tasks]
     style = Style.of(table)
     by_size, over_time = _by_size(results), _over_time(results)
-    traces = [Measure("trace-own", "Raw trace, not comparable", "nats/token", log=True)]
+    traces = [Column("trace-own", "Raw trace, not comparable", "nats/token", log=True)]
     for name, key in scale.expanded_traces.items():
-        traces.append(Measure(key, f"Trace in {scale.sizes[-1]}, {name}", "nats/token", log=True))
+        traces.append(Column(key, f"Trace in {scale.sizes[-1]}, {name}", "nats/token", log=True))
     scatters = [
         Figure(
             name=f"loss-and-trace-{task}",
             title=f"Loss and flatness against transfer: {task}",
-            chart=charts.scatter(table, ((KL, measure), (TRACE, measure)), style=style),
+            chart=charts.scatter(table, ((KL, column), (TRACE, column)), style=style),
             caption="Every checkpoint: on the left its KL to the truth, on the right the trace of its Fisher, against "
             f"the accuracy of a linear probe on the task {task}. Compare traces within a size: those of different "
             "widths are not comparable. The paper's figure 1.",
         )
-        for task, measure in reversed(list(zip(scale.tasks, tasks, strict=True)))
+        for task, column in reversed(list(zip(scale.tasks, tasks, strict=True)))
     ]
     return [
         *scatters,
@@ -125,10 +125,11 @@ def _settings(results: Results) -> dict[str, str]:
     return {
         "Entropy of the truth": str(results.at(scale.main_run)["entropy"].estimate),
         "AdamW": f"{scale.steps:,} steps of {scale.batch_size} sentences, one masked token each; learning rate "
-        f"{scale.adamw.learning_rate:g} after {scale.adamw.warmup_steps:,} steps of warm-up, weight decay "
-        f"{scale.adamw.weight_decay:g}, no dropout",
+        f"{scale.adamw.learning_rate:g} after {scale.adamw.num_warmup_steps(scale.steps):,} steps of warm-up, weight "
+        f"decay {scale.adamw.weight_decay:g}, no dropout",
         "SGD": f"{scale.sgd_steps:,} steps of {scale.sgd_batch_size} sentences; learning rate "
-        f"{scale.sgd.learning_rate:g} after {scale.sgd.warmup_steps:,} steps of warm-up, no momentum, no weight decay",
+        f"{scale.sgd.learning_rate:g} after {scale.sgd.num_warmup_steps(scale.sgd_steps):,} steps of warm-up, no "
+        "momentum, no weight decay",
         "Seeds": "one pre-training run each. Errors of differences are paired over the sentences, which are the same "
         "for all checkpoints; they cover the measurement, not the variation between pre-training seeds",
     }

@@ -17,11 +17,11 @@ from isoloss.studies.comparison import Checkpoint, Measured
 from isoloss.studies.results import Results, SummaryTable, checkpoint_tables, common_measures
 from isoloss.studies.spec import Experiment, Measurement, Study
 
-EXPANSIONS = ("paper", "balanced", "exact")  # all values of isoloss expand --scale
+EXPANSIONS = ("paper", "balanced", "exact")  # all values of isoloss expand --embedding-scale
 SMOKE_LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
 SMOKE_SETTINGS = {
-    **{"loss_sentences": 256, "trace_sentences": 64},
-    **{"probe_train": 256, "probe_test": 256, "probe_epochs": 10},
+    **{"loss_sentences": 256, "flatness_sentences": 64},
+    **{"num_train": 256, "num_test": 256, "probe_epochs": 10},
 }
 
 
@@ -29,7 +29,7 @@ SMOKE_SETTINGS = {
 class Scale:
     """How large the study is."""
 
-    text: str  # what it is for and how long it takes
+    description: str  # what it is for and how long it takes
     language: PCFGConfig  # the grammar
     # model sizes, ascending; the last is the main one, which is watched over time and continued with SGD
     sizes: tuple[str, ...]
@@ -79,7 +79,7 @@ class Scale:
             steps=self.sgd_steps,
             batch_size=self.sgd_batch_size,
             checkpoints=self.sgd_watched,
-            initial=f"../{self.main_run}/checkpoints/step-{self.steps}",
+            init_from=f"../{self.main_run}/checkpoints/step-{self.steps}",
             seed=1,
         )
         return {name: self._experiment(name, config) for name, config in runs.items()}
@@ -115,7 +115,7 @@ def sgd(steps: int, learning_rate: float) -> OptimizerConfig:
 
 SCALES = {
     "laptop": Scale(
-        text="about five minutes on two cores",
+        description="about five minutes on two cores",
         language=LAPTOP_PCFG,
         sizes=("d16", "d32", "d64"),
         adamw=OptimizerConfig(warmup_steps=400),
@@ -129,7 +129,7 @@ SCALES = {
         tasks=("root", "prefix-4"),
     ),
     "smoke": Scale(
-        text="a minute on two cores: every part runs, no result means anything",
+        description="a minute on two cores: every part runs, no result means anything",
         language=SMOKE_LANGUAGE,
         sizes=("d16", "d32"),
         adamw=OptimizerConfig(warmup_steps=20),
@@ -217,11 +217,12 @@ def expansion_caption(results: Results) -> str:
         "different things: those traces are not comparable. To compare the sizes, each smaller model is expanded into "
         f"the architecture of {scale.sizes[-1]}, with its function unchanged: r copies of every unit side by side, r "
         "the ratio of the widths, and matrices divided by r (section 4 and appendix B.4 of the paper; isoloss expand "
-        f"--scale). Its trace is measured there, on the same {traces[0].num_inputs:,} sentences with the same "
-        f"Rademacher probes. The logits differ by at most {differ:.0e} of the largest. The function does not say what "
-        "the copies of the embeddings are divided by, and the trace depends on it. Scale paper divides them by r, as "
-        "the paper prints, and multiplies their part of the trace by r; balanced divides by the root of r and keeps "
-        "it; exact divides by 1, and divides that part by r. All three are shown, and the claim is tested with each."
+        f"--embedding-scale). Its trace is measured there, on the same {traces[0].num_predictions:,} sentences with "
+        f"the same Rademacher probes. The logits differ by at most {differ:.0e} of the largest. The function does not "
+        "say what the copies of the embeddings are divided by, and the trace depends on it. Scale paper divides them "
+        "by r, as the paper prints, and multiplies their part of the trace by r; balanced divides by the root of r and "
+        "keeps it; exact divides by 1, and divides that part by r. All three are shown, and the claim is tested with "
+        "each."
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isoloss.flatness.compare import compare
+from isoloss.flatness.comparing import compare
 from isoloss.model_checks import device_of
 from isoloss.models.expansion import Expanded, Part
 from isoloss.paper.theory.statements import Statement
@@ -48,7 +48,7 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The results of `study`."""
+    """The results of `judge_expansion`."""
 
     differences: Differences
     before: Estimate  # the trace of the small model's Fisher
@@ -84,7 +84,7 @@ def differences(
     return Differences(logits=relative[0], hidden=max(relative[1:]))
 
 
-def study(
+def judge_expansion(
     small: nn.Module,
     expanded: Expanded,
     batches: Sequence[Batch],

@@ -42,7 +42,7 @@ def bartlett_gap(result: bartlett.Result) -> alt.ConcatChart:
 
 
 def sgd_and_flow(results: Sequence[tuple[Settings, Result]]) -> alt.ConcatChart:
-    """Draw traces over time, a row a model: each batch size at the smallest step size, and errors at each step size.
+    """Draw traces over time, a row per model: each batch size at the smallest step size, and errors at each step size.
 
     Lines are the flow, points are SGD with its standard errors, crosses the control without label noise.
     """

@@ -67,13 +67,13 @@ class Adversarial(TrainingAlgorithm):
     ||prediction - label||^2. The gradient flows through both sets' features, through the closed form. The features are
     those that the linear probe reads: concatenated token states, without dropout.
 
-    On several processes, all of them compute the same head (`ascent="reduced"`), or each draws D1 and D2 of its own and
-    the heads' gradients are averaged (`"per-rank"`).
+    On several processes, all of them compute the same head (`head="shared"`), or each draws D1 and D2 of its own and
+    the heads' gradients are averaged (`"per-process"`).
 
     `adversary_loss` and `adversary_accuracy` are of that head on D2, or the means over the heads.
 
-    The context has a language and task examples, which always go together whatever the `micro_batch`. The stream of a
-    step is `("adversary", step)`, and per rank `("adversary", step, rank)`.
+    The context has a language and task examples, which always go together whatever the `micro_batch_size`. The
+    stream of a step is `("adversary", step)`, and per process `("adversary", step, rank)`.
 
     Raises:
         IsolossError: The language has no such task, or there are fewer examples than a step takes.
@@ -87,7 +87,7 @@ class Adversarial(TrainingAlgorithm):
         per_step, num_examples = config.head_examples + config.loss_examples, len(self._examples.labels)
         if num_examples < per_step:
             raise IsolossError(
-                f"the adversarial algorithm draws {per_step} examples a step, and the task has {num_examples}: "
+                f"the adversarial algorithm draws {per_step} examples per step, and the task has {num_examples}: "
                 "give it more task_examples"
             )
 
@@ -105,7 +105,7 @@ class Adversarial(TrainingAlgorithm):
         """Return step `number`'s loss of the head on D2, which can be differentiated, and its accuracy there."""
         config, context, (sentences, labels, num_classes) = self.config, self.context, self._examples
         assert context.language is not None
-        stream = self.parallel.group.stream if config.ascent == "per-rank" else ()
+        stream = self.parallel.group.stream if config.head == "per-process" else ()
         order = torch.randperm(len(labels), generator=generator(context.seed, "adversary", number, *stream))
         rows = order[: config.head_examples + config.loss_examples]
         device = next(self.model.parameters()).device

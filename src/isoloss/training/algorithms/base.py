@@ -55,7 +55,7 @@ class TrainingContext:
     Attributes:
         optimizer: The optimizer's settings.
         total_steps: Steps of the whole run.
-        micro_batch: Sentences whose gradient is computed at once in a process; 0: all.
+        micro_batch_size: Sentences whose gradient is computed at once in a process; 0: all.
         causal: Whether the labels are next tokens.
         seed: The run's seed.
         language: Whose sentences the model learns; None where an algorithm needs none.
@@ -66,7 +66,7 @@ class TrainingContext:
 
     optimizer: OptimizerConfig
     total_steps: int
-    micro_batch: int = 0
+    micro_batch_size: int = 0
     causal: bool = False
     seed: int = 0
     language: Language | None = None
@@ -93,8 +93,9 @@ class StepResult(NamedTuple):
 class TrainingAlgorithm:
     """The gradient of the batch's loss, given to the optimizer; other algorithms give it another gradient.
 
-    The gradient is the sum of those of the parts of `micro_batch` sentences, in all processes, each weighted by its
-    fraction of the predicted tokens: that of the whole batch, up to rounding. A process is given its part of the batch.
+    The gradient is the sum of those of the parts of `micro_batch_size` sentences, in all processes, each weighted by
+    its fraction of the predicted tokens: that of the whole batch, up to rounding. A process is given its part of the
+    batch.
 
     Attributes:
         model: The model that is updated in place.
@@ -133,7 +134,7 @@ class TrainingAlgorithm:
         Without `sync`, each process has the gradient of its own part (times a constant of its own) and none of the
         others'. The loss is that of the whole batch all the same.
         """
-        n, size, group = num_sentences(batch), self.context.micro_batch, self.parallel.group
+        n, size, group = num_sentences(batch), self.context.micro_batch_size, self.parallel.group
         if not 0 < size < n:
             if group.world_size == 1:
                 value = loss(batch)
@@ -152,11 +153,14 @@ class TrainingAlgorithm:
         return group.sum(sum_nats)[0]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return everything that the next step depends on, besides the model's parameters, by name."""
+        """Return everything that the next step depends on, besides the model's parameters: tensors by name, all flat.
+
+        One of your own adds to these under names that are no optimizer's, and takes them out in `load_state`.
+        """
         return self.optimizer.state()
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `state` returned.
+        """Go on from what `state` returned; it is not called where a run begins, nor where that was empty.
 
         Raises:
             IsolossError: It does not fit the model.
@@ -167,7 +171,7 @@ class TrainingAlgorithm:
 def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     """Return parts of a batch, `sizes` sentences each.
 
-    All tensors have a row a sentence but the exact targets, which have one a predicted token.
+    All tensors have a row per sentence but the exact targets, which have one per predicted token.
     """
     parts = {name: torch.split(tensor, list(sizes)) for name, tensor in batch.items() if name != "targets"}
     if "targets" in batch:

@@ -63,13 +63,13 @@ def trace_estimate(
 
 
 class FisherPenalty(TrainingAlgorithm):
-    """The gradient of L + coefficient * (estimate of the trace), given to the optimizer, by a double backward pass.
+    """The gradient of L + weight * (estimate of the trace), given to the optimizer, by a double backward pass.
 
     The trace is per predicted token, as `isoloss.flatness.fisher_trace` measures it: on the first sentences of
     the batch, without dropout, with Rademacher probes that are a function of seed, step and sentence. Second
     derivatives need attention's eager kernel, which the model is given if it has another. `trace_estimate` is the
-    estimate. The penalty's sentences always go together whatever the `micro_batch`, and on several processes each needs
-    full parameters, and sentences. The streams are `("penalty", step, i)` for the i-th sentence of the batch.
+    estimate. The penalty's sentences always go together whatever the `micro_batch_size`, and on several processes each
+    needs full parameters, and sentences. The streams are `("penalty", step, i)` for the i-th sentence of the batch.
     """
 
     config: FisherPenaltyConfig
@@ -88,7 +88,7 @@ class FisherPenalty(TrainingAlgorithm):
             logits = self.parallel.auxiliary(partial(predicted_logits, causal=self.context.causal), first)
         trace = trace_estimate(logits, self.optimizer.parameters, self._probes(number, first, logits), group)
         # the processes' gradients are averaged, and the sum is wanted
-        (group.world_size * self.config.coefficient * trace).backward()  # type: ignore[no-untyped-call]
+        (group.world_size * self.config.weight * trace).backward()  # type: ignore[no-untyped-call]
         return self.add_loss_gradient(batch, loss), {"trace_estimate": trace.item()}
 
     def _probes(self, number: int, first: Batch, logits: torch.Tensor) -> torch.Tensor:

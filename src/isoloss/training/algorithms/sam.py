@@ -8,7 +8,7 @@ from isoloss.errors import IsolossError
 from isoloss.text.masking import Batch
 from isoloss.training.algorithms.base import Loss, TrainingAlgorithm, num_sentences, split
 from isoloss.training.algorithms.config import SAMConfig
-from isoloss.training.shards import local_shard
+from isoloss.training.distributed import local_shard
 
 _TINY = 1e-12  # keeps a gradient of 0 from being divided by its norm
 
@@ -20,14 +20,14 @@ class SAM(TrainingAlgorithm):
     `"same"`, both are of the whole batch, at twice the work. The norm is over all parameters together. The
     parameters are put back to the bits they had before the update.
 
-    On several processes, g is that of all of them (`ascent="reduced"`), or each has its own g and point, from its part
-    of the sentences (`"per-rank"`: the m-sharpness of Foret et al. 2021, section 4.1), whose gradients are averaged.
+    On several processes, g is that of all of them (`ascent="shared"`), or each has its own g and point, from its part
+    of the sentences (`"per-process"`: the m-sharpness of Foret et al. 2021, section 4.1), whose gradients are averaged.
 
     The loss of a step is at theta: of the half, or of all, that g is of. `loss_at_ascent_nats` is the other one.
     Where there is dropout, the two passes draw it independently.
 
-    With `micro_batch`, halves are cut into parts too; of a process's part of the batch, too, the first half is of the
-    batch's first half.
+    With `micro_batch_size`, halves are cut into parts too; of a process's part of the batch, too, the first half is of
+    the batch's first half.
     """
 
     config: SAMConfig
@@ -41,7 +41,7 @@ class SAM(TrainingAlgorithm):
             if n % 2:
                 raise IsolossError(f"the batch has {n} sentences; SAM's halves need an even number")
             first, second = split(batch, [n // 2, n // 2])
-        loss_nats = self.add_loss_gradient(first, loss, sync=self.config.ascent == "reduced")
+        loss_nats = self.add_loss_gradient(first, loss, sync=self.config.ascent == "shared")
         parameters = [p for p in self.optimizer.parameters if p.grad is not None]
         with torch.no_grad():
             before = [local_shard(p).clone() for p in parameters]

@@ -21,7 +21,7 @@ _RANK = 512  # of their approximation above that
 
 
 class FeatureBlocks:
-    """Labelled features, read in blocks, centered at their mean over all rows.
+    """Labeled features, read in blocks, centered at their mean over all rows.
 
     Rows of a tensor are sorted by the splits that they belong to, so that few blocks have rows that a split lacks.
 
@@ -96,17 +96,11 @@ class FeatureBlocks:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Second moments of centered features, `K ~ U diag(v) U^T + rest (1 - U U^T)`.
+    """Second moments of centered features, `K ~ U diag(v) U^T + rest (1 - U U^T)`."""
 
-    Attributes:
-        vectors: (D, r) orthonormal columns U.
-        values: (r,) v.
-        rest: The mean eigenvalue of what the vectors leave out; infinite where they leave out nothing but rounding.
-    """
-
-    vectors: torch.Tensor
-    values: torch.Tensor
-    rest: float
+    vectors: torch.Tensor  # (D, r), orthonormal columns U
+    values: torch.Tensor  # (r,)
+    rest: float  # the mean eigenvalue of what the vectors leave out; infinite where that is nothing but rounding
 
     def to(self, dtype: torch.dtype) -> Spectrum:
         """Return the same in `dtype`."""

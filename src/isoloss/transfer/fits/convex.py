@@ -22,23 +22,14 @@ _CERTIFICATE_PASSES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ConvexFit:
-    """The minima of F x R logistic regressions on the same features.
+    """The minima of F x R logistic regressions on the same features, in float64."""
 
-    Attributes:
-        weights: (F, R, D, C) float64.
-        intercepts: (F, R, C) float64, each with a sum of 0 over the classes.
-        objectives: (F, R) float64, the objective reached, nats per example.
-        gaps: (F, R) float64, an upper bound on how far the objective is above its minimum, nats per example.
-        gradient_norms: (F, R) float64, Euclidean norm of the gradient by the weights; by the intercepts it is 0.
-        passes: Readings of the features.
-    """
-
-    weights: torch.Tensor
-    intercepts: torch.Tensor
-    objectives: torch.Tensor
-    gaps: torch.Tensor
-    gradient_norms: torch.Tensor
-    passes: int
+    weights: torch.Tensor  # (F, R, D, C)
+    intercepts: torch.Tensor  # (F, R, C), each with a sum of 0 over the classes
+    objectives: torch.Tensor  # (F, R), the objective reached, nats per example
+    gaps: torch.Tensor  # (F, R), an upper bound on how far the objective is above its minimum, nats per example
+    gradient_norms: torch.Tensor  # (F, R), Euclidean norm of the gradient by the weights; by the intercepts it is 0
+    passes: int  # readings of the features
 
     def predict(self, features: Features) -> torch.Tensor:
         """Return (F, R, n) int64: the most probable class of each example; features is (n, D)."""

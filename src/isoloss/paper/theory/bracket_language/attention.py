@@ -21,7 +21,7 @@ from isoloss.paper.theory.bracket_language.settings import LENGTHS
 class BracketAttention(nn.Module):
     """f(x) = 1/m u^T relu(V h), h = sum_j a_j x_j, a = softmax(<Q x_1, K x_1>, ..., <Q x_1, K x_T>).
 
-    The output is one number a sentence: the model's g*, which is 1 where the hidden bracket is `<` and -1 where it is
+    The output is one number per sentence: the model's g*, which is 1 where the hidden bracket is `<` and -1 where it is
     `>`. It is trained on that by squared loss, not on logits by cross-entropy, so it is no architecture of
     `isoloss train`. Initial weights are normal: Q, K and V with variance 1 / (2 T), u with variance 1.
 
@@ -80,7 +80,7 @@ class Inputs:
     # (n, 2 T) float64: the sum of the encodings of an input's tokens. Token j is at coordinate j, or at j + T where it
     # is hidden, so that nothing is lost in the sum
     z: torch.Tensor
-    y: torch.Tensor  # (n,) float64: the answers g*, the number of `>` less that of `<`
+    y: torch.Tensor  # (n,) float64: the answers g*, the number of `>` minus that of `<`
 
     @property
     def length(self) -> int:

@@ -97,6 +97,6 @@ def mean(values: Array, unit: str, method: str) -> Estimate:
         stderr=float(values.std(ddof=1) / math.sqrt(len(values))),
         samples=len(values),
         unit=unit,
-        num_inputs=len(values),
+        num_predictions=len(values),
         method=method,
     )

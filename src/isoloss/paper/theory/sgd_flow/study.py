@@ -168,7 +168,7 @@ def extrapolated(step_sizes: Sequence[float], estimates: Sequence[Estimate]) -> 
     """Return the value at step size 0 of the polynomial through estimates at some step sizes.
 
     Example:
-        >>> at = lambda value: Estimate(value=value, stderr=0.1, samples=9, unit="", num_inputs=9, method="m")
+        >>> at = lambda value: Estimate(value=value, stderr=0.1, samples=9, unit="", num_predictions=9, method="m")
         >>> round(extrapolated([0.2, 0.1], [at(1.4), at(1.2)]).value, 9)
         1.0
     """

@@ -32,7 +32,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Mean trace of SGD less the flow's, as a fraction of the flow's."""
+        """Mean trace of SGD minus the flow's, as a fraction of the flow's."""
         return self.trace.value / self.flow_trace - 1
 
     @property
@@ -87,15 +87,15 @@ def _trace(final: Sequence[Row], coefficient: float, allowed: float) -> Statemen
 
 
 def _limit(by_step: Sequence[Sequence[Row]], at_zero: Sequence[Row]) -> Statement:
-    spreads = [math.sqrt(math.fsum(row.error**2 for row in some) / len(some)) for some in by_step]
+    errors = [math.sqrt(math.fsum(row.error**2 for row in some) / len(some)) for some in by_step]
     agrees = [abs(row.trace.value - row.flow_trace) <= ERRORS * row.trace.stderr for row in at_zero]
     etas = [some[0].step_size for some in by_step]
     return Statement(
         text="the error of SGD's mean trace is one of the step size: it goes to 0 with it.",
-        evidence=f"root mean square over K: {_over_steps([f'{100 * spread:.2f} %' for spread in spreads], etas)}; "
+        evidence=f"root mean square over K: {_over_steps([f'{100 * error:.2f} %' for error in errors], etas)}; "
         f"extrapolated to eta = 0: {_errors(at_zero)}; it must fall faster than the root of the step size, and be "
         f"within {ERRORS:g} standard errors of 0 there",
-        shown=_falls(spreads, etas) and all(agrees),
+        shown=_falls(errors, etas) and all(agrees),
     )
 
 
@@ -111,7 +111,7 @@ def _coefficient(coefficients: dict[int, Estimate], wanted: float) -> Statement:
 
 def _batch_sizes(coefficients: dict[int, Estimate], wanted: float) -> Statement:
     return Statement(
-        text="with B examples a step the flow is B times slower.",
+        text="with B examples per step the flow is B times slower.",
         evidence="coefficient times B: "
         + ", ".join(f"{_minus(value)} (B = {size})" for size, value in coefficients.items())
         + f"; {ERRORS:g} standard errors from {-wanted:g} allowed for each of at least 2, each error at most "

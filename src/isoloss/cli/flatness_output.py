@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss.cli import common
-from isoloss.statistics.estimate import Estimate, number, rounded
+from isoloss.statistics.estimate import Estimate, interval, number, rarity, rounded, samples_of
+from isoloss.statistics.tables import probability, short_names
 
 if TYPE_CHECKING:
     from isoloss.flatness.differences import Comparison, Pair
 
-_FEW = 32  # clusters, of which one may well make up much of the error
 _LARGEST = 3  # parts that are printed in any case
-_LEADING = 0.25  # of the squared error: more than one cluster should make up
+_MORE = ": measure more, with --num-sequences"
 _SURE = 0.975  # the probability from which the verdict names a model
 
 
@@ -43,23 +42,21 @@ def _remarks(args: Any, estimate: Estimate) -> Iterator[str]:
     details = estimate.details
     if not estimate.is_exact:
         relative = f"; the error is {percent(estimate.stderr / estimate.value)} of the value" * (estimate.value > 0)
-        kind = details.get("clusters", "samples")
-        yield f"95 % interval {interval(estimate)}{relative}, over {estimate.samples:,} {kind}"
-    if estimate.samples >= _FEW and details.get("leading_cluster", 0) > _LEADING:
-        yield (
-            f"one of the {details['clusters']} makes up {100 * details['leading_cluster']:.0f} % of the squared error: "
-            "its kind is too rare here for the error to be right; measure more"
-        )
+        yield f"95 % interval {interval(estimate)}{relative}, over {samples_of(estimate)}"
+    if "leading_cluster" in details and (warning := rarity({"": estimate})):
+        yield warning + _MORE
     parameters = f"{details['num_parameters']:,} parameters"
     if "sequences" in details:
         yield (
-            f"{estimate.num_inputs:,} predicted tokens in {details['sequences']:,} sequences, {parameters}, "
+            f"{estimate.num_predictions:,} predicted tokens in {details['sequences']:,} sequences, {parameters}, "
             f"{details['predicts']}"
         )
     else:
         yield parameters
     yield from skipped(estimate)
     yield from adjustment(estimate)
+    if "log_factors" in details:
+        yield from _of_minimum(estimate)
     method = estimate.method
     if estimate.num_probes:
         drawn = "label" if "sampled labels" in method else "probe"
@@ -77,7 +74,28 @@ def _remarks(args: Any, estimate: Estimate) -> Iterator[str]:
     if details.get("parameters_without_gradient"):
         yield f"parameters without gradient: {', '.join(details['parameters_without_gradient'])}"
     if args.rtol is not None and estimate.stderr > args.rtol * estimate.value:
-        yield f"the error is above --rtol {args.rtol:g}: give more --num-inputs"
+        yield f"the error is above --rtol {args.rtol:g}: give more --num-sequences"
+
+
+def _of_minimum(estimate: Estimate) -> Iterator[str]:
+    """What a minimal trace is beside the plain one, what bounds it, and what fixes it where there is no minimum."""
+    details = estimate.details
+    plain, kept = (rounded(details[name], details[f"{name}_stderr"]) for name in ("trace", "keeping_features"))
+    yield (
+        f"as the model is written {plain}; over rescalings that keep the last hidden state {kept}; over all of them "
+        f"between {rounded(details['in_sample'], estimate.stderr).split(' ±')[0]} (on these inputs, too small on "
+        f"average) and {rounded(details['cross_fitted'], estimate.stderr).split(' ±')[0]} (cross-fitted, too large)"
+    )
+    if details["gauged"]:
+        infimum = rounded(details["infimum"], estimate.stderr).split(" ±")[0]
+        yield (
+            f"there is no minimum: toward the infimum {infimum} the parts of {len(details['vanishing'])} parameters "
+            f"vanish ({details['vanishing'][0]}, ...), so that the scale of {' and '.join(details['gauged'])} is "
+            "fixed: the root mean square of what it multiplies is 1"
+        )
+    bound = details["largest_log_factor"]
+    bounded = "" if bound is None else f", with factors of at most {math.exp(bound):.3g} so that it is no more"
+    yield f"rescaling changes the loss by {details['loss_change_by_eps']:.1g} nats, by the eps of norms{bounded}"
 
 
 def percent(fraction: float) -> str:
@@ -127,7 +145,7 @@ def print_tables(comparison: Comparison) -> None:
             number(model.loss),
             number(model.trace),
             *([number(model.without_embeddings)] if split else []),
-            _probability(model.flattest),
+            probability(model.probability_of_smallest),
         )
         for model in comparison.models
     ]
@@ -141,12 +159,12 @@ def print_tables(comparison: Comparison) -> None:
     if comparison.pairs:
         differences = [
             (
-                f"{short[pair.first]} less {short[pair.second]}",
+                f"{short[pair.first]} minus {short[pair.second]}",
                 number(pair.loss),
                 number(pair.trace),
                 interval(pair.trace),
-                f"{pair.ratio:.3f}",
-                "{:.3f} to {:.3f}".format(*pair.ratio_ci95),
+                f"{pair.ratio:#.4g}",
+                "{:#.4g} to {:#.4g}".format(*pair.ratio_ci95),
                 *([number(pair.without_embeddings)] if split else []),
             )
             for pair in comparison.pairs
@@ -158,9 +176,11 @@ def print_tables(comparison: Comparison) -> None:
         )
     common.say("")
     common.say_wrapped(
-        f"{trace.num_inputs:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard error "
-        f"over {trace.samples:,} {trace.details['clusters']}"
+        f"{trace.num_predictions:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard "
+        f"error over {samples_of(trace)}"
     )
+    if comparison.warning:
+        common.say_wrapped(comparison.warning + _MORE)
     for line in (*skipped(trace), *adjustment(trace)):
         common.say_wrapped(line)
     if comparison.pairs:
@@ -172,16 +192,16 @@ def _verdict(comparison: Comparison, short: dict[str, str]) -> list[str]:
     """Say in one sentence which model is the flattest, and in another what the losses do to this."""
     best, second = comparison.ranking[:2]
     pair = comparison.pair(best, second)
-    chance = next(model.flattest for model in comparison.models if model.name == best)
+    chance = next(model.probability_of_smallest for model in comparison.models if model.name == best)
     if chance >= _SURE:
         sentences = [
-            f"{short[best]} is the flattest, with probability {_probability(chance)}: the next, {short[second]}, has "
+            f"{short[best]} is the flattest, with probability {probability(chance)}: the next, {short[second]}, has "
             f"{_ratio_of(pair, second)} times its trace."
         ]
     else:
         sentences = [
             f"Which one is the flattest is open: {short[best]} has the smallest trace with probability "
-            f"{_probability(chance)}, and more inputs would tell."
+            f"{probability(chance)}, and more inputs would tell."
         ]
     low, high = pair.loss.ci95
     if low > 0 or high < 0:
@@ -189,22 +209,8 @@ def _verdict(comparison: Comparison, short: dict[str, str]) -> list[str]:
     return sentences
 
 
-def _probability(fraction: float) -> str:
-    if 0.001 <= fraction <= 0.999:
-        return f"{fraction:.3f}"
-    return "above 0.999" if fraction > 0.5 else "below 0.001"
-
-
 def _ratio_of(pair: Pair, name: str) -> str:
-    return f"{pair.ratio if pair.first == name else 1 / pair.ratio:.3f}"
-
-
-def short_names(names: list[str]) -> dict[str, str]:
-    """Return each name without the folders above it that all have in common."""
-    parts = {name: Path(name).parts for name in names}
-    shared = len(Path(os.path.commonpath(names)).parts) if len({Path(name).is_absolute() for name in names}) == 1 else 0
-    shared = max(0, min(shared, *(len(own) - 1 for own in parts.values())))  # one may lie in another
-    return {name: str(Path(*own[shared:])) for name, own in parts.items()}
+    return f"{pair.ratio if pair.first == name else 1 / pair.ratio:#.4g}"
 
 
 def skipped(trace: Estimate) -> Iterator[str]:
@@ -223,9 +229,3 @@ def adjustment(trace: Estimate) -> Iterator[str]:
         yield f"adjusted to all {details['auxiliary_sequences']:,} sequences by their tokens: {' and '.join(used)}"
     elif details.get("auxiliary_differs"):
         yield "not adjusted to the rest of the data by its tokens: those that were measured differ from them"
-
-
-def interval(estimate: Estimate) -> str:
-    """Return the two ends of the 95 % interval, with as many digits as the error has."""
-    low, high = (rounded(end, estimate.stderr).split(" ±")[0] for end in estimate.ci95)
-    return f"{low} to {high}"

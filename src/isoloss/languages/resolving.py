@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from isoloss import config as configs
 from isoloss import files
 from isoloss.config import LanguageConfig
-from isoloss.errors import IsolossError, did_you_mean
+from isoloss.errors import IsolossError, did_you_mean, require
 from isoloss.languages.api import Language
 from isoloss.languages.config import PRESETS, Progress, refuse_options
 from isoloss.registry import LANGUAGES
+from isoloss.runs import refuse_run
 
 
 def load_language(spec: str | Path | LanguageConfig, *, progress: Progress | None = None, **options: Any) -> Language:
@@ -20,19 +20,21 @@ def load_language(spec: str | Path | LanguageConfig, *, progress: Progress | Non
 
     Args:
         spec: A config; or a name or path, as for `resolve`.
-        progress: Called with what is done and all there is, where making the language takes long.
+        progress: Called with (done, total) while a slow language is built.
         options: For a name or path, those of `resolve`: `tokenizer`, `length`, `column`, `split`, `max_documents`.
 
     Raises:
-        IsolossError: As for `resolve`; or a setting of the config is out of range.
+        IsolossError: `spec` names no language, or an option does not apply to it.
 
     Example:
+        >>> from isoloss import load_language
         >>> from isoloss.languages.config import BracketsConfig
         >>> load_language("dyck-2").vocabulary
         ('(', ')', '[', ']')
         >>> load_language(BracketsConfig(length=4)).max_length
         4
     """
+    require("spec", spec, (str, Path, LanguageConfig), "a name, a path or the config of a language")
     config = resolve(str(spec), **options) if isinstance(spec, str | Path) else spec
     language: Language = config.build(progress)
     return language
@@ -68,19 +70,16 @@ def resolve(
     named = {"tokenizer": tokenizer, "length": length, "column": column, "split": split, "max_documents": max_documents}
     options = {name: value for name, value in named.items() if value is not None}
     path = Path(spec)
-    if spec in PRESETS:
+    is_kind, is_toml = spec in LANGUAGES and not path.exists(), path.suffix == ".toml" and path.exists()
+    if spec in PRESETS or is_kind or is_toml:
         refuse_options(spec, options)
-        return PRESETS[spec][0]
-    if spec in LANGUAGES and not path.exists():
-        refuse_options(spec, options)
-        return _with_defaults(spec)
-    if path.suffix == ".toml" and path.exists():
-        refuse_options(spec, options)
-        config: LanguageConfig = configs.read_toml(LanguageConfig, path)
-        configs.check(config)
+        if spec in PRESETS:
+            return PRESETS[spec][0]
+        config: LanguageConfig = _with_defaults(spec) if is_kind else configs.read_toml(LanguageConfig, path)
         return config.resolved()
-    for kind in reversed(LANGUAGES.names()):
-        own: LanguageConfig | None = LANGUAGES.load(kind).read(spec, options)
+    refuse_run(path, "not a language; a causal model can be one")
+    for kind in reversed(LANGUAGES.loaded().values()):
+        own: LanguageConfig | None = kind.read(spec, options)
         if own is not None:
             return own
     raise IsolossError(
@@ -92,8 +91,7 @@ def resolve(
 
 def _with_defaults(kind: str) -> LanguageConfig:
     config = LANGUAGES.load(kind)
-    required = [field.name for field in dataclasses.fields(config) if field.default is dataclasses.MISSING]
-    if missing := [name for name in required if name != "kind"]:
+    if missing := config.required_fields():
         raise IsolossError(f"a language of the kind {kind} needs {', '.join(missing)}: give them in a .toml file")
     made: LanguageConfig = config()
     return made

@@ -9,18 +9,21 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, require
 from isoloss.flatness.differences import Comparison, Measured, comparison_of
+from isoloss.flatness.engine.accumulation import UNIT, InterruptedEstimate, Stopping
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
 from isoloss.flatness.engine.measurement import Measurement, Terms
 from isoloss.flatness.engine.predictions import CheckedBatch, Predictions
-from isoloss.flatness.engine.run import UNIT, InterruptedEstimate, Stopping
 from isoloss.flatness.fisher import ExactLabels
+from isoloss.flatness.rescaling.generators import Granularity
+from isoloss.flatness.rescaling.minimal import MinimalTrace, Rescaling, minimal_trace
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, unwrapped
 from isoloss.statistics.estimate import Estimate
@@ -76,7 +79,7 @@ class Outline:
 
 
 def compare(
-    models: Mapping[str, Model] | Sequence[str],
+    models: Mapping[str, Model | str] | Sequence[str],
     batches: Iterable[Mapping[str, Any]],
     *,
     seed: int = 0,
@@ -87,6 +90,8 @@ def compare(
     causal: bool | None = None,
     auxiliary_sample: Iterable[Mapping[str, Any]] | None = None,
     one_estimator: bool = False,
+    rescaling: Rescaling | None = None,
+    granularity: Granularity = "tensor",
     progress: Callable[[str, int], None] | None = None,
 ) -> Comparison:
     """Compare the flatness of models, each measured on the same inputs with the same random probes.
@@ -96,21 +101,25 @@ def compare(
     (`isoloss.statistics.paired`), and so is the probability of being the flattest.
 
     Args:
-        models: Language models by name, or functions that load them, or names of checkpoints. What is loaded here is
-            dropped before the next one is. Sizes may differ; vocabularies may not.
+        models: By name, language models, functions that load them, or checkpoints; or checkpoints alone. What is loaded
+            here is dropped before the next one is. Sizes may differ; vocabularies may not.
         batches: As for `isoloss.flatness.fisher_trace`. The values of the labels count for the loss.
-        seed: As for `fisher_trace`, and so are `num_probes`, `num_sequences` and `causal`.
-        num_probes: See there.
-        num_sequences: See there.
-        rtol: As for `fisher_trace`, for the first model; all others are measured on as many sequences.
-        seconds: Likewise.
-        causal: See there.
+        seed: Decides the probes.
+        num_probes: Rademacher probes per position (default 1).
+        num_sequences: Stop after this many sequences; None: at the end of the batches.
+        rtol: Stop measuring the first model as soon as its standard error is at most this fraction of its trace; the
+            others get as many sequences.
+        seconds: Stop measuring the first model after this time; the others get as many sequences.
+        causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
         auxiliary_sample: As for `fisher_trace`. All models share what was chosen for the first one: its embeddings
             describe the sequences, and its error decides how much is used.
         one_estimator: Whether every estimate is the same linear function of the squared norms of the sequences'
             gradients: all models are given the first one's control variates, and no norm is taken position by position
             because of where its parameter stands. Two parameters whose squared norms have one ratio on every sequence
             then have estimates of that ratio. False: what has the smallest error for each model and parameter.
+        rescaling: `"minimal"`: compare the minimal traces, see `fisher_trace`; of models of one shape, as minima over
+            different rescalings are different quantities.
+        granularity: As for `fisher_trace`.
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
@@ -119,6 +128,8 @@ def compare(
         InterruptedComparison: Ctrl-C; it carries what is complete, and the trace of the model in work so far.
 
     Example:
+        >>> import torch
+        >>> from isoloss import compare
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
         ...                     intermediate_size=16, max_position_embeddings=8)
@@ -129,13 +140,14 @@ def compare(
         >>> input_ids = torch.randint(0, 8, (64, 4))
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
         >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
-        >>> [model.name for model in comparison.models], sum(model.flattest for model in comparison.models)
+        >>> chances = [model.probability_of_smallest for model in comparison.models]
+        >>> [model.name for model in comparison.models], sum(chances)
         (['a', 'b'], 1.0)
         >>> difference = comparison.pair("a", "b").trace
         >>> round(difference.value - (comparison.models[0].trace.value - comparison.models[1].trace.value), 9)
         0.0
         >>> print(str(comparison).splitlines()[0])
-        model  trace (nats per predicted token)  loss (nats per predicted token)    flattest
+        model  trace (nats per predicted token)  loss (nats per predicted token)     flattest
     """
     named = _named(models)
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
@@ -153,14 +165,22 @@ def compare(
             outline = Outline.of(name, model, causal)
             first = first or outline
             first.check(outline)
+            minimal = minimal_trace(model, rescaling, granularity, None)
             source = WithLoss(
-                model, num_probes=1 if num_probes is None else num_probes, seed=seed, causal=outline.causal
+                model,
+                num_probes=1 if num_probes is None else num_probes,
+                seed=seed,
+                causal=outline.causal,
+                splits=None if minimal is None else minimal.splits,
+                by_scale=minimal is not None,
             )
             source.controls, source.separate = controls, not one_estimator
             if auxiliary_sample is not None and sample is None:
                 sample = AuxiliarySample.read(model, auxiliary_sample)
-            measurement = Measurement(source, auxiliary_sample=sample)
-            one = _measure(name, measurement, source, batches, stopping, step)
+            measurement = Measurement(
+                source, auxiliary_sample=sample, finish=None if minimal is None else minimal.finish
+            )
+            one = _measure(name, measurement, source, batches, stopping, step, minimal)
         except InterruptedEstimate as stop:
             raise InterruptedComparison(comparison_of(done) if done else None, name, stop.partial) from stop
         except KeyboardInterrupt as stop:
@@ -174,7 +194,7 @@ def compare(
         if one_estimator and not done:
             controls = torch.cat(source.own_controls)
         done.append(one)
-        del model, source, measurement  # so that two models are never held
+        del model, source, measurement, minimal  # so that two models are never held
     return comparison_of(done)
 
 
@@ -214,7 +234,7 @@ class WithLoss(ExactLabels):
             stderr=result.stderr,
             samples=len(estimator),
             unit=UNIT,
-            num_inputs=int(positions.sum()),
+            num_predictions=int(positions.sum()),
             method="cross-entropy",
             influence=result.influence.numpy(),
         )
@@ -249,38 +269,49 @@ def _measure(
     batches: Iterable[Mapping[str, Any]],
     stopping: Stopping,
     progress: Callable[[int], None] | None,
+    minimal: MinimalTrace | None,
 ) -> Measured:
     try:
         trace = measurement.measure(batches, stopping, progress=progress)
+        if minimal is not None:
+            trace = minimal.checked(trace, next(iter(batches)))
     except IsolossError as error:
         raise IsolossError(f"{name}: {error}") from error
     if trace.value <= 0:
         raise IsolossError(f"{name}: the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
-    result = measurement.result()
+    if minimal is not None:
+        value, stderr, influence = minimal.without_embeddings(trace)
+    else:
+        result = measurement.result()
+        value, stderr, influence = result.part, result.part_stderr, result.part_influence
     rest = Estimate(
-        value=result.part,
-        stderr=result.part_stderr,
+        value=value,
+        stderr=stderr,
         samples=trace.samples,
         unit=trace.unit,
-        num_inputs=trace.num_inputs,
+        num_predictions=trace.num_predictions,
         num_probes=trace.num_probes,
         method=f"{trace.method}, without embeddings",
-        influence=result.part_influence.numpy(),
+        influence=influence.numpy(),
     )
     loss = source.loss(batches, trace.details["sequences"])
     return Measured(name=name, trace=trace, without_embeddings=rest, loss=loss)
 
 
-def _named(models: Mapping[str, Model] | Sequence[str]) -> dict[str, Model]:
+def _named(models: Mapping[str, Model | str] | Sequence[str]) -> dict[str, Model]:
     if isinstance(models, str) or not models:
         raise IsolossError(f"models is {models!r}; it is a mapping of names to models, or several names of checkpoints")
     if isinstance(models, Mapping):
-        return dict(models)
+        for name, model in models.items():
+            require(f"model {name}", model, (str, Path, nn.Module, Callable), "a model, or the name of a checkpoint")  # type: ignore[arg-type]
+        return {n: functools.partial(_load, m) if isinstance(m, str | Path) else m for n, m in models.items()}
+    for place, name in enumerate(models):
+        require(f"model {place}", name, (str, Path), "the name of a checkpoint; in a mapping, models have names")
     if twice := next((name for i, name in enumerate(models) if name in models[:i]), None):
         raise IsolossError(f"{twice} is named twice; a model is compared with others")
     return {name: functools.partial(_load, name) for name in models}
 
 
-def _load(name: str) -> nn.Module:
+def _load(name: str | Path) -> nn.Module:
     model: nn.Module = load_model(name).model
     return model

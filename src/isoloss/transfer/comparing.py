@@ -16,7 +16,7 @@ import torch
 from scipy.special import bdtr
 
 from isoloss import seeds
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, require
 from isoloss.statistics.estimate import Estimate, rounded
 from isoloss.statistics.tables import text_table
 from isoloss.transfer.results import TransferResult, bounds
@@ -26,17 +26,11 @@ _LEAST_BOOTSTRAP = 100
 
 @dataclass(frozen=True, kw_only=True)
 class McNemar:
-    """The exact test of whether two classifiers err equally often (McNemar, 1947).
+    """The exact test of whether two classifiers err equally often (McNemar, 1947)."""
 
-    Attributes:
-        only_first: Examples that the first classifies correctly and the second does not.
-        only_second: The reverse.
-        p_value: Two-sided probability, if both err equally often, of a split of these examples at least as uneven.
-    """
-
-    only_first: int
-    only_second: int
-    p_value: float
+    only_first: int  # examples that the first classifies correctly and the second does not
+    only_second: int  # the reverse
+    p_value: float  # two-sided probability, if both err equally often, of a split of these at least as uneven
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -124,6 +118,8 @@ def compare_accuracy(
             few resamples.
 
     Example:
+        >>> import torch
+        >>> from isoloss import compare_accuracy
         >>> from isoloss.transfer.results import score
         >>> labels = torch.tensor([0, 1] * 20)
         >>> good, bad = labels.clone(), labels.clone()
@@ -140,6 +136,8 @@ def compare_accuracy(
         good minus bad  25.0 ± 8.6              7.50 to 42.50             12 : 2        0.013
     """
     named = dict(results) if isinstance(results, Mapping) else {str(i): result for i, result in enumerate(results)}
+    for name, result in named.items():
+        require(f"result {name}", result, TransferResult, "what linear_probe or finetune returns")
     if len(named) < 2:
         raise IsolossError(f"a comparison needs at least two results, not {len(named)}")
     pairs = itertools.combinations(named.items(), 2)
@@ -209,7 +207,7 @@ def paired_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estim
         stderr=math.sqrt(square / (num_seeds * num_examples)),
         samples=1 + max(1, round(square**2 / squares)) if squares > 0 else num_examples,
         unit="difference in accuracy",
-        num_inputs=num_examples,
+        num_predictions=num_examples,
         method="paired difference of accuracies",
         details={"seeds": num_seeds, "differences": by_seed.tolist()},
     )
@@ -232,11 +230,7 @@ def mcnemar(correct_a: torch.Tensor, correct_b: torch.Tensor) -> McNemar:
         >>> mcnemar(torch.tensor([True] * 6), torch.tensor([False] * 5 + [True]))
         McNemar(only_first=5, only_second=0, p_value=0.0625)
     """
-    if correct_a.shape != correct_b.shape or correct_a.ndim != 1:
-        raise IsolossError(
-            f"McNemar's test needs two (examples,) arrays of one shape, not {tuple(correct_a.shape)} and "
-            f"{tuple(correct_b.shape)}"
-        )
+    _check_shapes("McNemar's test", "examples,", correct_a, correct_b, 1)
     only_a, only_b = int((correct_a & ~correct_b).sum()), int((correct_b & ~correct_a).sum())
     p_value = 2 * float(bdtr(min(only_a, only_b), only_a + only_b, 0.5))  # as scipy.stats.binomtest, which loads slowly
     return McNemar(only_first=only_a, only_second=only_b, p_value=min(1.0, p_value))
@@ -271,12 +265,13 @@ def bootstrap95(
     return float(low), float(high)
 
 
+def _check_shapes(what: str, shape: str, a: torch.Tensor, b: torch.Tensor, ndim: int) -> None:
+    if a.shape != b.shape or a.ndim != ndim:
+        raise IsolossError(f"{what} needs two ({shape}) arrays of one shape, not {tuple(a.shape)} and {tuple(b.shape)}")
+
+
 def _check(correct_a: torch.Tensor, correct_b: torch.Tensor) -> None:
-    if correct_a.shape != correct_b.shape or correct_a.ndim != 2:
-        raise IsolossError(
-            f"a paired comparison needs two (seeds, examples) arrays of one shape, not {tuple(correct_a.shape)} and "
-            f"{tuple(correct_b.shape)}"
-        )
+    _check_shapes("a paired comparison", "seeds, examples", correct_a, correct_b, 2)
     num_seeds, num_examples = correct_a.shape
     if num_seeds < 1 or num_examples < 2:
         raise IsolossError(

@@ -49,7 +49,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Options(TypedDict, total=False):
     """What the measures of flatness take besides their own arguments; what is left out is None.
 
-    Samples are clusters of sequences, batches (`sam_sharpness`, and `hessian_trace` as its authors take it), or random
+    Samples are clusters of sequences, batches (`sam_sharpness`, and `hessian_trace` by the published code), or random
     probes that each see all inputs (`noise_sharpness`, `spectral_density`).
 
     Attributes:
@@ -61,8 +61,8 @@ class Options(TypedDict, total=False):
             or batches, or 2 probes.
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters to measure, by name; None: all trainable ones, tied ones once.
-        resume: A file to go on from, and to write what has been measured to every half minute. It is removed at the
-            end.
+        resume: A file to go on from, and to write what has been measured to every half minute and on Ctrl-C. It is
+            removed at the end.
         progress: Called after each batch with the number of sequences done, or after each probe with that of probes.
     """
 
@@ -76,7 +76,7 @@ class Options(TypedDict, total=False):
 
 
 def takes_options(function: F) -> F:
-    """Let the signature of a function with `**options` name them all."""
+    """Let the signature of a function with `**options` name them all, and its docstring describe them."""
     signature = inspect.signature(function)
     *own, _ = signature.parameters.values()
     further = [
@@ -84,6 +84,10 @@ def takes_options(function: F) -> F:
         for name, kind in get_type_hints(Options).items()
     ]
     function.__signature__ = signature.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
+    described = inspect.getdoc(Options) or ""
+    before, head, after = (inspect.getdoc(function) or "").partition("\n    options: ")
+    note, gap, rest = after.partition("\n\n")
+    function.__doc__ = f"{before}{head}{note}\n{described.partition('Attributes:')[2].strip(chr(10))}{gap}{rest}"
     return function
 
 
@@ -107,8 +111,14 @@ class Stopping:
     def of(cls, options: Options) -> Self:
         """Return the limits among a call's options; refuse a call with others."""
         if unknown := sorted(options.keys() - Options.__annotations__):
-            raise TypeError(f"{unknown[0]!r} is no argument of it; it takes {', '.join(Options.__annotations__)}")
+            raise TypeError(f"unexpected argument {unknown[0]!r}; the options are {', '.join(Options.__annotations__)}")
         return cls(num_sequences=options.get("num_sequences"), rtol=options.get("rtol"), seconds=options.get("seconds"))
+
+    @staticmethod
+    def check_resumed(done: int, most: int | None, name: str) -> None:
+        """Refuse a resume file that holds more than is wanted."""
+        if most is not None and done > most:
+            raise IsolossError(f"{name} is {most}, and the resume file holds {done} already: give at least as many")
 
     def number_of_probes(self, given: int | None, default: int) -> int:
         """Return how many probes to take at most; by default more where the error or the time decides."""
@@ -143,6 +153,11 @@ class Accumulation(abc.ABC):
         """Go on from what `state` returned."""
 
     @property
+    def is_whole(self) -> bool:
+        """Whether `state` is that after a whole item: an interruption may come while one is added to the sums."""
+        return True
+
+    @property
     def has_value(self) -> bool:
         """Whether there is anything to estimate from."""
         return True
@@ -169,6 +184,8 @@ class Accumulation(abc.ABC):
             for item in items:
                 self.add(item)
                 self.seconds = before + time.perf_counter() - begun
+                if file is not None:
+                    file.mark()
                 if progress is not None:
                     progress(self.done)
                 if not self.has_value:
@@ -183,6 +200,8 @@ class Accumulation(abc.ABC):
                 if file is not None:
                     file.write_sometimes(self.state)
         except KeyboardInterrupt as interruption:
+            if file is not None and self.is_whole:
+                file.write(self.state)
             if (partial := self.partial()) is None:
                 raise
             raise InterruptedEstimate(partial) from interruption
@@ -237,6 +256,7 @@ class Probes(Accumulation):
         """Take up to `number` probes, and return what ended it."""
         if file is not None and (state := file.read()) is not None:
             self.load_state(*state)
+            stopping.check_resumed(len(self), number, "num_probes")
         reason = self.run(range(len(self), number), stopping, file=file, progress=progress) or "num_probes"
         if file is not None:
             file.remove()
@@ -281,6 +301,7 @@ class ResumeFile:
             self._add_inputs(batch)
         self._identity = {**identity, "weights": _weights_digest(model), "inputs": self._inputs.hexdigest()}
         self._expected = ""
+        self._read = ""  # the digest of the inputs that are in the sums; empty: none was added here
         self._written = time.perf_counter()
 
     def read(self) -> State | None:
@@ -311,12 +332,21 @@ class ResumeFile:
             if count > number:
                 yield batch
 
+    def mark(self) -> None:
+        """Note that what was read up to now is in the sums."""
+        self._read = self._inputs.hexdigest()
+
     def write_sometimes(self, state: Callable[[], State]) -> None:
-        """Write the file, in one step, if the last time was long ago."""
-        if time.perf_counter() - self._written < _EVERY_SECONDS:
+        """Write the file if the last time was long ago."""
+        if time.perf_counter() - self._written >= _EVERY_SECONDS:
+            self.write(state)
+
+    def write(self, state: Callable[[], State]) -> None:
+        """Write the file, in one step, if there is anything new."""
+        if not self._read:
             return
         document, tensors = state()
-        header = {"identity": self._identity, "read": self._inputs.hexdigest(), "state": document}
+        header = {"identity": self._identity, "read": self._read, "state": document}
         files.write_bytes(self._path, save(tensors, metadata={"measurement": json.dumps(header)}))
         self._written = time.perf_counter()
 

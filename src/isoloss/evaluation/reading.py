@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +10,7 @@ from isoloss.errors import IsolossError
 from isoloss.run_config import ObjectiveConfig
 
 _FOR_MASKED = ("masking", "fraction", "mask_id")
-_FOR_TEXT = ("tokenizer", "length", *_FOR_MASKED)
+_FOR_TEXT = ("tokenizer", "length", "mask_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,33 +21,41 @@ class ReadingConfig:
     """For text: a Hugging Face folder or name, or a vocab.txt; default: the first checkpoint's own."""
     length: int | None = setting(None, minimum=1)
     """Tokens in a sequence, for text and flat arrays; default: 128, or what the first model takes at most."""
-    masking: Literal["one", "fraction"] = "fraction"
-    """For masked models: mask one token of each sequence, or a fraction of all."""
-    fraction: float = setting(ObjectiveConfig.fraction, above=0, maximum=1)
-    """The fraction, where masking is fraction."""
+    masking: Literal["one", "fraction"] | None = None
+    """For masked models: mask one token of each sequence, or a fraction of all; default: fraction for text and token
+    ids, one for sentences of a language."""
+    fraction: float | None = setting(None, above=0, maximum=1)
+    """The fraction, where masking is fraction; default: 0.15."""
     mask_id: int | None = setting(None, minimum=0)
     """For masked models and token ids: the mask's id; default: the tokenizer's."""
     batch_size: int | None = setting(None, minimum=1)
     """Sequences in a pass; default: as many, up to 256, as keep the logits of the predicted tokens below 256 MiB and
     the layers' activations around 1 GiB. It does not change the inputs or probes, only time and memory."""
 
-    def objective(self, name: str, *, is_causal: bool) -> ObjectiveConfig:
-        """Return what the model called `name` predicts."""
+    def objective(
+        self, name: str, *, is_causal: bool, default: Literal["one", "fraction"] = "fraction"
+    ) -> ObjectiveConfig:
+        """Return what the model called `name` predicts, with the masking `default` unless one was chosen."""
         if is_causal and (unused := self._given(_FOR_MASKED)):
             raise IsolossError(f"{name} predicts next tokens and has none masked: leave out {', '.join(unused)}")
         if is_causal:
             return ObjectiveConfig(kind="causal")
-        return ObjectiveConfig(masking=self.masking, fraction=self.fraction)
+        fraction = ObjectiveConfig.fraction if self.fraction is None else self.fraction
+        return ObjectiveConfig(masking=self.masking or default, fraction=fraction)
 
-    def check_language(self, name: str) -> None:
-        """Refuse an option for text where the model called `name` is measured on a language."""
-        if unused := self._given(_FOR_TEXT):
+    def check_run(self, name: str, *also: str) -> None:
+        """Refuse what the run of the model called `name` decides, and the fields in `also`."""
+        if unused := self._given((*_FOR_TEXT, *_FOR_MASKED[:2], *also)):
             raise IsolossError(
                 f"{name} is measured on its run's language, masked as in its training: leave out "
                 f"{', '.join(unused)}, or add --data"
             )
 
+    def check_language(self, name: str) -> None:
+        """Refuse an option for text where the model called `name` is measured on a language."""
+        if unused := self._given(_FOR_TEXT):
+            raise IsolossError(f"{name} is measured on a language: leave out {', '.join(unused)}, or add --data")
+
     def _given(self, names: tuple[str, ...]) -> list[str]:
-        """Return those of the options that have another value than their default, as the command line calls them."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) != defaults[name]]
+        """Return those of the options that were given, as the command line calls them."""
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]

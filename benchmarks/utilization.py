@@ -1,4 +1,4 @@
-"""Model-FLOP utilisation of pre-training by size: arithmetic of a step by its time and the device's matrix rate.
+"""Model-FLOP utilization of pre-training by size: arithmetic of a step by its time and the device's matrix rate.
 
 The matrix rate is that of a square bfloat16 (or float32) product measured in the same run. The arithmetic counted is
 that of the model as the paper's formulas have it, all positions through all layers, forward and twice that backward;
@@ -61,7 +61,7 @@ def whole_flops(model: Any, batch: Batch) -> int:
     return counter.get_total_flops()
 
 
-def measure(size: str, batch_size: int, micro_batch: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(size: str, batch_size: int, micro_batch_size: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the time of a step of one size, and its operations."""
     device, language = torch.device(options.device), LANGUAGE.build()
     config = TrainConfig(
@@ -69,7 +69,7 @@ def measure(size: str, batch_size: int, micro_batch: int, options: argparse.Name
     )
     model: Any = make_model(config.model, language, seed=0).to(device)
     loss = partial(prediction_loss, model, causal=False, precision=options.precision)
-    context = TrainingContext(optimizer=config.optimizer, total_steps=1000, micro_batch=micro_batch)
+    context = TrainingContext(optimizer=config.optimizer, total_steps=1000, micro_batch_size=micro_batch_size)
     rule = TrainingAlgorithm(model, context)
     batches = [training_batch(language, config, number, device).inputs for number in range(1, 4)]
     few = {name: tensor[:8] for name, tensor in batches[0].items()}
@@ -88,7 +88,7 @@ def measure(size: str, batch_size: int, micro_batch: int, options: argparse.Name
         "size": size,
         "parameters": BERT.num_parameters(BERT.sizes[size], language.model_vocab_size, language.max_length),
         "batch_size": batch_size,
-        "micro_batch": micro_batch,
+        "micro_batch_size": micro_batch_size,
         "seconds_a_step": seconds,
         "tokens_per_second": batch_size * language.max_length / seconds,
         "model_flops": model_flops,
@@ -101,18 +101,18 @@ def page(record: dict[str, Any]) -> str:
     """Return the table."""
     rate = record["matrix_rate"]
     lines = [
-        "# Pre-training: model-FLOP utilisation by size",
+        "# Pre-training: model-FLOP utilization by size",
         "",
         f"{record['date']}, `{record['command']}`. {record['device']}. Versions: "
         + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         + ".",
         "",
         f"BERT on sentences of {LANGUAGE.length} tokens, {record['precision']}, dropout 0.1, one masked token each. "
-        f"The rate of a matrix product measured in the same run is {rate / 1e12:.3g} TFLOP/s. Utilisation is the "
+        f"The rate of a matrix product measured in the same run is {rate / 1e12:.3g} TFLOP/s. Utilization is the "
         "operations of the whole model (all positions through all layers and the head, backward twice forward) by time "
         "and rate; executed are those that our step does. Median wall-clock time of a step.",
         "",
-        "| size | parameters | batch (at once) | ms a step | tokens/s | utilisation | executed | peak memory |",
+        "| size | parameters | batch (at once) | ms a step | tokens/s | utilization | executed | peak memory |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in record["results"]:
@@ -121,7 +121,7 @@ def page(record: dict[str, Any]) -> str:
         cells = [
             row["size"],
             f"{row['parameters']:,}",
-            f"{row['batch_size']} ({row['micro_batch'] or row['batch_size']})",
+            f"{row['batch_size']} ({row['micro_batch_size'] or row['batch_size']})",
             f"{1e3 * seconds:.3g}",
             f"{row['tokens_per_second']:,.0f}",
             f"{100 * row['model_flops'] / seconds / rate:.1f} %",
@@ -136,18 +136,20 @@ def main() -> None:
     """Time and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--sizes", nargs="+", default=["d128", "d256", "d512", "d768", "d1024", "d1536", "d1920"])
     parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--micro-batch", type=int, default=0, help="sentences at once; 0: the whole batch")
+    parser.add_argument("--micro-batch-size", type=int, default=0, help="sentences at once; 0: the whole batch")
     parser.add_argument("--steps", type=int, default=20, help="the first two are not counted")
     parser.add_argument("--matrix", type=int, default=8192, help="side of the matrices whose product gives the rate")
-    parser.add_argument("--out", type=Path, default=RESULTS / "utilisation.json", help="and the table next to it, .md")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "utilization.json", help="and the table next to it, .md"
+    )
     options = parser.parse_args()
     device = torch.device(options.device)
-    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if options.precision == "bfloat16" else torch.float32
     record: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/utilisation.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/utilization.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else machine(),
         "precision": options.precision,
@@ -157,12 +159,12 @@ def main() -> None:
     }
     for size in options.sizes:
         try:
-            record["results"].append(measure(size, options.batch, options.micro_batch, options))
+            record["results"].append(measure(size, options.batch, options.micro_batch_size, options))
         except torch.OutOfMemoryError:
             print(f"{size} does not fit", flush=True)
             break
-        write_text(options.out, json.dumps(record, indent=1) + "\n")
-        write_text(options.out.with_suffix(".md"), page(record))
+        write_text(options.output, json.dumps(record, indent=1) + "\n")
+        write_text(options.output.with_suffix(".md"), page(record))
     print(page(record))
 
 

@@ -1,0 +1,100 @@
+"""The components that come with isoloss: by name, the attribute of their module and a line about each."""
+
+# a file is read by the last kind that takes it: other packages' come before the grammars, which take any file
+LANGUAGE_CONFIGS = {
+    "pcfg": ("PCFGConfig", "a random layered grammar"),
+    "grammar": ("GrammarConfig", "a grammar given by its rules"),
+    "brackets": ("BracketsConfig", "the paper's bracket language (section 5)"),
+    "dyck": ("DyckConfig", "nested brackets of several kinds, as a grammar"),
+    "hmm": ("HMMConfig", "a random block-diagonal hidden Markov model"),
+    "corpus": ("CorpusConfig", "real text"),
+    "teacher": ("TeacherConfig", "a causal language model that writes sentences"),
+    "file": ("FileConfig", "a stored language"),
+}
+ALGORITHM_CONFIGS = {
+    "gradient": ("GradientConfig", "the gradient of the loss alone"),
+    "sam": ("SAMConfig", "sharpness-aware minimization"),
+    "adversarial": ("AdversarialConfig", "spoil a downstream task at the same loss"),
+    "fisher-penalty": ("FisherPenaltyConfig", "penalize the trace of the Fisher"),
+}
+ARCHITECTURES = {
+    "bert": ("BERT", "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder"),
+    "bert-pre-ln": ("PRE_LAYER_NORM_BERT", "BERT with pre-layer-norm blocks and a layer norm after the last one"),
+    "lstm": ("LSTM", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
+    "opt": ("OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
+}
+LOSS = "loss per predicted token: entropy of the true conditionals + KL to them; without these, cross-entropy"
+FLATNESS_MEASURES = {
+    "trace": ("Trace", "trace of the Fisher of that loss, which at saturation is the trace of its Hessian"),
+    "minimal-trace": (
+        "MinimalTrace",
+        "minimum of that trace over exact rescalings, whatever the scale of the weights",
+    ),
+    "rescaling-control": ("RescalingControl", "both traces after a random exact rescaling: only the first may move"),
+    "trace-in-SIZE-EMBEDDING_SCALE": (
+        "TraceIn",
+        "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand --embedding-scale)",
+    ),
+    "empirical-fisher": ("EmpiricalFisher", "mean squared gradient norm at the given labels"),
+    "hessian-trace": ("HessianTrace", "trace of the Hessian at the given labels"),
+    "weighted-trace": (
+        "WeightedTrace",
+        "trace of the Fisher weighted by squared parameters: invariant to rescaling",
+    ),
+    "fisher-rao": ("FisherRao", "squared Fisher-Rao norm: invariant to rescaling"),
+    "relative-flatness": (
+        "RelativeFlatness",
+        "relative flatness of the last linear map: invariant to rescaling whole tensors",
+    ),
+    "largest-eigenvalue": ("LargestEigenvalue", "largest eigenvalues of the Gauss-Newton matrix or the Hessian"),
+    "spectral-density": ("SpectralDensity", "distribution of these eigenvalues"),
+    "sam-sharpness": ("SAMSharpness", "rise of the loss in a batch's worst direction"),
+    "adaptive-sharpness": (
+        "AdaptiveSharpness",
+        "that rise, each weight's move in units of the weight: invariant to rescaling",
+    ),
+    "noise-sharpness": ("NoiseSharpness", "expected rise of the loss under noise on the weights"),
+    "squared-norm": ("SquaredNorm", "sum of the squared parameters, exact"),
+}
+TRANSFER_MEASURES = {
+    "probe-TASK": (
+        "Probe",
+        "accuracy of a linear probe on the last hidden states of all tokens, concatenated, e.g. probe-prefix-4",
+    ),
+    "lookup-TASK": (
+        "Lookup",
+        "the same probe on the true conditionals: the look-up table, a model without parameters",
+    ),
+    "finetune-TASK": ("Finetune", "accuracy of the fine-tuned model, e.g. finetune-root"),
+}
+GLUE_TASKS = {
+    "cola": ("COLA", "GLUE: whether a sentence is acceptable"),
+    "mnli": ("MNLI", "GLUE: whether a premise entails a hypothesis, contradicts it, or neither"),
+    "mrpc": ("MRPC", "GLUE: whether two sentences say the same"),
+    "qnli": ("QNLI", "GLUE: whether a sentence answers a question"),
+    "qqp": ("QQP", "GLUE: whether two questions ask the same"),
+    "rte": ("RTE", "GLUE: whether one sentence entails another"),
+    "sst2": ("SST2", "GLUE: whether a review is positive"),
+    "wnli": ("WNLI", "GLUE: whether a sentence with a pronoun entails one with the pronoun replaced"),
+}
+RESCALING_FAMILIES = {
+    "bert": ("bert", "BERT: post-layer-norm blocks"),
+    "gemma": ("llama", "Gemma: as Llama, norms with gain 1 + weight"),
+    "gemma2": ("llama", "Gemma 2: as Gemma, a norm after attention and after the feed-forward block too"),
+    "gemma3_text": ("llama", "Gemma 3, text only: as Gemma 2, norms of queries and keys"),
+    "gpt2": ("gpt2", "GPT-2: pre-layer-norm blocks, a fused map to queries, keys and values"),
+    "gpt_neox": ("gpt_neox", "GPT-NeoX and Pythia: blocks side by side, rotary positions"),
+    "isoloss-lstm": ("lstm", "isoloss's LSTM: no rescaling, or the embeddings alone where the decoder is not tied"),
+    "llama": ("llama", "Llama: RMS norms, rotary positions, gated feed-forward blocks"),
+    "mistral": ("llama", "Mistral: as Llama"),
+    "modernbert": ("modernbert", "ModernBERT: pre-layer-norm blocks, gated feed-forward blocks"),
+    "opt": ("opt", "OPT: ReLU, pre-layer-norm blocks or, as in OPT-350m, post-layer-norm ones"),
+    "phi3": ("llama", "Phi-3: as Llama, with fused maps"),
+    "qwen2": ("llama", "Qwen 2: as Llama, biases of queries, keys and values"),
+    "qwen3": ("llama", "Qwen 3: as Llama, norms of queries and keys"),
+    "roberta": ("bert", "RoBERTa: as BERT"),
+    "roberta-prelayernorm": ("bert_pre_layer_norm", "RoBERTa-PreLayerNorm, which is isoloss's bert-pre-ln"),
+}
+
+SAME_LOSS = "models of the same pre-training loss: longer training, another optimizer, other sizes"
+COMPARED = "the paper's algorithms and others, several seeds of each: loss, flatness and transfer"

@@ -1,0 +1,220 @@
+"""Rescaled parameters, what they are rescaled from, and the check that a model's logits stay as they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.flatness.rescaling.generators import Granularity, Rescalings, rescalings_of
+from isoloss.model_checks import device_of, plainly, refuse_dropout, unwrapped
+
+_LARGEST_FACTOR = 10.0  # of a check, which has no eps
+_CONTROL_FACTOR = 3.0
+_NO_INPUTS = ("labels", "documents")
+
+
+@torch.no_grad()
+def rescaled(model: nn.Module, rescalings: Rescalings, z: ArrayLike) -> dict[str, torch.Tensor]:
+    """Return a model's parameters after a rescaling; the model stays as it is.
+
+    Args:
+        model: The model, or one of the same parameters, whatever it is wrapped in.
+        rescalings: The rescalings of such a model, R generators.
+        z: (R,) log-factor of each generator.
+
+    Returns:
+        The new value of each parameter of `rescalings`, tied ones once, by its name in the model inside of wrappers, as
+        `torch.func.functional_call` takes them.
+
+    Raises:
+        IsolossError: z has another shape or is not finite, or the model lacks one of the parameters.
+
+    Example:
+        >>> from isoloss.flatness.rescaling import rescalings_of
+        >>> found = rescalings_of(model)
+        >>> new = rescaled(model, found, np.full(len(found.names), np.log(2)))
+        >>> old = model.bert.embeddings.word_embeddings.weight
+        >>> bool(torch.allclose(new["bert.embeddings.word_embeddings.weight"], 2 * old))
+        True
+    """
+    return _rescaled(model, dict(unwrapped(model).named_parameters()), rescalings, z)
+
+
+def _rescaled(
+    model: nn.Module, values: Mapping[str, torch.Tensor], rescalings: Rescalings, z: ArrayLike
+) -> dict[str, torch.Tensor]:
+    """Return what the values of the model's parameters are after a rescaling."""
+    z = np.asarray(z, dtype=np.float64)
+    if z.shape != (len(rescalings.names),) or not np.isfinite(z).all():
+        raise IsolossError(f"z has the shape {z.shape}; it has {len(rescalings.names)} finite log-factors")
+    factors, new = np.exp(rescalings.actions @ z), {}
+    for name, offset, rows, parts in _parts(model, rescalings):
+        value = values[name]
+        wide = torch.promote_types(value.dtype, torch.float32)
+        factor = torch.from_numpy(factors[rows][parts]).to(value.device, wide)
+        new[name] = ((value.to(wide) + offset) * factor - offset).to(value.dtype)
+    return new
+
+
+@torch.no_grad()
+def part_sizes(model: nn.Module, rescalings: Rescalings) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return how many entries each part has, and the logarithm of their root mean square, gains without their offset.
+
+    Both are (K + L,), as the rows of `rescalings.actions`; where all entries are 0 the logarithm is minus infinity.
+    """
+    sizes = np.zeros(rescalings.actions.shape[0])
+    squares = np.zeros_like(sizes)
+    values = dict(unwrapped(model).named_parameters())
+    for name, offset, rows, parts in _parts(model, rescalings):
+        entries = np.square((values[name].cpu().double() + offset).numpy())
+        where = np.broadcast_to(parts, entries.shape).ravel()
+        sizes[rows] = np.bincount(where, minlength=rows.stop - rows.start)
+        squares[rows] = np.bincount(where, weights=entries.ravel(), minlength=rows.stop - rows.start)
+    with np.errstate(divide="ignore"):
+        return sizes, np.log(squares / sizes) / 2
+
+
+@torch.no_grad()
+def check(
+    model: nn.Module, rescalings: Rescalings, batch: Mapping[str, Any], z: ArrayLike | None = None, *, seed: int = 0
+) -> float:
+    """Return the largest difference that a rescaling makes to a logit, over the largest logit.
+
+    The model runs in float64, also where its own code asks for float32, and the eps of its norms is taken to 0: what is
+    left is rounding, some 1e-13. On a device without float64 all is float32, and the difference some 1e-5.
+
+    Args:
+        model: The model, in evaluation mode; it is left as found.
+        rescalings: Its rescalings, R generators.
+        batch: Its inputs; `labels` and `documents` among them are not used.
+        z: (R,) log-factors; None: factors between 0.1 and 10 at random, uniform in their logarithm.
+        seed: Decides these.
+
+    Raises:
+        IsolossError: Dropout is on, or z has another shape.
+
+    Example:
+        >>> from isoloss.flatness.rescaling import rescalings_of
+        >>> check(model, rescalings_of(model, granularity="channel"), batches[0]) < 1e-12
+        True
+    """
+    refuse_dropout(model)
+    if z is None:
+        z = _random(rescalings, _LARGEST_FACTOR, seed)
+    inputs = {
+        name: value.to(device_of(model)) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+        if name not in _NO_INPUTS
+    }
+    with without_rounding(model) as (network, values), torch.no_grad():
+        before = functional_call(network, values, kwargs=inputs).logits
+        changed = _rescaled(network, values, rescalings, z)
+        after = functional_call(network, {**values, **changed}, kwargs=inputs).logits
+    return float((after - before).abs().max() / before.abs().max())
+
+
+@torch.no_grad()
+def rescaled_at_random(model: nn.Module, *, granularity: Granularity = "tensor", seed: int = 0) -> nn.Module:
+    """Return a copy of a model that computes the same, up to rounding and the eps of norms, with other parameters.
+
+    Each generator's factor is between 1/3 and 3, uniform in its logarithm. What it leaves alone is a property of the
+    function; what it changes is one of how the model is written.
+
+    Raises:
+        IsolossError: As for `rescalings_of`.
+
+    Example:
+        >>> from isoloss.flatness import fisher_trace
+        >>> other = rescaled_at_random(model, seed=1)
+        >>> values = [fisher_trace(m, batches, rescaling=r).value for r in (None, "minimal") for m in (model, other)]
+        >>> abs(values[1] / values[0] - 1) > 0.1, abs(values[3] / values[2] - 1) < 1e-3
+        (True, True)
+    """
+    rescalings = rescalings_of(model, granularity=granularity)
+    new = rescaled(model, rescalings, _random(rescalings, _CONTROL_FACTOR, seed))
+    other = copy.deepcopy(unwrapped(model))
+    for name, parameter in other.named_parameters():
+        if name in new:
+            parameter.copy_(new[name])
+    return other
+
+
+def _random(rescalings: Rescalings, largest: float, seed: int) -> NDArray[np.float64]:
+    """Return (R,) log-factors at random, of factors from 1 / largest to largest."""
+    draws = torch.rand(len(rescalings.names), generator=seeds.generator(seed, "rescaling"), dtype=torch.float64)
+    log_factors: NDArray[np.float64] = np.log(largest) * (2 * draws.numpy() - 1)
+    return log_factors
+
+
+@contextmanager
+def without_rounding(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+    """Yield the model inside of wrappers and its values in float64, for `functional_call` while this is open.
+
+    Norms then have no eps: the smallest number stands in for it, as a state of zeros must stay one. On a device without
+    float64 the type is float32.
+    """
+    with plainly(model) as network:
+        dtype = torch.float32 if device_of(network).type == "mps" else torch.float64
+        eps = [
+            (vars(module), key, value)
+            for module in network.modules()
+            for key, value in vars(module).items()
+            if "eps" in key and isinstance(value, float)
+        ]
+        tensors = (*network.named_parameters(), *network.named_buffers())
+        values = {name: value.detach().to(dtype) for name, value in tensors if value.is_floating_point()}
+        try:
+            for attributes, key, _ in eps:
+                attributes[key] = torch.finfo(dtype).tiny
+            with _Float32Is(dtype):
+                yield network, values
+        finally:
+            for attributes, key, value in eps:
+                attributes[key] = value
+
+
+class _Float32Is(TorchFunctionMode):
+    """While this is open, what asks for float32 gets another type: some norms and softmaxes do, whatever the model."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        swapped = {key: self._instead(value) for key, value in (kwargs or {}).items()}
+        if func is torch.Tensor.float:
+            return args[0].to(self._dtype, **swapped)
+        return func(*map(self._instead, args), **swapped)
+
+    def _instead(self, value: Any) -> Any:
+        return self._dtype if value is torch.float32 else value
+
+
+def _parts(model: nn.Module, rescalings: Rescalings) -> Iterator[tuple[str, float, slice, NDArray[np.int64]]]:
+    """Yield each parameter: its name, its offset, the rows of its parts, and the part of each entry among them."""
+    network = unwrapped(model)
+    names = {id(value): name for name, value in network.named_parameters()}
+    found = {name.replace("_orig_mod.", ""): value for name, value in network.named_parameters(remove_duplicate=False)}
+    first = 0
+    for key in rescalings.parameters:
+        if key not in found:
+            raise IsolossError(f"{type(network).__name__} has no parameter {key}, which is to be rescaled")
+        value, split = found[key], rescalings.splits.get(key)
+        parts, number = np.zeros((1,) * value.ndim, dtype=np.int64), 1
+        if split is not None:
+            table = split.rows[:, None] * split.num_columns + split.columns
+            parts, number = (table if value.ndim > 1 else table[:, 0]).numpy(), split.num_parts
+        yield names[id(value)], rescalings.offsets.get(key, 0.0), slice(first, first + number), parts
+        first += number

@@ -1,0 +1,236 @@
+"""The minimal trace: the trace of the Fisher where exact rescalings of the model make it smallest.
+
+Shapes: K measured parts of parameters, L other parts, R generators, F folds of clusters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.func import functional_call
+
+from isoloss.errors import IsolossError, warn
+from isoloss.flatness.engine.measurement import layer_of
+from isoloss.flatness.engine.parameters import counted_parameters, embeddings
+from isoloss.flatness.engine.splits import Columns, Split
+from isoloss.flatness.rescaling.application import check, part_sizes, rescaled
+from isoloss.flatness.rescaling.crossfit import CrossFit, cross_fit
+from isoloss.flatness.rescaling.generators import Granularity, rescalings_of
+from isoloss.flatness.rescaling.program import minimize
+from isoloss.model_checks import device_of, plainly
+from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, Weighted
+from isoloss.statistics.estimate import Estimate
+
+Rescaling = Literal["minimal"]
+
+NEGLIGIBLE = 1e-4  # nats per predicted token: what the eps of norms may change of the loss
+_ROUNDING = 1e-6  # of the largest logit: more is a rule that is not exact for this model
+_CHECKED = 2  # sequences whose logits are compared
+_LOSS_OF = 32  # sequences whose loss is compared
+_LARGEST_CHECKED = 5e8  # parameters: the check takes 8 bytes for each
+_HALVINGS = 20  # of the bound on log-factors
+_IGNORED = -100
+
+
+class MinimalTrace:
+    """Makes the minimal trace of one model from a measurement of its parts.
+
+    Attributes:
+        splits: The parts that are to be measured, by parameter.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, granularity: Granularity, parameters: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
+        self._model, self._granularity = model, granularity
+        self._rescalings = rescalings_of(model, granularity=granularity, parameters=parameters)
+        self.splits: dict[str, Split] = self._rescalings.measured_splits
+        measured = counted_parameters(model, parameters)
+        self._names = list(measured)
+        self._owners = Columns(measured, self.splits).owners
+        embedded = embeddings(model, measured)
+        self._is_other = torch.tensor([name not in embedded for name in measured])[self._owners]
+        sizes, log_rms = part_sizes(model, self._rescalings)
+        self._program = functools.partial(
+            minimize,
+            exponents=self._rescalings.actions,
+            log_rms=log_rms,
+            sizes=sizes,
+            writers=self._rescalings.writers,
+        )
+        self._others = len(sizes) - len(self._owners)  # L
+        self._measured: tuple[Estimate, ColumnRatios] | None = None
+
+    def finish(self, plain: Estimate, columns: ColumnRatios) -> Estimate:
+        """Return the minimal trace, given the plain one and the clusters' sums of every part."""
+        self._measured = plain, columns
+        return self._estimate(plain, columns)
+
+    def checked(self, estimate: Estimate, batch: Mapping[str, Any]) -> Estimate:
+        """Return the minimal trace with what the rescaling changes of the model's loss on a batch.
+
+        Norms add a small eps to what they divide by, so that a rescaling is exact only up to it. Where that changes the
+        loss by more than 1e-4 nats, the log-factors are bounded, by half as much each time.
+
+        Raises:
+            IsolossError: The logits differ without eps too: the rules of the family are not this model's.
+        """
+        assert self._measured is not None
+        z = _log_factors(estimate)
+        off = None
+        if len(z) and sum(parameter.numel() for parameter in self._model.parameters()) <= _LARGEST_CHECKED:
+            off = check(self._model, self._rescalings, _head(batch, _CHECKED), z)
+            if off > _ROUNDING:
+                raise IsolossError(
+                    f"rescaling {type(self._model).__name__} changes its logits by {off:.1g} of the largest, so its "
+                    "rules are not exact for this model: leave out rescaling, or register rules of its own"
+                )
+        change, bound = self._loss_change(batch, z), float(np.abs(z).max(initial=0))
+        for _ in range(_HALVINGS):
+            if abs(change) <= NEGLIGIBLE:
+                break
+            bound /= 2
+            try:
+                estimate = self._estimate(*self._measured, bound=bound)
+            except IsolossError:  # a gauge asks for more
+                break
+            change = self._loss_change(batch, _log_factors(estimate))
+        if abs(change) > NEGLIGIBLE:
+            warn(
+                f"the rescaling changes the loss by {change:.1g} nats by the eps of norms, which is more than "
+                f"{NEGLIGIBLE:g}"
+            )
+        details = {**estimate.details, "loss_change_by_eps": change, "logits_differ_without_eps": off}
+        return replace(estimate, details=details)
+
+    def without_embeddings(self, estimate: Estimate) -> Weighted:
+        """Return the part of the minimal trace that is not the embeddings'."""
+        assert self._measured is not None
+        rest = self._measured[1].weighted(self._weights(_log_factors(estimate)) * self._is_other)
+        return rest._replace(value=float(estimate.details["without_embeddings"]))
+
+    def _weights(self, z: NDArray[np.float64]) -> torch.Tensor:
+        """Return (K,) what a rescaling makes of the measured parts."""
+        return torch.from_numpy(np.exp(-2 * (self._rescalings.exponents @ z)))
+
+    def _fit(self, columns: ColumnRatios, *, keep_features: bool = False, bound: float | None = None) -> CrossFit:
+        """Return the minimum over all rescalings, or over those that keep the features."""
+        program: Any = self._program
+        if keep_features:
+            program = functools.partial(program, equalities=self._rescalings.features)
+        if bound is not None:
+            limit = np.full(len(self._rescalings.names), bound)
+            program = functools.partial(program, bounds=(-limit, limit))
+        without = np.stack([columns.shares_without(fold).numpy() for fold in range(FOLDS)])
+        others = ((0, 0), (0, self._others))
+        return cross_fit(program, np.pad(columns.fold_sums().numpy(), others), np.pad(without, others), columns.total)
+
+    def _estimate(self, plain: Estimate, columns: ColumnRatios, *, bound: float | None = None) -> Estimate:
+        fit = self._fit(columns, bound=bound)
+        kept = self._fit(columns, keep_features=True, bound=bound) if self._rescalings.features.shape[0] else fit
+        found, names = fit.minimum, self._rescalings.names
+        weights = torch.from_numpy(found.weights[: len(self._owners)])
+        _, stderr, influence = columns.weighted(weights)
+        kept_weights = torch.from_numpy(kept.minimum.weights[: len(self._owners)])
+        rest = columns.weighted(weights * self._is_other)
+        layers = list(dict.fromkeys(map(layer_of, self._names)))
+        of_layers = torch.tensor([layers.index(layer_of(name)) for name in self._names])[self._owners]
+        by_parameter, by_parameter_stderr = columns.grouped(weights, self._owners, len(self._names))
+        by_layer, by_layer_stderr = columns.grouped(weights, of_layers, len(layers))
+        scale = fit.value / fit.in_sample  # parts add up to the value
+        return replace(
+            plain,
+            value=fit.value,
+            stderr=stderr,
+            influence=influence.numpy(),
+            method=f"minimal over rescalings by {self._granularity}; {plain.method}",
+            by_parameter=dict(zip(self._names, (scale * by_parameter).tolist(), strict=True)),
+            by_parameter_stderr=dict(zip(self._names, by_parameter_stderr.tolist(), strict=True)),
+            by_layer=dict(zip(layers, (scale * by_layer).tolist(), strict=True)),
+            by_layer_stderr=dict(zip(layers, by_layer_stderr.tolist(), strict=True)),
+            details={
+                **plain.details,
+                "without_embeddings": scale * rest.value,
+                "without_embeddings_stderr": rest.stderr,
+                "trace": plain.value,
+                "trace_stderr": plain.stderr,
+                "granularity": self._granularity,
+                "in_sample": fit.in_sample,
+                "cross_fitted": fit.cross_fitted,
+                "infimum": found.infimum,
+                "keeping_features": kept.value,
+                "keeping_features_stderr": columns.weighted(kept_weights).stderr,
+                "log_factors": dict(zip(names, found.z.tolist(), strict=True)),
+                "gauged": [names[generator] for generator in found.gauged],
+                "vanishing": self._vanishing(found.vanishing),
+                "largest_log_factor": bound,
+            },
+        )
+
+    def _vanishing(self, parts: NDArray[np.bool_]) -> list[str]:
+        """Return the names of the parameters with a part that vanishes."""
+        owners = self._owners[torch.from_numpy(parts[: len(self._owners)])]
+        return [self._names[number] for number in sorted(set(owners.tolist()))]
+
+    @torch.no_grad()
+    def _loss_change(self, batch: Mapping[str, Any], z: NDArray[np.float64]) -> float:
+        """Return by how much a rescaling changes the loss of the first sequences of a batch, in nats."""
+        assert self._measured is not None
+        causal = self._measured[0].details["predicts"] == "next token"
+        given = {name: value for name, value in _head(batch, _LOSS_OF).items() if name != "documents"}
+        device = device_of(self._model)
+        inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+        labels = inputs.pop("labels")
+        changed = rescaled(self._model, self._rescalings, z)
+        with plainly(self._model) as network:
+            losses = [
+                _loss(functional_call(network, values, kwargs=inputs).logits, labels, causal=causal)
+                for values in ({}, changed)
+            ]
+        return losses[1] - losses[0]
+
+
+def minimal_trace(
+    model: nn.Module,
+    rescaling: Rescaling | None,
+    granularity: Granularity,
+    parameters: Mapping[str, nn.Parameter] | None,
+) -> MinimalTrace | None:
+    """Return what makes the minimal trace of a model, if that is asked for.
+
+    Raises:
+        IsolossError: `rescaling` is not one, or the model has no known rescalings.
+    """
+    if rescaling is None:
+        return None
+    if rescaling != "minimal":
+        raise IsolossError(f"rescaling is {rescaling!r}; it is 'minimal' or None")
+    return MinimalTrace(model, granularity=granularity, parameters=parameters)
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor, *, causal: bool) -> float:
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    wanted = labels != _IGNORED
+    if not bool(wanted.any()):
+        return 0.0
+    return float(nn.functional.cross_entropy(logits[wanted].detach().double(), labels[wanted]))
+
+
+def _head(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+    size = len(batch["labels"])
+    return {
+        name: value[:number] if isinstance(value, torch.Tensor) and len(value) == size else value
+        for name, value in batch.items()
+    }
+
+
+def _log_factors(estimate: Estimate) -> NDArray[np.float64]:
+    return np.array(list(estimate.details["log_factors"].values()))

@@ -1,0 +1,291 @@
+"""The minimal trace: against minimization of measured traces, under random rescalings, its error and its bounds."""
+
+import copy
+import json
+import warnings
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from rescaling_models import FAMILIES, VOCABULARY
+from torch.func import functional_call
+from transformers import DistilBertConfig, DistilBertForMaskedLM
+
+from isoloss.cli.main import main
+from isoloss.errors import IsolossError, IsolossWarning
+from isoloss.flatness import FlatnessCallback, compare, fisher_trace
+from isoloss.flatness.engine import accumulation
+from isoloss.flatness.engine.measurement import measure
+from isoloss.flatness.fisher import ExactLabels
+from isoloss.flatness.rescaling import rescaled, rescaled_at_random, rescalings_of
+from isoloss.statistics.paired import paired_difference
+
+FAMILY = {family.name: family for family in FAMILIES}
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+def small_eps(model):
+    """The model with norms whose eps changes nothing."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "eps" in name and isinstance(value, float):
+                setattr(module, name, 1e-30)
+    return model
+
+
+def made(name, *, tied=True, **options):
+    return small_eps(FAMILY[name].build(tied=tied, **options))
+
+
+def batches_of(model, number=48, length=4, size=16):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (number, length), generator=generator)
+    causal = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+    labels = ids.clone()
+    labels[:, 2 if causal else 1 :] = -100
+    return [{"input_ids": ids[i : i + size], "labels": labels[i : i + size]} for i in range(0, number, size)]
+
+
+def with_values(model, values):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, value in values.items():
+            other.get_parameter(name).copy_(value)
+    return other
+
+
+def randomly(model, *, seed, largest=10.0):
+    found = rescalings_of(model)
+    limit = np.log(largest)
+    return with_values(
+        model, rescaled(model, found, np.random.default_rng(seed).uniform(-limit, limit, len(found.names)))
+    )
+
+
+def plain_trace(model, batches):
+    """The trace as the model is written, with the control variates that a minimal one has."""
+    return fisher_trace(model, batches, rescaling="minimal").details["trace"]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@EACH_FAMILY
+def test_it_stays_under_random_rescalings_while_the_plain_trace_moves(family, tied):
+    model = small_eps(family.build(tied=tied))
+    batches = batches_of(model)
+    found = [fisher_trace(each, batches, rescaling="minimal") for each in (model, randomly(model, seed=1))]
+    minima, plain = ([value(e) for e in found] for value in (lambda e: e.value, lambda e: e.details["trace"]))
+    assert minima[1] == pytest.approx(minima[0], rel=1e-5)
+    assert found[1].stderr == pytest.approx(found[0].stderr, rel=1e-5)
+    assert found[1].details["gauged"] == found[0].details["gauged"]
+    if len(rescalings_of(model).names) > 1:  # an LSTM has the embeddings alone, whose part is small
+        assert abs(plain[1] / plain[0] - 1) > 0.05
+    assert all(abs(e.details["loss_change_by_eps"]) < 1e-5 for e in found)  # some norms are in float32
+    # what is measured after the rescaling is what its parts said
+    factors = np.array(list(found[0].details["log_factors"].values()))
+    after = with_values(model, rescaled(model, rescalings_of(model), factors))
+    assert plain_trace(after, batches) == pytest.approx(found[0].details["in_sample"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "gpt2"])
+def test_it_is_the_minimum_of_measured_traces(name):
+    model = made(name, num_hidden_layers=1) if name == "bert" else made(name, n_layer=1)
+    batches, found = batches_of(model, number=32), rescalings_of(model)
+    estimate = fisher_trace(model, batches, rescaling="minimal")
+    assert not estimate.details["gauged"]
+
+    def measured(z):
+        return np.log(plain_trace(with_values(model, rescaled(model, found, z)), batches))
+
+    search = scipy.optimize.minimize(measured, np.zeros(len(found.names)), method="BFGS", options={"gtol": 1e-5})
+    assert np.exp(search.fun) == pytest.approx(estimate.details["in_sample"], rel=1e-6)
+
+
+def test_its_parts_add_up_and_are_those_of_the_rescaled_model():
+    model = made("bert")
+    batches = batches_of(model)
+    minimal = fisher_trace(model, batches, rescaling="minimal")
+    details = minimal.details
+    factors = np.array(list(details["log_factors"].values()))
+    other = with_values(model, rescaled(model, rescalings_of(model), factors))
+    plain = measure(ExactLabels, other, batches, {}, num_probes=1, seed=0, splits={}, by_scale=True)
+    scale = minimal.value / details["in_sample"]
+    for parts, others in ((minimal.by_parameter, plain.by_parameter), (minimal.by_layer, plain.by_layer)):
+        assert sum(parts.values()) == pytest.approx(minimal.value, rel=1e-12)
+        assert parts == {name: pytest.approx(scale * others[name], rel=1e-6, abs=1e-12) for name in parts}
+    for errors, others in (
+        (minimal.by_parameter_stderr, plain.by_parameter_stderr),
+        (minimal.by_layer_stderr, plain.by_layer_stderr),
+    ):
+        assert errors == {name: pytest.approx(others[name], rel=1e-4, abs=1e-12) for name in errors}
+    assert minimal.stderr == pytest.approx(plain.stderr, rel=1e-6)
+    assert details["without_embeddings"] == pytest.approx(scale * plain.details["without_embeddings"], rel=1e-6)
+    assert details["in_sample"] <= minimal.value <= details["cross_fitted"]
+    n = minimal.samples
+    assert (minimal.influence**2).sum() / (n * (n - 1)) == pytest.approx(minimal.stderr**2)
+
+
+@pytest.mark.slow
+def test_features_are_kept_where_that_is_asked():
+    model = made("bert", num_hidden_layers=1)
+    batches = batches_of(model)
+    details = fisher_trace(model, batches, rescaling="minimal").details
+    found = rescalings_of(model)
+    # a minimum over a part of the rescalings, by brute force over the generators that leave the features alone
+    free = np.flatnonzero(abs(found.features.toarray()).sum(axis=0) == 0)
+
+    def measured(values):
+        z = np.zeros(len(found.names))
+        z[free] = values
+        return np.log(plain_trace(with_values(model, rescaled(model, found, z)), batches))
+
+    search = scipy.optimize.minimize(measured, np.zeros(len(free)), method="BFGS", options={"gtol": 1e-4})
+    assert details["in_sample"] < np.exp(search.fun) < details["trace"]
+    assert details["keeping_features"] == pytest.approx(
+        np.exp(search.fun), rel=2e-3
+    )  # its mean with a cross-fitted one
+
+
+def test_a_direction_without_a_minimum_has_a_gauge():
+    model = made("llama", tied=False)
+    batches = batches_of(model)
+    details = fisher_trace(model, batches, rescaling="minimal").details
+    assert details["gauged"] == ["residual stream"]
+    assert 0 < details["infimum"] < details["in_sample"]
+    assert any("embed_tokens" in name for name in details["vanishing"])
+    # the geometric mean of the root mean squares of what the generator multiplies is 1
+    found = rescalings_of(model)
+    values = rescaled(model, found, np.array(list(details["log_factors"].values())))
+    column = found.actions[:, [found.names.index("residual stream")]].toarray()[:, 0]
+    names = [n for n in found.parameters for _ in range(found.splits[n].num_parts if n in found.splits else 1)]
+    written = [names[row] for row in np.flatnonzero(column > 0)]
+    logs = [float(values[name].square().mean().log()) / 2 * values[name].numel() for name in written]
+    assert sum(logs) / sum(values[name].numel() for name in written) == pytest.approx(0, abs=1e-6)
+    # far along the direction the trace approaches the infimum
+    z = np.array(list(details["log_factors"].values()))
+    z[found.names.index("residual stream")] += 12
+    far = with_values(model, rescaled(model, found, z))
+    assert plain_trace(far, batches) >= details["infimum"] * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("granularity", ["head", "neuron", "channel"])
+def test_a_finer_granularity_never_has_a_larger_minimum(granularity):
+    model = made("opt")
+    batches = batches_of(model)
+    whole, finer = (
+        fisher_trace(model, batches, rescaling="minimal", granularity=each) for each in ("tensor", granularity)
+    )
+    assert finer.details["in_sample"] <= whole.details["in_sample"] * (1 + 1e-9)
+    again = fisher_trace(randomly(model, seed=3), batches, rescaling="minimal", granularity=granularity)
+    assert again.value == pytest.approx(finer.value, rel=1e-5)
+
+
+def test_models_are_compared_by_it():
+    model = made("bert")
+    other = with_values(
+        model, {"bert.encoder.layer.0.output.dense.weight": 1.3 * model.bert.encoder.layer[0].output.dense.weight}
+    )
+    models = {"a": model, "rescaled": randomly(model, seed=2), "other": other}
+    comparison = compare(models, batches_of(model), rescaling="minimal")
+    same, others = comparison.pair("a", "rescaled"), comparison.pair("a", "other")
+    assert abs(same.trace.value) < 1e-5 * comparison.models[0].trace.value
+    assert same.trace.stderr < 1e-4 * comparison.models[0].trace.stderr
+    assert abs(same.without_embeddings.value) < 1e-5 * comparison.models[0].without_embeddings.value
+    a, b = (fisher_trace(each, batches_of(model), rescaling="minimal") for each in (model, other))
+    assert others.trace.value == pytest.approx(a.value - b.value)
+    assert others.trace.stderr == pytest.approx(paired_difference(a, b).stderr, rel=1e-6)
+    rest = comparison.models[0].without_embeddings
+    assert rest.value == pytest.approx(a.details["without_embeddings"])
+    assert rest.stderr == pytest.approx(a.details["without_embeddings_stderr"])
+
+
+def test_it_goes_on_from_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    model = made("gpt2")
+    batches, path = batches_of(model, number=80), tmp_path / "half"
+    straight = fisher_trace(model, batches, rescaling="minimal")
+
+    def failing():
+        yield from batches[:3]
+        raise RuntimeError("the machine went down")
+
+    with pytest.raises(RuntimeError, match="went down"):
+        fisher_trace(model, failing(), rescaling="minimal", resume=path)
+    with pytest.raises(IsolossError, match="resume file of another measurement: it differs in controls, splits"):
+        fisher_trace(model, batches, resume=path)
+    found = fisher_trace(model, batches, rescaling="minimal", resume=path)
+    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
+    assert np.array_equal(found.influence, straight.influence)
+
+
+def test_the_eps_of_norms_bounds_the_rescaling():
+    model = FAMILY["bert"].build(tied=True)
+    for module in model.modules():
+        if hasattr(module, "eps"):
+            module.eps = 1e-3
+    batches = batches_of(model)
+    shrunk = with_values(
+        model, rescaled(model, rescalings_of(model), np.array([-2.5, *[0.0] * (len(rescalings_of(model).names) - 1)]))
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", IsolossWarning)
+        free, bounded = (fisher_trace(each, batches, rescaling="minimal").details for each in (made("bert"), shrunk))
+    assert free["largest_log_factor"] is None
+    assert 0 < bounded["largest_log_factor"] < 3
+    assert max(map(abs, bounded["log_factors"].values())) <= bounded["largest_log_factor"] * (1 + 1e-9)
+    assert abs(bounded["loss_change_by_eps"]) <= 1e-4
+
+
+def test_what_cannot_be_rescaled_is_refused():
+    config = DistilBertConfig(vocab_size=VOCABULARY, dim=8, n_layers=1, n_heads=1, hidden_dim=8, dropout=0.0)
+    model = DistilBertForMaskedLM(config).eval()
+    with pytest.raises(IsolossError, match="no rescalings are known for models of type distilbert"):
+        fisher_trace(model, batches_of(model), rescaling="minimal")
+    with pytest.raises(IsolossError, match="rescaling is 'least'; it is 'minimal' or None"):
+        fisher_trace(made("bert"), batches_of(model), rescaling="least")
+    with pytest.raises(IsolossError, match="granularity is 'row'; it is one of tensor"):
+        fisher_trace(made("bert"), batches_of(model), rescaling="minimal", granularity="row")
+
+
+def test_a_model_that_its_rules_do_not_describe_is_refused():
+    model = made("bert")
+    old = model.bert.encoder.layer[0].output.forward
+    model.bert.encoder.layer[0].output.forward = lambda *args, **kwargs: old(*args, **kwargs) + 0.5
+    with pytest.raises(IsolossError, match=r"changes its logits by .* not exact for this model"):
+        fisher_trace(model, batches_of(model), rescaling="minimal")
+
+
+def test_a_rescaled_copy_computes_the_same():
+    model = made("gpt2")
+    other = rescaled_at_random(model, seed=4)
+    (batch, *_) = batches_of(model)
+    inputs = {"input_ids": batch["input_ids"]}
+    before, after = (functional_call(each, {}, kwargs=inputs).logits for each in (model, other))
+    torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-9)
+    assert not torch.equal(other.transformer.wte.weight, model.transformer.wte.weight)
+    assert other.lm_head.weight is other.transformer.wte.weight
+
+
+def test_the_callback_takes_it():
+    assert FlatnessCallback([], every=1, rescaling="minimal").rescaling == "minimal"
+
+
+def test_the_control_of_the_command_line(capsys, tmp_path):
+    model = FAMILY["bert"].build(tied=True).float()
+    model.save_pretrained(tmp_path / "bert")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, VOCABULARY - 1, (40, 4)))
+    words = ["flatness", str(tmp_path / "bert"), "--data", str(tmp_path / "ids.npy"), "--mask-id", str(VOCABULARY - 1)]
+    assert main([*words, "--control", "--json"]) == 0
+    estimates = json.loads(capsys.readouterr().out)["models"][0]["estimates"]
+    plain, minimal, control = (estimates[name] for name in ("trace", "minimal-trace", "rescaling-control"))
+    assert control["minimal-trace"]["value"] == pytest.approx(minimal["minimal-trace"]["value"], rel=1e-3)
+    assert abs(control["trace"]["value"] / plain["trace"]["value"] - 1) > 0.05
+    assert main([*words, "--measures", "minimal-trace"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "as the model is written",
+        "keep the last hidden state",
+        "rescaling changes the loss by",
+        "cross-fitted",
+    ):
+        assert part in out

@@ -1,0 +1,365 @@
+"""Parts of parameters, from one backward pass to a resumed measurement, against dense gradients by sequence."""
+
+import pickle
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain_gradients import ARCHITECTURES, DEBERTA, assert_norms, batch_of, build, make
+from small_models import bert, cut, failing, gpt2, llama, rows
+
+from isoloss.errors import IsolossError
+from isoloss.flatness import fisher_trace, hessian_trace, weighted_fisher_trace
+from isoloss.flatness.comparing import WithLoss
+from isoloss.flatness.engine import accumulation
+from isoloss.flatness.engine.accumulation import InterruptedEstimate, Stopping
+from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
+from isoloss.flatness.engine.measurement import Measurement, measure
+from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness.engine.splits import Split
+from isoloss.flatness.fisher import ExactLabels, SampledLabels
+from isoloss.flatness.hessian import _PublishedCode, _WithResidual
+from isoloss.flatness.norms import _Weighted
+from isoloss.lstm import LSTMConfig, LSTMForMaskedLM
+
+OPTIONS = [["whole", "blocks"], ["whole", "each"], ["mixed", "whole"], ["whole", "mixed"], ["each", "blocks"]]
+OPTIONS += [["each", "whole"], ["blocks", "blocks"], ["blocks", "whole"], ["whole", "whole"]]
+
+
+def groups_of(number, kind):
+    """Groups of an axis: one; of neighbors, as of heads; taken in turn, as where they are interleaved; one each."""
+    size = 3 if number % 3 == 0 else 2 if number % 2 == 0 else 1
+    of = {
+        "whole": 0 * torch.arange(number),
+        "each": torch.arange(number),
+        "blocks": torch.arange(number) // (number // size),
+        "mixed": torch.arange(number) % size,
+    }
+    return of[kind]
+
+
+def splits_of(parameters, start=0):
+    """A split of every parameter, each kind in turn."""
+    splits = {}
+    for number, (name, parameter) in enumerate(parameters.items(), start=start):
+        kinds = OPTIONS[number % len(OPTIONS)]
+        a, b = parameter.shape[0], parameter.shape[-1] if parameter.ndim > 1 else 1
+        splits[name] = Split(groups_of(a, kinds[0]), groups_of(b, kinds[1]))
+    return splits
+
+
+def parts_of(squares, split):
+    """Sums over the parts of a tensor, by sums over one part at a time."""
+    axes = squares.reshape(len(split.rows), -1, len(split.columns))
+    return [
+        axes[split.rows == row][:, :, split.columns == column].sum()
+        for row in range(split.num_rows)
+        for column in range(split.num_columns)
+    ]
+
+
+def dense(model, batch, cotangent, splits, *, causal):
+    """(B, K): for each sequence one backward pass through the plain model, cut in parts."""
+    named = dict(model.named_parameters())
+    predicted = batch["labels"] != -100
+    if causal:
+        predicted = torch.cat([predicted[:, 1:], torch.zeros_like(predicted[:, :1])], dim=1)
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits[predicted]
+    owners, norms = predicted.nonzero()[:, 0], []
+    for row in range(len(predicted)):
+        loss = (logits * cotangent)[owners == row].sum()
+        gradients = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
+        parts = []
+        for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
+            squares = torch.zeros_like(parameter) if gradient is None else gradient.square()
+            parts += parts_of(squares.double(), splits[name]) if name in splits else [squares.sum().double()]
+        norms.append(torch.stack(parts))
+    return torch.stack(norms).detach()
+
+
+def lstm():
+    torch.manual_seed(0)
+    config = LSTMConfig(vocab_size=12, hidden_size=6, num_hidden_layers=2, num_directions=2, hidden_dropout_prob=0.0)
+    return LSTMForMaskedLM(config).double().eval()
+
+
+def deberta():
+    options = {**DEBERTA, "pooler_hidden_size": 16, "share_att_key": True, "position_buckets": 4}
+    return make("DebertaV2Config", "DebertaV2ForMaskedLM", {**options, "norm_rel_ebd": "layer_norm"})
+
+
+MODELS = {name: (lambda name=name: build(name), ARCHITECTURES[name][3]) for name in ("bert", "gpt2", "albert")}
+MODELS |= {"llama": (lambda: llama(40), True), "lstm": (lstm, False), "deberta": (deberta, False)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_part_has_the_norm_of_its_entries(name):
+    made, causal = MODELS[name]
+    model = made()
+    batch = batch_of(vocab=12 if name == "lstm" else 40)
+    for start in range(0, len(OPTIONS), 3):
+        splits = splits_of(dict(model.named_parameters()), start)
+        with Predictor(model, causal=causal, splits=splits) as predictor:
+            predictions = predictor.forward(batch)
+            cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(5)).double()
+            found = predictor.squared_norms(predictions, cotangent).by_parameter
+            assert bool(predictor.slow_parameters) == (name == "deberta")
+        expected = dense(model, batch, cotangent, splits, causal=causal)
+        assert found.shape == expected.shape
+        assert_norms(found, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_single_positions_are_parts_of_the_exact_expectation(name):
+    """Where one position is predicted, `separate` changes nothing, so that the parts are those of its gradient."""
+    model, causal = build(name), ARCHITECTURES[name][3]
+    batch = batch_of()
+    batch["labels"][:, 3:] = -100
+    batch["labels"][:, :2] = -100
+    batch["labels"][:, 2] = batch["input_ids"][:, 2]
+    splits = splits_of(dict(model.named_parameters()), 1)
+    with Predictor(model, causal=causal, splits=splits) as predictor:
+        predictions = predictor.forward(batch)
+        cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(5)).double()
+        found = predictor.squared_norms(predictions, cotangent, separate=True).by_parameter
+    torch.testing.assert_close(found, dense(model, batch, cotangent, splits, causal=causal), rtol=1e-8, atol=1e-12)
+
+
+# --- measurements ----------------------------------------------------------------------------------------------------
+
+
+def stream(sequences=80, vocab=7, size=16, **options):
+    return cut(rows(sequences, 5, vocab, predicted=((1, 3), (2,)), **options), [size] * (sequences // size))
+
+
+def measured(model, batches, splits, kind=ExactLabels, *, stopping=None, resume=None, progress=None, **options):
+    """The measurement and its estimate."""
+    source = kind(model, num_probes=1, seed=4, splits=splits, **options)
+    made = Measurement(source)
+    return made, made.measure(batches, stopping or Stopping(), resume=resume, progress=progress)
+
+
+def assert_like_plain(found, plain, rtol=1e-9):
+    assert (found.value, found.stderr) == pytest.approx((plain.value, plain.stderr), rel=rtol)
+    for field in ("by_parameter", "by_parameter_stderr", "by_layer", "by_layer_stderr"):
+        mine, theirs = getattr(found, field), getattr(plain, field)
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:  # a sum of two has no errors by parameter
+            assert mine == pytest.approx(theirs, rel=rtol, abs=1e-12 * abs(plain.value))
+    for field in ("without_embeddings", "without_embeddings_stderr"):
+        assert found.details[field] == pytest.approx(plain.details[field], rel=rtol)
+
+
+@pytest.mark.parametrize("made", [bert, gpt2])
+def test_parts_add_up_to_the_plain_estimate(made):
+    model, batches = made(7), stream()
+    splits = splits_of(dict(model.named_parameters()))
+    plain = fisher_trace(model, batches, seed=4)
+    of_parts, found = measured(model, batches, splits)
+    assert_like_plain(found, plain)
+    assert found.influence == pytest.approx(plain.influence, rel=1e-7, abs=1e-7 * plain.value)
+    columns = of_parts.columns()
+    everything = columns.weighted(torch.ones(len(columns.ratios)))
+    assert everything[:2] == pytest.approx((plain.value, plain.stderr), rel=1e-9)
+    start = 0
+    for name in plain.by_parameter:
+        own = torch.zeros(len(columns.ratios))
+        own[start : start + splits[name].num_parts] = 1
+        start += splits[name].num_parts
+        expected = plain.by_parameter[name], plain.by_parameter_stderr[name]
+        assert columns.weighted(own)[:2] == pytest.approx(expected, rel=1e-8, abs=1e-12 * plain.value)
+    assert start == len(columns.ratios) == columns.sums.shape[1]
+    assert len(columns.sums) == found.samples == 80
+
+
+def test_without_splits_the_kept_rows_change_nothing():
+    model, batches = bert(7), stream()
+    plain = fisher_trace(model, batches, seed=4)
+    one_each = {
+        name: Split(groups_of(len(p), "whole"), groups_of(p.shape[-1] if p.ndim > 1 else 1, "whole"))
+        for name, p in model.named_parameters()
+    }
+    for splits in ({}, one_each):
+        of_parts, found = measured(model, batches, splits)
+        assert {**found.to_dict(), "seconds": 0} == {**plain.to_dict(), "seconds": 0}
+        assert of_parts.columns().ratios.tolist() == list(plain.by_parameter.values())
+
+
+def test_a_part_that_is_rescaled_has_the_trace_of_the_rescaled_model():
+    """Values times s and the output's columns over s, by head: other parameters of the same function."""
+    model, batches = bert(7), stream()
+    names = [f"bert.encoder.layer.0.attention.{part}" for part in ("self.value.weight", "self.value.bias")]
+    names.append("bert.encoder.layer.0.attention.output.dense.weight")
+    heads, whole = torch.arange(8) // 4, torch.zeros(8, dtype=torch.int64)
+    splits = {names[0]: Split(heads, whole), names[1]: Split(heads, whole[:1]), names[2]: Split(whole, heads)}
+    of_parts, _ = measured(model, batches, splits)
+    scale = torch.tensor([3.0, 0.5], dtype=torch.float64)
+    weights = torch.ones(len(of_parts.columns().ratios), dtype=torch.float64)
+    columns = of_parts._source.columns.of
+    weights[columns[names[0]]], weights[columns[names[1]]], weights[columns[names[2]]] = scale**-2, scale**-2, scale**2
+    found = of_parts.columns().weighted(weights)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        named[names[0]] *= scale[heads][:, None]
+        named[names[1]] *= scale[heads]
+        named[names[2]] /= scale[heads]
+    rescaled = fisher_trace(model, batches, seed=4)
+    assert found[:2] == pytest.approx((rescaled.value, rescaled.stderr), rel=1e-8)
+    torch.testing.assert_close(found.influence, torch.from_numpy(rescaled.influence), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain", "options"),
+    [
+        (SampledLabels, lambda *of: fisher_trace(*of, method="paper", num_probes=1, seed=4), {}),
+        (_Weighted, lambda *of: weighted_fisher_trace(*of, seed=4), {}),
+        (_WithResidual, lambda *of: hessian_trace(*of, group_size=1, seed=4), {}),
+        (_PublishedCode, lambda *of: hessian_trace(*of, method="published-code", seed=4), {}),
+    ],
+)
+def test_other_measures_have_parts(kind, plain, options):
+    model, batches = bert(7, layers=1), stream(12, size=4)
+    parameters = {name: value for name, value in model.named_parameters() if name != "cls.predictions.bias"}
+    splits = splits_of(parameters)
+    of_parts, found = measured(model, batches, splits, kind, **options)
+    expected = plain(model, batches)
+    assert_like_plain(found, expected)
+    assert found.method == expected.method
+    columns = of_parts.columns()
+    everything = columns.weighted(torch.ones(len(columns.ratios)))
+    assert everything[:2] == pytest.approx((expected.value, expected.stderr), rel=1e-9)
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+    span = of_parts._source.columns.of[name]
+    one = splits[name]
+    for part in (0, one.num_parts - 1):  # a part and the rest are another split
+        rows_of, columns_of = one.rows == part // one.num_columns, one.columns == part % one.num_columns
+        other, _ = measured(model, batches, {name: Split((~rows_of).long(), (~columns_of).long())}, kind)
+        at = other._source.columns.of[name].start
+        torch.testing.assert_close(columns.ratios[span.start + part], other.columns().ratios[at], rtol=1e-9, atol=0)
+
+
+def test_a_finish_makes_the_estimate_the_limit_and_the_interruption(monkeypatch):
+    model, batches = bert(7), stream(160)
+    splits = splits_of(dict(model.named_parameters()))
+    seen = []
+
+    def finish(estimate, columns):
+        seen.append(estimate.samples)
+        value, stderr, _ = columns.weighted(torch.full((len(columns.ratios),), 2.0))
+        return types.SimpleNamespace(value=value, stderr=stderr * 1e-6, whole=estimate)
+
+    def run_it(**options):
+        return measure(ExactLabels, model, batches, options, num_probes=1, seed=4, splits=splits, finish=finish)
+
+    found = run_it()
+    assert found.value == pytest.approx(2 * found.whole.value, rel=1e-12)
+    assert run_it(rtol=1e-6).whole.samples == 64  # by the error that `finish` gives
+    assert seen == [160, 64, 64]
+
+    def stop(done):
+        if done == 48:
+            raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedEstimate) as caught:
+        run_it(progress=stop)
+    assert caught.value.partial.whole.samples == 48
+
+
+def test_models_that_are_compared_have_parts_with_their_loss_and_an_auxiliary_sample():
+    model, batches = bert(7), stream(320, size=80)
+    splits = splits_of(dict(model.named_parameters()))
+    sample = AuxiliarySample.read(model, stream(1280, size=80, seed=1))
+    made = []
+    for given in (None, splits):
+        source = WithLoss(model, num_probes=1, seed=4, splits=given)
+        source.separate = False
+        made.append((Measurement(source, auxiliary_sample=sample), source))
+    (plain, _), (of_parts, source) = made
+    expected, found = (one.measure(batches, Stopping()) for one, _ in made)
+    assert expected.details["auxiliary_bigrams"]
+    assert_like_plain(found, expected)
+    columns, result = of_parts.columns(), plain.result()
+    everything = columns.weighted(torch.ones(len(columns.ratios)))
+    assert everything[:2] == pytest.approx((expected.value, expected.stderr), rel=1e-9)
+    torch.testing.assert_close(everything.influence, result.influence, rtol=1e-6, atol=1e-6 * result.value)
+    others = [name not in found.details["embeddings"] for name in found.by_parameter]
+    rest = columns.weighted(torch.tensor(others)[source.columns.owners])
+    assert rest[:2] == pytest.approx((result.part, result.part_stderr), rel=1e-9)
+    torch.testing.assert_close(rest.influence, result.part_influence, rtol=1e-6, atol=1e-6 * result.value)
+    assert source.loss(batches, 320).samples == 320
+
+
+def test_a_resumed_measurement_has_the_same_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    model, batches, path = bert(7, dtype=torch.float32), stream(), tmp_path / "parts"
+    for number, batch in enumerate(batches):
+        batch["documents"] = 6 * number + torch.arange(16) // 3
+    splits = splits_of(dict(model.named_parameters()))
+    straight, expected = measured(model, batches, splits)
+    with pytest.raises(RuntimeError, match="went down"):
+        measured(model, failing(batches, 3), splits, resume=path)
+    for others in (None, {}, splits_of(dict(model.named_parameters()), 1)):
+        with pytest.raises(IsolossError, match="another measurement: it differs in splits"):
+            measured(model, batches, others, resume=path)
+    resumed, found = measured(model, batches, splits, resume=path)
+    assert (found.value, found.stderr, found.by_parameter) == (expected.value, expected.stderr, expected.by_parameter)
+    first, second = straight.columns(), resumed.columns()
+    assert torch.equal(first.sums, second.sums)
+    weights = torch.rand(len(first.ratios), generator=torch.Generator().manual_seed(0))
+    assert first.weighted(weights)[:2] == second.weighted(weights)[:2]
+    assert torch.equal(first.fold_sums(), second.fold_sums())
+
+
+def test_the_parts_of_processes_join(monkeypatch):
+    model, batches = bert(7), stream()
+    splits = splits_of(dict(model.named_parameters()))
+    gathered = []
+    for name, value in {"is_available": True, "is_initialized": True, "get_world_size": 2}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+
+    def gather(results, mine):
+        gathered.append(pickle.loads(pickle.dumps(mine)))
+        results[:] = [*gathered[-2:]] if len(gathered) > 1 else [gathered[0], gathered[0]]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    halves = []
+    for rank, part in enumerate((batches[:2], batches[2:])):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        made = Measurement(ExactLabels(model, num_probes=1, seed=4, splits=splits), distributed=True)
+        found = made.measure(part, Stopping())
+        halves.append(made)
+    both = halves[1].columns()
+    assert (found.samples, found.details["processes"], both.sums.shape[0]) == (80, 2, 80)
+    torch.testing.assert_close(both.sums[:32], gathered[0][2][0].columns().sums, rtol=0, atol=0)
+    torch.testing.assert_close(both.sums[32:], gathered[1][2][0].columns().sums, rtol=0, atol=0)
+    everything = both.weighted(torch.ones(len(both.ratios)))
+    assert everything[:2] == pytest.approx((found.value, found.stderr), rel=1e-10)
+
+
+def test_splits_that_do_not_fit_are_refused():
+    model, whole = bert(7), torch.zeros(8, dtype=torch.int64)
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    with pytest.raises(IsolossError, match=r"split of .*query.weight is of \(8, 1\) rows and columns; .* \(8, 8\)"):
+        measured(model, stream(), {name: Split(torch.arange(8), whole[:1])})
+    with pytest.raises(IsolossError, match="other is split, but it is not one of the 42 measured parameters"):
+        measured(model, stream(), {"other": Split(whole, whole)})
+    with pytest.raises(IsolossError, match=r"the groups of the rows of a split are \[0, 2\]; they count from 0"):
+        Split(torch.tensor([0, 2, 2]), whole)
+    with pytest.raises(IsolossError, match=r"columns of a split are torch\.float32 of shape"):
+        Split(whole, torch.zeros(3))
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_its_parameter(monkeypatch):
+    model, batches = bert(7), stream(16)
+    splits = splits_of(dict(model.named_parameters()))
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+
+    class Broken(ExactLabels):
+        def measure(self, batch):
+            terms = super().measure(batch)
+            terms.values[0, self.columns.of[name].stop - 1] = float("nan")
+            return terms
+
+    with pytest.raises(IsolossError, match=f"the gradient of {name} is not finite"):
+        measured(model, batches, splits, Broken)
