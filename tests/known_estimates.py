@@ -43,7 +43,7 @@ def accuracy(share, *, stderr=0.005):
     return Measured(estimate=estimate(share, stderr, "accuracy"), **ON, examples=examples)
 
 
-def checkpoint(tasks, kl=0.04, trace=40.0, accuracies=()):
+def checkpoint(tasks, kl=0.04, trace=40.0, accuracies=(), minimum=10.0):
     """The estimates of a checkpoint: every task at 50 % unless `accuracies` are given."""
     accuracies = accuracies or (0.5,) * len(tasks)
     return {
@@ -51,8 +51,18 @@ def checkpoint(tasks, kl=0.04, trace=40.0, accuracies=()):
         "kl": measured(kl, 0.0005),
         "loss": measured(2.0 + kl),
         "trace": measured(trace, 1.0),
+        "minimal-trace": measured(minimum, 0.25),
         **{f"probe-{task}": accuracy(share) for task, share in zip(tasks, accuracies, strict=True)},
     }
+
+
+def control(checkpoint, factor=2.0):
+    """The estimates of a checkpoint's control: the trace by a factor, the minimal trace as it was."""
+    rescaled = {
+        "trace": measured(factor * checkpoint["trace"].estimate.value),
+        "minimal-trace": checkpoint["minimal-trace"],
+    }
+    return {f"{key}-rescaled-at-random": one for key, one in rescaled.items()}
 
 
 def save_evaluation(run, measure, step, given):
@@ -82,6 +92,10 @@ def save(folder, experiments, estimates, tasks):
         for step in experiment.steps(experiment.measurements[0]):
             at = estimates[name, step]
             save_evaluation(run, "loss", step, {key: at[key] for key in ("entropy", "kl", "loss")})
-            save_evaluation(run, "trace", step, {"trace": at["trace"]})
+            for trace in ("trace", "minimal-trace"):
+                save_evaluation(run, trace, step, {trace: at[trace]})
             for task in tasks:
                 save_evaluation(run, f"probe-{task}", step, {"accuracy": at[f"probe-{task}"]})
+            rescaled = {key: one for key, one in at.items() if key.endswith("-rescaled-at-random")}
+            if rescaled:
+                save_evaluation(run, "rescaling-control", step, rescaled)

@@ -35,6 +35,7 @@ FLATNESS_MEASURES = {
         "TraceIn",
         "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand --embedding-scale)",
     ),
+    "minimal-trace-in-SIZE": ("MinimalTraceIn", "that minimum after expanding the model to a size"),
     "empirical-fisher": ("EmpiricalFisher", "mean squared gradient norm at the given labels"),
     "hessian-trace": ("HessianTrace", "trace of the Hessian at the given labels"),
     "weighted-trace": (

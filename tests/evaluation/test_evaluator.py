@@ -136,6 +136,18 @@ def test_the_trace_of_an_expanded_model_is_measured_in_the_large_one(run, models
     assert evaluation.settings == settings_of("trace", SETTINGS)
 
 
+@pytest.mark.parametrize("scale", ["paper", "balanced", "exact"])
+def test_the_minimal_trace_of_an_expanded_model_does_not_depend_on_the_scale_of_its_embeddings(run, models, scale):
+    evaluation, _ = Evaluator(run, SETTINGS).measure("minimal-trace-in-d64", 60)
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_sequences=96, seed=7).batches
+    large = expand(models[60], SIZES["d64"], embedding_scale=scale).model
+    expected = fisher_trace(large, batches, seed=7, rescaling="minimal")
+    minimum = evaluation.estimates["minimal-trace"]
+    assert (minimum.value, minimum.stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-4)
+    assert minimum.details["expanded_into"] == "d64"
+    assert evaluation.inputs == run.evaluation("trace", 60).inputs
+
+
 def test_other_sentences_are_other_inputs(run):
     other = Evaluator(run, {**SETTINGS, "seed": 8})
     for measure in MEASURES:

@@ -36,7 +36,7 @@ FLATNESS = [
     name
     for name in MEASURES
     if issubclass(MEASURES.load(name), FlatnessMeasure)
-    and not name.startswith("trace-in")
+    and "-in-SIZE" not in name
     and name != "rescaling-control"  # of another model
 ]
 

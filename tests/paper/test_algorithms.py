@@ -32,7 +32,9 @@ def known_results(folder, **algorithms):
             for step, kl in {**(EARLY if algorithm == "exact" else {}), **kls}.items():
                 trace = own.get("traces", (40.0, 40.1, 40.3))[i]
                 accuracies = [share + shift for share in own.get("accuracies", (0.5, 0.6, 0.7))]
-                at = known.checkpoint(SCALE.tasks, kl, trace, accuracies)
+                at = known.checkpoint(SCALE.tasks, kl, trace, accuracies, trace / 4)
+                if (seed, step) == (SCALE.seeds[0], SCALE.steps):
+                    at |= known.control(at)
                 estimates[design.run_name(algorithm, seed), step] = at
     return Results(SCALE, estimates, folder)
 
@@ -48,7 +50,7 @@ def verdicts(found):
 
 def test_every_claim_is_asked_of_every_task(tmp_path):
     answered = list(verdicts(known_results(tmp_path)))
-    assert len(answered) == 7 + 5 * len(SCALE.tasks)
+    assert len(answered) == 2 + 5 * 2 + 5 * len(SCALE.tasks)
     for claim in ("adversarial", "regularized", "sam", "exact", "penalty"):
         assert [name for name in answered if name.startswith(f"{claim}-transfer")] == [
             f"{claim}-transfer: {task}" for task in SCALE.tasks
@@ -58,27 +60,46 @@ def test_every_claim_is_asked_of_every_task(tmp_path):
 @pytest.mark.parametrize(
     ("algorithms", "expected"),
     [
-        ({}, {"adversarial-same-loss": SHOWN, "adversarial-transfer: prefix-4": NOT_SHOWN, "sam-flatter": NOT_SHOWN}),
+        (
+            {},
+            {
+                "adversarial-same-loss": SHOWN,
+                "adversarial-transfer: prefix-4": NOT_SHOWN,
+                "sam-flatter: trace": NOT_SHOWN,
+            },
+        ),
         # the adversary takes 15 points of its task and nothing else
         (
             {"adversarial": {"accuracies": (0.35, 0.6, 0.7)}},
             {
                 "adversarial-transfer: prefix-4": SHOWN,
                 "adversarial-transfer: root": NOT_SHOWN,
-                "adversarial-sharper": NOT_SHOWN,
+                "adversarial-sharper: trace": NOT_SHOWN,
             },
         ),
         (
             {"adversarial": {"accuracies": (0.55, 0.55, 0.7)}},
             {"adversarial-transfer: prefix-4": CONTRADICTED, "sam-transfer: prefix-4": NOT_SHOWN},
         ),
-        ({"adversarial": {"traces": (50.0, 51.0, 50.5)}}, {"adversarial-sharper": SHOWN, "exact-sharper": NOT_SHOWN}),
+        (
+            {"adversarial": {"traces": (50.0, 51.0, 50.5)}},
+            {"adversarial-sharper: trace": SHOWN, "exact-sharper: trace": NOT_SHOWN},
+        ),
         # flatter on average, but not by three seeds that disagree
-        ({"sam": {"traces": (30.0, 39.0, 39.5)}}, {"sam-flatter": NOT_SHOWN}),
-        ({"sam": {"traces": (30.0, 30.5, 31.0)}}, {"sam-flatter": SHOWN, "regularized-flatter": NOT_SHOWN}),
-        ({"regularized": {"traces": (30.0, 30.5, 31.0)}}, {"regularized-flatter": SHOWN, "penalty-flatter": NOT_SHOWN}),
-        ({"fisher_penalty": {"traces": (30.0, 30.5, 31.0)}}, {"penalty-flatter": SHOWN, "sam-flatter": NOT_SHOWN}),
-        ({"exact": {"traces": (30.0, 30.5, 31.0)}}, {"exact-sharper": CONTRADICTED}),
+        ({"sam": {"traces": (30.0, 39.0, 39.5)}}, {"sam-flatter: trace": NOT_SHOWN}),
+        (
+            {"sam": {"traces": (30.0, 30.5, 31.0)}},
+            {"sam-flatter: trace": SHOWN, "regularized-flatter: trace": NOT_SHOWN},
+        ),
+        (
+            {"regularized": {"traces": (30.0, 30.5, 31.0)}},
+            {"regularized-flatter: trace": SHOWN, "penalty-flatter: trace": NOT_SHOWN},
+        ),
+        (
+            {"fisher_penalty": {"traces": (30.0, 30.5, 31.0)}},
+            {"penalty-flatter: trace": SHOWN, "sam-flatter: trace": NOT_SHOWN},
+        ),
+        ({"exact": {"traces": (30.0, 30.5, 31.0)}}, {"exact-sharper: trace": CONTRADICTED}),
         *(
             (
                 {algorithm: {"accuracies": (share, 0.6, 0.7)}},
@@ -194,7 +215,7 @@ def test_every_run_can_be_trained_and_every_task_be_made(name):
 def test_the_plan_holds_every_run(tmp_path):
     units = StudyFolder(STUDY, tmp_path, "laptop").plan()
     check(units)
-    assert len(units) == 2 * 7 * 3
+    assert len(units) == 2 * 7 * 3 + 7
     assert not any(unit.done() for unit in units)
 
 
@@ -204,15 +225,16 @@ def test_the_summary_and_the_page_say_it(tmp_path):
     assert Results.read(tmp_path, SCALE).checkpoints == written.checkpoints
     folder = StudyFolder(STUDY, tmp_path, "laptop")
     summary = folder.summary()
-    last, matched = summary.tables
+    last, matched, controls = summary.tables
+    assert [labels for labels, _ in controls.rows] == [(f"{name}-1", 3_000) for name in design.ALGORITHMS]
     columns, rows = last.cells()
     assert columns[:4] == ["algorithm", "step", "KL (nats/token)", "trace (nats/token)"]
-    assert columns[4] == "probe-prefix-4 (accuracy, %)"
+    assert columns[4:6] == ["minimal-trace (nats/token)", "probe-prefix-4 (accuracy, %)"]
     assert [row[0] for row in rows] == list(design.ALGORITHMS.values())
     assert rows[3][:2] == ["Adversary", "3,000"]
-    assert rows[3][4] == "36.00 ± 0.58"
+    assert rows[3][5] == "36.00 ± 0.58"
     columns, rows = matched.cells()
-    assert columns[6] == "probe-prefix-4 (points)"
+    assert columns[7] == "probe-prefix-4 (points)"
     assert rows[2][:4] == ["Adversary", "3,000", "3,000", "yes"]
     assert rows[2][5] == "2.00 ± 0.58"
     document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))

@@ -7,26 +7,28 @@ import pytest
 
 import known_estimates as known
 from isoloss.errors import IsolossError
+from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.paper.same_loss import page
 from isoloss.paper.same_loss import study as design
 from isoloss.paper.same_loss.study import STUDY
-from isoloss.studies.claims import Verdict, answer_all
+from isoloss.studies.claims import Verdict, answer_all, read_claims
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
-from isoloss.studies.results import Results, run_of
+from isoloss.studies.results import Results, common_measures, run_of
 
 SCALE = design.SCALES["smoke"]
 FOLDER_FILES = ["configs/adamw-d16.toml", "configs/adamw-d32.toml", "configs/sgd-d32.toml", "study.json"]
 
 
-def at(kl=0.04, trace=40.0, root=0.5, prefix=0.5):
-    return known.checkpoint(SCALE.tasks, kl, trace, (root, prefix))
+def at(kl=0.04, trace=40.0, root=0.5, prefix=0.5, minimum=10.0):
+    return known.checkpoint(SCALE.tasks, kl, trace, (root, prefix), minimum)
 
 
 def known_results(tmp_path, *, lookup=0.5, expanded=None, **last):
     """Results in which every checkpoint is the same but for the last ones of the named runs.
 
-    `expanded` gives the smaller size's trace in the larger one's architecture by scale, 40 unless given.
+    `expanded` gives the smaller size's trace in the larger one's architecture by scale, 40 unless given, and its
+    minimal trace by `minimum`, 10 unless given.
     """
     estimates = {(name, step): at() for name, experiment in SCALE.experiments.items() for step in experiment.kept_steps}
     for name, changes in last.items():
@@ -36,6 +38,11 @@ def known_results(tmp_path, *, lookup=0.5, expanded=None, **last):
         for name, measure in SCALE.expanded_traces.items():
             trace = known.measured((expanded or {}).get(name, 40.0), 1.0)
             estimates[design.adamw_run(size), SCALE.steps][measure] = trace
+        minimum = known.measured((expanded or {}).get("minimum", 10.0), 0.25)
+        estimates[design.adamw_run(size), SCALE.steps][SCALE.expanded_minimum] = minimum
+    for name, experiment in SCALE.experiments.items():
+        checkpoint = estimates[name, experiment.config.steps]
+        checkpoint |= known.control(checkpoint)
     main = SCALE.main_run, SCALE.steps
     estimates[main] |= {f"lookup-{task}": known.accuracy(lookup) for task in SCALE.tasks}
     return Results(SCALE, estimates, tmp_path)
@@ -60,7 +67,17 @@ def test_every_claim_compares_what_there_is_and_every_contrast_is_asked_of(tmp_p
     found = known_results(tmp_path)
     asked = [result.claim for result in claims(found) if not result.claim.not_tested]
     assert {claim.compares for claim in asked} == set(design.contrasts(found))
-    assert {claim.measures for claim in asked} == {"kl", "trace", "transfer", "trace in one architecture"}
+    assert {claim.measures for claim in asked} == {"kl", "flatness", "transfer", "flatness in one architecture"}
+
+
+@pytest.mark.parametrize("study", [STUDY, ALGORITHMS])
+def test_every_claim_about_flatness_is_asked_with_both_traces(study):
+    measures = (study.measures or common_measures)(study.scale())
+    for claim in read_claims(study.claims):
+        if "flat" in claim.id or "sharp" in claim.id:
+            assert claim.measures in ("flatness", "flatness in one architecture")
+            names = measures[claim.measures].values()
+            assert {"minimal-trace" in name for name in names} == {True, False}
 
 
 @pytest.mark.parametrize("name", list(design.SCALES))
@@ -86,21 +103,36 @@ def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name, monke
     ("last", "expected"),
     [
         # nothing differs: the loss is the same, and nothing else is shown
-        ({}, {("sgd-same-loss", ""): SHOWN, ("sgd-flatter", ""): CONTRADICTED, ("sgd-transfer", "root"): NOT_SHOWN}),
-        # less than half the trace, and better probes, at the same loss
+        (
+            {},
+            {("sgd-same-loss", ""): SHOWN, ("sgd-flatter", "trace"): CONTRADICTED, ("sgd-transfer", "root"): NOT_SHOWN},
+        ),
+        # less than half the trace, the same minimal trace, and better probes, at the same loss
         (
             {"sgd_d32": {"trace": 15.0, "root": 0.56, "prefix": 0.56}},
             {
-                ("sgd-flatter", ""): SHOWN,
+                ("sgd-flatter", "trace"): SHOWN,
+                ("sgd-flatter", "minimal-trace"): CONTRADICTED,
                 ("sgd-transfer", "root"): SHOWN,
                 ("sgd-transfer", "prefix-2"): SHOWN,
-                ("larger-flatter", "scale paper (d16 to d32)"): NOT_SHOWN,
+                ("larger-flatter", "trace, scale paper (d16 to d32)"): NOT_SHOWN,
+            },
+        ),
+        # the same of the minimal trace alone
+        (
+            {"sgd_d32": {"minimum": 4.0}, "adamw_d32": {"minimum": 8.0}},
+            {
+                ("sgd-flatter", "trace"): CONTRADICTED,
+                ("sgd-flatter", "minimal-trace"): NOT_SHOWN,
+                ("longer-flatter", "trace"): NOT_SHOWN,
+                ("longer-flatter", "minimal-trace"): SHOWN,
+                ("larger-flatter", "minimal-trace (d16 to d32)"): SHOWN,
             },
         ),
         # a trace that falls by less than half, and a probe that gains less than its error allows to say
         (
             {"sgd_d32": {"trace": 22.0, "root": 0.51}},
-            {("sgd-flatter", ""): NOT_SHOWN, ("sgd-transfer", "root"): NOT_SHOWN},
+            {("sgd-flatter", "trace"): NOT_SHOWN, ("sgd-transfer", "root"): NOT_SHOWN},
         ),
         # the loss moves: whatever else moves says nothing about models of the same loss
         (
@@ -128,11 +160,15 @@ def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name, monke
         ),
         # the trace of a smaller model in its own architecture says nothing of the sizes
         (
-            {"adamw_d16": {"trace": 400.0}, "expanded": {"paper": 120.0, "exact": 10.0}},
             {
-                ("larger-flatter", "scale paper (d16 to d32)"): SHOWN,
-                ("larger-flatter", "scale balanced (d16 to d32)"): NOT_SHOWN,
-                ("larger-flatter", "scale exact (d16 to d32)"): CONTRADICTED,
+                "adamw_d16": {"trace": 400.0, "minimum": 100.0},
+                "expanded": {"paper": 120.0, "exact": 10.0, "minimum": 5.0},
+            },
+            {
+                ("larger-flatter", "trace, scale paper (d16 to d32)"): SHOWN,
+                ("larger-flatter", "trace, scale balanced (d16 to d32)"): NOT_SHOWN,
+                ("larger-flatter", "trace, scale exact (d16 to d32)"): CONTRADICTED,
+                ("larger-flatter", "minimal-trace (d16 to d32)"): CONTRADICTED,
             },
         ),
     ],
@@ -187,6 +223,8 @@ def save(results, folder):
     for run in map(design.adamw_run, SCALE.sizes[:-1]):
         for measure in SCALE.expanded_traces.values():
             known.save_evaluation(run_of(folder, run), measure, SCALE.steps, {"trace": results.at(run)[measure]})
+        minimum = {"minimal-trace": results.at(run)[SCALE.expanded_minimum]}
+        known.save_evaluation(run_of(folder, run), SCALE.expanded_minimum, SCALE.steps, minimum)
 
 
 def test_results_are_what_the_files_say(tmp_path):
@@ -194,7 +232,7 @@ def test_results_are_what_the_files_say(tmp_path):
     save(written, tmp_path)
     read = Results.read(tmp_path, SCALE)
     assert read.checkpoints == written.checkpoints
-    assert read.keys == ("kl", "trace", "probe-root", "probe-prefix-2")
+    assert read.keys == ("kl", "trace", "minimal-trace", "probe-root", "probe-prefix-2")
     table = read.table()
     assert table.height == len(written.checkpoints)
     assert table.filter(run="sgd-d32", step=SCALE.sgd_steps)["trace"].item() == 15.0
@@ -216,6 +254,8 @@ def test_the_page_says_it_and_is_the_same_every_time(tmp_path):
     index = folder.report()
     text = index.read_text()
     assert "multiplies the trace by 0.375 ± 0.027" in text  # hypot(1 / 15, 1 / 40) of it
+    assert "the minimal trace by 1.000 ± 0.035" in text
+    assert "The same models, rescaled at random" in text
     assert "../runs/sgd-d32/run.json" in text
     assert {p.suffix for p in (index.parent / "figures").iterdir()} == {".pdf", ".png"}
     before = {path: path.read_bytes() for path in index.parent.rglob("*.*")}
@@ -231,12 +271,16 @@ def test_the_summary_is_json(tmp_path):
     summary = StudyFolder(STUDY, tmp_path, "smoke").summary()
     document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
     answers = {claim["claim"]: [answer["case"] for answer in claim["answers"]] for claim in document["claims"]}
-    assert len(answers) == 9
+    assert len(answers) == 10
     assert answers["longer-transfer"] == list(TASKS)
-    checkpoints, sizes = summary.tables
+    checkpoints, sizes, controls = summary.tables
     columns, rows = checkpoints.cells()
     assert "trace (nats/token)" in columns
     assert {len(row) for row in rows} == {len(columns)}
     columns, rows = sizes.cells()
     assert columns[1] == "raw, not comparable (nats/token)"
     assert [row[0] for row in rows] == list(SCALE.sizes)
+    columns, rows = controls.cells()
+    assert columns[2:4] == ["trace (nats/token)", "trace-rescaled-at-random (nats/token)"]
+    assert [row[:2] for row in rows] == [[name, "300"] for name in SCALE.experiments]
+    assert "multiplies the trace by 2 to 2, and moves the minimal trace by at most 0e+00" in controls.caption

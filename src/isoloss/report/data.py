@@ -57,6 +57,7 @@ class Column:
 KL = Column("kl", "KL to the truth", "nats per token")
 LOSS = Column("loss", "Pre-training loss", "nats per token")
 TRACE = Column("trace", "Trace of the Fisher", "nats per token", log=True)
+MINIMAL_TRACE = Column("minimal-trace", "Minimal trace", "nats per token", log=True)
 
 
 def accuracy(task: str) -> Column:
@@ -76,18 +77,20 @@ def column_of(name: str, unit: str = "") -> Column:
         return accuracy(task)
     if kind == "lookup":
         return Column(name, f"Accuracy of the look-up table, {task}", "%", percent=True)
-    if name.startswith("trace-in-"):
-        return Column(name, f"{TRACE.title} in one architecture", TRACE.unit, log=True)
-    known = {column.name: column for column in (KL, LOSS, TRACE)}
+    for trace in (TRACE, MINIMAL_TRACE):
+        if name.startswith(f"{trace.name}-in-"):
+            return Column(name, f"{trace.title} in one architecture", trace.unit, log=True)
+    known = {column.name: column for column in (KL, LOSS, TRACE, MINIMAL_TRACE)}
     if unit == "accuracy":
         return Column(name, name, "%", percent=True)
     return known.get(name) or Column(name, name, unit.replace("predicted token", "token"))
 
 
 def measures(table: pl.DataFrame) -> tuple[Column, ...]:
-    """Return those of KL, loss, trace and the probes' accuracies that a table has, in this order."""
+    """Return those of KL, loss, both traces and the probes' accuracies that a table has, in this order."""
     probes = [c for c in table.columns if c.startswith("probe-") and not c.endswith("_stderr")]
-    return tuple(c for c in (KL, LOSS, TRACE, *map(column_of, probes)) if c.name in table.columns)
+    shown = (KL, LOSS, TRACE, MINIMAL_TRACE, *map(column_of, probes))
+    return tuple(c for c in shown if c.name in table.columns)
 
 
 def href(path: str) -> str:

@@ -15,7 +15,7 @@ from isoloss.evaluation.measures.base import settings_of
 from isoloss.runs import Run
 from isoloss.studies.claims import ClaimResult, answer_all
 from isoloss.studies.plan import Unit
-from isoloss.studies.results import Results, Summary, checkpoint_tables, common_measures, run_of
+from isoloss.studies.results import Results, Summary, checkpoint_tables, common_measures, control_tables, run_of
 from isoloss.studies.spec import Experiment, Measurement, Study
 
 CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
@@ -155,7 +155,8 @@ class StudyFolder:
     def summary(self, results: Results | None = None) -> Summary:
         """Return what the finished study found."""
         results = results or self.results()
-        return Summary((self.study.tables or checkpoint_tables)(results), self.claims(results))
+        tables = (self.study.tables or checkpoint_tables)(results)
+        return Summary((*tables, *control_tables(results)), self.claims(results))
 
     def report(self) -> Path:
         """Write report/index.html of the finished study, and its figures; return the page."""

@@ -16,6 +16,7 @@ from isoloss.studies.spec import AnyScale, Experiment
 if TYPE_CHECKING:
     import polars as pl
 
+RESCALED = {key: f"{key}-rescaled-at-random" for key in ("trace", "minimal-trace")}  # what rescaling-control measures
 UNITS = {"nats per predicted token": "nats/token", "accuracy": "accuracy, %", "percentage points": "points"}
 
 
@@ -189,11 +190,35 @@ def checkpoint_tables(results: Results) -> tuple[SummaryTable, ...]:
     return (SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),)
 
 
+def control_tables(results: Results) -> tuple[SummaryTable, ...]:
+    """Return the table of the checkpoints that were measured once more, rescaled at random; none if none was."""
+    rows: list[tuple[tuple[str | int, ...], Mapping[str, Estimate]]] = []
+    for label, each in results.checkpoints.items():
+        if all(key in each and rescaled in each for key, rescaled in RESCALED.items()):
+            shown = [name for pair in RESCALED.items() for name in pair]
+            rows.append((label, {key: each[key].estimate for key in shown}))
+    if not rows:
+        return ()
+    factors = {
+        key: [estimates[rescaled].value / estimates[key].value for _, estimates in rows]
+        for key, rescaled in RESCALED.items()
+    }
+    plain, off = factors["trace"], max(abs(factor - 1) for factor in factors["minimal-trace"])
+    caption = (
+        "Each of these models has the weights of some groups multiplied and those of others divided, at random, so "
+        "that every prediction stays as it is: the same model, written in another way. Here that multiplies the trace "
+        f"by {min(plain):.3g} to {max(plain):.3g}, and moves the minimal trace by at most {off:.0e} of it."
+    )
+    return (SummaryTable("controls", "the same models, rescaled at random", ("run", "step"), rows, caption),)
+
+
 def common_measures(scale: AnyScale) -> dict[str, dict[str, str]]:
-    """Return what claims of any study can measure: each measure by its name, and `transfer`, all probes."""
+    """Return what claims of any study can measure: each measure by its name, `flatness`, and `transfer`, all probes."""
     measures = [measure for one in scale.experiments.values() for part in one.measurements for measure in part.measures]
     probes = {m.removeprefix("probe-"): m for m in dict.fromkeys(measures) if m.startswith("probe-")}
-    return {"kl": {"": "kl"}, **{m: {"": m} for m in dict.fromkeys(measures)}, "transfer": probes}
+    by_name = {m: {"": m} for m in dict.fromkeys(measures)}
+    flatness = {trace: trace for trace in RESCALED if trace in by_name}
+    return {"kl": {"": "kl"}, **by_name, "flatness": flatness, "transfer": probes}
 
 
 def bare(estimate: Estimate) -> dict[str, Any]:

@@ -170,7 +170,10 @@ class RescalingControl(MinimalTrace):
         other = rescaled_at_random(model, granularity=self.rescaling_granularity, seed=self.seed)
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(Trace)}
         plain, minimal = Trace(**settings).run(other, context), super().run(other, context)
-        estimates = {"trace": plain.estimates["trace"], "minimal-trace": minimal.estimates[self.name]}
+        estimates = {
+            "trace-rescaled-at-random": plain.estimates["trace"],
+            "minimal-trace-rescaled-at-random": minimal.estimates[self.name],
+        }
         return dataclasses.replace(minimal, estimates=estimates, arrays=influences(estimates))
 
 
@@ -183,17 +186,18 @@ class TraceIn(Trace):
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return the trace of the same function in the larger model; its details say how far the logits differ."""
-        from isoloss.models.expansion import expand
-        from isoloss.models.sizes import shape
+        return _expanded(super().run, model, context, self, self.embedding_scale)
 
-        scale: Any = self.embedding_scale  # `expand` refuses an unknown scale
-        large = expand(model, shape(self.size), embedding_scale=scale).model
-        result = super().run(large, context)
-        trace = result.estimates["trace"]
-        batches = context.inputs(self.flatness_sentences, self.seed).batches
-        differ = _logits_differ(model, large, batches, causal=context.is_causal)
-        details = {**trace.details, "expanded_into": self.size, "embedding_scale": scale, "logits_differ_by": differ}
-        return dataclasses.replace(result, estimates={"trace": dataclasses.replace(trace, details=details)})
+
+@dataclass(frozen=True, kw_only=True)
+class MinimalTraceIn(MinimalTrace):
+    """The same minimum after expanding the model to a larger size, whatever the scale of the embeddings."""
+
+    size: str
+
+    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
+        """Return the minimum over the rescalings of the larger model; its details say how far the logits differ."""
+        return _expanded(super().run, model, context, self, "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +349,30 @@ class SpectralDensity(_Spectral, _OverProbes):
             "trace": dataclasses.replace(first, details={**first.details, **quadrature}),
             "squared-frobenius-norm": second,
         }
+
+
+def _expanded(
+    run: Callable[[Any, MeasureContext], MeasureResult],
+    model: Any,
+    context: MeasureContext,
+    measure: TraceIn | MinimalTraceIn,
+    embedding_scale: Any,
+) -> MeasureResult:
+    """Return what a trace's `run` gives of the model in the larger size."""
+    from isoloss.models.expansion import expand
+    from isoloss.models.sizes import shape
+
+    large = expand(model, shape(measure.size), embedding_scale=embedding_scale).model  # refuses an unknown scale
+    result = run(large, context)
+    batches = context.inputs(measure.flatness_sentences, measure.seed).batches
+    more = {
+        "expanded_into": measure.size,
+        "embedding_scale": embedding_scale,
+        "logits_differ_by": _logits_differ(model, large, batches, causal=context.is_causal),
+    }
+    trace = result.estimates[measure.name]
+    expanded = dataclasses.replace(trace, details={**trace.details, **more})
+    return dataclasses.replace(result, estimates={measure.name: expanded})
 
 
 def _logits_differ(small: Any, large: Any, batches: Sequence[Batch], *, causal: bool) -> float:

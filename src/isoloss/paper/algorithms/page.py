@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isoloss.paper.algorithms.study import ALGORITHMS, BASELINE, Scale, config_of, differences, means
 from isoloss.report import charts
-from isoloss.report.data import KL, TRACE, Style, accuracy
+from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Style, accuracy
 from isoloss.report.html import Figure, Finding
 from isoloss.studies.page import PageParts, signed, words
 from isoloss.studies.results import Results
@@ -22,15 +22,19 @@ def _findings(results: Results) -> tuple[Finding, ...]:
     adversary = changes["adversarial"]
     control, own = (means(results, name) for name in (BASELINE, "adversarial"))
     others = [name for name in ALGORITHMS if name not in (BASELINE, "adversarial")]
-    traces, probes = ("; ".join(f"{ALGORITHMS[n]} {changes[n][key]}" for n in others) for key in ("trace", probe))
+    traces, minima, probes = (
+        "; ".join(f"{ALGORITHMS[n]} {changes[n][key]}" for n in others) for key in ("trace", "minimal-trace", probe)
+    )
     return (
         Finding(
             headline=f"The adversary moves the probe of its task by {adversary[probe]}",
-            detail=f"{task} at the nearest KL; the KL differs by {adversary['kl']}, the trace by {adversary['trace']}. "
+            detail=f"{task} at the nearest KL; the KL differs by {adversary['kl']}, the trace by {adversary['trace']}, "
+            f"the minimal trace by {adversary['minimal-trace']}. "
             f"After the last step: {own[probe]} against {control[probe]} at a KL of {own['kl']} against "
             f"{control['kl']}.",
         ),
         Finding(headline="The trace at the nearest KL, minus AdamW's", detail=f"{traces}."),
+        Finding(headline="The minimal trace at the nearest KL, minus AdamW's", detail=f"{minima}."),
         Finding(headline=f"The probe of {task} at the nearest KL, minus AdamW's", detail=f"{probes}."),
     )
 
@@ -40,14 +44,15 @@ def _figures(results: Results) -> list[Figure]:
     style = Style.of(table)
     drawings = []
     for task in results.scale.tasks:
-        axes = ((KL, TRACE), (TRACE, accuracy(task)), (KL, accuracy(task)))
+        probe = accuracy(task)
+        axes = ((KL, TRACE), (KL, MINIMAL_TRACE), (KL, probe), (TRACE, probe), (MINIMAL_TRACE, probe))
         drawings.append(
             Figure(
                 name=f"trace-{task}",
                 title=f"Flatness, loss and transfer: {task}",
                 chart=charts.scatter(table, axes, style=style),
-                caption="Every checkpoint of every seed: the trace of its Fisher against its KL to the truth, and the "
-                f"accuracy of a linear probe on the task {task} against each of the two.",
+                caption="Every checkpoint of every seed: the trace of its Fisher and the minimal trace against its KL "
+                f"to the truth, and the accuracy of a linear probe on the task {task} against each of the three.",
             )
         )
     return drawings

@@ -59,15 +59,18 @@ class Scale:
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
         """Every algorithm with every seed."""
-        measures = ("loss", "trace", *(f"probe-{task}" for task in self.tasks))
+        measures = ("loss", "trace", "minimal-trace", *(f"probe-{task}" for task in self.tasks))
         runs = {}
         for algorithm, group in ALGORITHMS.items():
             for seed in self.seeds:
                 settings = {**self.settings, "seed": self.first_seed + seed}
+                parts = [Measurement(measures=measures, settings=settings)]
+                if seed == self.seeds[0]:
+                    control = ("rescaling-control",)
+                    last = (self.steps,)
+                    parts.append(Measurement(measures=control, steps=last, settings=settings, name="control of"))
                 runs[run_name(algorithm, seed)] = Experiment(
-                    config=config_of(self, algorithm, seed),
-                    measurements=(Measurement(measures=measures, settings=settings),),
-                    group=group,
+                    config=config_of(self, algorithm, seed), measurements=tuple(parts), group=group
                 )
         return runs
 
@@ -259,6 +262,8 @@ STUDY = Study(
         "Models are compared at the same loss: for each seed, the checkpoint of an algorithm and that of plain AdamW "
         "whose KL to the truth is nearest. Errors are standard errors over seeds, so they hold the chance of initial "
         "weights, data, measurement and probes together. What does not show is reported as well.",
+        "Flatness is measured twice: by the trace of the Fisher, and by its minimum over the rescalings of weights "
+        "that leave every prediction as it is.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,

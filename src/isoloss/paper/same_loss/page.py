@@ -6,7 +6,7 @@ import polars as pl
 
 from isoloss.paper.same_loss.study import Scale, adamw_run, lookups, sizes_expanded
 from isoloss.report import charts
-from isoloss.report.data import KL, TRACE, Column, Style, accuracy
+from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Column, Style, accuracy
 from isoloss.report.html import Figure, Finding
 from isoloss.statistics.estimate import rounded
 from isoloss.studies.comparison import difference, ratio
@@ -22,7 +22,9 @@ def parts(results: Results) -> PageParts:
 def _findings(results: Results) -> tuple[Finding, ...]:
     scale: Scale = results.scale
     before, after = results.at(scale.main_run), results.at(scale.sgd_run)
-    times, table = ratio(after["trace"], before["trace"]), lookups(results)
+    times = {key: ratio(after[key], before[key]) for key in ("trace", "minimal-trace")}
+    by = {key: rounded(factor.value, factor.stderr) for key, factor in times.items()}
+    table = lookups(results)
     transfer = "; ".join(
         f"{task} {signed(difference(after[f'probe-{task}'], before[f'probe-{task}']))}" for task in scale.tasks
     )
@@ -33,11 +35,12 @@ def _findings(results: Results) -> tuple[Finding, ...]:
     )
     return (
         Finding(
-            headline=f"SGD multiplies the trace by {rounded(times.value, times.stderr)} and moves the KL by "
-            f"{signed(difference(after['kl'], before['kl']))}",
+            headline=f"SGD multiplies the trace by {by['trace']}, the minimal trace by {by['minimal-trace']}, and "
+            f"moves the KL by {signed(difference(after['kl'], before['kl']))}",
             detail=f"{scale.sgd_steps:,} steps of SGD after {scale.steps:,} of AdamW: the trace goes from "
-            f"{before['trace'].estimate} to {after['trace'].estimate}, the KL from {before['kl'].estimate} to "
-            f"{after['kl'].estimate}.",
+            f"{before['trace'].estimate} to {after['trace'].estimate}, the minimal trace from "
+            f"{before['minimal-trace'].estimate} to {after['minimal-trace'].estimate}, the KL from "
+            f"{before['kl'].estimate} to {after['kl'].estimate}.",
         ),
         Finding(
             headline="What that does to the probes",
@@ -58,14 +61,15 @@ def _figures(results: Results) -> list[Figure]:
     traces = [Column("trace-own", "Raw trace, not comparable", "nats/token", log=True)]
     for name, key in scale.expanded_traces.items():
         traces.append(Column(key, f"Trace in {scale.sizes[-1]}, {name}", "nats/token", log=True))
+    traces.append(Column(scale.expanded_minimum, f"Minimal trace in {scale.sizes[-1]}", "nats/token", log=True))
     scatters = [
         Figure(
             name=f"loss-and-trace-{task}",
             title=f"Loss and flatness against transfer: {task}",
-            chart=charts.scatter(table, ((KL, column), (TRACE, column)), style=style),
-            caption="Every checkpoint: on the left its KL to the truth, on the right the trace of its Fisher, against "
-            f"the accuracy of a linear probe on the task {task}. Compare traces within a size: those of different "
-            "widths are not comparable. The paper's figure 1.",
+            chart=charts.scatter(table, ((KL, column), (TRACE, column), (MINIMAL_TRACE, column)), style=style),
+            caption="Every checkpoint: its KL to the truth, the trace of its Fisher and the minimal trace against the "
+            f"accuracy of a linear probe on the task {task}. Compare traces within a size: those of different widths "
+            "are not comparable. The paper's figure 1.",
         )
         for task, column in reversed(list(zip(scale.tasks, tasks, strict=True)))
     ]
@@ -74,7 +78,7 @@ def _figures(results: Results) -> list[Figure]:
         Figure(
             name="over-time",
             title=f"Over time: {scale.sizes[-1]}",
-            chart=charts.curves(over_time, (KL, TRACE, *tasks), style=style),
+            chart=charts.curves(over_time, (KL, TRACE, MINIMAL_TRACE, *tasks), style=style),
             caption=f"AdamW from random weights, and from its last checkpoint (step {scale.steps:,}) on SGD. The "
             "paper's figures 2, 4 and 10.",
         ),
@@ -91,8 +95,9 @@ def _figures(results: Results) -> list[Figure]:
             chart=charts.sizes(by_size, traces),
             caption="The trace by the number of parameters of the trained model. The first panel has the raw traces, "
             "each in its own architecture: these are not comparable across widths. The others show each model expanded "
-            f"into the architecture of {scale.sizes[-1]}, with the embeddings scaled in three ways, which are "
-            "explained with the table of sizes. The paper's figure 5.",
+            f"into the architecture of {scale.sizes[-1]}: the trace with the embeddings scaled in three ways, which "
+            "are explained with the table of sizes, and the minimal trace, the same for all three. The paper's "
+            "figure 5.",
         ),
     ]
 
@@ -100,7 +105,8 @@ def _figures(results: Results) -> list[Figure]:
 def _by_size(results: Results) -> pl.DataFrame:
     """Return the rows of AdamW's last checkpoints, with their traces in the largest size's architecture."""
     scale: Scale = results.scale
-    keys = [key for key in results.keys if key != "trace"] + ["trace-own", *scale.expanded_traces.values()]
+    expanded = [*scale.expanded_traces.values(), scale.expanded_minimum]
+    keys = [key for key in results.keys if key != "trace"] + ["trace-own", *expanded]
     rows = []
     for size, one in sizes_expanded(results).items():
         rows.append(results.row(adamw_run(size), scale.steps, {**one, "trace-own": one["trace"]}, keys))

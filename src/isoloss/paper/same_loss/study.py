@@ -59,6 +59,11 @@ class Scale:
         """By each of `EXPANSIONS`: the measure of a trace after expanding a model into the largest size."""
         return {scale: f"trace-in-{self.sizes[-1]}-{scale}" for scale in EXPANSIONS}
 
+    @property
+    def expanded_minimum(self) -> str:
+        """The measure of the minimal trace after expanding a model into the largest size."""
+        return f"minimal-trace-in-{self.sizes[-1]}"
+
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
         """AdamW at every size, and SGD on from the main run."""
@@ -85,22 +90,22 @@ class Scale:
         return {name: self._experiment(name, config) for name, config in runs.items()}
 
     def _experiment(self, name: str, config: TrainConfig) -> Experiment:
-        measures = ("loss", "trace", *(f"probe-{task}" for task in self.tasks))
-        parts = [Measurement(measures=measures, settings=self.settings)]
+        measures = ("loss", "trace", "minimal-trace", *(f"probe-{task}" for task in self.tasks))
+        at_last = ["rescaling-control"]
         if name == self.main_run:  # once: the look-up table is a function of the language alone
-            lookups = tuple(f"lookup-{task}" for task in self.tasks)
-            parts.append(self._at_last_step(config, lookups, "look-up table for"))
+            at_last += [f"lookup-{task}" for task in self.tasks]
         elif name != self.sgd_run:
-            parts.append(self._at_last_step(config, tuple(self.expanded_traces.values()), "expanded trace of"))
+            at_last += [*self.expanded_traces.values(), self.expanded_minimum]
+        last = (config.steps,)
         return Experiment(
             config=config,
-            measurements=tuple(parts),
+            measurements=(
+                Measurement(measures=measures, settings=self.settings),
+                Measurement(measures=tuple(at_last), steps=last, settings=self.settings, name="measure the last of"),
+            ),
             after=(self.main_run,) if name == self.sgd_run else (),
             group="SGD from AdamW's last" if name == self.sgd_run else "AdamW",
         )
-
-    def _at_last_step(self, config: TrainConfig, measures: tuple[str, ...], name: str) -> Measurement:
-        return Measurement(measures=measures, steps=(config.steps,), settings=self.settings, name=name)
 
 
 def adamw_run(size: str) -> str:
@@ -161,13 +166,17 @@ def sizes_expanded(results: Results) -> dict[str, Checkpoint]:
     checkpoints = {size: results.at(adamw_run(size)) for size in scale.sizes}
     last = checkpoints[scale.sizes[-1]]
     own = dict.fromkeys(scale.expanded_traces.values(), last["trace"])
-    return {**checkpoints, scale.sizes[-1]: {**last, **own}}
+    minimum = {scale.expanded_minimum: last["minimal-trace"]}
+    return {**checkpoints, scale.sizes[-1]: {**last, **own, **minimum}}
 
 
 def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
     """Return what can be measured of two models, by what claims.toml calls it."""
-    expanded = {f"scale {name}": key for name, key in scale.expanded_traces.items()}
-    return {**common_measures(scale), "trace in one architecture": expanded}
+    expanded = {f"trace, scale {name}": key for name, key in scale.expanded_traces.items()}
+    return {
+        **common_measures(scale),
+        "flatness in one architecture": {**expanded, "minimal-trace": scale.expanded_minimum},
+    }
 
 
 def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
@@ -202,6 +211,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         traces = {"raw, not comparable": checkpoint["trace"].estimate}
         for name, key in scale.expanded_traces.items():
             traces[f"in {scale.sizes[-1]}, scale {name}"] = checkpoint[key].estimate
+        traces[f"minimal, in {scale.sizes[-1]}"] = checkpoint[scale.expanded_minimum].estimate
         rows.append(((size,), traces))
     title = f"traces of the sizes after {scale.steps:,} steps, value ± standard error"
     return *checkpoint_tables(results), SummaryTable("sizes", title, ("size",), rows, expansion_caption(results))
@@ -222,7 +232,7 @@ def expansion_caption(results: Results) -> str:
         "say what the copies of the embeddings are divided by, and the trace depends on it. Scale paper divides them "
         "by r, as the paper prints, and multiplies their part of the trace by r; balanced divides by the root of r and "
         "keeps it; exact divides by 1, and divides that part by r. All three are shown, and the claim is tested with "
-        "each."
+        "each. The minimal trace is the same for all three, as they differ by an exact rescaling."
     )
 
 
@@ -237,7 +247,9 @@ STUDY = Study(
         "loss” is a fact rather than an impression.",
         "One model is trained with AdamW and watched over time; plain SGD goes on from its last checkpoint; smaller "
         "models are trained alike. Each checkpoint gets its KL, the trace of the Fisher of its loss (its flatness: "
-        "smaller is flatter), and linear probes for symbols of the grammar.",
+        "smaller is flatter), and linear probes for symbols of the grammar. The trace changes when weights are "
+        "multiplied and divided in a way that leaves every prediction as it is. So its minimum over such rescalings, "
+        "the minimal trace, stands beside it everywhere.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,
