@@ -184,8 +184,9 @@ def test_the_factors_are_shown_at_every_width(kind, ratio, dtype):
         small, expand(small, Shape(4 * ratio, ratio, 3, 4 * ratio)), [sentences(kind)], causal=kind == "opt"
     )
     assert [statement.shown for statement in result.statements[:2]] == [True, True]
+    rounding = 100 * torch.finfo(dtype).eps + 1e-10  # and what eps of the layer norms leaves
     for part in result.contributions[:-1]:
-        assert part.after == pytest.approx(part.factor * part.before, abs=1e-6 * result.before.value), part.name
+        assert part.after == pytest.approx(part.factor * part.before, abs=rounding * result.before.value), part.name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
