@@ -20,7 +20,7 @@ from isoloss.flatness.rescaling.generators import Granularity, Rescalings, resca
 from isoloss.model_checks import device_of, plainly, refuse_dropout, unwrapped
 
 _LARGEST_FACTOR = 10.0  # of a check, which has no eps
-_CONTROL_FACTOR = 3.0
+_CONTROL_FACTORS = 2.0, 3.0  # of a control; each or its inverse, so that nothing stays nearly as it was
 _NO_INPUTS = ("labels", "documents")
 
 
@@ -111,7 +111,7 @@ def check(
     """
     refuse_dropout(model)
     if z is None:
-        z = _random(rescalings, _LARGEST_FACTOR, seed)
+        z = np.log(_LARGEST_FACTOR) * _random(rescalings, seed)
     inputs = {
         name: value.to(device_of(model)) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
@@ -128,8 +128,8 @@ def check(
 def rescaled_at_random(model: nn.Module, *, granularity: Granularity = "tensor", seed: int = 0) -> nn.Module:
     """Return a copy of a model that computes the same, up to rounding and the eps of norms, with other parameters.
 
-    Each generator's factor is between 1/3 and 3, uniform in its logarithm. What it leaves alone is a property of the
-    function; what it changes is one of how the model is written.
+    Each generator's factor, or one over it, is between 2 and 3. What that leaves alone is a property of the function;
+    what it changes is one of how the model is written.
 
     Raises:
         IsolossError: As for `rescalings_of`.
@@ -142,7 +142,8 @@ def rescaled_at_random(model: nn.Module, *, granularity: Granularity = "tensor",
         (True, True)
     """
     rescalings = rescalings_of(model, granularity=granularity)
-    new = rescaled(model, rescalings, _random(rescalings, _CONTROL_FACTOR, seed))
+    draws, (least, most) = _random(rescalings, seed), np.log(_CONTROL_FACTORS)
+    new = rescaled(model, rescalings, np.sign(draws) * least + draws * (most - least))
     other = copy.deepcopy(unwrapped(model))
     for name, parameter in other.named_parameters():
         if name in new:
@@ -150,11 +151,11 @@ def rescaled_at_random(model: nn.Module, *, granularity: Granularity = "tensor",
     return other
 
 
-def _random(rescalings: Rescalings, largest: float, seed: int) -> NDArray[np.float64]:
-    """Return (R,) log-factors at random, of factors from 1 / largest to largest."""
+def _random(rescalings: Rescalings, seed: int) -> NDArray[np.float64]:
+    """Return (R,) draws, uniform between -1 and 1."""
     draws = torch.rand(len(rescalings.names), generator=seeds.generator(seed, "rescaling"), dtype=torch.float64)
-    log_factors: NDArray[np.float64] = np.log(largest) * (2 * draws.numpy() - 1)
-    return log_factors
+    uniform: NDArray[np.float64] = 2 * draws.numpy() - 1
+    return uniform
 
 
 @contextmanager
