@@ -12,12 +12,13 @@ import types
 
 import numpy as np
 import pytest
-import scipy.optimize
 import torch
 from dense_curvature import dense_gauss_newton, dense_hessian
 from torch import nn
 
 from isoloss.flatness.rescaling import rescaled, rescalings_of
+from isoloss.flatness.rescaling.application import part_sizes
+from isoloss.flatness.rescaling.program import minimize
 from isoloss.registry import RESCALINGS
 
 INPUTS, HIDDEN, CLASSES, POINTS = 4, (5, 3), 3, 12
@@ -85,16 +86,12 @@ def parts(model, found):
     return torch.cat(sums).numpy()
 
 
-def minimum(shares, exponents):
-    """The minimum of sum_p t_p exp(-2 (E z)_p), and its z."""
-    found = scipy.optimize.minimize(
-        lambda z: shares @ np.exp(-2 * (exponents @ z)),
-        np.zeros(exponents.shape[1]),
-        jac=lambda z: -2 * exponents.T @ (shares * np.exp(-2 * (exponents @ z))),
-        method="BFGS",
-        options={"gtol": 1e-9 * shares.sum()},
-    )
-    return found.fun, found.x
+def minimum(model, shares, found):
+    """The minimum over rescalings, and its log-factors."""
+    sizes, log_rms = part_sizes(model, found)
+    smallest = minimize(shares, found.actions, log_rms=log_rms, sizes=sizes, writers=found.writers)
+    assert not smallest.gauged
+    return smallest.value, smallest.z
 
 
 def trace_of(model, factors):
@@ -146,7 +143,7 @@ def test_the_trace_of_the_hessian_is_that_of_the_fisher(model):
 def test_layer_wise(model, rescalings):
     found = rescalings()
     shares = parts(model, found)
-    value, _ = minimum(shares, found.exponents)
+    value, _ = minimum(model, shares, found)
     # all three parts of the trace become equal: their geometric mean is what no factors change
     assert value == pytest.approx(3 * np.prod(shares) ** (1 / 3), rel=1e-9)
     assert value == pytest.approx(minimum_sharpness(model, [1, 1]), rel=1e-9)
@@ -157,9 +154,9 @@ def test_node_wise(model, rescalings):
     found = rescalings(granularity="neuron")
     assert found.exponents.shape[1] == sum(HIDDEN)
     shares = parts(model, found)
-    value, z = minimum(shares, found.exponents)
+    value, z = minimum(model, shares, found)
     assert value == pytest.approx(minimum_sharpness(model, HIDDEN), rel=1e-8)
-    assert value < 0.95 * minimum(parts(model, rescalings()), rescalings().exponents)[0]
+    assert value < 0.95 * minimum(model, parts(model, rescalings()), rescalings())[0]
 
     other = Perceptron().double()
     with torch.no_grad():
@@ -170,4 +167,4 @@ def test_node_wise(model, rescalings):
     moved = parts(other, found)
     assert moved.sum() == pytest.approx(value, rel=1e-9)
     # however the network was written before
-    assert minimum(moved, found.exponents)[0] == pytest.approx(value, rel=1e-9)
+    assert minimum(other, moved, found)[0] == pytest.approx(value, rel=1e-9)
