@@ -329,6 +329,14 @@ def refuses(sentence, model, batches, **options):
         fisher_trace(model, batches, **options)
 
 
+def test_sequences_longer_than_the_model_takes_are_refused():
+    model = bert()
+    longest = model.config.max_position_embeddings
+    refuses(
+        f"sequences have {longest + 1} positions; the model takes at most {longest}", model, [rows(4, longest + 1, 3)]
+    )
+
+
 def test_dropout_that_is_on_is_refused():
     refuses(r"call model\.eval\(\)", bert(dropout=0.1).train(), [rows(4, 4, 3)])
     sleeping = llama()

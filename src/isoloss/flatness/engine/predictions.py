@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.capture import Capture, Decoder, PositionSelection, selected_at
+from isoloss.loading import max_length
 from isoloss.model_checks import NOTHING_PREDICTED, architecture, device_of, plainly, unwrapped, virtual_tokens
 from isoloss.text.masking import IGNORED
 
@@ -268,6 +269,13 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
                 raise IsolossError(
                     f"flex_attention has no gradient on the device {batch.predicted.device.type}: call "
                     'model.set_attn_implementation("sdpa") before measuring'
+                ) from error
+            raise
+        except (IndexError, RuntimeError) as error:
+            longest = max_length(getattr(architecture(model), "config", None))
+            if longest is not None and batch.predicted.shape[1] > longest:
+                raise IsolossError(
+                    f"sequences have {batch.predicted.shape[1]} positions; the model takes at most {longest}"
                 ) from error
             raise
     logits = getattr(output, "logits", None)
