@@ -32,7 +32,8 @@ class Minimum:
     """
 
     value: float  # the smallest trace, under the gauges
-    infimum: float  # the greatest lower bound of the trace without gauges, which is `value` where there are none
+    # the greatest lower bound of the trace without gauges, which is `value` where there are none; None: not looked for
+    infimum: float | None
     z: np.ndarray  # (R,) the log-scales; of several with this value, those of least norm
     gauged: tuple[int, ...]  # (G,) the generators that are fixed by a gauge
     # (G, K), each row adding up to 1: gauges @ (log_rms + E z) == 0, the mean of log RMS over the entries of some parts
@@ -78,7 +79,7 @@ def minimize(
         bounds: The smallest and the largest value of each generator, each (R,), infinite where there is none. They
             bound the change of the model as it is, so that the result depends on how it was rescaled before.
         like: A minimum of the same program for other shares, whose gauges are kept, so that both are about one
-            quantity.
+            quantity. No infimum is looked for then.
 
     Raises:
         IsolossError: If a share is not finite, if no z is within the bounds, or if all parts that a gauge could be
@@ -100,7 +101,9 @@ def minimize(
         gauges = scipy.sparse.vstack([gauges, scipy.sparse.csr_array(mean[None])], format="csr")
         left, direction = program.recession(gauges)
     z, value = program.smallest(program.active, gauges, program.start if like is None else like.z)
-    infimum = program.smallest(program.active & ~vanishing, none, z)[1] if gauged else value
+    infimum = None if like is not None else value
+    if like is None and gauged:
+        infimum = program.smallest(program.active & ~vanishing, none, z)[1]
     weights = np.where(program.active, np.exp(-2 * (program.exponents @ z)), 0.0)
     return Minimum(value, infimum, z, tuple(gauged), gauges, vanishing, weights, program.start)
 
