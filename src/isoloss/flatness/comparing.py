@@ -165,7 +165,7 @@ def compare(
             outline = Outline.of(name, model, causal)
             first = first or outline
             first.check(outline)
-            minimal = minimal_trace(model, rescaling, granularity, None)
+            minimal = minimal_trace(model, rescaling, granularity, None, batches, stopping.num_sequences)
             source = WithLoss(
                 model,
                 num_probes=1 if num_probes is None else num_probes,

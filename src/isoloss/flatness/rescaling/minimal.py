@@ -6,7 +6,7 @@ Shapes: K measured parts of parameters, L other parts, R generators, F folds of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from isoloss.flatness.rescaling.application import check, model_inputs, part_siz
 from isoloss.flatness.rescaling.crossfit import CrossFit, cross_fit
 from isoloss.flatness.rescaling.generators import Granularity, rescalings_of
 from isoloss.flatness.rescaling.program import minimize
+from isoloss.memory import physical_memory
 from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, Weighted
 from isoloss.statistics.estimate import Estimate
 
@@ -34,6 +35,7 @@ _ROUNDING = 1e-6  # of the largest logit: more is a rule that is not exact for t
 _CHECKED = 2  # sequences whose logits are compared
 _LOSS_OF = 8  # sequences whose loss is compared: the eps of norms changes that of all alike
 _LARGEST_CHECKED = 5e8  # parameters: the check takes 16 bytes for each
+_BYTES_OF_A_PART = 4000  # sums by fold and control variate, and what is computed from them
 _HALVINGS = 20  # of the bound on log-factors
 _IGNORED = -100
 _NARROW = (torch.float16, torch.bfloat16)  # types whose rounding changes the loss by more than eps may
@@ -47,7 +49,12 @@ class MinimalTrace:
     """
 
     def __init__(
-        self, model: nn.Module, *, granularity: Granularity, parameters: Mapping[str, nn.Parameter] | None = None
+        self,
+        model: nn.Module,
+        *,
+        granularity: Granularity,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        sequences: int = 0,
     ) -> None:
         self._model, self._granularity = model, granularity
         self._rescalings = rescalings_of(model, granularity=granularity, parameters=parameters)
@@ -55,6 +62,7 @@ class MinimalTrace:
         measured = counted_parameters(model, parameters)
         self._names = list(measured)
         self._owners = Columns(measured, self.splits).owners
+        _refuse_too_many(len(self._owners), sequences, granularity)
         embedded = embeddings(model, measured)
         self._is_other = torch.tensor([name not in embedded for name in measured])[self._owners]
         sizes, log_rms = part_sizes(model, self._rescalings)
@@ -215,17 +223,36 @@ def minimal_trace(
     rescaling: Rescaling | None,
     granularity: Granularity,
     parameters: Mapping[str, nn.Parameter] | None,
+    batches: Iterable[Mapping[str, Any]],
+    num_sequences: int | None,
 ) -> MinimalTrace | None:
-    """Return what makes the minimal trace of a model, if that is asked for.
+    """Return what makes the minimal trace of a model on the first sequences of batches, if that is asked for.
 
     Raises:
-        IsolossError: `rescaling` is not one, or the model has no known rescalings.
+        IsolossError: `rescaling` is not one, the model has no known rescalings, or the sums over each sequence by part
+            take more memory than there is.
     """
     if rescaling is None:
         return None
     if rescaling != "minimal":
         raise IsolossError(f"rescaling is {rescaling!r}; it is 'minimal' or None")
-    return MinimalTrace(model, granularity=granularity, parameters=parameters)
+    sequences = num_sequences or 0
+    if isinstance(batches, Sequence) and not any("documents" in batch for batch in batches):  # else there are fewer sums
+        known = sum(len(batch.get("labels", ())) for batch in batches)
+        sequences = min(known, num_sequences or known)
+    return MinimalTrace(model, granularity=granularity, parameters=parameters, sequences=sequences)
+
+
+def _refuse_too_many(parts: int, sequences: int, granularity: str) -> None:
+    """Refuse a measurement whose sums would not fit into memory."""
+    needed, there_is = parts * (_BYTES_OF_A_PART + 8 * sequences), physical_memory()
+    if needed > there_is:
+        raise IsolossError(
+            f"granularity {granularity!r} makes {parts:,} parts of this model, whose sums over "
+            f"{f'{sequences:,}' if sequences else 'the'} sequences take at least {needed / 2**30:,.1f} GiB, and this "
+            f"machine has {there_is / 2**30:,.1f} GiB of memory: choose a coarser granularity, 'tensor' or 'head', or "
+            "measure fewer sequences"
+        )
 
 
 def _head(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
