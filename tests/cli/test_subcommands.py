@@ -113,6 +113,12 @@ def test_eval_measures_what_is_missing_and_nothing_twice(capsys, run):
     assert changed["evaluations"][1]["settings"]["flatness_sentences"] == 16
 
 
+def test_ls_names_the_families_with_known_rescalings(capsys):
+    rows = as_json(capsys, "ls", "rescalings")["rescalings"]
+    assert {row["family"] for row in rows} == set(RESCALINGS)
+    assert all(row["description"] == RESCALINGS.summary(row["family"]) != "" for row in rows)
+
+
 def test_show_and_ls_find_the_run(capsys, run):
     shown = as_json(capsys, "show", run)
     assert shown["complete"] is True

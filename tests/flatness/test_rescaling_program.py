@@ -384,6 +384,19 @@ def test_another_minimum_lends_its_gauge():
     assert simple([4.0, 0, 1], exponents).gauged == ()
 
 
+def test_the_same_parts_take_the_directions_of_another_minimum(monkeypatch):
+    names, shares, program = pre_norm()
+    others = shares * np.exp(np.random.default_rng(1).normal(size=len(shares)) / 4)
+    first, expected = minimize(shares, **program), minimize(others, **program)
+    assert first.gauged == expected.gauged != ()
+    monkeypatch.setattr(scipy.optimize, "linprog", None)
+    found = minimize(others, **program, like=first)
+    assert found.value == pytest.approx(expected.value, rel=1e-12)
+    np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-8)
+    assert np.array_equal(found.vanishing, expected.vanishing)
+    assert (found.infimum, found.gauged) == (None, first.gauged)
+
+
 def test_shares_that_are_not_finite_are_refused():
     with pytest.raises(IsolossError, match="part 1 has a share"):
         simple([1.0, np.nan], [[1], [-1]])
