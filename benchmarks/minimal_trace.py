@@ -144,12 +144,12 @@ def page(record: Mapping[str, Any]) -> str:
     """Return the results as a page in Markdown."""
     lines = [
         *heading("The minimal trace: its cost over the plain one, on one thread", dict(record)),
-        "Processor time of one process, in which all contenders take turns on the same sequences, mean of the rounds ± "
-        "its standard error; the machine is shared, and the time of other processes does not count. Ratios are means of "
-        "the ratios of each round. A whole call has its fixed costs in it, which the columns after it give in "
-        "milliseconds: the family's rules and exponents (rules); the statistics of the parts, the convex program and "
-        "its cross-fit (program); the comparison of the logits of two sequences in float64 (check); and the change of "
-        "the loss of 8 sequences (loss change). The passes are the rest, which grows with the sequences.",
+        "Processor time of one process, in which all contenders take turns on the same sequences: the mean of the "
+        "rounds ± its standard error. The machine is shared; the time of other processes does not count. Ratios are "
+        "means of each round's ratio. A whole call has its fixed costs in it, which the columns after it give in "
+        "milliseconds: the family's rules and exponents (rules); the convex program, cross-fitted (program); the "
+        "comparison of the logits of two sequences in float64 (check); and the change of the loss of 8 sequences (loss "
+        "change). The passes are the rest, which grows with the sequences.",
         "",
     ]
     for model in record["models"]:

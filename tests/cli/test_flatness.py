@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from isoloss.cli.main import main
-from isoloss.evaluation import context as contexts
 from isoloss.errors import IsolossWarning
+from isoloss.evaluation import context as contexts
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
 from isoloss.flatness.comparing import compare
 from isoloss.statistics.estimate import rounded

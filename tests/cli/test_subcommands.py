@@ -22,6 +22,7 @@ from isoloss.flatness import fisher_trace
 from isoloss.languages.config import PRESETS, BracketsConfig
 from isoloss.loading import load_model
 from isoloss.paper.same_loss.study import STUDY
+from isoloss.registry import RESCALINGS
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder

@@ -385,7 +385,7 @@ def test_another_minimum_lends_its_gauge():
 
 
 def test_the_same_parts_take_the_directions_of_another_minimum(monkeypatch):
-    names, shares, program = pre_norm()
+    shares, program, _ = program_of(pre_norm(2))
     others = shares * np.exp(np.random.default_rng(1).normal(size=len(shares)) / 4)
     first, expected = minimize(shares, **program), minimize(others, **program)
     assert first.gauged == expected.gauged != ()

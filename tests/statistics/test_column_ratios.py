@@ -148,7 +148,9 @@ def test_kept_rows_go_on_from_a_state_and_join(end):
     assert torch.equal(found.influence, expected.influence)
     halves = [filled(*(values[part] for values in rows)) for part in (slice(0, 96), slice(96, 204))]
     joined = ClusteredRatioEstimator.merged(halves).columns()
-    torch.testing.assert_close(torch.cat(joined.rows), torch.cat([half.columns().rows[0] for half in halves]), rtol=0, atol=0)
+    torch.testing.assert_close(
+        torch.cat(joined.rows), torch.cat([half.columns().rows[0] for half in halves]), rtol=0, atol=0
+    )
     # 48 documents are 6 rounds of the folds, so that each document has the fold that it has among all
     torch.testing.assert_close(joined.weighted(weights).influence, expected.influence, rtol=1e-9, atol=1e-10)
 

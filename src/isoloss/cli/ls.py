@@ -56,7 +56,7 @@ COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 
 @dataclass(frozen=True)
 class Args:
-    """List what can be named: languages, models, sizes, tasks, measures, rescalings, algorithms, executors, studies, runs."""
+    """List what can be named: languages, models, sizes, measures, runs and so on."""
 
     what: Annotated[tyro.conf.Positional[What], tyro.conf.arg(help=f"What to list: {', '.join(get_args(What))}.")] = (
         "all"

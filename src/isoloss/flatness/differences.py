@@ -186,8 +186,9 @@ def warn_unlike(models: Mapping[str, Estimate]) -> None:
             return
 
 
-def _summed(trace: Estimate) -> tuple[Any, ...]:
-    return tuple(trace.by_parameter), trace.details["num_parameters"]
+def _summed(trace: Estimate) -> tuple[list[str], int]:
+    """Return what tells the parameters that a trace is a sum over from others."""
+    return list(trace.by_parameter or ()), trace.details["num_parameters"]
 
 
 def _pair(a: Measured, b: Measured) -> Pair:

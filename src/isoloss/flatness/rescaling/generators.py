@@ -160,8 +160,8 @@ def _solution(signals: Signals, measured: list[str], others: list[str], last: Si
     number = sum(len(rows) * len(columns) for (_, rows), (_, columns) in parts.values())
     if number > _MOST_PARTS:
         raise IsolossError(
-            f"at this granularity the model has {number:,} parts to rescale, and {_MOST_PARTS:,} at most can be: choose "
-            "a coarser one, 'tensor' or 'head'"
+            f"at this granularity the model has {number:,} parts to rescale, and {_MOST_PARTS:,} at most can be: "
+            "choose a coarser one, 'tensor' or 'head'"
         )
     _, features = signals.groups(last)
     scales = dict.fromkeys(titles, 1)  # what makes the exponents of a generator integers

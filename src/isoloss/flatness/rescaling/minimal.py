@@ -236,8 +236,8 @@ def minimal_trace(
         return None
     if rescaling != "minimal":
         raise IsolossError(f"rescaling is {rescaling!r}; it is 'minimal' or None")
-    sequences = num_sequences or 0
-    if isinstance(batches, Sequence) and not any("documents" in batch for batch in batches):  # else there are fewer sums
+    sequences = num_sequences or 0  # 0: not known, or, where they are of documents, fewer sums than sequences
+    if isinstance(batches, Sequence) and not any("documents" in batch for batch in batches):
         known = sum(len(batch.get("labels", ())) for batch in batches)
         sequences = min(known, num_sequences or known)
     return MinimalTrace(model, granularity=granularity, parameters=parameters, sequences=sequences)
