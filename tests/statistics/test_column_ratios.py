@@ -125,6 +125,17 @@ def test_sums_by_fold_and_ratios_without_one():
         np.testing.assert_allclose(columns.shares_without(fold), without, rtol=1e-9)
 
 
+def test_columns_stay_as_they_were_when_more_is_added():
+    a, m, d, _ = rows_of(203)
+    estimator = estimator_of(5, 4, auxiliary=False)
+    estimator.add(a, m, d)
+    columns, weights = estimator.columns(), torch.ones(5)
+    sums, before = columns.fold_sums(), columns.weighted(weights)
+    estimator.add(a, m, d)
+    torch.testing.assert_close(columns.fold_sums(), sums, rtol=0, atol=0)
+    assert columns.weighted(weights)[:2] == before[:2]
+
+
 def test_the_ratios_without_a_fold_do_not_depend_on_it():
     a, m, d, documents = rows_of(203)
     before = filled(a, m, d, documents).columns().shares_without(2)
