@@ -40,6 +40,7 @@ LIBRARIES = ("isoloss", "torch", "transformers", "numpy", "scipy")
 PLAIN = "plain"
 GRANULARITIES = ("tensor", "head", "neuron", "channel")
 BATCH = 64
+LARGE, EVERY = 20_000, 4  # a granularity of more parts takes part in each fourth round only
 # what is timed by itself, by its column; none of them calls another
 ONCE = {
     "rules": (minimal.MinimalTrace, "__init__"),
@@ -115,27 +116,28 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 
 def compare(workload: Workload, rounds: int) -> dict[str, Any]:
     """Time all contenders on the same sequences, round by round."""
-    sequences = 256 if workload.causal else 512
+    sequences = 128 if workload.causal else 512  # all positions of the former are predicted, one of the latter
     batches, names = workload.batches(sequences, BATCH, "timing"), (PLAIN, *GRANULARITIES)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    shapes = {name: rescalings_of(workload.model, granularity=name).exponents.shape for name in GRANULARITIES}
+    found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in names}  # by round
     for number in range(rounds + 1):
         first = number % len(names)
         for name in (*names[first:], *names[:first]):
+            if number % EVERY and shapes.get(name, (0,))[0] > LARGE:
+                continue
             seconds = call(workload.model, batches, name)
             if number:  # the first round loads what is loaded at first use
-                found[name].append(seconds)
-    plain = [each["whole"] for each in found[PLAIN]]
+                found[name][number] = seconds
     rows = []
     for name, calls in found.items():
-        row: dict[str, Any] = {"contender": name, "seconds": {}, "over_plain": {}}
+        row: dict[str, Any] = {"contender": name, "rounds": len(calls), "seconds": {}, "over_plain": {}}
         for part in ("whole", "passes", *ONCE):
-            row["seconds"][part] = mean_and_error([each[part] for each in calls])
+            row["seconds"][part] = mean_and_error([each[part] for each in calls.values()])
         for part in ("whole", "passes"):
-            ratios = [each[part] / one for each, one in zip(calls, plain, strict=True)]
+            ratios = [each[part] / found[PLAIN][number]["whole"] for number, each in calls.items()]
             row["over_plain"][part] = mean_and_error(ratios)
         if name != PLAIN:
-            rescalings: Any = rescalings_of(workload.model, granularity=name)  # type: ignore[arg-type]
-            row["generators"], row["parts"] = len(rescalings.names), rescalings.exponents.shape[0]
+            row["parts"], row["generators"] = shapes[name]
         rows.append(row)
     return {"model": workload.name, "sequences": sequences, "rounds": rounds, "results": rows}
 
@@ -156,14 +158,15 @@ def page(record: Mapping[str, Any]) -> str:
         lines += [
             f"## {model['model']}",
             "",
-            f"{model['sequences']:,} sequences, {model['rounds']} rounds.",
+            f"{model['sequences']:,} sequences.",
             "",
-            "| trace | parts | rescalings | whole call, s | over plain | passes, over plain | "
+            "| trace | parts | rescalings | rounds | whole call, s | over plain | passes, over plain | "
             f"{', ms | '.join(ONCE)}, ms |",
-            "|---|---:|---:|---:|---:|---:|" + "---:|" * len(ONCE),
+            "|---|---:|---:|---:|---:|---:|---:|" + "---:|" * len(ONCE),
         ]
         for row in model["results"]:
             cells = [row["contender"], str(row.get("parts", "")), str(row.get("generators", ""))]
+            cells.append(str(row["rounds"]))
             cells.append("{:.3f} ± {:.3f}".format(*row["seconds"]["whole"]))
             if row["contender"] == PLAIN:
                 cells += ["1", "1", *[""] * len(ONCE)]
