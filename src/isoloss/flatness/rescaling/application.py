@@ -93,7 +93,8 @@ def check(
     """Return the largest difference that a rescaling makes to a logit, over the largest logit.
 
     The model runs in float64, also where its own code asks for float32, and the eps of its norms is taken to 0: what is
-    left is rounding, some 1e-13. On a device without float64 all is float32, and the difference some 1e-5.
+    left is rounding, some 1e-13. On a device without float64 all is float32, and the difference some 1e-5. Attention
+    is by sdpa or, whatever other kernel the model has, eager.
 
     Args:
         model: The model, in evaluation mode; it is left as found.
