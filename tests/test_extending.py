@@ -21,6 +21,7 @@ ADDED = {
     "algorithms": "gradient-noise",
     "executors": "sequential",
     "studies": "noise",
+    "rescalings": "distilbert",
 }
 
 

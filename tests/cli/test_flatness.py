@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from isoloss.cli.main import main
+from isoloss.errors import IsolossWarning
 from isoloss.evaluation import context as contexts
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
 from isoloss.flatness.comparing import compare
@@ -249,7 +250,8 @@ def test_several_models_are_compared_on_the_same_inputs(capsys, folder):
     names = [str(folder / name) for name in "abc"]
     document = json.loads(call(capsys, *names, "--data", folder / "ids.npy", "--json").out)
     ids = torch.from_numpy(np.load(folder / "ids.npy"))
-    expected = compare({names[0]: llama(16), names[2]: llama(32)}, [{"input_ids": ids, "labels": ids}], causal=True)
+    with pytest.warns(IsolossWarning, match="have different parameters"):
+        expected = compare({names[0]: llama(16), names[2]: llama(32)}, [{"input_ids": ids, "labels": ids}], causal=True)
     for found, wanted in zip((document["models"][0], document["models"][2]), expected.models, strict=True):
         estimates = found["estimates"]["trace"]
         assert estimates["trace"]["value"] == pytest.approx(wanted.trace.value, rel=1e-5)
@@ -263,6 +265,15 @@ def test_several_models_are_compared_on_the_same_inputs(capsys, folder):
     assert sorted(compared["ranking"]) == names
     assert list(compared["probability_of_smallest"]) == names
     assert document["interrupted"] is None
+
+
+@pytest.mark.parametrize("measures", [["trace"], ["minimal-trace"], ["trace", "minimal-trace"]])
+def test_models_of_different_widths_are_compared_with_one_warning(capsys, folder, measures):
+    words = ("--data", folder / "ids.npy", "--num-sequences", "40", "--measures", *measures)
+    out, err = call(capsys, folder / "a", folder / "c", *words)
+    assert err.count("have different parameters") == 1
+    assert out.count("minus") == len(measures)
+    assert "different parameters" not in call(capsys, folder / "a", folder / "b", *words).err
 
 
 def test_the_tables_use_short_names_and_end_with_a_verdict(capsys, folder, tmp_path):

@@ -22,6 +22,7 @@ from isoloss.flatness import fisher_trace
 from isoloss.languages.config import PRESETS, BracketsConfig
 from isoloss.loading import load_model
 from isoloss.paper.same_loss.study import STUDY
+from isoloss.registry import RESCALINGS
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder
@@ -111,6 +112,12 @@ def test_eval_measures_what_is_missing_and_nothing_twice(capsys, run):
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*.json")} == files
     changed = as_json(capsys, *words[:-1], "16")
     assert changed["evaluations"][1]["settings"]["flatness_sentences"] == 16
+
+
+def test_ls_names_the_families_with_known_rescalings(capsys):
+    rows = as_json(capsys, "ls", "rescalings")["rescalings"]
+    assert {row["family"] for row in rows} == set(RESCALINGS)
+    assert all(row["description"] == RESCALINGS.summary(row["family"]) != "" for row in rows)
 
 
 def test_show_and_ls_find_the_run(capsys, run):

@@ -129,7 +129,7 @@ def test_a_table_with_room_or_in_a_pipe_is_one(capsys, monkeypatch, columns):
 
 
 @pytest.mark.parametrize("columns", [80, 60, 40])
-@pytest.mark.parametrize("what", ["languages", "models", "tasks", "measures", "studies"])
+@pytest.mark.parametrize("what", ["languages", "models", "tasks", "measures", "rescalings", "studies"])
 def test_no_word_of_a_list_is_torn(capsys, monkeypatch, what, columns):
     lines = printed(capsys, monkeypatch, columns, lambda: ls.main([what]))
     assert max(map(len, lines)) <= columns

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import json
 import math
+import re
+import warnings
 import weakref
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.comparing import InterruptedComparison, Outline, compare
 from isoloss.flatness.differences import Comparison
@@ -90,7 +92,8 @@ def test_an_input_that_makes_up_most_of_an_error_is_told(monkeypatch):
 def test_each_trace_is_what_the_model_alone_gets_and_each_loss_the_cross_entropy():
     models = {"a": bert(), "b": bert(1), "wide": bert(2, size=12)}
     batches = inputs(40, batch_size=16)
-    found = compare(models, batches, seed=3, num_probes=2)
+    with pytest.warns(IsolossWarning, match="a and wide have different parameters"):
+        found = compare(models, batches, seed=3, num_probes=2)
     for measured in found.models:
         alone = fisher_trace(models[measured.name], batches, seed=3, num_probes=2)
         assert (measured.trace.value, measured.trace.stderr) == (alone.value, alone.stderr)
@@ -101,6 +104,18 @@ def test_each_trace_is_what_the_model_alone_gets_and_each_loss_the_cross_entropy
         assert measured.loss.stderr == pytest.approx(math.sqrt(40 / 39 * (residuals**2).sum()) / counts.sum())
         assert measured.loss.num_predictions == measured.trace.num_predictions == counts.sum()
     assert [(pair.first, pair.second) for pair in found.pairs] == [("a", "b"), ("a", "wide"), ("b", "wide")]
+
+
+@pytest.mark.parametrize("rescaling", [None, "minimal"])
+def test_models_of_different_parameters_are_compared_with_one_warning(rescaling):
+    models = {"a": bert(), "b": bert(1), "wide": bert(2, size=12), "wider": bert(3, size=16)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = compare(models, inputs(40), rescaling=rescaling)
+    (warning,) = told
+    assert re.match("a and wide have different parameters.*not comparable.*isoloss expand", str(warning.message))
+    assert len(found.models) == 4
+    compare({"a": models["a"], "b": models["b"]}, inputs(40), rescaling=rescaling)  # warnings are errors here
 
 
 def test_causal_models_are_scored_on_the_next_token():

@@ -169,8 +169,8 @@ def test_parts_add_up_to_the_plain_estimate(made):
         start += splits[name].num_parts
         expected = plain.by_parameter[name], plain.by_parameter_stderr[name]
         assert columns.weighted(own)[:2] == pytest.approx(expected, rel=1e-8, abs=1e-12 * plain.value)
-    assert start == len(columns.ratios) == columns.sums.shape[1]
-    assert len(columns.sums) == found.samples == 80
+    assert start == len(columns.ratios) == columns.rows[0].shape[1]
+    assert sum(map(len, columns.rows)) == found.samples == 80
 
 
 def test_without_splits_the_kept_rows_change_nothing():
@@ -305,7 +305,7 @@ def test_a_resumed_measurement_has_the_same_parts(tmp_path, monkeypatch):
     resumed, found = measured(model, batches, splits, resume=path)
     assert (found.value, found.stderr, found.by_parameter) == (expected.value, expected.stderr, expected.by_parameter)
     first, second = straight.columns(), resumed.columns()
-    assert torch.equal(first.sums, second.sums)
+    assert torch.equal(torch.cat(first.rows), torch.cat(second.rows))
     weights = torch.rand(len(first.ratios), generator=torch.Generator().manual_seed(0))
     assert first.weighted(weights)[:2] == second.weighted(weights)[:2]
     assert torch.equal(first.fold_sums(), second.fold_sums())
@@ -330,9 +330,9 @@ def test_the_parts_of_processes_join(monkeypatch):
         found = made.measure(part, Stopping())
         halves.append(made)
     both = halves[1].columns()
-    assert (found.samples, found.details["processes"], both.sums.shape[0]) == (80, 2, 80)
-    torch.testing.assert_close(both.sums[:32], gathered[0][2][0].columns().sums, rtol=0, atol=0)
-    torch.testing.assert_close(both.sums[32:], gathered[1][2][0].columns().sums, rtol=0, atol=0)
+    assert (found.samples, found.details["processes"], sum(map(len, both.rows))) == (80, 2, 80)
+    torch.testing.assert_close(torch.cat(both.rows)[:32], gathered[0][2][0].columns().rows[0], rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat(both.rows)[32:], gathered[1][2][0].columns().rows[0], rtol=0, atol=0)
     everything = both.weighted(torch.ones(len(both.ratios)))
     assert everything[:2] == pytest.approx((found.value, found.stderr), rel=1e-10)
 

@@ -384,6 +384,26 @@ def test_another_minimum_lends_its_gauge():
     assert simple([4.0, 0, 1], exponents).gauged == ()
 
 
+def test_a_share_that_another_minimum_has_and_these_lack_takes_a_gauge_of_its_own():
+    first = simple([3.0, 1.0], [[1], [-1]])
+    second = simple([4.0, 0.0], [[1], [-1]], log_rms=[0.3, 0], like=first)
+    assert (first.gauged, second.gauged) == ((), (0,))
+    assert second.z == pytest.approx([-0.3], abs=1e-12)
+
+
+def test_the_same_parts_take_the_directions_of_another_minimum(monkeypatch):
+    shares, program, _ = program_of(pre_norm(2))
+    others = shares * np.exp(np.random.default_rng(1).normal(size=len(shares)) / 4)
+    first, expected = minimize(shares, **program), minimize(others, **program)
+    assert first.gauged == expected.gauged != ()
+    monkeypatch.setattr(scipy.optimize, "linprog", None)
+    found = minimize(others, **program, like=first)
+    assert found.value == pytest.approx(expected.value, rel=1e-12)
+    np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-8)
+    assert np.array_equal(found.vanishing, expected.vanishing)
+    assert (found.infimum, found.gauged) == (None, first.gauged)
+
+
 def test_shares_that_are_not_finite_are_refused():
     with pytest.raises(IsolossError, match="part 1 has a share"):
         simple([1.0, np.nan], [[1], [-1]])

@@ -125,6 +125,17 @@ def test_sums_by_fold_and_ratios_without_one():
         np.testing.assert_allclose(columns.shares_without(fold), without, rtol=1e-9)
 
 
+def test_columns_stay_as_they_were_when_more_is_added():
+    a, m, d, _ = rows_of(203)
+    estimator = estimator_of(5, 4, auxiliary=False)
+    estimator.add(a, m, d)
+    columns, weights = estimator.columns(), torch.ones(5)
+    sums, before = columns.fold_sums(), columns.weighted(weights)
+    estimator.add(a, m, d)
+    torch.testing.assert_close(columns.fold_sums(), sums, rtol=0, atol=0)
+    assert columns.weighted(weights)[:2] == before[:2]
+
+
 def test_the_ratios_without_a_fold_do_not_depend_on_it():
     a, m, d, documents = rows_of(203)
     before = filled(a, m, d, documents).columns().shares_without(2)
@@ -148,7 +159,9 @@ def test_kept_rows_go_on_from_a_state_and_join(end):
     assert torch.equal(found.influence, expected.influence)
     halves = [filled(*(values[part] for values in rows)) for part in (slice(0, 96), slice(96, 204))]
     joined = ClusteredRatioEstimator.merged(halves).columns()
-    torch.testing.assert_close(joined.sums, torch.cat([half.columns().sums for half in halves]), rtol=0, atol=0)
+    torch.testing.assert_close(
+        torch.cat(joined.rows), torch.cat([half.columns().rows[0] for half in halves]), rtol=0, atol=0
+    )
     # 48 documents are 6 rounds of the folds, so that each document has the fold that it has among all
     torch.testing.assert_close(joined.weighted(weights).influence, expected.influence, rtol=1e-9, atol=1e-10)
 

@@ -93,6 +93,8 @@ def _of_minimum(estimate: Estimate) -> Iterator[str]:
             f"vanish ({details['vanishing'][0]}, ...), so that the scale of {' and '.join(details['gauged'])} is "
             "fixed: the root mean square of what it multiplies is 1"
         )
+    if details["loss_change_by_eps"] is None:
+        return
     bound = details["largest_log_factor"]
     bounded = "" if bound is None else f", with factors of at most {math.exp(bound):.3g} so that it is no more"
     yield f"rescaling changes the loss by {details['loss_change_by_eps']:.1g} nats, by the eps of norms{bounded}"

@@ -11,7 +11,7 @@ import tyro
 
 from isoloss.cli import common
 from isoloss.errors import IsolossError
-from isoloss.registry import ALGORITHMS, EXECUTORS, LANGUAGES, MEASURES, MODELS, STUDIES, TASKS, Registry
+from isoloss.registry import ALGORITHMS, EXECUTORS, LANGUAGES, MEASURES, MODELS, RESCALINGS, STUDIES, TASKS, Registry
 
 if TYPE_CHECKING:
     from isoloss.config import LanguageConfig
@@ -21,11 +21,24 @@ EXAMPLES = [
     ("isoloss ls", "everything that can be named on the command line"),
     ("isoloss ls models", "architectures, their numbers of parameters and the memory that training them takes"),
     ("isoloss ls sizes", "the same by size"),
+    ("isoloss ls rescalings", "the families of models whose minimal trace can be measured"),
     ("isoloss ls runs --folder runs", "the runs below a folder"),
 ]
 
 Row = dict[str, Any]
-What = Literal["all", "languages", "models", "sizes", "tasks", "measures", "algorithms", "executors", "studies", "runs"]
+What = Literal[
+    "all",
+    "languages",
+    "models",
+    "sizes",
+    "tasks",
+    "measures",
+    "rescalings",
+    "algorithms",
+    "executors",
+    "studies",
+    "runs",
+]
 
 VOCABULARY, LENGTH = 30_522, 128  # that sizes are given for: BERT's vocabulary, and its usual sequences
 TRAINING_BYTES = 16  # a parameter's value, gradient and AdamW's two moments, in float32
@@ -43,7 +56,7 @@ COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 
 @dataclass(frozen=True)
 class Args:
-    """List what can be named: languages, models, sizes, tasks, measures, algorithms, executors, studies, runs."""
+    """List what can be named: languages, models, sizes, measures, runs and so on."""
 
     what: Annotated[tyro.conf.Positional[What], tyro.conf.arg(help=f"What to list: {', '.join(get_args(What))}.")] = (
         "all"
@@ -63,6 +76,9 @@ def main(arguments: list[str]) -> int:
         "sizes": _sizes,
         "tasks": _tasks,
         "measures": lambda: _components(MEASURES),
+        "rescalings": lambda: [
+            {"family": name, "description": RESCALINGS.summary(name)} for name in RESCALINGS.loaded()
+        ],
         "algorithms": lambda: _components(ALGORITHMS),
         "executors": lambda: _components(EXECUTORS),
         "studies": _studies,

@@ -15,7 +15,7 @@ from isoloss.evaluation.measures.base import MeasureResult, make_measure
 from isoloss.evaluation.measures.flatness import FlatnessMeasure, SampledFlatness, Trace
 from isoloss.flatness import InterruptedEstimate
 from isoloss.flatness.comparing import InterruptedComparison, compare
-from isoloss.flatness.differences import Comparison, as_json_types
+from isoloss.flatness.differences import Comparison, as_json_types, warn_unlike
 from isoloss.registry import MEASURES
 from isoloss.statistics.estimate import Estimate, interval, number, samples_of
 from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
@@ -268,4 +268,6 @@ def _measure_each(
             own, own_context = own.continued(context, next(iter(result.estimates.values())))
     done = {model: estimates[name] for model, estimates in results.estimates.items() if name in estimates}
     if len(done) > 1:
+        if isinstance(measure, Trace):
+            warn_unlike({model: next(iter(estimates.values())) for model, estimates in done.items()})
         results.comparisons[name] = MeasureComparison.of(name, done)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError, require
-from isoloss.flatness.differences import Comparison, Measured, comparison_of
+from isoloss.flatness.differences import Comparison, Measured, comparison_of, warn_unlike
 from isoloss.flatness.engine.accumulation import UNIT, InterruptedEstimate, Stopping
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
 from isoloss.flatness.engine.measurement import Measurement, Terms
@@ -102,7 +102,8 @@ def compare(
 
     Args:
         models: By name, language models, functions that load them, or checkpoints; or checkpoints alone. What is loaded
-            here is dropped before the next one is. Sizes may differ; vocabularies may not.
+            here is dropped before the next one is. Sizes and families may differ, with a warning, as traces are sums
+            over the parameters; vocabularies may not.
         batches: As for `isoloss.flatness.fisher_trace`. The values of the labels count for the loss.
         seed: Decides the probes.
         num_probes: Rademacher probes per position (default 1).
@@ -116,9 +117,9 @@ def compare(
         one_estimator: Whether every estimate is the same linear function of the squared norms of the sequences'
             gradients: all models are given the first one's control variates, and no norm is taken position by position
             because of where its parameter stands. Two parameters whose squared norms have one ratio on every sequence
-            then have estimates of that ratio. False: what has the smallest error for each model and parameter.
-        rescaling: `"minimal"`: compare the minimal traces, see `fisher_trace`; of models of one shape, as minima over
-            different rescalings are different quantities.
+            then have estimates of that ratio: made for a model and the same in a larger one, without the warning that
+            they differ. False: what has the smallest error for each model and parameter.
+        rescaling: `"minimal"`: compare the minimal traces, see `fisher_trace`.
         granularity: As for `fisher_trace`.
         progress: Called with a model's name and the number of its sequences done.
 
@@ -165,7 +166,7 @@ def compare(
             outline = Outline.of(name, model, causal)
             first = first or outline
             first.check(outline)
-            minimal = minimal_trace(model, rescaling, granularity, None)
+            minimal = minimal_trace(model, rescaling, granularity, None, batches, stopping.num_sequences)
             source = WithLoss(
                 model,
                 num_probes=1 if num_probes is None else num_probes,
@@ -195,6 +196,8 @@ def compare(
             controls = torch.cat(source.own_controls)
         done.append(one)
         del model, source, measurement, minimal  # so that two models are never held
+    if not one_estimator:
+        warn_unlike({one.name: one.trace for one in done})
     return comparison_of(done)
 
 

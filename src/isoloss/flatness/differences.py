@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.statistics.estimate import Estimate, html_table, number, rarity
 from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
 from isoloss.statistics.tables import probability, text_table
@@ -172,6 +172,23 @@ def comparison_of(models: Sequence[Measured]) -> Comparison:
         ),
         pairs=tuple(_pair(a, b) for a, b in itertools.combinations(models, 2)),
     )
+
+
+def warn_unlike(models: Mapping[str, Estimate]) -> None:
+    """Warn where traces, by model, are sums over different parameters."""
+    (first, one), *others = models.items()
+    for name, other in others:
+        if _summed(one) != _summed(other):
+            warn(
+                f"{first} and {name} have different parameters, and a trace is a sum over these, so the values are not "
+                "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
+            )
+            return
+
+
+def _summed(trace: Estimate) -> tuple[list[str], int]:
+    """Return what tells the parameters that a trace is a sum over from others."""
+    return list(trace.by_parameter or ()), trace.details["num_parameters"]
 
 
 def _pair(a: Measured, b: Measured) -> Pair:

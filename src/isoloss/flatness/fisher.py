@@ -100,7 +100,8 @@ def fisher_trace(
             own; every process gets the estimate over all of them.
         rescaling: `"minimal"`: the minimum over exact rescalings; None: of the model as it is written.
         granularity: What has a factor of its own in a rescaling: `"tensor"`, `"head"`, `"channel"` or `"neuron"`, see
-            `isoloss.flatness.rescaling.rescalings_of`.
+            `isoloss.flatness.rescaling.rescalings_of`. Each of the K parts that result takes 8 bytes for each cluster
+            and some 4,000 more: see there for how many there are.
         options: As follows, with whatever is left out None.
 
     Returns:
@@ -146,7 +147,9 @@ def fisher_trace(
         "distributed": distributed,
         "auxiliary_sample": auxiliary_sample,
     }
-    minimal = minimal_trace(model, rescaling, granularity, options.get("parameters"))
+    minimal = minimal_trace(
+        model, rescaling, granularity, options.get("parameters"), batches, options.get("num_sequences")
+    )
     if minimal is None:
         return measure(kind, model, batches, options, **given)
     first: list[Mapping[str, Any]] = []

@@ -101,7 +101,8 @@ class ColumnRatios:
 
     fit: CrossFit  # the clusters
     fitted: FittedColumns  # the columns' coefficients and ratios
-    sums: torch.Tensor  # (N, K) float64, a
+    by_fold: torch.Tensor  # (F, K) float64, the sums of a over each fold's clusters
+    rows: tuple[torch.Tensor, ...]  # (n, K) each, float64, together the N clusters' a, most of the memory: not copied
 
     @property
     def ratios(self) -> torch.Tensor:
@@ -120,9 +121,8 @@ class ColumnRatios:
         to `shares_without(fold)` do, the value has no bias by them.
         """
         by_fold = weights.double().expand(FOLDS, len(self.ratios))
-        own = torch.zeros(len(self.sums), dtype=torch.float64)
-        for fold, row in enumerate(by_fold):
-            own[self.fit.folds == fold] = self.sums[self.fit.folds == fold] @ row
+        own = torch.cat([rows @ by_fold.T for rows in self.rows])
+        own = own.gather(1, self.fit.folds[:, None])[:, 0]
         beta = torch.einsum("fck,fk->fc", self.fitted.beta, by_fold)
         known = beta.shape[1] - len(self.fit.covariance)
         slopes = self.fit.by_fold @ beta[:, known:] / self.total
@@ -143,7 +143,7 @@ class ColumnRatios:
 
         values = by_group(self.fold_sums()).sum(dim=0) / self.total
         fit, n = self.fit, len(self.fit.folds)
-        residuals = by_group(self.sums) - values * fit.positions[:, None]
+        residuals = torch.cat([by_group(rows) for rows in self.rows]) - values * fit.positions[:, None]
         residuals -= torch.einsum("nc,ncg->ng", fit.controls, by_group(self.fitted.beta)[fit.folds])
         of_means = fit.root.T @ by_group(self.fitted.slopes)
         squares = residuals.square().sum(dim=0) * (n / (n - 1)) / self.total**2 + of_means.square().sum(dim=0)
@@ -151,22 +151,21 @@ class ColumnRatios:
 
     def fold_sums(self) -> torch.Tensor:
         """Return (F, K): the sums of a - beta_f d over each fold's clusters; over `total` they add up to the ratios."""
-        a, d = self._by_fold(self.sums), self._by_fold(self.fit.controls)
-        return a - (self.fitted.beta * d[:, :, None]).sum(dim=1)
+        controls = self.fit.controls
+        d = torch.zeros(FOLDS, controls.shape[1], dtype=torch.float64).index_add_(0, self.fit.folds, controls)
+        return self.by_fold - (self.fitted.beta * d[:, :, None]).sum(dim=1)
 
     def shares_without(self, fold: int) -> torch.Tensor:
         """Return (K,): the ratios over all other folds, with the coefficients that are fitted on these."""
         others = self.fit.folds != fold
-        a, d = self.sums[others].sum(dim=0), self.fit.controls[others].sum(dim=0)
+        a, d = self.by_fold[torch.arange(FOLDS) != fold].sum(dim=0), self.fit.controls[others].sum(dim=0)
         return (a - d @ self.fitted.beta[fold]) / self.fit.positions[others].sum()
 
     def plus(self, other: ColumnRatios) -> ColumnRatios:
         """Return the columns' sums with those of another one over the same clusters, which has no controls."""
         fitted = self.fitted._replace(ratios=self.fitted.ratios + other.fitted.ratios)
-        return replace(self, fitted=fitted, sums=self.sums + other.sums)
-
-    def _by_fold(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(FOLDS, values.shape[1], dtype=torch.float64).index_add_(0, self.fit.folds, values)
+        rows = tuple(one + another for one, another in zip(self.rows, other.rows, strict=True))
+        return replace(self, fitted=fitted, by_fold=self.by_fold + other.by_fold, rows=rows)
 
 
 @dataclass(frozen=True)

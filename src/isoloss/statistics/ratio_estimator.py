@@ -282,7 +282,7 @@ class ClusteredRatioEstimator:
         """Return what gives the estimate of any weighted sum of the parameters; it takes `keep_rows`."""
         closed = self._closed()
         assert closed._kept is not None, "keep_rows is not set"
-        return ColumnRatios(*closed._best()[1:], sums=torch.cat(closed._kept))
+        return ColumnRatios(*closed._best()[1:], by_fold=closed._moments[:, 0].clone(), rows=tuple(closed._kept))
 
     def _closed(self) -> ClusteredRatioEstimator:
         """Return it, or, where a document goes on, another one in which it ends."""

@@ -22,6 +22,7 @@ from isoloss.model_checks import device_of, plainly, refuse_dropout, unwrapped
 _LARGEST_FACTOR = 10.0  # of a check, which has no eps
 _CONTROL_FACTORS = 2.0, 3.0  # of a control; each or its inverse, so that nothing stays nearly as it was
 _NO_INPUTS = ("labels", "documents")
+_KERNELS_OF_ANY_TYPE = (None, "eager", "sdpa")
 
 
 @torch.no_grad()
@@ -48,13 +49,13 @@ def rescaled(model: nn.Module, rescalings: Rescalings, z: ArrayLike) -> dict[str
         >>> bool(torch.allclose(new["bert.embeddings.word_embeddings.weight"], 2 * old))
         True
     """
-    return _rescaled(model, dict(unwrapped(model).named_parameters()), rescalings, z)
+    return rescaled_values(model, dict(unwrapped(model).named_parameters()), rescalings, z)
 
 
-def _rescaled(
+def rescaled_values(
     model: nn.Module, values: Mapping[str, torch.Tensor], rescalings: Rescalings, z: ArrayLike
 ) -> dict[str, torch.Tensor]:
-    """Return what the values of the model's parameters are after a rescaling."""
+    """Return what the values of the model's parameters are after a rescaling; as `rescaled`, of other values."""
     z = np.asarray(z, dtype=np.float64)
     if z.shape != (len(rescalings.names),) or not np.isfinite(z).all():
         raise IsolossError(f"z has the shape {z.shape}; it has {len(rescalings.names)} finite log-factors")
@@ -92,7 +93,8 @@ def check(
     """Return the largest difference that a rescaling makes to a logit, over the largest logit.
 
     The model runs in float64, also where its own code asks for float32, and the eps of its norms is taken to 0: what is
-    left is rounding, some 1e-13. On a device without float64 all is float32, and the difference some 1e-5.
+    left is rounding, some 1e-13. On a device without float64 all is float32, and the difference some 1e-5. Attention
+    is by sdpa or, whatever other kernel the model has, eager.
 
     Args:
         model: The model, in evaluation mode; it is left as found.
@@ -112,14 +114,10 @@ def check(
     refuse_dropout(model)
     if z is None:
         z = np.log(_LARGEST_FACTOR) * _random(rescalings, seed)
-    inputs = {
-        name: value.to(device_of(model)) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-        if name not in _NO_INPUTS
-    }
+    inputs = model_inputs(model, batch)
     with without_rounding(model) as (network, values), torch.no_grad():
         before = functional_call(network, values, kwargs=inputs).logits
-        changed = _rescaled(network, values, rescalings, z)
+        changed = rescaled_values(network, values, rescalings, z)
         after = functional_call(network, {**values, **changed}, kwargs=inputs).logits
     return float((after - before).abs().max() / before.abs().max())
 
@@ -165,16 +163,14 @@ def without_rounding(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, to
     Norms then have no eps: the smallest number stands in for it, as a state of zeros must stay one. On a device without
     float64 the type is float32.
     """
-    with plainly(model) as network:
-        dtype = torch.float32 if device_of(network).type == "mps" else torch.float64
+    dtype = torch.float32 if device_of(model).type == "mps" else torch.float64
+    with widened(model, dtype) as (network, values):
         eps = [
             (vars(module), key, value)
             for module in network.modules()
             for key, value in vars(module).items()
             if "eps" in key and isinstance(value, float)
         ]
-        tensors = (*network.named_parameters(), *network.named_buffers())
-        values = {name: value.detach().to(dtype) for name, value in tensors if value.is_floating_point()}
         try:
             for attributes, key, _ in eps:
                 attributes[key] = torch.finfo(dtype).tiny
@@ -183,6 +179,36 @@ def without_rounding(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, to
         finally:
             for attributes, key, value in eps:
                 attributes[key] = value
+
+
+@contextmanager
+def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+    """Yield the model inside of wrappers and its values in a type, for `functional_call` while this is open.
+
+    Attention kernels that do not take every type, such as FlashAttention, are replaced by the eager one.
+    """
+    with plainly(model) as network:
+        found = {id(config): config for module in network.modules() if (config := getattr(module, "config", None))}
+        kernels = [(config, getattr(config, "_attn_implementation", None)) for config in found.values()]
+        replaced = [(config, kernel) for config, kernel in kernels if kernel not in _KERNELS_OF_ANY_TYPE]
+        tensors = (*network.named_parameters(), *network.named_buffers())
+        values = {name: value.detach().to(dtype) for name, value in tensors if value.is_floating_point()}
+        try:
+            for config, _ in replaced:
+                config._attn_implementation = "eager"
+            yield network, values
+        finally:
+            for config, kernel in replaced:
+                config._attn_implementation = kernel
+
+
+def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model takes of a batch for its logits, on its device."""
+    return {
+        name: value.to(device_of(model)) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+        if name not in _NO_INPUTS
+    }
 
 
 class _Float32Is(TorchFunctionMode):

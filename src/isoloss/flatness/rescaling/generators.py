@@ -23,6 +23,7 @@ from isoloss.registry import RESCALINGS
 
 Granularity = Literal["tensor", "head", "channel", "neuron"]
 
+_MOST_PARTS = 50_000_000  # with some 120 bytes for each
 _UNITS = {"tensor": (), "head": ("head",), "channel": ("head", "channel"), "neuron": ("neuron",)}
 
 
@@ -96,7 +97,8 @@ def rescalings_of(
 
     Raises:
         IsolossError: There are no rules for the model's type, or they do not know all of its parameters, as adapters; a
-            weight is quantized; the granularity is none of these; or `parameters` has names of its own.
+            weight is quantized; the granularity is none of these or makes more than 50 million parts; or `parameters`
+            has names of its own.
 
     Example:
         >>> found = rescalings_of(model)  # a BERT of one layer
@@ -155,6 +157,12 @@ def _solution(signals: Signals, measured: list[str], others: list[str], last: Si
     """Return the rescalings, given the names of the parameters that are measured and of the others."""
     titles = signals.generators()
     parts = {name: signals.parts(name) for name in [*measured, *others]}
+    number = sum(len(rows) * len(columns) for (_, rows), (_, columns) in parts.values())
+    if number > _MOST_PARTS:
+        raise IsolossError(
+            f"at this granularity the model has {number:,} parts to rescale, and {_MOST_PARTS:,} at most can be: "
+            "choose a coarser one, 'tensor' or 'head'"
+        )
     _, features = signals.groups(last)
     scales = dict.fromkeys(titles, 1)  # what makes the exponents of a generator integers
     for combination in chain(features, *(found for sides in parts.values() for _, found in sides)):

@@ -6,7 +6,7 @@ Shapes: K measured parts of parameters, L other parts, R generators, F folds of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,11 +20,11 @@ from isoloss.errors import IsolossError, warn
 from isoloss.flatness.engine.measurement import layer_of
 from isoloss.flatness.engine.parameters import counted_parameters, embeddings
 from isoloss.flatness.engine.splits import Columns, Split
-from isoloss.flatness.rescaling.application import check, part_sizes, rescaled
+from isoloss.flatness.rescaling.application import check, model_inputs, part_sizes, rescaled_values, widened
 from isoloss.flatness.rescaling.crossfit import CrossFit, cross_fit
 from isoloss.flatness.rescaling.generators import Granularity, rescalings_of
 from isoloss.flatness.rescaling.program import minimize
-from isoloss.model_checks import device_of, plainly
+from isoloss.memory import physical_memory
 from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, Weighted
 from isoloss.statistics.estimate import Estimate
 
@@ -33,10 +33,12 @@ Rescaling = Literal["minimal"]
 NEGLIGIBLE = 1e-4  # nats per predicted token: what the eps of norms may change of the loss
 _ROUNDING = 1e-6  # of the largest logit: more is a rule that is not exact for this model
 _CHECKED = 2  # sequences whose logits are compared
-_LOSS_OF = 32  # sequences whose loss is compared
-_LARGEST_CHECKED = 5e8  # parameters: the check takes 8 bytes for each
+_LOSS_OF = 8  # sequences whose loss is compared: the eps of norms changes that of all alike
+_LARGEST_CHECKED = 5e8  # parameters: the check takes 16 bytes for each
+_BYTES_OF_A_PART = 4000  # sums by fold and control variate, and what is computed from them
 _HALVINGS = 20  # of the bound on log-factors
 _IGNORED = -100
+_NARROW = (torch.float16, torch.bfloat16)  # types whose rounding changes the loss by more than eps may
 
 
 class MinimalTrace:
@@ -47,7 +49,12 @@ class MinimalTrace:
     """
 
     def __init__(
-        self, model: nn.Module, *, granularity: Granularity, parameters: Mapping[str, nn.Parameter] | None = None
+        self,
+        model: nn.Module,
+        *,
+        granularity: Granularity,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        sequences: int = 0,
     ) -> None:
         self._model, self._granularity = model, granularity
         self._rescalings = rescalings_of(model, granularity=granularity, parameters=parameters)
@@ -55,6 +62,7 @@ class MinimalTrace:
         measured = counted_parameters(model, parameters)
         self._names = list(measured)
         self._owners = Columns(measured, self.splits).owners
+        _refuse_too_many(len(self._owners), sequences, granularity)
         embedded = embeddings(model, measured)
         self._is_other = torch.tensor([name not in embedded for name in measured])[self._owners]
         sizes, log_rms = part_sizes(model, self._rescalings)
@@ -84,31 +92,41 @@ class MinimalTrace:
         """
         assert self._measured is not None
         z = _log_factors(estimate)
-        off = None
-        if len(z) and sum(parameter.numel() for parameter in self._model.parameters()) <= _LARGEST_CHECKED:
+        off, is_large = None, sum(parameter.numel() for parameter in self._model.parameters()) > _LARGEST_CHECKED
+        if len(z) and not is_large:
             off = check(self._model, self._rescalings, _head(batch, _CHECKED), z)
             if off > _ROUNDING:
                 raise IsolossError(
                     f"rescaling {type(self._model).__name__} changes its logits by {off:.1g} of the largest, so its "
                     "rules are not exact for this model: leave out rescaling, or register rules of its own"
                 )
-        change, bound = self._loss_change(batch, z), float(np.abs(z).max(initial=0))
+        change = None
+        if not (is_large and any(parameter.dtype in _NARROW for parameter in self._model.parameters())):
+            estimate, change = self._bounded(estimate, batch)
+        details = {**estimate.details, "loss_change_by_eps": change, "logits_differ_without_eps": off}
+        return replace(estimate, details=details)
+
+    def _bounded(self, estimate: Estimate, batch: Mapping[str, Any]) -> tuple[Estimate, float]:
+        """Return the minimal trace, with bounds where it takes them, and by how much it changes the loss."""
+        assert self._measured is not None
+        z = _log_factors(estimate)
+        bound, before = float(np.abs(z).max(initial=0)), self._loss(batch, None)
+        change = self._loss(batch, z) - before
         for _ in range(_HALVINGS):
             if abs(change) <= NEGLIGIBLE:
-                break
+                return estimate, change
             bound /= 2
             try:
                 estimate = self._estimate(*self._measured, bound=bound)
             except IsolossError:  # a gauge asks for more
                 break
-            change = self._loss_change(batch, _log_factors(estimate))
+            change = self._loss(batch, _log_factors(estimate)) - before
         if abs(change) > NEGLIGIBLE:
             warn(
                 f"the rescaling changes the loss by {change:.1g} nats by the eps of norms, which is more than "
                 f"{NEGLIGIBLE:g}"
             )
-        details = {**estimate.details, "loss_change_by_eps": change, "logits_differ_without_eps": off}
-        return replace(estimate, details=details)
+        return estimate, change
 
     def without_embeddings(self, estimate: Estimate) -> Weighted:
         """Return the part of the minimal trace that is not the embeddings'."""
@@ -180,21 +198,24 @@ class MinimalTrace:
         return [self._names[number] for number in sorted(set(owners.tolist()))]
 
     @torch.no_grad()
-    def _loss_change(self, batch: Mapping[str, Any], z: NDArray[np.float64]) -> float:
-        """Return by how much a rescaling changes the loss of the first sequences of a batch, in nats."""
+    def _loss(self, batch: Mapping[str, Any], z: NDArray[np.float64] | None) -> float:
+        """Return the loss of the first sequences of a batch in nats, after a rescaling by z, in float32 or wider."""
         assert self._measured is not None
-        causal = self._measured[0].details["predicts"] == "next token"
-        given = {name: value for name, value in _head(batch, _LOSS_OF).items() if name != "documents"}
-        device = device_of(self._model)
-        inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-        labels = inputs.pop("labels")
-        changed = rescaled(self._model, self._rescalings, z)
-        with plainly(self._model) as network:
-            losses = [
-                _loss(functional_call(network, values, kwargs=inputs).logits, labels, causal=causal)
-                for values in ({}, changed)
-            ]
-        return losses[1] - losses[0]
+        given = _head(batch, _LOSS_OF)
+        inputs, labels = model_inputs(self._model, given), given["labels"]
+        dtype = functools.reduce(
+            torch.promote_types, (parameter.dtype for parameter in self._model.parameters()), torch.float32
+        )
+        with widened(self._model, dtype) as (network, values):
+            changed = {} if z is None else rescaled_values(network, values, self._rescalings, z)
+            logits = functional_call(network, {**values, **changed}, kwargs=inputs).logits
+        if self._measured[0].details["predicts"] == "next token":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        wanted = labels != _IGNORED
+        if not bool(wanted.any()):
+            return 0.0
+        wanted, labels = wanted.to(logits.device), labels.to(logits.device)
+        return float(nn.functional.cross_entropy(logits[wanted].double(), labels[wanted]))
 
 
 def minimal_trace(
@@ -202,26 +223,36 @@ def minimal_trace(
     rescaling: Rescaling | None,
     granularity: Granularity,
     parameters: Mapping[str, nn.Parameter] | None,
+    batches: Iterable[Mapping[str, Any]],
+    num_sequences: int | None,
 ) -> MinimalTrace | None:
-    """Return what makes the minimal trace of a model, if that is asked for.
+    """Return what makes the minimal trace of a model on the first sequences of batches, if that is asked for.
 
     Raises:
-        IsolossError: `rescaling` is not one, or the model has no known rescalings.
+        IsolossError: `rescaling` is not one, the model has no known rescalings, or the sums over each sequence by part
+            take more memory than there is.
     """
     if rescaling is None:
         return None
     if rescaling != "minimal":
         raise IsolossError(f"rescaling is {rescaling!r}; it is 'minimal' or None")
-    return MinimalTrace(model, granularity=granularity, parameters=parameters)
+    sequences = num_sequences or 0  # 0: not known, or, where they are of documents, fewer sums than sequences
+    if isinstance(batches, Sequence) and not any("documents" in batch for batch in batches):
+        known = sum(len(batch.get("labels", ())) for batch in batches)
+        sequences = min(known, num_sequences or known)
+    return MinimalTrace(model, granularity=granularity, parameters=parameters, sequences=sequences)
 
 
-def _loss(logits: torch.Tensor, labels: torch.Tensor, *, causal: bool) -> float:
-    if causal:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    wanted = labels != _IGNORED
-    if not bool(wanted.any()):
-        return 0.0
-    return float(nn.functional.cross_entropy(logits[wanted].detach().double(), labels[wanted]))
+def _refuse_too_many(parts: int, sequences: int, granularity: str) -> None:
+    """Refuse a measurement whose sums would not fit into memory."""
+    needed, there_is = parts * (_BYTES_OF_A_PART + 8 * sequences), physical_memory()
+    if needed > there_is:
+        raise IsolossError(
+            f"granularity {granularity!r} makes {parts:,} parts of this model, whose sums over "
+            f"{f'{sequences:,}' if sequences else 'the'} sequences take at least {needed / 2**30:,.1f} GiB, and this "
+            f"machine has {there_is / 2**30:,.1f} GiB of memory: choose a coarser granularity, 'tensor' or 'head', or "
+            "measure fewer sequences"
+        )
 
 
 def _head(batch: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -203,7 +203,11 @@ def _least_norm(
     """Return the vector of least norm with the same a z, or z where that is outside of the bounds."""
     if not len(z):
         return z
-    both, values = scipy.sparse.vstack([scipy.sparse.csr_array(a), rows]), np.concatenate([a @ z, targets])
-    found = scipy.sparse.linalg.lsmr(both, values, atol=1e-15, btol=1e-15, conlim=0, maxiter=4 * len(z) + 100)[0]
+    values = np.concatenate([a @ z, targets])
+    if isinstance(a, np.ndarray):
+        found = np.linalg.lstsq(np.concatenate([a, rows]), values)[0]
+    else:
+        both = scipy.sparse.vstack([a, rows])
+        found = scipy.sparse.linalg.lsmr(both, values, atol=1e-15, btol=1e-15, conlim=0, maxiter=4 * len(z) + 100)[0]
     found = _onto(found, rows, targets)
     return found if ((lower <= found) & (found <= upper)).all() else z

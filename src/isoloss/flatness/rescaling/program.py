@@ -32,13 +32,15 @@ class Minimum:
     """
 
     value: float  # the smallest trace, under the gauges
-    infimum: float  # the greatest lower bound of the trace without gauges, which is `value` where there are none
+    # the greatest lower bound of the trace without gauges, which is `value` where there are none; None: not looked for
+    infimum: float | None
     z: np.ndarray  # (R,) the log-scales; of several with this value, those of least norm
     gauged: tuple[int, ...]  # (G,) the generators that are fixed by a gauge
     # (G, K), each row adding up to 1: gauges @ (log_rms + E z) == 0, the mean of log RMS over the entries of some parts
     gauges: scipy.sparse.csr_array
     vanishing: np.ndarray  # (K,) bool, the parts that vanish on the way to the infimum
     weights: np.ndarray  # (K,) exp(-2 E z), the factors of the shares; 0 where a share counts as zero
+    start: np.ndarray  # (R,) the log-scales that bring the RMS of the parts as near to 1 as they can
 
 
 def minimize(
@@ -77,17 +79,21 @@ def minimize(
         bounds: The smallest and the largest value of each generator, each (R,), infinite where there is none. They
             bound the change of the model as it is, so that the result depends on how it was rescaled before.
         like: A minimum of the same program for other shares, whose gauges are kept, so that both are about one
-            quantity.
+            quantity. No infimum is looked for then.
 
     Raises:
         IsolossError: If a share is not finite, if no z is within the bounds, or if all parts that a gauge could be
             about are zero.
     """
-    program = _Program.of(shares, exponents, log_rms, sizes, writers, equalities, bounds)
+    start = None if like is None else like.start
+    program = _Program.of(shares, exponents, log_rms, sizes, writers, equalities, bounds, start)
     none = scipy.sparse.csr_array((0, len(program.shares)))
     gauged, gauges = ([], none) if like is None else (list(like.gauged), like.gauges)
-    vanishing, direction = program.recession(none)
-    left, direction = program.recession(gauges) if gauged else (vanishing, direction)
+    if like is not None and np.array_equal(program.active, like.weights > 0):  # which is all that decides it
+        vanishing, left = like.vanishing, np.zeros_like(like.vanishing)
+    else:
+        vanishing, direction = program.recession(none)
+        left, direction = program.recession(gauges) if gauged else (vanishing, direction)
     while left.any():
         generator, parts = program.gauge(left, direction, gauged)
         mean = np.where(parts, program.sizes, 0) / program.sizes[parts].sum()
@@ -95,9 +101,11 @@ def minimize(
         gauges = scipy.sparse.vstack([gauges, scipy.sparse.csr_array(mean[None])], format="csr")
         left, direction = program.recession(gauges)
     z, value = program.smallest(program.active, gauges, program.start if like is None else like.z)
-    infimum = program.smallest(program.active & ~vanishing, none, z)[1] if gauged else value
+    infimum = None if like is not None else value
+    if like is None and gauged:
+        infimum = program.smallest(program.active & ~vanishing, none, z)[1]
     weights = np.where(program.active, np.exp(-2 * (program.exponents @ z)), 0.0)
-    return Minimum(value, infimum, z, tuple(gauged), gauges, vanishing, weights)
+    return Minimum(value, infimum, z, tuple(gauged), gauges, vanishing, weights, program.start)
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,7 @@ class _Program:
         writers: Sequence[np.ndarray | Sequence[int]],
         equalities: scipy.sparse.csr_array | np.ndarray | None,
         bounds: newton.Bounds | None,
+        start: np.ndarray | None,
     ) -> _Program:
         t, e = np.asarray(shares, dtype=float), scipy.sparse.csr_array(exponents, dtype=float)
         if not np.isfinite(t).all():
@@ -136,7 +145,8 @@ class _Program:
         of_writers = scipy.sparse.csr_array((np.ones(len(members)), members, ends), shape=e.shape[::-1])
         given = np.zeros((0, e.shape[1])) if equalities is None else equalities
         rows = scipy.sparse.csr_array(given if scipy.sparse.issparse(given) else np.atleast_2d(given), dtype=float)
-        start, _ = newton.solve(e[written], n[written], rows, -(e.T @ (n * logs)), np.zeros(rows.shape[0]))
+        if start is None:
+            start, _ = newton.solve(e[written], n[written], rows, -(e.T @ (n * logs)), np.zeros(rows.shape[0]))
         levels = np.log(t, out=np.full(len(t), -np.inf), where=t > 0) - 2 * (e @ start)
         active = levels > scipy.special.logsumexp(levels) + math.log(_NEGLIGIBLE)
         return cls(t, e, logs, n, of_writers, rows, bounds, written, active, start)
