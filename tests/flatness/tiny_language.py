@@ -15,7 +15,6 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from isoloss.flatness.engine.accumulation import UNIT, Stopping
 from isoloss.flatness.engine.measurement import Measurement
-from isoloss.flatness.engine.splits import Columns
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.rescaling.application import part_sizes
 from isoloss.flatness.rescaling.generators import rescalings_of
@@ -92,7 +91,8 @@ class Pool:
         causal = not isinstance(model, BertForMaskedLM)
         batch, chances = inputs(causal)
         drawn = np.random.default_rng(seed).choice(len(chances), number, p=chances)
-        stream = [{name: value[some] for name, value in batch.items()} for some in np.array_split(drawn, -(-number // 4096))]
+        chunks = np.array_split(drawn, -(-number // 4096))
+        stream = [{name: value[some] for name, value in batch.items()} for some in chunks]
         minimal = MinimalTrace(model, granularity=granularity)
         source = ExactLabels(model, num_probes=1, seed=seed, splits=minimal.splits, by_scale=True)
         measurement = Measurement(source)
@@ -146,15 +146,19 @@ def exact_shares(model, columns, batch, chances, *, causal):
         """The squares of the gradients of all labels' log-probabilities, weighted by these, summed: by parameter."""
 
         def log_probabilities(values):
-            return functional_call(model, values, kwargs={"input_ids": ids[None]}).logits[0].gather(
-                0, place.expand(1, VOCABULARY)
-            )[0].log_softmax(dim=0)
+            return (
+                functional_call(model, values, kwargs={"input_ids": ids[None]})
+                .logits[0]
+                .gather(0, place.expand(1, VOCABULARY))[0]
+                .log_softmax(dim=0)
+            )
 
         weights = log_probabilities(parameters).exp()
         jacobian = torch.func.jacrev(log_probabilities)(parameters)
         return {name: torch.einsum("v,v...->...", weights, value**2) for name, value in jacobian.items()}
 
-    weights, sums = torch.from_numpy(chances)[rows], {name: torch.zeros_like(value) for name, value in parameters.items()}
+    weights = torch.from_numpy(chances)[rows]
+    sums = {name: torch.zeros_like(value) for name, value in parameters.items()}
     for some in torch.arange(len(rows)).split(256):
         found = torch.func.vmap(squares)(batch["input_ids"][rows[some]], places[some])
         for name, value in found.items():

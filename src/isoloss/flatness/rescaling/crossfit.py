@@ -41,7 +41,7 @@ class CrossFit:
         At fixed weights in sample the sum varies less from cluster to cluster than it does on other data, as the
         weights are small where the noise is large.
         """
-        return (self.minimum.weights + self.fold_weights) / 2
+        return np.asarray((self.minimum.weights + self.fold_weights) / 2)
 
 
 def cross_fit(
@@ -52,9 +52,9 @@ def cross_fit(
 ) -> CrossFit:
     """Estimate a minimal trace from the sums of each fold.
 
-    Gauges are those of the shares from all folds, and a part that has no share in the other folds takes that from all:
-    without it the log-scales might have no minimum. Negative shares count as zero for the log-scales, and as they are in
-    the sums, so that these are without bias for given log-scales.
+    Gauges are those of the shares from all folds, and a part that has no share in the other folds takes that from all,
+    without which the log-scales might have no minimum. Negative shares count as zero for the log-scales, and as they
+    are in the sums, so that these are without bias for given log-scales.
 
     Args:
         minimize: `program.minimize` with all arguments but `shares` and `like`, by functools.partial.

@@ -88,7 +88,8 @@ def solve(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the d (R,) with rows d = off that minimizes sum(weights (a d)^2) / 2 - force d, and the multipliers (m,).
 
-    With force (R, n) and off (m, n) these are n problems, and so is what is returned. Unknowns and rows are scaled to a curvature and a norm of 1, so that the smallest weights count like the largest.
+    With force (R, n) and off (m, n) these are n problems, and so are the results. Unknowns and rows are scaled to a
+    curvature and a norm of 1, so that the smallest weights count like the largest.
     """
     diagonal = (a**2).T @ weights
     largest = diagonal.max(initial=0) or 1.0

@@ -106,12 +106,11 @@ def responses(
     terms: scipy.sparse.csr_array,
     bounds: newton.Bounds | None = None,
 ) -> np.ndarray:
-    r"""Return how the log-scales of a minimum follow the shares, as far as sums of its terms over groups do: (R, G).
+    r"""Return (R, G) how sums of a minimum's terms over groups of parts follow the shares by way of the log-scales.
 
-    With $T_g = \sum_{p \in g} t_p w_p$ and the weights $w_p = \exp(-2 (E z)_p)$ at the minimum's z, which moves with the
-    shares t, the implicit function theorem gives
-    $\partial T_g / \partial t_p = w_p (1_{p \in g} + 2 (E \lambda_g)_p)$. $\lambda_g$ is what is returned. It is 0 for the
-    sum over all parts, which is stationary in z.
+    With $T_g = \sum_{p \in g} t_p w_p$ and the weights $w_p = \exp(-2 (E z)_p)$ at the minimum's z, which moves with
+    the shares, $\partial T_g / \partial t_p = w_p (1_{p \in g} + 2 (E \lambda_g)_p)$ by the implicit function theorem;
+    $\lambda_g$ is what is returned. It is 0 for the sum over all parts, which is stationary in z.
 
     Args:
         minimum: Where the trace is smallest, without equalities.
