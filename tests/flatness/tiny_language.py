@@ -5,7 +5,7 @@ Shapes: S sentences, K parts of parameters, P parameters, n sequences of a sampl
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,9 @@ from torch.func import functional_call
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from isoloss.flatness.engine.accumulation import UNIT, Stopping
-from isoloss.flatness.engine.measurement import Measurement
+from isoloss.flatness.engine.measurement import Measurement, layer_of
+from isoloss.flatness.engine.parameters import embeddings
+from isoloss.flatness.engine.splits import Columns
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.rescaling.application import part_sizes
 from isoloss.flatness.rescaling.generators import rescalings_of
@@ -27,6 +29,7 @@ WORDS, LENGTH = 5, 4
 MASK, VOCABULARY = WORDS, WORDS + 1
 _ENCODER = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
 _SIZES = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SIZES["attn_implementation"] = "eager"
 
 
 def sentences():
@@ -104,7 +107,7 @@ class Pool:
         return cls(model, granularity, state["0.kept"], rows[:, 4], controls, shares)
 
     def samples(self, number):
-        """The minimal traces (Estimate) of all samples of so many sequences, with what made each."""
+        """The minimal traces of all samples of so many sequences, and without embeddings (Estimate, Estimate)."""
         minimal = MinimalTrace(self.model, granularity=self.granularity)
         for start in range(0, len(self.positions) - number + 1, number):
             some = slice(start, start + number)
@@ -120,18 +123,26 @@ class Pool:
                 method="",
                 influence=result.influence.numpy(),
             )
-            yield minimal.finish(plain, estimator.columns()), minimal
+            estimate = minimal.finish(plain, estimator.columns())
+            value, stderr, influence = minimal.without_embeddings(estimate)
+            yield estimate, replace(estimate, value=value, stderr=stderr, influence=influence.numpy())
 
-    @functools.cached_property
-    def truth(self):
-        """The minimum for the exact shares, that over rescalings which keep the features, and the parts (K,)."""
+    def truths(self):
+        """The true values, by what is estimated."""
         found = rescalings_of(self.model, granularity=self.granularity)
         sizes, log_rms = part_sizes(self.model, found)
         shares = np.pad(self.shares, (0, len(sizes) - len(self.shares)))
-        program = {"log_rms": log_rms, "sizes": sizes, "writers": found.writers}
-        least = minimize(shares, found.actions, **program)
-        kept = minimize(shares, found.actions, equalities=found.features, **program)
-        return least, kept, (least.weights * shares)[: len(self.shares)]
+        solve = functools.partial(minimize, shares, found.actions, log_rms=log_rms, sizes=sizes, writers=found.writers)
+        least, parts = solve(), {}
+        owners = Columns(dict(self.model.named_parameters()), found.measured_splits).owners
+        embedded = embeddings(self.model, dict(self.model.named_parameters()))
+        for share, weight, owner in zip(self.shares, least.weights, owners, strict=False):
+            name = found.measured[owner]
+            for whole in (layer_of(name), *(["without embeddings"] if name not in embedded else [])):
+                parts[whole] = parts.get(whole, 0.0) + share * weight
+        names = dict.fromkeys(("value", "in sample", "cross-fitted"), least.value)
+        kept = solve(equalities=found.features).value
+        return {**names, "plain trace": self.shares.sum(), "keeping features": kept, **parts}
 
 
 def exact_shares(model, columns, batch, chances, *, causal):

@@ -86,8 +86,11 @@ def minimize(
     program = _Program.of(shares, exponents, log_rms, sizes, writers, equalities, bounds)
     none = scipy.sparse.csr_array((0, len(program.shares)))
     gauged, gauges = ([], none) if like is None else (list(like.gauged), like.gauges)
-    vanishing, direction = program.recession(none)
-    left, direction = program.recession(gauges) if gauged else (vanishing, direction)
+    if like is not None and np.array_equal(like.weights > 0, program.active):  # then the same shares can vanish
+        vanishing, left = like.vanishing, np.zeros(0)
+    else:
+        vanishing, direction = program.recession(none)
+        left, direction = program.recession(gauges) if gauged else (vanishing, direction)
     while left.any():
         generator, parts = program.gauge(left, direction, gauged)
         mean = np.where(parts, program.sizes, 0) / program.sizes[parts].sum()
