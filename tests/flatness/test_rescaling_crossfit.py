@@ -23,7 +23,7 @@ def estimates(clusters, program, number, runs, seed):
         sums = np.stack([drawn[folds == fold].sum(axis=0) for fold in range(FOLDS)])
         others = number - np.bincount(folds)
         found = cross_fit(solve, sums, (sums.sum(axis=0) - sums) / others[:, None], number)
-        error = (drawn @ found.minimum.weights).std(ddof=1) / np.sqrt(number)
+        error = (drawn * found.weights[folds]).sum(axis=1).std(ddof=1) / np.sqrt(number)
         by_truth = drawn.mean(axis=0) @ truth.weights
         rows.append([found.in_sample, found.cross_fitted, found.value, error, by_truth])
     return np.array(rows).T / truth.value, truth
