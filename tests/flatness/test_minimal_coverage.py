@@ -111,7 +111,7 @@ def test_intervals_of_simulated_shares():
 
 
 def test_intervals_of_a_trained_model():
-    found = measured("llama", "head", 64, 30)
+    found = measured("llama", "tensor", 64, 30)
     parts = ["a value", "a model.norm", "a lm_head", "b lm_head"]
     for what in [*parts, "difference, value", "difference, without embeddings"]:
         found[what].assert_right(high=1)
@@ -150,9 +150,9 @@ def test_intervals_of_many_simulated_shares(layers, neurons, number, law):
 @pytest.mark.parametrize(
     ("kind", "granularity", "number"),
     [
-        ("bert", "neuron", 64),
+        ("bert", "neuron", 256),
         ("bert", "tensor", 256),
-        ("gpt2", "head", 64),
+        ("gpt2", "head", 256),
         ("llama", "neuron", 64),
         ("llama", "head", 256),
     ],

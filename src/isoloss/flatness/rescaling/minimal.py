@@ -172,6 +172,9 @@ class MinimalTrace:
             by_layer_stderr=dict(zip(layers, _stderr(by_layer, plain.samples).tolist(), strict=True)),
             details={
                 **plain.details,
+                "leading_cluster": float(
+                    (influence[: plain.samples].square().max() / influence.square().sum()).nan_to_num()
+                ),
                 "without_embeddings": float(parts @ self._is_other),
                 "without_embeddings_stderr": float(_stderr(self._rest, plain.samples)),
                 "trace": plain.value,
