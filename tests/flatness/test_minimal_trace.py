@@ -113,16 +113,13 @@ def test_its_parts_add_up_and_are_those_of_the_rescaled_model():
     for parts, others in ((minimal.by_parameter, plain.by_parameter), (minimal.by_layer, plain.by_layer)):
         assert sum(parts.values()) == pytest.approx(minimal.value, rel=1e-12)
         assert parts == {name: pytest.approx(scale * others[name], rel=1e-6, abs=1e-12) for name in parts}
-    for errors, others in (
-        (minimal.by_parameter_stderr, plain.by_parameter_stderr),
-        (minimal.by_layer_stderr, plain.by_layer_stderr),
-    ):
-        assert errors == {name: pytest.approx(others[name], rel=1e-4, abs=1e-12) for name in errors}
-    assert minimal.stderr == pytest.approx(plain.stderr, rel=1e-6)
+    # that of the sum is the same but for the weights of other folds; those of parts, which are not stationary, are not
+    assert minimal.stderr == pytest.approx(plain.stderr, rel=0.05)
     assert details["without_embeddings"] == pytest.approx(scale * plain.details["without_embeddings"], rel=1e-6)
     assert details["in_sample"] <= minimal.value <= details["cross_fitted"]
     n = minimal.samples
     assert (minimal.influence**2).sum() / (n * (n - 1)) == pytest.approx(minimal.stderr**2)
+    assert details["leading_cluster"] == pytest.approx((minimal.influence**2).max() / (minimal.influence**2).sum())
 
 
 @pytest.mark.slow

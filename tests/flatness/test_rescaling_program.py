@@ -9,7 +9,7 @@ from rescaling_programs import pre_norm, program_of, rescaled, writers_of
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.rescaling import newton
-from isoloss.flatness.rescaling.program import minimize
+from isoloss.flatness.rescaling.program import minimize, responses
 
 
 def simple(shares, exponents, log_rms=None, sizes=None, **more):
@@ -402,6 +402,31 @@ def test_the_same_parts_take_the_directions_of_another_minimum(monkeypatch):
     np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-8)
     assert np.array_equal(found.vanishing, expected.vanishing)
     assert (found.infimum, found.gauged) == (None, first.gauged)
+
+
+@pytest.mark.parametrize("bound", [None, 0.3])
+def test_sums_over_groups_follow_the_shares_as_responses_say(bound):
+    shares, program, names = program_of(pre_norm(2, 3))
+    if bound is not None:
+        program["bounds"] = -np.full(len(names), bound), np.full(len(names), bound)
+    groups = scipy.sparse.csr_array(np.eye(4)[np.arange(len(shares)) % 4])
+
+    def sums(t):
+        found = minimize(t, **program)
+        return groups.T @ (t * found.weights), found
+
+    found = sums(shares)[1]
+    assert found.gauged == (() if bound else (0,))
+    terms = scipy.sparse.csr_array((shares * found.weights)[:, None] * groups.toarray())
+    moved = responses(found, program["exponents"], terms, program.get("bounds"))
+    step, rng = 1e-5, np.random.default_rng(0)
+    for change in rng.normal(size=(3, len(shares))) * shares:
+        slope = (sums(shares + step * change)[0] - sums(shares - step * change)[0]) / (2 * step)
+        fixed = groups.T @ (change * found.weights)
+        through_z = 2 * moved.T @ (program["exponents"].T @ (change * found.weights))
+        assert fixed + through_z == pytest.approx(slope, rel=1e-6, abs=1e-7)
+        assert np.abs(through_z).max() > 0.1 * np.abs(fixed).max()
+        assert through_z.sum() == pytest.approx(0, abs=1e-7)  # the minimum itself is stationary
 
 
 def test_shares_that_are_not_finite_are_refused():

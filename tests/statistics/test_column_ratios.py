@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 
 from isoloss.statistics.ratio_estimator import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator
@@ -110,6 +111,19 @@ def test_ones_give_the_result_and_an_indicator_a_part():
         found = columns.weighted(torch.zeros(5).index_fill_(0, torch.tensor(members), 1.0))
         assert found[:2] == pytest.approx((values[group], errors[group]), rel=1e-9)
     assert torch.equal(columns.ratios, result.by_parameter)
+
+
+@pytest.mark.parametrize("auxiliary", [True, False])
+def test_influences_of_groups_are_those_of_weights_that_move_with_the_columns(auxiliary):
+    columns, rng = filled(*rows_of(203), auxiliary=auxiliary).columns(), np.random.default_rng(2)
+    weights, groups = torch.from_numpy(rng.exponential(size=(FOLDS, 5))), torch.tensor([0, 1, 1, 0, 2])
+    exponents = scipy.sparse.csr_array(rng.integers(-2, 3, size=(5, 4)).astype(float))
+    moved = torch.from_numpy(rng.normal(size=(4, 3)))
+    found = columns.influences(weights, groups, 3, (exponents, moved))
+    for group in range(3):
+        of_group = (groups == group) + torch.from_numpy(exponents.toarray()) @ moved[:, group]
+        expected = columns.weighted(weights * of_group).influence
+        torch.testing.assert_close(found[:, group], expected, rtol=1e-9, atol=1e-10)
 
 
 def test_sums_by_fold_and_ratios_without_one():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,25 +129,37 @@ class ColumnRatios:
         value = float((self.fold_sums() * by_fold).sum()) / self.total
         return Weighted(value, *self.fit.influence(own, beta, slopes, value))
 
-    def grouped(self, weights: torch.Tensor, groups: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the estimates (G,) of the weighted sums of the columns of each group, and their errors (G,).
+    def influences(
+        self, weights: torch.Tensor, groups: torch.Tensor, number: int, responses: tuple[Any, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the influences (N + r, G), as that of a `ClusteredRatio`, of the weighted sums of groups of columns.
 
         Args:
-            weights: (K,).
+            weights: (F, K), for the clusters of each fold.
             groups: (K,) the group of each column, from 0.
             number: G.
+            responses: A sparse matrix of scipy (K, R) and one (R, G), whose product is what each column adds to each
+                group beside itself to its own, where the weights depend on the columns.
         """
+        fit, n, folds = self.fit, len(self.fit.folds), torch.arange(FOLDS)
 
-        def by_group(values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros(*values.shape[:-1], number).index_add_(values.ndim - 1, groups, values * weights)
+        def summed(values: torch.Tensor, folds: torch.Tensor) -> torch.Tensor:
+            """Return (n, G) of values (n, K) of given folds (n,)."""
+            weighted = values * weights[folds]
+            sums = torch.zeros(len(values), number, dtype=torch.float64).index_add_(1, groups, weighted)
+            return sums + torch.from_numpy(weighted.numpy() @ responses[0]) @ responses[1]
 
-        values = by_group(self.fold_sums()).sum(dim=0) / self.total
-        fit, n = self.fit, len(self.fit.folds)
-        residuals = torch.cat([by_group(rows) for rows in self.rows]) - values * fit.positions[:, None]
-        residuals -= torch.einsum("nc,ncg->ng", fit.controls, by_group(self.fitted.beta)[fit.folds])
-        of_means = fit.root.T @ by_group(self.fitted.slopes)
-        squares = residuals.square().sum(dim=0) * (n / (n - 1)) / self.total**2 + of_means.square().sum(dim=0)
-        return values, squares.sqrt()
+        values = summed(self.fold_sums(), folds).sum(dim=0) / self.total
+        beta = torch.zeros(*self.fitted.beta.shape[:2], number, dtype=torch.float64)
+        for control in range(beta.shape[1]):
+            beta[:, control] = summed(self.fitted.beta[:, control], folds)
+        of_rows = torch.split(fit.folds, [len(rows) for rows in self.rows])
+        residuals = torch.cat([summed(*pair) for pair in zip(self.rows, of_rows, strict=True)])
+        residuals -= values * fit.positions[:, None]
+        for fold in range(FOLDS):
+            residuals[fit.folds == fold] -= fit.controls[fit.folds == fold] @ beta[fold]
+        slopes = torch.einsum("f,frg->rg", fit.by_fold, beta[:, beta.shape[1] - len(fit.covariance) :]) / self.total
+        return torch.cat([residuals * (n / self.total), fit.root.T @ slopes * math.sqrt(n * (n - 1))])
 
     def fold_sums(self) -> torch.Tensor:
         """Return (F, K): the sums of a - beta_f d over each fold's clusters; over `total` they add up to the ratios."""

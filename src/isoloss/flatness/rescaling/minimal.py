@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
+import scipy.sparse
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -23,7 +24,8 @@ from isoloss.flatness.engine.splits import Columns, Split
 from isoloss.flatness.rescaling.application import check, model_inputs, part_sizes, rescaled_values, widened
 from isoloss.flatness.rescaling.crossfit import CrossFit, cross_fit
 from isoloss.flatness.rescaling.generators import Granularity, rescalings_of
-from isoloss.flatness.rescaling.program import minimize
+from isoloss.flatness.rescaling.newton import Bounds
+from isoloss.flatness.rescaling.program import minimize, responses
 from isoloss.memory import physical_memory
 from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, Weighted
 from isoloss.statistics.estimate import Estimate
@@ -64,7 +66,7 @@ class MinimalTrace:
         self._owners = Columns(measured, self.splits).owners
         _refuse_too_many(len(self._owners), sequences, granularity)
         embedded = embeddings(model, measured)
-        self._is_other = torch.tensor([name not in embedded for name in measured])[self._owners]
+        self._is_other = torch.tensor([float(name not in embedded) for name in measured], dtype=torch.float64)
         sizes, log_rms = part_sizes(model, self._rescalings)
         self._program = functools.partial(
             minimize,
@@ -75,6 +77,7 @@ class MinimalTrace:
         )
         self._others = len(sizes) - len(self._owners)  # L
         self._measured: tuple[Estimate, ColumnRatios] | None = None
+        self._rest: torch.Tensor | None = None  # the influence of what is not the embeddings'
 
     def finish(self, plain: Estimate, columns: ColumnRatios) -> Estimate:
         """Return the minimal trace, given the plain one and the clusters' sums of every part."""
@@ -130,53 +133,68 @@ class MinimalTrace:
 
     def without_embeddings(self, estimate: Estimate) -> Weighted:
         """Return the part of the minimal trace that is not the embeddings'."""
-        assert self._measured is not None
-        rest = self._measured[1].weighted(self._weights(_log_factors(estimate)) * self._is_other)
-        return rest._replace(value=float(estimate.details["without_embeddings"]))
-
-    def _weights(self, z: NDArray[np.float64]) -> torch.Tensor:
-        """Return (K,) what a rescaling makes of the measured parts."""
-        return torch.from_numpy(np.exp(-2 * (self._rescalings.exponents @ z)))
+        assert self._rest is not None
+        details = estimate.details
+        return Weighted(details["without_embeddings"], details["without_embeddings_stderr"], self._rest)
 
     def _fit(self, columns: ColumnRatios, *, keep_features: bool = False, bound: float | None = None) -> CrossFit:
         """Return the minimum over all rescalings, or over those that keep the features."""
         program: Any = self._program
         if keep_features:
             program = functools.partial(program, equalities=self._rescalings.features)
-        if bound is not None:
-            limit = np.full(len(self._rescalings.names), bound)
-            program = functools.partial(program, bounds=(-limit, limit))
+        program = functools.partial(program, bounds=self._bounds(bound))
         without = np.stack([columns.shares_without(fold).numpy() for fold in range(FOLDS)])
         others = ((0, 0), (0, self._others))
         return cross_fit(program, np.pad(columns.fold_sums().numpy(), others), np.pad(without, others), columns.total)
 
+    def _bounds(self, bound: float | None) -> Bounds | None:
+        if bound is None:
+            return None
+        limit = np.full(len(self._rescalings.names), bound)
+        return -limit, limit
+
+    def _influences(self, fit: CrossFit, columns: ColumnRatios, bound: float | None) -> torch.Tensor:
+        """Return (N + r, P) the influences of the parameters' parts of the minimum, which add up to its own."""
+        number, rows = len(self._owners), np.arange(len(self._owners))
+        terms = fit.minimum.weights[:number] * columns.ratios.numpy()
+        shape = number + self._others, len(self._names)
+        by_parameter = scipy.sparse.csr_array((terms, (rows, self._owners.numpy())), shape)
+        moved = responses(fit.minimum, self._rescalings.actions, by_parameter, self._bounds(bound))
+        weights = torch.from_numpy(fit.weights[:, :number])
+        along = 2.0 * self._rescalings.exponents, torch.from_numpy(moved)
+        return columns.influences(weights, self._owners, len(self._names), along)
+
     def _estimate(self, plain: Estimate, columns: ColumnRatios, *, bound: float | None = None) -> Estimate:
         fit = self._fit(columns, bound=bound)
         kept = self._fit(columns, keep_features=True, bound=bound) if self._rescalings.features.shape[0] else fit
-        found, names = fit.minimum, self._rescalings.names
-        weights = torch.from_numpy(found.weights[: len(self._owners)])
-        _, stderr, influence = columns.weighted(weights)
-        kept_weights = torch.from_numpy(kept.minimum.weights[: len(self._owners)])
-        rest = columns.weighted(weights * self._is_other)
-        layers = list(dict.fromkeys(map(layer_of, self._names)))
-        of_layers = torch.tensor([layers.index(layer_of(name)) for name in self._names])[self._owners]
-        by_parameter, by_parameter_stderr = columns.grouped(weights, self._owners, len(self._names))
-        by_layer, by_layer_stderr = columns.grouped(weights, of_layers, len(layers))
+        found, number = fit.minimum, len(self._owners)
         scale = fit.value / fit.in_sample  # parts add up to the value
+        terms = torch.from_numpy(scale * found.weights[:number]) * columns.ratios
+        parts = torch.zeros(len(self._names), dtype=torch.float64).index_add_(0, self._owners, terms)
+        influences = self._influences(fit, columns, bound)
+        stderrs = _stderr(influences, plain.samples)
+        layers = list(dict.fromkeys(map(layer_of, self._names)))
+        of_layers = torch.tensor([layers.index(layer_of(name)) for name in self._names])
+        by_layer = influences.new_zeros(len(influences), len(layers)).index_add_(1, of_layers, influences)
+        layer_parts = parts.new_zeros(len(layers)).index_add_(0, of_layers, parts)
+        self._rest, influence = influences @ self._is_other, influences.sum(dim=1)
         return replace(
             plain,
             value=fit.value,
-            stderr=stderr,
+            stderr=float(_stderr(influence, plain.samples)),
             influence=influence.numpy(),
             method=f"minimal over rescalings by {self._granularity}; {plain.method}",
-            by_parameter=dict(zip(self._names, (scale * by_parameter).tolist(), strict=True)),
-            by_parameter_stderr=dict(zip(self._names, by_parameter_stderr.tolist(), strict=True)),
-            by_layer=dict(zip(layers, (scale * by_layer).tolist(), strict=True)),
-            by_layer_stderr=dict(zip(layers, by_layer_stderr.tolist(), strict=True)),
+            by_parameter=dict(zip(self._names, parts.tolist(), strict=True)),
+            by_parameter_stderr=dict(zip(self._names, stderrs.tolist(), strict=True)),
+            by_layer=dict(zip(layers, layer_parts.tolist(), strict=True)),
+            by_layer_stderr=dict(zip(layers, _stderr(by_layer, plain.samples).tolist(), strict=True)),
             details={
                 **plain.details,
-                "without_embeddings": scale * rest.value,
-                "without_embeddings_stderr": rest.stderr,
+                "leading_cluster": float(
+                    (influence[: plain.samples].square().max() / influence.square().sum()).nan_to_num()
+                ),
+                "without_embeddings": float(parts @ self._is_other),
+                "without_embeddings_stderr": float(_stderr(self._rest, plain.samples)),
                 "trace": plain.value,
                 "trace_stderr": plain.stderr,
                 "granularity": self._granularity,
@@ -184,9 +202,9 @@ class MinimalTrace:
                 "cross_fitted": fit.cross_fitted,
                 "infimum": found.infimum,
                 "keeping_features": kept.value,
-                "keeping_features_stderr": columns.weighted(kept_weights).stderr,
-                "log_factors": dict(zip(names, found.z.tolist(), strict=True)),
-                "gauged": [names[generator] for generator in found.gauged],
+                "keeping_features_stderr": columns.weighted(torch.from_numpy(kept.weights[:, :number])).stderr,
+                "log_factors": dict(zip(self._rescalings.names, found.z.tolist(), strict=True)),
+                "gauged": [self._rescalings.names[generator] for generator in found.gauged],
                 "vanishing": self._vanishing(found.vanishing),
                 "largest_log_factor": bound,
             },
@@ -261,6 +279,11 @@ def _head(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
         name: value[:number] if isinstance(value, torch.Tensor) and len(value) == size else value
         for name, value in batch.items()
     }
+
+
+def _stderr(influence: torch.Tensor, samples: int) -> torch.Tensor:
+    """Return the standard errors of influences (n,) or (n, G)."""
+    return (influence.square().sum(dim=0) / (samples * (samples - 1))).sqrt()
 
 
 def _log_factors(estimate: Estimate) -> NDArray[np.float64]:

@@ -88,7 +88,8 @@ def solve(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the d (R,) with rows d = off that minimizes sum(weights (a d)^2) / 2 - force d, and the multipliers (m,).
 
-    Unknowns and rows are scaled to a curvature and a norm of 1, so that the smallest weights count like the largest.
+    With force (R, n) and off (m, n) these are n problems, and so are the results. Unknowns and rows are scaled to a
+    curvature and a norm of 1, so that the smallest weights count like the largest.
     """
     diagonal = (a**2).T @ weights
     largest = diagonal.max(initial=0) or 1.0
@@ -96,7 +97,7 @@ def solve(
     norms = np.sqrt((rows**2) @ scale**2)
     norms = np.where(norms > 0, norms, 1)
     root, rows = _scaled(np.sqrt(weights), a, scale), _scaled(1 / norms, rows, scale)
-    curvature, right = root.T @ root, np.concatenate([scale * force, off / norms])
+    curvature, right = root.T @ root, np.concatenate([(scale * force.T).T, (off.T / norms).T])
     ridge = _RIDGE * np.repeat([1, -1], [len(scale), len(norms)])
     if isinstance(curvature, np.ndarray):
         matrix = np.block([[curvature, rows.T], [rows, np.zeros((len(norms), len(norms)))]])
@@ -108,7 +109,7 @@ def solve(
         solver = _dense_solver(ridged.toarray()) if dense else _sparse_solver(ridged.tocsc())
     solution = solver(right)
     solution += solver(right - matrix @ solution)  # what the ridge has kept from the equalities
-    return scale * solution[: len(scale)], solution[len(scale) :] / norms
+    return (scale * solution[: len(scale)].T).T, (solution[len(scale) :].T / norms).T
 
 
 def _scaled(

@@ -108,6 +108,34 @@ def minimize(
     return Minimum(value, infimum, z, tuple(gauged), gauges, vanishing, weights, program.start)
 
 
+def responses(
+    minimum: Minimum,
+    exponents: scipy.sparse.csr_array,
+    terms: scipy.sparse.csr_array,
+    bounds: newton.Bounds | None = None,
+) -> np.ndarray:
+    r"""Return (R, G) how sums of a minimum's terms over groups of parts follow the shares by way of the log-scales.
+
+    With $T_g = \sum_{p \in g} t_p w_p$ and the weights $w_p = \exp(-2 (E z)_p)$ at the minimum's z, which moves with
+    the shares, $\partial T_g / \partial t_p = w_p (1_{p \in g} + 2 (E \lambda_g)_p)$ by the implicit function theorem;
+    $\lambda_g$ is what is returned. It is 0 for the sum over all parts, which is stationary in z.
+
+    Args:
+        minimum: Where the trace is smallest, without equalities.
+        exponents: (K, R) E.
+        terms: (K, G) $t_p w_p$ where part p is in group g.
+        bounds: Those of the minimum; a generator that is on one stays there.
+    """
+    held = np.zeros(len(minimum.z), dtype=bool)
+    if bounds is not None:
+        held = (minimum.z <= bounds[0]) | (minimum.z >= bounds[1])
+    fixed = scipy.sparse.eye_array(len(held), format="csr")[held]
+    rows = scipy.sparse.vstack([minimum.gauges @ exponents, fixed], format="csr")
+    a = -2.0 * exponents
+    force, off = (a.T @ terms).toarray(), np.zeros((rows.shape[0], terms.shape[1]))
+    return newton.solve(a, np.asarray(terms.sum(axis=1)), rows, force, off)[0]
+
+
 @dataclass(frozen=True)
 class _Program:
     """What `minimize` is given, and its steps."""

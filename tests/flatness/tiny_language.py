@@ -1,0 +1,181 @@
+"""Sentences that can all be enumerated, models trained on them, and their minimal traces: exact, and on fresh samples.
+
+Shapes: S sentences, K parts of parameters, P parameters, n sequences of a sample, C control variates.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from isoloss.flatness.engine.accumulation import UNIT, Stopping
+from isoloss.flatness.engine.measurement import Measurement, layer_of
+from isoloss.flatness.engine.parameters import embeddings
+from isoloss.flatness.engine.splits import Columns
+from isoloss.flatness.fisher import ExactLabels
+from isoloss.flatness.rescaling.application import part_sizes
+from isoloss.flatness.rescaling.generators import rescalings_of
+from isoloss.flatness.rescaling.minimal import MinimalTrace
+from isoloss.flatness.rescaling.program import minimize
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
+
+WORDS, LENGTH = 5, 4
+MASK, VOCABULARY = WORDS, WORDS + 1
+_ENCODER = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+_SIZES = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SIZES["attn_implementation"] = "eager"
+
+
+def sentences():
+    """All sentences (S, LENGTH) and their probabilities (S,): a Markov chain.
+
+    No word is rare after another: of rare inputs, a sample of 64 has too small an error whatever it estimates.
+    """
+    rng = np.random.default_rng(3)
+    start, steps = rng.dirichlet(np.ones(WORDS)), rng.dirichlet(np.full(WORDS, 0.6), size=WORDS)
+    steps = 0.7 * steps + 0.3 / WORDS
+    found = np.array(list(itertools.product(range(WORDS), repeat=LENGTH)))
+    chances = start[found[:, 0]] * np.prod([steps[found[:, i], found[:, i + 1]] for i in range(LENGTH - 1)], axis=0)
+    return torch.from_numpy(found), chances
+
+
+def inputs(causal):
+    """Batches' tensors of all inputs, and the probability of each: a masked model has one mask a sentence."""
+    found, chances = sentences()
+    if causal:
+        return {"input_ids": found, "labels": found}, chances
+    masked, labels = found.repeat_interleave(LENGTH, dim=0), torch.full((len(found) * LENGTH, LENGTH), -100)
+    rows, places = torch.arange(len(masked)), torch.arange(LENGTH).repeat(len(found))
+    labels[rows, places] = masked[rows, places]
+    masked[rows, places] = MASK
+    return {"input_ids": masked, "labels": labels}, np.repeat(chances / LENGTH, LENGTH)
+
+
+def trained(kind, *, steps=100, seed=0):
+    """A model of float64 that has learned a good part of the language; only that of BERT is tied."""
+    torch.manual_seed(seed)
+    if kind == "bert":
+        options = {**_SIZES, **_ENCODER, "pad_token_id": 0, "max_position_embeddings": LENGTH, "hidden_act": "relu"}
+        model = BertForMaskedLM(BertConfig(**options))
+    elif kind == "gpt2":
+        options = {"n_embd": 12, "n_layer": 2, "n_head": 4, "n_inner": 16, "n_positions": LENGTH}
+        options |= {"activation_function": "relu", "tie_word_embeddings": False}
+        model = GPT2LMHeadModel(GPT2Config(**_SIZES, **options))
+    else:
+        model = LlamaForCausalLM(
+            LlamaConfig(**_SIZES, **_ENCODER, num_key_value_heads=2, head_dim=4, max_position_embeddings=LENGTH)
+        )
+    model, (batch, chances) = model.double().eval(), inputs(kind != "bert")
+    rng, optimizer = np.random.default_rng(seed), torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        drawn = rng.choice(len(chances), 64, p=chances)
+        optimizer.zero_grad()
+        model(**{name: value[drawn] for name, value in batch.items()}).loss.backward()
+        optimizer.step()
+    return model
+
+
+@dataclass
+class Pool:
+    """Independent sequences that a model was measured on, out of which samples are taken; and the exact shares."""
+
+    model: nn.Module
+    granularity: str
+    squares: torch.Tensor  # (N, K)
+    positions: torch.Tensor  # (N,)
+    controls: torch.Tensor  # (N, C)
+    shares: np.ndarray  # (K,) the expectation over all inputs
+
+    @classmethod
+    def of(cls, model, granularity, number, *, seed=0):
+        causal = not isinstance(model, BertForMaskedLM)
+        batch, chances = inputs(causal)
+        drawn = np.random.default_rng(seed).choice(len(chances), number, p=chances)
+        chunks = np.array_split(drawn, -(-number // 4096))
+        stream = [{name: value[some] for name, value in batch.items()} for some in chunks]
+        minimal = MinimalTrace(model, granularity=granularity)
+        source = ExactLabels(model, num_probes=1, seed=seed, splits=minimal.splits, by_scale=True)
+        measurement = Measurement(source)
+        measurement.measure(stream, Stopping())
+        state = measurement.state()[1]
+        rows = state["0.rows"]
+        controls = rows[:, -source.num_controls :]
+        shares = exact_shares(model, source.columns, batch, chances, causal=causal)
+        return cls(model, granularity, state["0.kept"], rows[:, 4], controls, shares)
+
+    def samples(self, number):
+        """The minimal traces of all samples of so many sequences, and without embeddings (Estimate, Estimate)."""
+        minimal = MinimalTrace(self.model, granularity=self.granularity)
+        for start in range(0, len(self.positions) - number + 1, number):
+            some = slice(start, start + number)
+            estimator = ClusteredRatioEstimator(self.squares.shape[1], self.controls.shape[1], keep_rows=True)
+            estimator.add(self.squares[some], self.positions[some], self.controls[some])
+            result = estimator.result()
+            plain = Estimate(
+                value=result.value,
+                stderr=result.stderr,
+                samples=number,
+                unit=UNIT,
+                num_predictions=int(self.positions[some].sum()),
+                method="",
+                influence=result.influence.numpy(),
+            )
+            estimate = minimal.finish(plain, estimator.columns())
+            value, stderr, influence = minimal.without_embeddings(estimate)
+            yield estimate, replace(estimate, value=value, stderr=stderr, influence=influence.numpy())
+
+    def truths(self):
+        """The true values, by what is estimated."""
+        found = rescalings_of(self.model, granularity=self.granularity)
+        sizes, log_rms = part_sizes(self.model, found)
+        shares = np.pad(self.shares, (0, len(sizes) - len(self.shares)))
+        solve = functools.partial(minimize, shares, found.actions, log_rms=log_rms, sizes=sizes, writers=found.writers)
+        least, parts = solve(), {}
+        owners = Columns(dict(self.model.named_parameters()), found.measured_splits).owners
+        embedded = embeddings(self.model, dict(self.model.named_parameters()))
+        for share, weight, owner in zip(self.shares, least.weights, owners, strict=False):
+            name = found.measured[owner]
+            for whole in (layer_of(name), *(["without embeddings"] if name not in embedded else [])):
+                parts[whole] = parts.get(whole, 0.0) + share * weight
+        names = dict.fromkeys(("value", "in sample", "cross-fitted"), least.value)
+        kept = solve(equalities=found.features).value
+        return {**names, "plain trace": self.shares.sum(), "keeping features": kept, **parts}
+
+
+def exact_shares(model, columns, batch, chances, *, causal):
+    """The parts of the trace (K,): all inputs with their probabilities, all labels with theirs, no ghost norms."""
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    predicted = batch["labels"] != -100
+    if causal:
+        predicted = torch.cat([predicted[:, 1:], torch.zeros_like(predicted[:, :1])], dim=1)
+    rows, places = predicted.nonzero(as_tuple=True)
+
+    def squares(ids, place):
+        """The squares of the gradients of all labels' log-probabilities, weighted by these, summed: by parameter."""
+
+        def log_probabilities(values):
+            return (
+                functional_call(model, values, kwargs={"input_ids": ids[None]})
+                .logits[0]
+                .gather(0, place.expand(1, VOCABULARY))[0]
+                .log_softmax(dim=0)
+            )
+
+        weights = log_probabilities(parameters).exp()
+        jacobian = torch.func.jacrev(log_probabilities)(parameters)
+        return {name: torch.einsum("v,v...->...", weights, value**2) for name, value in jacobian.items()}
+
+    weights = torch.from_numpy(chances)[rows]
+    sums = {name: torch.zeros_like(value) for name, value in parameters.items()}
+    for some in torch.arange(len(rows)).split(256):
+        found = torch.func.vmap(squares)(batch["input_ids"][rows[some]], places[some])
+        for name, value in found.items():
+            sums[name] += torch.einsum("n,n...->...", weights[some], value)
+    total = float(weights.sum())
+    return torch.cat([columns.sums(name, sums[name]) for name in columns.of]).numpy() / total
