@@ -106,7 +106,7 @@ def correlation(
         >>> print(correlation(x, y, range(6), kind="spearman"))
         Spearman correlation 0.83, 95 % interval 0.60 to 0.93 (6 observations in 6 clusters)
         >>> round(correlation(x, y, range(6), given={"width": width}).value, 3)
-        0.797
+        0.796
     """
     if kind not in ("pearson", "spearman"):
         raise IsolossError(f"kind is {kind!r}; it must be 'pearson' or 'spearman'")

@@ -24,7 +24,7 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
     for the interval. It holds for unequal errors, for errors that go together within a cluster and for slopes that
     differ from cluster to cluster, down to few clusters: with unequal variances the t test errs on the safe side
     (Ibragimov and Müller, 2010). One slope fitted to all clusters, with the usual cluster-robust error, does not: in a
-    simulation with 6 clusters whose losses spread unequally its 95 % interval held the slope in 67 to 91 % of cases.
+    simulation with 6 clusters whose losses spread unequally its 95 % interval held the slope in 71 to 93 % of cases.
     Where all clusters spread alike, the two are equal.
 
     It is an association. What else changes together with the loss within a cluster, such as the step, is in it.
