@@ -9,7 +9,7 @@ from isoloss.statistics.estimate import Estimate
 
 
 def p_value(difference: Estimate) -> float:
-    """Return the two-sided p-value of a difference against 0: P(|T| > |value| / stderr).
+    """Return the two-sided p-value of a difference against 0: `P(|T| > |value| / stderr)`.
 
     T is Student's with `samples` - 1 degrees of freedom, as the interval: it is below 0.05 just where `ci95` is without
     0. Without an error it is 0, and 1 for a difference of 0.
