@@ -81,8 +81,8 @@ def equivalence(difference: Estimate, margin: float, *, alpha: float = 0.05) -> 
 def largest_size(difference: Estimate, *, alpha: float = 0.05) -> float:
     """Return X such that the size of the true difference is below X with a confidence of at least 1 - alpha.
 
-    X is the larger one of `|d - t s|` and `|d + t s|`, with t the 1 - alpha point of Student's t: the smallest margin that
-    two one-sided tests would show. Arguments and errors are those of `equivalence`.
+    X is the larger one of `|d - t s|` and `|d + t s|`, with t the 1 - alpha point of Student's t: the smallest
+    margin that two one-sided tests would show. Arguments and errors are those of `equivalence`.
 
     Example:
         >>> d = Estimate(value=0.1, stderr=0.2, samples=10, unit="points", num_predictions=10, method="paired")

@@ -22,8 +22,8 @@ _STEP = 6.0  # beyond which the normal distribution function is flat
 def paired_power(effect: float, sd: float, pairs: int, *, alpha: float = 0.05) -> float:
     """Return the power of the two-sided paired t test: how likely an effect of this size is found.
 
-    `P(|T| > t)` for T of a noncentral t distribution with n - 1 degrees of freedom and noncentrality effect sqrt(n) / sd,
-    and t the 1 - alpha / 2 point of Student's t (Cohen, 1988, section 2.5).
+    `P(|T| > t)` for T of a noncentral t distribution with n - 1 degrees of freedom and noncentrality effect sqrt(n) /
+    sd, and t the 1 - alpha / 2 point of Student's t (Cohen, 1988, section 2.5).
 
     Args:
         effect: The true mean of the differences; its sign does not matter. 0 gives alpha.
