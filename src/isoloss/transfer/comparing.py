@@ -5,9 +5,9 @@ Shape letters: S seeds, n examples.
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from scipy.special import bdtr
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, require
+from isoloss.statistics.clusters import crossed_mean
 from isoloss.statistics.estimate import Estimate, rounded
 from isoloss.statistics.tables import text_table
 from isoloss.transfer.results import TransferResult, bounds
@@ -165,15 +166,9 @@ def _difference(
 def paired_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estimate:
     """Return the accuracy of a minus that of b, from the same test examples.
 
-    Models that fail on the same examples are compared more sharply this way than by two separate accuracies. With
-    `d_si = a_si - b_si` over S seeds and n examples, seeds and examples are two crossed random effects, and the
-    variance of the mean of `d` is estimated without bias by `(M_examples + M_seeds - M_rest) / (S n)`, the mean squares
-    of the two-way analysis of variance. Where a large rest makes that smaller than one of the two effects alone says,
-    the larger of `M_examples / (S n)` and `M_seeds / (S n)` is taken. With one seed it is that of the examples.
-
-    The interval is Student's t with the degrees of freedom f that Satterthwaite (1946) gives such a sum of mean
-    squares, `V^2 / f = sum_i M_i^2 / f_i`, and `samples` is f + 1: n where the draw of the examples decides, and down
-    to S where that of the seeds does.
+    Models that fail on the same examples are compared more sharply this way than by two separate accuracies. Seeds and
+    examples are two crossed random effects: `isoloss.statistics.clusters.crossed_mean` of `d_si = a_si - b_si` over S
+    seeds and n examples has the formula, and the degrees of freedom for the interval.
 
     Args:
         correct_a: (S, n) bool, `TransferResult.correct` of the first model, at least 2 examples.
@@ -189,32 +184,13 @@ def paired_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estim
         0.38 ± 0.12 difference in accuracy
     """
     _check(correct_a, correct_b)
-    num_seeds, num_examples = correct_a.shape
     difference = correct_a.double() - correct_b.to(correct_a.device).double()
-    mean = difference.mean()
-    by_example, by_seed = difference.mean(dim=0), difference.mean(dim=1)
-    of_examples = num_seeds * float(by_example.var()), num_examples - 1  # mean squares and their degrees of freedom
-    parts = [of_examples]
-    if num_seeds > 1:
-        rest = difference - by_example - by_seed[:, None] + mean
-        freedom = (num_seeds - 1) * (num_examples - 1)
-        of_seeds = num_examples * float(by_seed.var()), num_seeds - 1
-        of_rest = -float(rest.square().sum()) / freedom, freedom
-        parts = max([of_examples, of_seeds, of_rest], [of_examples], [of_seeds], key=_total)
-    square, squares = _total(parts), sum(part**2 / freedom for part, freedom in parts)
-    return Estimate(
-        value=float(mean),
-        stderr=math.sqrt(square / (num_seeds * num_examples)),
-        samples=1 + max(1, round(square**2 / squares)) if squares > 0 else num_examples,
-        unit="difference in accuracy",
+    num_seeds, num_examples = difference.shape
+    return dataclasses.replace(
+        crossed_mean(difference, unit="difference in accuracy", method="paired difference of accuracies"),
         num_predictions=num_examples,
-        method="paired difference of accuracies",
-        details={"seeds": num_seeds, "differences": by_seed.tolist()},
+        details={"seeds": num_seeds, "differences": difference.mean(dim=1).tolist()},
     )
-
-
-def _total(parts: list[tuple[float, int]]) -> float:
-    return math.fsum(part for part, _ in parts)
 
 
 def mcnemar(correct_a: torch.Tensor, correct_b: torch.Tensor) -> McNemar:

@@ -1,0 +1,93 @@
+"""What the statistics of this package require of numbers, with one sentence for each that does not do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from isoloss.errors import IsolossError
+
+
+def column(name: str, values: ArrayLike, length: int | None = None) -> NDArray[np.float64]:
+    """Return values (N,) as float64.
+
+    Raises:
+        IsolossError: They are not a list of finite numbers, or not as many as `length`.
+
+    Example:
+        >>> column("losses", [1.0, float("nan")])
+        Traceback (most recent call last):
+        isoloss.errors.IsolossError: losses[1] is nan; all of losses must be finite
+    """
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise IsolossError(f"{name} is not a list of numbers: {error}") from error
+    if array.ndim != 1 or (length is not None and len(array) != length):
+        wanted = "one number for each observation" if length is None else f"{length} numbers, one for each observation"
+        raise IsolossError(f"{name} has the shape {array.shape}; it must be {wanted}")
+    if not np.isfinite(array).all():
+        first = int(np.argmin(np.isfinite(array)))
+        raise IsolossError(f"{name}[{first}] is {array[first]}; all of {name} must be finite")
+    return array
+
+
+def labels(clusters: Sequence[Any], length: int, least: int = 2) -> tuple[list[Any], NDArray[np.intp]]:
+    """Return the clusters' names in order, and for each observation the index of its cluster (N,).
+
+    Raises:
+        IsolossError: There is not one label for each observation, or there are too few clusters.
+
+    Example:
+        >>> labels(["b", "a", "b"], 3)
+        (['a', 'b'], array([1, 0, 1]))
+    """
+    array = np.asarray(clusters)
+    if array.shape != (length,):
+        raise IsolossError(
+            f"clusters has the shape {array.shape}; it must be {length} labels, one for each observation"
+        )
+    names, codes = np.unique(array, return_inverse=True)
+    if len(names) < least:
+        raise IsolossError(f"the number of clusters is {len(names)}; an error over clusters needs at least {least}")
+    return names.tolist(), codes
+
+
+def fraction(name: str, value: float, *, below: float = 1.0) -> None:
+    """Refuse a probability that does not lie strictly between 0 and `below`.
+
+    Example:
+        >>> fraction("power", 80)
+        Traceback (most recent call last):
+        isoloss.errors.IsolossError: power is 80; it must be above 0 and below 1
+    """
+    if not 0 < value < below:
+        raise IsolossError(f"{name} is {value}; it must be above 0 and below {below:g}")
+
+
+def positive(name: str, value: float) -> None:
+    """Refuse a number that is not finite and above 0.
+
+    Example:
+        >>> positive("margin", 0)
+        Traceback (most recent call last):
+        isoloss.errors.IsolossError: margin is 0; it must be finite and above 0
+    """
+    if not 0 < value < math.inf:
+        raise IsolossError(f"{name} is {value}; it must be finite and above 0")
+
+
+def count(name: str, value: int, least: int) -> None:
+    """Refuse a number of things that is too small or not whole.
+
+    Example:
+        >>> count("pairs", 1, 2)
+        Traceback (most recent call last):
+        isoloss.errors.IsolossError: pairs is 1; it must be a whole number of at least 2
+    """
+    if not float(value).is_integer() or value < least:
+        raise IsolossError(f"{name} is {value}; it must be a whole number of at least {least}")

@@ -1,0 +1,178 @@
+"""Correlations against scipy and regressions, resamples by hand, and how often the intervals hold the truth."""
+
+import math
+
+import numpy as np
+import pytest
+import statsmodels.api as sm
+from scipy import stats
+
+from isoloss.errors import IsolossError
+from isoloss.statistics.correlation import _correlations, correlation
+
+KINDS = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}
+
+
+def data(seed=0, groups=8, size=3, ties=False):
+    """x, y, two covariates that go with both, and clusters of different sizes."""
+    rng = np.random.default_rng(seed)
+    codes = np.repeat(np.arange(groups), rng.integers(1, size + 1, groups))
+    kl, width = rng.standard_normal((2, len(codes)))
+    x = kl + 0.5 * width + rng.standard_normal(len(codes))
+    y = x - kl + rng.standard_normal(len(codes)) + rng.standard_normal(groups)[codes]
+    if ties:
+        x, y = np.round(x), np.round(y)
+    return x, y, {"kl": 1e3 + 1e-3 * kl, "width": 500 * width}, codes
+
+
+def residuals(values, covariates):
+    return sm.OLS(values, sm.add_constant(np.column_stack(covariates))).fit().resid
+
+
+def slow(x, y, given, kind):
+    """The correlation by scipy; given covariates, of the residuals of statsmodels' regressions."""
+    if kind == "spearman":
+        x, y, *given = (stats.rankdata(values) for values in (x, y, *given))
+    elif given:
+        given = [(values - values.mean()) / values.std() for values in given]
+    return stats.pearsonr(residuals(x, given), residuals(y, given))[0] if given else stats.pearsonr(x, y)[0]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_value_is_that_of_scipy(kind, ties):
+    x, y, given, codes = data(ties=ties)
+    assert correlation(x, y, codes, kind=kind).value == pytest.approx(KINDS[kind](x, y)[0], rel=1e-9)
+    found = correlation(x, y, codes, kind=kind, given=given)
+    assert found.value == pytest.approx(slow(x, y, given.values(), kind), rel=1e-7)
+    assert (found.given, found.clusters, found.observations) == (("kl", "width"), 8, len(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_interval_is_students_over_correlations_without_a_cluster(kind):
+    x, y, given, codes = data(1)
+    found = correlation(x, y, codes, kind=kind, given=given)
+    z = np.arctanh([slow(x[k], y[k], [v[k] for v in given.values()], kind) for k in (codes != g for g in range(8))])
+    center = math.atanh(found.value)
+    error = math.sqrt(7 / 8 * np.square(z - center).sum())
+    half = stats.t.ppf(0.975, 7) * error
+    assert found.interval95 == pytest.approx((math.tanh(center - half), math.tanh(center + half)), rel=1e-6)
+    assert found.p_value == pytest.approx(2 * stats.t.sf(abs(center) / error, 7), rel=1e-5)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resample_counts_each_cluster_as_often_as_it_is_drawn(kind, ties):
+    x, y, given, codes = data(2, ties=ties)
+    values = np.stack([x, y, *given.values()])
+    weights = np.random.default_rng(0).multinomial(8, np.full(8, 1 / 8), size=20).astype(float)
+    found = _correlations(weights, codes, values, ranks=kind == "spearman")
+    for row, value in zip(weights, found, strict=True):
+        drawn = np.concatenate([np.flatnonzero(codes == g) for g in np.repeat(np.arange(8), row.astype(int))])
+        assert value == pytest.approx(slow(x[drawn], y[drawn], [v[drawn] for v in given.values()], kind), rel=1e-6)
+
+
+def test_the_bootstrap_is_that_of_scipy_and_a_function_of_the_seed():
+    x, y, _, codes = data(3, groups=30, size=1)
+    found = correlation(x, y, codes, resamples=20_000)
+    other = stats.bootstrap(
+        (x, y), lambda a, b: stats.pearsonr(a, b)[0], paired=True, vectorized=False, method="percentile", rng=0
+    )
+    assert found.bootstrap95 == pytest.approx(tuple(other.confidence_interval), abs=0.015)  # its own noise at the ends
+    assert found == correlation(x, y, codes, resamples=20_000)
+    assert found.bootstrap95 != correlation(x, y, codes, resamples=20_000, seed=1).bootstrap95
+
+
+def test_resamples_without_a_correlation_are_left_out():
+    found = correlation([1, 2, 3, 5], [1, 3, 2, 5], range(4), resamples=5000)
+    missing = 4 / 4**4  # of all resamples draw one cluster four times
+    assert found.resamples == pytest.approx(5000 * (1 - missing), abs=3 * math.sqrt(5000 * missing))
+    assert found.resamples < 5000
+    assert all(math.isfinite(end) for end in found.bootstrap95)
+
+
+def test_indicators_of_clusters_compare_within_them():
+    x, y, _, codes = data(4, groups=6, size=5)
+    own = [values - (np.bincount(codes, values) / np.bincount(codes))[codes] for values in (x, y)]
+    indicators = {str(g): codes == g for g in range(5)}
+    found, expected = correlation(x, y, codes, given=indicators), correlation(*own, codes)
+    assert found.value == pytest.approx(expected.value, rel=1e-9)
+    assert found.interval95 == pytest.approx(expected.interval95, rel=1e-7)
+
+
+def drawn(rng, groups, size, of_clusters, within):
+    """x and y with a part for each cluster; the clusters; their correlation and that of their ranks."""
+    codes = np.repeat(np.arange(groups), size)
+
+    def both(number, r):
+        first, second = rng.standard_normal((2, number))
+        return np.stack([first, r * first + math.sqrt(1 - r * r) * second])
+
+    pearson = (of_clusters + within) / 2
+    return both(groups, of_clusters)[:, codes] + both(len(codes), within), codes, pearson
+
+
+def rates(groups, size, of_clusters, within, kind, number, covariate=False):
+    """How often the interval and the bootstrap hold the truth."""
+    rng, held = np.random.default_rng(0), []
+    for _ in range(number):
+        (x, y), codes, truth = drawn(rng, groups, size, of_clusters, within)
+        if kind == "spearman":
+            truth = 6 / math.pi * math.asin(truth / 2)
+        given = None
+        if covariate:
+            given = {"kl": (kl := rng.standard_normal(len(codes)))}
+            x, y = x + 2 * kl, y - 2 * kl
+        found = correlation(x, y, codes, kind=kind, given=given, resamples=400)
+        held.append([low < truth < high for low, high in (found.interval95, found.bootstrap95)])
+    return np.mean(held, axis=0), 3 * math.sqrt(0.95 * 0.05 / number)
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "of_clusters", "within", "kind", "covariate"),
+    [
+        (6, 4, 0.0, 0.0, "pearson", False),
+        (6, 4, 0.8, 0.4, "spearman", False),
+        (15, 1, 0.8, 0.4, "pearson", False),
+        (8, 4, 0.8, 0.4, "pearson", True),
+    ],
+)
+def test_the_interval_holds_the_truth_as_often_as_stated(groups, size, of_clusters, within, kind, covariate):
+    (interval, _), deviation = rates(groups, size, of_clusters, within, kind, 400, covariate)
+    assert 0.94 - deviation < interval < 0.985 + deviation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("of_clusters", "within"), [(0.0, 0.0), (0.8, 0.4), (0.9, 0.9)])
+@pytest.mark.parametrize(("groups", "size"), [(5, 4), (8, 4), (20, 1), (20, 4)])
+def test_it_does_in_many_designs_and_the_bootstrap_does_not(groups, size, of_clusters, within, kind):
+    (interval, bootstrap), deviation = rates(groups, size, of_clusters, within, kind, 1000)
+    assert 0.94 - deviation < interval < 0.985 + deviation
+    if groups <= 8 and kind == "pearson":
+        assert bootstrap < 0.93
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: correlation([1, 2, 3], [1, 2, 3], range(2)), r"clusters has the shape \(2,\)"),
+        (lambda: correlation([1, 2, 3], [1, 2, 4], [0, 0, 1]), "number of clusters is 2; .* at least 3"),
+        (lambda: correlation([1, 2, 3], [1, 2], range(3)), "y has the shape"),
+        (lambda: correlation([1, 2, math.nan], [1, 2, 3], range(3)), r"x\[2\] is nan"),
+        (lambda: correlation([0.1] * 7, list(range(7)), range(7)), "x or y is constant, so that there is no correl"),
+        (lambda: correlation([1, 2, 3, 4], [1, 2, 3, 5], range(4), kind="kendall"), "kind is 'kendall'; it must be"),
+        (lambda: correlation([1, 2, 3, 4], [1, 2, 3, 5], range(4), resamples=10), "resamples is 10"),
+        (lambda: correlation([1, 2, 3, 4], [2, 4, 6, 8], range(4)), "the correlation is 1, so that its error"),
+        (lambda: correlation([1, 1, 1, 4], [1, 2, 3, 5], range(4)), "is not defined without the cluster 3"),
+        (lambda: correlation([1, 2, 4, 3], [1, 2, 3, 9], range(4), kind="spearman"), "is 1 without the cluster 2"),
+        (
+            lambda: correlation([1, 2, 3, 4], [1, 2, 3, 5], range(4), given={"kl": [2, 4, 6, 8]}),
+            "given kl, nothing is left of x or y",
+        ),
+        (lambda: correlation([1, 2, 3], [1, 2, 3], range(3), given={"kl": [1, 2]}), "kl has the shape"),
+    ],
+)
+def test_what_has_no_correlation_is_refused(call, message):
+    with pytest.raises(IsolossError, match=message):
+        call()
