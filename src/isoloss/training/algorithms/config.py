@@ -49,7 +49,7 @@ class SAMConfig(AlgorithmConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AdversarialConfig(AlgorithmConfig):
-    """The loss minus `weight` times the downstream loss of a ridge regression on the features; plus it, for a helper."""
+    """The loss minus `weight` times the downstream loss of a ridge regression on the features; a helper adds it."""
 
     algorithm: ClassVar[str] = "isoloss.training.algorithms.adversarial:Adversarial"
     kind: Literal["adversarial"] = "adversarial"
