@@ -389,13 +389,13 @@ class _Training:
 
     def _algorithm_state(self) -> dict[str, torch.Tensor]:
         """Return the algorithm's state, which a file of tensors must be able to hold."""
-        algorithm = self.algorithms[0]
-        state = algorithm.state()
+        state = self.algorithms[0].state()
+        kind = self.stages.configs[-len(self.algorithms)].algorithm.kind
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
                 raise IsolossError(
-                    f"the state of the training algorithm {type(algorithm).__name__} has a {type(value).__name__} "
-                    f"under {name!r}; it must have tensors by name"
+                    f"the state of the training algorithm {kind} has a {type(value).__name__} under {name!r}; it must "
+                    "have tensors by name"
                 )
         return state
 
