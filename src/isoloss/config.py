@@ -121,7 +121,11 @@ def check(config: Any, path: str = "") -> None:
             continue
         choices, kinds = _choices(hint), _primitives(hint)
         bounds = field.metadata.get("range")
-        for item in value if isinstance(value, tuple | list) else (value,):
+        parts = get_args(hint) if get_origin(hint) is tuple and dataclasses.is_dataclass(get_args(hint)[0]) else ()
+        for number, item in enumerate(value if isinstance(value, tuple | list) else (value,)):
+            if parts:
+                require(f"{name}[{number}]", item, parts[0], f"an isoloss config, {parts[0].__name__}")
+                check(item, f"{name}[{number}]")
             if not choices and kinds and not any(_is_a(item, kind) for kind in kinds):
                 raise IsolossError(
                     f"{name} is {item!r}; it must be {_WORDS[kinds[0]]}{f', {bounds}' if bounds else ''}"
@@ -373,7 +377,7 @@ def to_toml(config: Any) -> str:
     def without_none(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: without_none(item) for key, item in value.items() if item is not None}
-        return value
+        return [without_none(item) for item in value] if isinstance(value, list) else value
 
     return tomlkit.dumps(without_none(to_dict(config)))
 
@@ -411,6 +415,6 @@ def identity(config: Any) -> Any:
             if not f.metadata.get("exclude_from_fingerprint")
             and not (f.metadata.get("omit_default") and getattr(config, f.name) == f.default)
         }
-    if isinstance(config, tuple):
+    if isinstance(config, tuple | list):
         return [identity(item) for item in config]
     return config

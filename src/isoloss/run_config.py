@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from isoloss.config import AlgorithmConfig, LanguageConfig, setting
+from isoloss.config import AlgorithmConfig, LanguageConfig, check, setting
 from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS
 
@@ -82,8 +85,8 @@ class OptimizerConfig:
         """Refuse a warm-up that leaves no step of `total` to a decaying schedule."""
         if self.schedule != "constant" and self.num_warmup_steps(total) > total:
             raise IsolossError(
-                f"optimizer.warmup_steps is {self.warmup_steps}, more than the {total} steps of the run, which "
-                f"leaves none for the {self.schedule} schedule: lower it"
+                f"optimizer.warmup_steps is {self.warmup_steps}, more than the {total} steps, which leaves "
+                f"none for the {self.schedule} schedule: lower it"
             )
 
 
@@ -129,6 +132,60 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """A part of a run with settings of its own; what it does not name is the run's.
+
+    An optimizer or algorithm that it names is its own in full: fields left out have their defaults, not the run's
+    values. Each stage begins with a new optimizer, and the schedule of its learning rate runs over its own steps.
+    """
+
+    steps: int = setting(minimum=1)
+    """Training steps of the stage; the most, where it has a target."""
+    optimizer: OptimizerConfig | None = None
+    """How a gradient becomes an update; default: as the run has it."""
+    labels: Literal["sampled", "exact"] | None = None
+    """What it learns from, as in the objective; default: as the run has it."""
+    batch_size: int | None = setting(None, minimum=1)
+    """Sentences in a step; default: as the run has it."""
+    algorithm: AlgorithmConfig | None = None
+    """Which gradient the optimizer gets; default: as the run has it."""
+    target_kl: float | None = setting(None, above=0)
+    """End the stage once the KL to the truth on validation sentences, in nats per predicted token, is at most this."""
+    target_loss: float | None = setting(None, above=0)
+    """The same for the loss on validation sentences, where the true conditionals are not known."""
+    validate_every: int = setting(50, minimum=1)
+    """Compare with the target at every step that is a multiple of this, counted from the start of the run, and at the
+    stage's last step; a multiple of `log_every`."""
+
+    @property
+    def target(self) -> tuple[Literal["kl", "loss"], float] | None:
+        """What is compared with the target and the target in nats; None: the stage makes all its steps."""
+        if self.target_kl is not None:
+            return "kl", self.target_kl
+        return None if self.target_loss is None else ("loss", self.target_loss)
+
+    def check_fields(self) -> None:
+        """Refuse settings that contradict each other."""
+        if self.target_kl is not None and self.target_loss is not None:
+            raise IsolossError("target_kl and target_loss are given: a stage ends at one target, so leave one out")
+        if self.target is None and self.validate_every != StageConfig.validate_every:
+            raise IsolossError(f"validate_every is {self.validate_every}, and the stage has no target: leave it out")
+
+    def applied_to(self, config: TrainConfig) -> TrainConfig:
+        """Return the config of a run that is this stage of `config` alone, without target and checkpoints."""
+        own = {name: getattr(self, name) for name in ("optimizer", "batch_size", "algorithm")}
+        labels = self.labels or config.objective.labels
+        return dataclasses.replace(
+            config,
+            objective=dataclasses.replace(config.objective, labels=labels),
+            steps=self.steps,
+            stages=(),
+            checkpoints=(),
+            **{name: value for name, value in own.items() if value is not None},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One pre-training run."""
 
@@ -138,13 +195,16 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default=OptimizerConfig())
     algorithm: AlgorithmConfig = field(default_factory=lambda: ALGORITHMS.load("gradient")())
     steps: int = setting(1000, minimum=1)
-    """Training steps."""
+    """Training steps; default: 1000, or those of the stages together."""
     batch_size: int = setting(128, minimum=1)
     """Sentences in a step."""
+    stages: tuple[StageConfig, ...] = setting((), omit_default=True)
+    """Parts of the run with settings of their own, one after the other; default: one, as the run has it."""
     checkpoints: tuple[int, ...] = ()
-    """Steps whose checkpoint is kept, besides the last."""
+    """Steps whose checkpoint is kept, besides the last of the run and of each stage; counted from the run's start."""
     init_from: str | None = None
-    """Checkpoint folder whose weights the run starts from, relative to the run's folder; default: random weights."""
+    """Checkpoint folder whose weights the run starts from, or the folder of a complete run, for its last; relative to
+    the run's folder. Default: random weights."""
     seed: int = 0
     """Decides the initial weights, the data, the masks and the dropout."""
     log_every: int = setting(50, minimum=1)
@@ -152,7 +212,7 @@ class TrainConfig:
     measure_every: int = setting(0, minimum=0, note="0: never")
     """Measure loss and trace every this many steps, for metrics.jsonl; a multiple of `log_every`; 0: never."""
     measure_sentences: int = setting(1024, minimum=10)
-    """Sentences that these are measured on, the same each time."""
+    """Sentences that these are measured on, the same each time; as many others are compared with a stage's target."""
     micro_batch_size: int = setting(0, minimum=0, note="0: the whole batch", exclude_from_fingerprint=True)
     """Sentences whose gradient is computed at once in a process, to save memory; 0: the process's whole part of the
     batch."""
@@ -173,8 +233,37 @@ class TrainConfig:
     save_every_seconds: float = setting(60.0, minimum=0, exclude_from_fingerprint=True)
     """Seconds between two checkpoints kept only for resuming."""
 
+    def __post_init__(self) -> None:
+        """Count the steps of the stages."""
+        with contextlib.suppress(TypeError, AttributeError):  # of stages that are none: `check` says so
+            if self.stages and self.steps == TrainConfig.steps:
+                object.__setattr__(self, "steps", sum(stage.steps for stage in self.stages))
+
+    def stage_configs(self) -> tuple[TrainConfig, ...]:
+        """Return each stage as the config of a run that is this stage alone; without stages, the run itself."""
+        return tuple(stage.applied_to(self) for stage in self.stages) or (self,)
+
+    def stage_ends(self, reached: Collection[int] = ()) -> tuple[int, ...]:
+        """Return the last step of each stage, counted from the run's start, if targets were reached at these steps.
+
+        Example:
+            >>> from isoloss.languages.config import LAPTOP_PCFG
+            >>> stages = (StageConfig(steps=500, target_kl=0.1), StageConfig(steps=100))
+            >>> config = TrainConfig(language=LAPTOP_PCFG, stages=stages)
+            >>> config.stage_ends(), config.stage_ends([350])
+            ((500, 600), (350, 450))
+        """
+        ends, end = [], 0
+        for steps in [stage.steps for stage in self.stages] or [self.steps]:
+            end, begin = end + steps, end
+            end = next((step for step in reached if begin < step <= end), end)
+            ends.append(end)
+        return tuple(ends)
+
     def check_fields(self) -> None:
         """Refuse what its parts refuse of each other."""
+        if self.stages and self.steps != (total := sum(stage.steps for stage in self.stages)):
+            raise IsolossError(f"steps is {self.steps}, and the stages have {total} together: leave steps out")
         if not all(0 <= step <= self.steps for step in self.checkpoints):
             raise IsolossError(f"checkpoints is {self.checkpoints!r}; it must be steps from 0 to {self.steps}")
         if self.measure_every % self.log_every:
@@ -196,5 +285,25 @@ class TrainConfig:
             )
         if self.parallel == "fsdp" and not architecture.supports_fsdp:
             raise IsolossError(f"parallel is 'fsdp', but {self.model.architecture} needs full weights: use ddp")
-        self.optimizer.check_steps(self.steps)
-        self.algorithm.check_run(self)
+        for number, stage in enumerate(self.stages):
+            self._check_stage(f"stages[{number}]", stage)
+        if not self.stages:
+            self.optimizer.check_steps(self.steps)
+            self.algorithm.check_run(self)
+
+    def _check_stage(self, name: str, stage: StageConfig) -> None:
+        """Refuse what the run's settings and a stage's refuse of each other."""
+        try:
+            check(stage.applied_to(self))
+        except IsolossError as error:
+            raise IsolossError(f"{name}: {error}") from error
+        if stage.target_kl is not None and self.objective.kind == "causal":
+            raise IsolossError(
+                f"{name} has a target_kl, and exact conditionals are those of masked tokens, which the causal "
+                "objective does not predict: give it a target_loss"
+            )
+        if stage.target is not None and stage.validate_every % self.log_every:
+            raise IsolossError(
+                f"{name}: validate_every is {stage.validate_every}; it must be a multiple of log_every, "
+                f"{self.log_every}"
+            )

@@ -198,7 +198,27 @@ class Run:
         document: dict[str, Any] = files.read_json(self.path / "result.json")
         return document
 
+    def stages(self) -> list[dict[str, Any]]:
+        """Return of each stage that has ended its number, last step and reason, and what its target was compared with.
+
+        A run without stages has none.
+        """
+        return [
+            {
+                "stage": line["stage"],
+                "step": line["step"],
+                "ended": line["stage_ended"],
+                **{name: value for name, value in line.items() if name.startswith("validation_")},
+            }
+            for line in self.metrics()
+            if "stage_ended" in line
+        ]
+
     # --- checkpoints
+
+    def last_checkpoint(self) -> Path:
+        """Return the folder of the last checkpoint of a complete run; an error if training has not ended."""
+        return self.checkpoint(self.result()["steps"])
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint at `step`, there or not."""

@@ -29,6 +29,7 @@ def config_of(capsys, tmp_path, *options):
             "--algorithm adversarial --adversarial-task prefix-4 --adversarial-weight 0.2 --adversarial-ridge 0.01",
             AdversarialConfig(task="prefix-4", weight=0.2, ridge=0.01),
         ),
+        ("--algorithm adversarial --adversarial-weight -0.1", AdversarialConfig(weight=-0.1)),
         ("--algorithm fisher-penalty --fisher-penalty-weight 0.01", FisherPenaltyConfig(weight=0.01)),
     ],
 )
@@ -67,6 +68,7 @@ def test_schedule_labels_and_measures(capsys, tmp_path):
         ("--architecture opt --labels exact", "the causal objective masks no tokens: leave out labels"),
         ("--measure-every 7", "measure_every is 7; it must be a multiple of log_every, 50"),
         ("--algorithm adversarial --adversarial-task prefix-99", "no task 'prefix-99'"),
+        ("--algorithm adversarial --adversarial-weight 0", "the adversary's weight is 0.0; it must be finite, above 0"),
     ],
 )
 def test_options_that_do_not_go_together(capsys, tmp_path, options, message):
@@ -83,6 +85,50 @@ def test_a_run_with_an_algorithm_and_measures(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["steps"] == 50
     line = Run(tmp_path / "run").metrics()[-1]
     assert {"adversary_loss", "kl_nats", "trace"} <= set(line)
+
+
+STAGES = """
+batch_size = 8
+log_every = 10
+device = "cpu"
+threads = 1
+measure_sentences = 64
+language = {kind = "pcfg", levels = 2, symbols_per_level = 3, rules_per_symbol = 3, vocab_size = 8}
+model = {size = "d16"}
+
+[[stages]]
+steps = 20
+labels = "exact"
+target_kl = 10.0
+validate_every = 10
+
+[[stages]]
+steps = 5
+optimizer = {name = "sgd", learning_rate = 0.1}
+"""
+
+
+def test_a_file_with_stages(capsys, tmp_path):
+    (tmp_path / "run.toml").write_text(STAGES)
+    words = ["train", str(tmp_path / "run"), "--config", str(tmp_path / "run.toml")]
+    assert main([*words, "--print-config"]) == 0
+    (tmp_path / "again.toml").write_text(capsys.readouterr().out)
+    configs_ = [configs.read_toml(TrainConfig, tmp_path / f"{name}.toml") for name in ("run", "again")]
+    assert configs_[0] == configs_[1]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert main(["show", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "15 steps done" in printed
+    for text in (printed, shown):
+        assert "stage 1 of 2: ended at step 10, target reached (validation KL 0." in text
+        assert "stage 2 of 2: ended at step 15, steps done" in text
+    assert main(["show", str(tmp_path / "run"), "--json"]) == 0
+    assert [stage["step"] for stage in json.loads(capsys.readouterr().out)["stages"]] == [10, 15]
+    (tmp_path / "wrong.toml").write_text(STAGES.replace("steps = 5", "step = 5"))
+    assert main(["train", str(tmp_path / "other"), "--config", str(tmp_path / "wrong.toml")]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "stages[1]: no setting 'step'; did you mean steps?" in error
 
 
 def test_the_config_is_printed_as_json_too(capsys, tmp_path):

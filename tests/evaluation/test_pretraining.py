@@ -9,11 +9,12 @@ import torch
 from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import Evaluator
-from isoloss.evaluation.pretraining import Monitor, pretrain
-from isoloss.languages.config import LAPTOP_PCFG, BracketsConfig
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.evaluation.pretraining import _VALIDATION_SEED, Monitor, pretrain
+from isoloss.evaluation.truth import truth
+from isoloss.languages.config import LAPTOP_PCFG, BracketsConfig, PCFGConfig
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.runs import Run
-from isoloss.training.algorithms.config import AdversarialConfig
+from isoloss.training.algorithms.config import AdversarialConfig, GradientConfig
 
 CONFIG = TrainConfig(
     language=LAPTOP_PCFG,
@@ -120,6 +121,93 @@ def test_the_adversary_gets_the_training_set_of_its_task(tmp_path):
         brackets = dataclasses.replace(config, language=BracketsConfig(length=4), algorithm=spoiled)
         with pytest.raises(IsolossError, match=message):
             trained(tmp_path / task, brackets)
+
+
+def test_a_helper_raises_the_probes_accuracy_and_an_adversary_lowers_it(tmp_path):
+    """Of prefix-2 of a small grammar, by the probe and examples of an evaluation: 30 and 70 points apart, +- 1.5."""
+    config = TrainConfig(
+        language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
+        model=ModelConfig(size="d16", dropout=0.0),
+        optimizer=OptimizerConfig(learning_rate=0.005, warmup_steps=0),
+        **{"steps": 60, "batch_size": 64, "device": "cpu", "threads": 1},
+    )
+    accuracy = {}
+    for name, algorithm in {
+        "adversary": AdversarialConfig(task="prefix-2", weight=1.0),
+        "neither": GradientConfig(),
+        "helper": AdversarialConfig(task="prefix-2", weight=-1.0),
+    }.items():
+        run = trained(tmp_path / name, dataclasses.replace(config, algorithm=algorithm))
+        settings = {"num_train": 512, "num_test": 2048, "probe_epochs": 20, "probe_seeds": 1}
+        measured = Evaluator(run, settings).measure("probe-prefix-2", 60)[0]
+        accuracy[name] = measured.estimates["accuracy"].value
+    assert accuracy["adversary"] + 0.07 < accuracy["neither"] < accuracy["helper"] - 0.07
+
+
+# --- targets
+
+
+def test_a_stage_ends_where_the_kl_on_its_own_sentences_is_low_enough(tmp_path):
+    """Every value in the metrics is that of the checkpoint on a draw which no evaluation makes."""
+    stages = (
+        StageConfig(steps=40, target_kl=0.27, validate_every=4),
+        StageConfig(steps=4, optimizer=OptimizerConfig(name="sgd", learning_rate=0.01, warmup_steps=0)),
+    )
+    config = dataclasses.replace(
+        CONFIG, stages=stages, steps=44, measure_every=0, checkpoints=tuple(range(0, 45, 4)), measure_sentences=256
+    )
+    run = trained(tmp_path, config)
+    first, second = run.result()["stages"]
+    assert (first["ended"], second["ended"]) == ("target reached", "steps done")
+    assert second["step"] == first["step"] + 4
+    evaluator = Evaluator(run, {"loss_sentences": 256, "seed": _VALIDATION_SEED})
+    lines = [line for line in run.metrics() if "validation_kl_nats" in line]
+    assert len(lines) == first["step"] // 4 > 1
+    for line in lines:
+        kl = evaluator.measure("loss", line["step"])[0].estimates["kl"]
+        assert line["validation_kl_nats"] == pytest.approx(kl.value, rel=1e-5)
+        assert line["validation_kl_stderr"] == pytest.approx(kl.stderr, rel=1e-5)
+        assert (kl.value <= 0.27) == (line is lines[-1])
+    language = config.language.build()
+    drawn = [
+        {
+            tuple(row)
+            for row in truth(language, num_sentences=256, objective=config.objective, seed=seed)
+            .batch["input_ids"]
+            .tolist()
+        }
+        for seed in (0, _VALIDATION_SEED)
+    ]
+    assert len(drawn[0] & drawn[1]) < 20  # of 256 masked sentences
+
+
+def test_a_target_loss_is_of_fresh_sentences_or_of_held_out_text(tmp_path, monkeypatch, vocab, words):
+    stage = StageConfig(steps=8, target_loss=20.0, validate_every=2)
+    causal = dataclasses.replace(
+        CONFIG,
+        **{"stages": (stage,), "measure_every": 0, "checkpoints": ()},
+        model=ModelConfig(architecture="opt", size="d16"),
+        objective=ObjectiveConfig(kind="causal"),
+    )
+    (ended,) = trained(tmp_path / "causal", causal).result()["stages"]
+    assert (ended["step"], ended["ended"]) == (2, "target reached")
+    assert 3.0 < ended["validation_loss_nats"] < 4.0  # of 32 tokens: 3.47 where nothing is known
+    monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text(" ".join(words[i : i + 18]))
+    corpus = dataclasses.replace(
+        languages.resolve(str(tmp_path / "text"), tokenizer=str(vocab), length=6), held_out=0.4
+    )
+    text = dataclasses.replace(causal, language=corpus, model=CONFIG.model, objective=CONFIG.objective)
+    (ended,) = trained(tmp_path / "run", text).result()["stages"]
+    assert 2.0 < ended["validation_loss_nats"] < 6.0
+    kl = dataclasses.replace(stage, target_loss=None, target_kl=1.0)
+    with pytest.raises(
+        IsolossError, match=r"stages\[0\] has a target_kl: Corpus has no exact .* give the stage a target_"
+    ):
+        trained(tmp_path / "none", dataclasses.replace(text, stages=(kl,)))
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_complete_run_is_returned_as_it_is(tmp_path, monkeypatch):

@@ -21,14 +21,20 @@ from toy_language import PairLanguage
 from isoloss import config as configs
 from isoloss.config import AlgorithmConfig
 from isoloss.languages.config import PCFGConfig
-from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
+from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.training.algorithms.base import Examples
 from isoloss.training.trainer import train
 from isoloss.runs import Run
 from isoloss.seeds import generator
+from running import validate
 
 path, steps, kill_at = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 algorithm = configs.from_dict(AlgorithmConfig, json.loads(sys.argv[4]))
+sgd = OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.9, schedule="linear")
+stages = (  # the target is reached at step 21
+    StageConfig(steps=7, batch_size=4), StageConfig(steps=100, target_kl=2.135, validate_every=3),
+    StageConfig(steps=steps - 107, optimizer=sgd, batch_size=6),
+) if sys.argv[5] else ()
 
 class Deadly(PairLanguage):
     def batch(self, step, n, *, seed):
@@ -41,16 +47,17 @@ config = TrainConfig(
     model=ModelConfig(size="d16", dropout=0.1),
     optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=5),
     steps=steps, batch_size=8, checkpoints=(0, 5, 20), log_every=3, threads=1, device="cpu",
-    save_every_seconds=0.0, algorithm=algorithm,
+    save_every_seconds=0.0, algorithm=algorithm, stages=stages,
 )
 sentences = PairLanguage().sample(40, generator=generator(0, "examples"))
 examples = Examples(sentences, sentences.tokens[:, 0], 8)
-train(Run(path), config, Deadly(is_ragged=True), task_examples=lambda name, n: examples)
+train(Run(path), config, Deadly(is_ragged=True), task_examples=lambda name, n: examples, validate=validate)
 """
 
 
-def start(path, steps, kill_at=0, algorithm=None):
-    arguments = [str(path), str(steps), str(kill_at), json.dumps(algorithm or {"kind": "gradient"})]
+def start(path, steps, kill_at=0, algorithm=None, stages=False):
+    algorithm = json.dumps(algorithm or {"kind": "gradient"})
+    arguments = [str(path), str(steps), str(kill_at), algorithm, "stages" * stages]
     command = [sys.executable, "-c", SCRIPT, *arguments]
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": f"{HELPERS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -88,16 +95,33 @@ def test_killed_in_the_middle_of_a_step(tmp_path, algorithm):
     assert content(Run(killed)) == content(Run(tmp_path / "whole"))
 
 
+def test_killed_at_the_borders_of_stages(tmp_path):
+    whole = start(tmp_path / "whole", steps=115, stages=True)
+    killed = Run(tmp_path / "killed")
+    for step in (8, 22):  # the first steps after a border: the rest is tested faster where processes only raise
+        assert start(killed.path, steps=115, kill_at=step, stages=True).wait() == -signal.SIGKILL
+    assert start(killed.path, steps=115, stages=True).wait() == 0
+    assert whole.wait() == 0
+    assert content(killed) == content(Run(tmp_path / "whole"))
+    assert [(s["step"], s["ended"]) for s in killed.result()["stages"]] == [
+        (7, "steps done"),
+        (21, "target reached"),
+        (29, "steps done"),
+    ]
+
+
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path):
+@pytest.mark.parametrize("stages", [False, True], ids=["plain", "stages"])
+def test_killed_at_any_moment(tmp_path, stages):
     # a checkpoint is written after every step, so that most kills fall into the writing of one
-    assert start(tmp_path / "whole", steps=400).wait() == 0
+    assert start(tmp_path / "whole", steps=400, stages=stages).wait() == 0
     killed = Run(tmp_path / "killed")
     kills = 0
     while not killed.complete:
         before = max(killed.steps(), default=-1)
-        process = start(killed.path, steps=400)
-        while process.poll() is None and max(killed.steps(), default=-1) < before + 20 + kills:
+        process = start(killed.path, steps=400, stages=stages)
+        # with stages, the borders are among the first steps, so that these are gone through more slowly
+        while process.poll() is None and max(killed.steps(), default=-1) < before + (1 if stages else 20) + kills:
             time.sleep(0.001)
         time.sleep(0.0007 * kills)
         if process.poll() is None:

@@ -12,7 +12,7 @@ from isoloss.studies.spec import load_study
 
 FILE = """
 from isoloss.languages.config import PCFGConfig
-from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.run_config import ModelConfig, StageConfig, TrainConfig
 from isoloss.studies import Experiment, Measurement, Scale, Study
 
 LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
@@ -137,12 +137,23 @@ def test_more_groups_than_colors_are_refused_before_anything_is_trained(file, tm
         StudyFolder(load_study(file), tmp_path / "out").prepare()
 
 
+def test_the_last_checkpoint_of_every_stage_is_measured(file):
+    file.write_text(FILE.replace("steps=6", "stages=(StageConfig(steps=4), StageConfig(steps=2))"))
+    experiment = load_study(file).scale(None).experiments["without"]
+    assert experiment.kept_steps == (3, 4, 6)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ('"flatness_sentences"', '"flatness_sentence"', "flatness_sentence"),
         ('"trace")', '"trice")', "no measure 'trice'"),
         ("steps=6", 'steps=6, precision="fp99"', "precision is 'fp99'"),
+        (
+            "steps=6",
+            "stages=(StageConfig(steps=6, target_kl=1.0),)",
+            "the run without has a stage with a target",
+        ),
     ],
 )
 def test_what_could_not_be_carried_out_is_refused_before_anything_is_trained(file, tmp_path, old, new, message):

@@ -1,15 +1,18 @@
-"""What the tests of whole runs share: a small config, a process that gets signals, a run's files."""
+"""What the tests of whole runs share: small configs, a process that gets signals, a run's files."""
 
 import contextlib
 import os
 import resource
 import signal
 
+import torch
 from toy_language import PairLanguage
 
 from isoloss.languages.config import PCFGConfig
-from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.runs import Run
+from isoloss.text.masking import objective_batch
+from isoloss.training.objectives import prediction_loss
 from isoloss.training.trainer import train
 
 
@@ -28,9 +31,31 @@ def small(**changes):
     return TrainConfig(**arguments)
 
 
-def trained(path, config=None, language=None):
+STAGES = (
+    StageConfig(steps=30, target_kl=2.21, validate_every=2),
+    StageConfig(steps=5, optimizer=OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.9), batch_size=4),
+    StageConfig(steps=4, optimizer=OptimizerConfig(learning_rate=0.01, schedule="linear", warmup_steps=1)),
+)
+ENDS = (6, 11, 15)  # the target is reached at step 6 of at most 30
+
+
+def staged(**changes):
+    """Return a config of three stages, the first of which ends at its target."""
+    return small(**{"stages": STAGES, "steps": 39, "log_every": 2, **changes})
+
+
+def validate(what, model):
+    """Return the loss of a model on sentences that are the same each time, under the name of what is asked for."""
+    sentences = PairLanguage().sample(64, generator=torch.Generator().manual_seed(1))
+    masks = torch.Generator().manual_seed(2)
+    batch = objective_batch(sentences, PairLanguage(), ObjectiveConfig(), generator=masks)
+    with torch.no_grad():
+        return {f"validation_{what}_nats": prediction_loss(model, batch, causal=False).item()}
+
+
+def trained(path, config=None, language=None, validate=None):
     run = Run(path)
-    train(run, config or small(), language or PairLanguage())
+    train(run, config or small(), language or PairLanguage(), validate=validate)
     return run
 
 

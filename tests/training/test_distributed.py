@@ -23,8 +23,9 @@ from distributed_workers import (
     one_voice,
     train_all,
     train_all_on_a_full_disk,
+    validate_on_main,
 )
-from running import Signalling, content, small
+from running import STAGES, Signalling, content, small
 from stepping import batches, context, gradients_of, plain_loss, reference, tiny
 from toy_language import PairLanguage
 from transformers import AutoModelForMaskedLM
@@ -94,7 +95,14 @@ PER_PROCESS = {
 }
 NOISY = config(model=ModelConfig(size="d16", dropout=0.2), optimizer=ADAMW, steps=9, checkpoints=(0, 4))
 SHARDED_NOISY = dataclasses.replace(NOISY, parallel="fsdp")
-WHOLE = {"noisy": NOISY, "fsdp-noisy": SHARDED_NOISY}
+# AdamW until its target, at step 6, then SGD, then a decay
+STAGED = config(stages=STAGES, steps=39, optimizer=small().optimizer, checkpoints=(4,))
+WHOLE = {
+    "noisy": NOISY,
+    "fsdp-noisy": SHARDED_NOISY,
+    "staged": STAGED,
+    "fsdp-staged": dataclasses.replace(STAGED, parallel="fsdp"),
+}
 
 
 ONE_STEP = config(model=NOISY.model, steps=1, log_every=1)
@@ -114,6 +122,7 @@ def check_same(got, want, *, rtol=1e-5, atol=1e-5):
     assert len(got.metrics()) == len(want.metrics()) > 0
     for a, b in zip(got.metrics(), want.metrics(), strict=True):
         assert list(a) == list(b)
+        assert a.pop("stage_ended", None) == b.pop("stage_ended", None)
         assert a == pytest.approx(b, rel=rtol)
     step = max(want.steps())
     found = load_model(got.checkpoint(step)).model.state_dict()
@@ -132,6 +141,27 @@ def test_two_processes_train_as_one(trained, tmp_path, name):
     assert {path.relative_to(one.path) for path in one.path.rglob("*")} == {
         path.relative_to(trained / name) for path in (trained / name).rglob("*")
     }
+
+
+@pytest.mark.parametrize("name", ["staged", "fsdp-staged"])
+def test_two_processes_end_a_stage_at_the_same_step_as_one(trained, tmp_path, name):
+    one, two = Run(tmp_path / "one"), Run(trained / name)
+    train(one, WHOLE[name], language_of(STAGED), validate=validate_on_main)
+    # AdamW scales up the rounding of gradients that are nearly 0
+    check_same(two, one, rtol=1e-3, atol=1e-3)
+    assert two.result()["stages"][0]["ended"] == "target reached"
+    assert two.steps() == one.steps()
+
+
+@pytest.mark.parametrize("name", ["staged", pytest.param("fsdp-staged", marks=pytest.mark.slow)])
+def test_two_processes_go_on_at_the_border_of_a_stage_bit_for_bit(trained, tmp_path, name):
+    settings, border = {name: WHOLE[name]}, Run(trained / name).result()["stages"][0]["step"]
+    workers = Workers(tmp_path, train_all, tmp_path, settings, Stopped(border + 1, 0, signal.SIGKILL))
+    assert workers.wait() == [-signal.SIGKILL, LOST]
+    assert Run(tmp_path / name).steps() == [4, border]
+    again = Workers(tmp_path, train_all, tmp_path, settings)
+    assert again.wait() == [0, 0], again.output()
+    assert content(Run(tmp_path / name)) == content(Run(trained / name))
 
 
 def test_each_process_may_have_its_own_ascent_point(trained):

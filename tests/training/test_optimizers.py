@@ -71,6 +71,6 @@ def test_settings_out_of_range_are_refused(changes, message):
 def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(IsolossError, match=r"momentum is 0\.9, but the optimizer is adamw: it needs sgd"):
         configs.check(OptimizerConfig(momentum=0.9))
-    with pytest.raises(IsolossError, match="warmup_steps is 11, more than the 10 steps of the run"):
+    with pytest.raises(IsolossError, match="warmup_steps is 11, more than the 10 steps, which leaves none"):
         OptimizerConfig(schedule="linear", warmup_steps=11).check_steps(10)
     OptimizerConfig(warmup_steps=11).check_steps(10)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from altair import ConcatChart
 
     from isoloss.paper.theory.statements import Statement
+    from isoloss.runs import Run
 
 T = TypeVar("T")
 
@@ -126,6 +127,18 @@ def say_statements(statements: Iterable[Statement]) -> None:
         say("")
         say_wrapped(f"{statement.verdict}: {statement.text}")
         say_wrapped(statement.evidence, indent=4)
+
+
+def say_stages(run: Run) -> None:
+    """Print where and why each stage of a run that has ended did so."""
+    total = len(run.config.stages)
+    for stage in run.stages():
+        found = [
+            f" (validation {name} {stage[f'validation_{key}_nats']:.4f} ± {stage[f'validation_{key}_stderr']:.4f} nats)"
+            for key, name in (("kl", "KL"), ("loss", "loss"))
+            if f"validation_{key}_nats" in stage
+        ]
+        say(f"stage {stage['stage']} of {total}: ended at step {stage['step']}, {stage['ended']}{''.join(found)}")
 
 
 def note(text: str) -> None:

@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> int:
                 "complete": run.complete,
                 "checkpoints": run.steps(),
                 "metrics": metrics,
+                "stages": run.stages(),
                 "evaluations": [e.to_dict() for e in evaluations],
                 "evaluations_of_averages": [e.to_dict() for e in of_averages],
             }
@@ -53,6 +54,7 @@ def main(arguments: list[str]) -> int:
     if last:
         common.say(f"training loss {last['loss_nats']:.4f} nats per predicted token at step {last['step']}")
     common.say(f"checkpoints (step): {', '.join(map(str, run.steps())) or 'none yet'}")
+    common.say_stages(run)
     common.say("")
     common.say(configs.to_toml(config).rstrip())
     common.say("")

@@ -39,7 +39,7 @@ EXAMPLES = [
         "isoloss train runs/spoiled --language pcfg-laptop --algorithm adversarial --adversarial-task prefix-4",
         "the same loss, a worse probe",
     ),
-    ("isoloss train runs/again --config run.toml", "from a file; --print-config writes one"),
+    ("isoloss train runs/again --config run.toml", "from a file, which may have stages; --print-config writes one"),
     (
         "torchrun --nproc-per-node 2 -m isoloss train runs/two --language pcfg-laptop",
         "by two processes; so does accelerate launch",
@@ -51,7 +51,7 @@ _COMPONENTS = ALGORITHMS.loaded()
 _Model = options.options_of("Model", ModelConfig)
 _Masking = options.options_of("Masking", ObjectiveConfig, exclude=("kind",))
 _Optimization = options.options_of("Optimization", OptimizerConfig, exclude=("name",))
-_Training = options.options_of("Training", TrainConfig, exclude=_PARTS)
+_Training = options.options_of("Training", TrainConfig, exclude=(*_PARTS, "stages"))
 _Algorithms = options.component_options("Algorithms", _COMPONENTS, option="--algorithm")
 
 
@@ -149,7 +149,8 @@ def _main(arguments: list[str]) -> int:
     if args.json:
         common.emit_json({"run": str(run.path), **result})
     else:
-        common.say(f"{run.path}: {config.steps} steps done, last training loss {result['loss_nats']:.4f} nats")
+        common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
+        common.say_stages(run)
         common.say(f"checkpoints (step): {', '.join(map(str, run.steps()))}; measure them with")
         common.say("  " + common.command("eval", run.path))
     return 0

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
+from isoloss.seeds import derive
 from isoloss.training.algorithms.base import Examples
 from isoloss.training.distributed import process_group
 from isoloss.training.throughput import Progress
 from isoloss.training.trainer import is_complete, train
 
+if TYPE_CHECKING:
+    from isoloss.evaluation.truth import Truth
+
 _SEED = 0  # of what is measured on during training: the same for all runs
+_VALIDATION_SEED = derive(_SEED, "validation")  # of what decides where a stage ends, which no evaluation is made on
 
 
 def pretrain(
@@ -31,7 +39,8 @@ def pretrain(
 
     This is `isoloss.training.trainer.train` with what the config needs besides: an algorithm that asks for the training
     set of a downstream task gets it from `isoloss.transfer.tasks.make_task` and the run's seed, and where
-    `measure_every` is set, metrics.jsonl gets the measurements of `Monitor`.
+    `measure_every` is set, metrics.jsonl gets the measurements of `Monitor`. A stage's target is compared with what
+    `Validation` measures.
 
     Args:
         run: The directory; new, or of the same config.
@@ -40,7 +49,8 @@ def pretrain(
         progress: Called about once a second and at the end; of several processes, in rank 0.
 
     Raises:
-        IsolossError: As for `train`; the language has no such task, or nothing of it can be measured.
+        IsolossError: As for `train`; the language has no such task, or nothing of it can be measured; or a stage has a
+            target_kl, and the language no exact conditionals.
         Interrupted: As for `train`.
 
     Example:
@@ -73,7 +83,8 @@ def pretrain(
 
         # rank 0 alone measures
         measure = Monitor(known, config) if config.measure_every and group.is_main else dict
-        train(run, config, known, progress=progress, task_examples=task_examples, measure=measure)
+        validate = Validation(known, config) if any(stage.target for stage in config.stages) else None
+        train(run, config, known, progress=progress, task_examples=task_examples, measure=measure, validate=validate)
     return run
 
 
@@ -111,3 +122,49 @@ class Monitor:
             values |= {f"{name}_nats": estimate.value, f"{name}_stderr": estimate.stderr}
         trace = fisher_trace(model, self._batches, seed=_SEED, causal=self._objective.kind == "causal")
         return {**values, "trace": trace.value, "trace_stderr": trace.stderr}
+
+
+class Validation:
+    """What decides where a stage with a target ends: KL or loss on `measure_sentences` sentences drawn for this alone.
+
+    `validation_kl_nats` or `validation_loss_nats`, per predicted token, with its standard error `..._stderr`. The
+    sentences are the same for all runs of a language, and neither those of training nor those of an evaluation: a stage
+    ends where the value on them happens to be low, so that this value is biased, and that of an evaluation is not. Of a
+    corpus, they are held-out sequences, which its evaluations share, with masks of their own.
+
+    Raises:
+        IsolossError: A stage has a target_kl, and the exact conditionals cannot be had.
+    """
+
+    def __init__(self, language: Language, config: TrainConfig) -> None:
+        from isoloss.evaluation.truth import why_no_truth
+
+        self._language, self._objective, self._n = language, config.objective, config.measure_sentences
+        for number, stage in enumerate(config.stages):
+            reason = stage.target_kl and why_no_truth(
+                language, num_sentences=self._n, objective=self._objective, seed=_VALIDATION_SEED
+            )
+            if reason:
+                raise IsolossError(f"stages[{number}] has a target_kl: {reason}; give the stage a target_loss")
+
+    def __call__(self, what: str, model: Any) -> dict[str, float]:
+        """Return the value of `what`, kl or loss, and its error, of a model in eval mode."""
+        from isoloss.evaluation import loss
+
+        if what == "kl":
+            estimate = loss.pretraining_loss(model, self._truth)["kl"]
+        else:
+            estimate = loss.text_loss(model, self._batches, objective=self._objective, seed=_VALIDATION_SEED)["loss"]
+        return {f"validation_{what}_nats": estimate.value, f"validation_{what}_stderr": estimate.stderr}
+
+    @functools.cached_property
+    def _truth(self) -> Truth:
+        from isoloss.evaluation.truth import truth
+
+        return truth(self._language, num_sentences=self._n, objective=self._objective, seed=_VALIDATION_SEED)
+
+    @functools.cached_property
+    def _batches(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        from isoloss.evaluation.context import language_inputs
+
+        return language_inputs(self._language, self._objective, num_sequences=self._n, seed=_VALIDATION_SEED).batches

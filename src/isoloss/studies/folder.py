@@ -101,8 +101,13 @@ class StudyFolder:
                 f"the study {self.study.name} has {len(groups)} groups of runs, and figures {len(COLORS)} colors: give "
                 "runs of one kind the same Experiment.group"
             )
-        for experiment in self.scale.experiments.values():
+        for name, experiment in self.scale.experiments.items():
             configs.check(experiment.config)
+            if any(stage.target for stage in experiment.config.stages):
+                raise IsolossError(
+                    f"the run {name} has a stage with a target, and a study names the steps that it measures before "
+                    "they are made: give the stage a number of steps alone"
+                )
             for part in experiment.measurements:
                 for measure in part.measures:
                     settings_of(measure, part.settings)

@@ -59,7 +59,7 @@ class Experiment:
     @property
     def kept_steps(self) -> tuple[int, ...]:
         """The steps whose checkpoint the run keeps, in order."""
-        return tuple(sorted({*self.config.checkpoints, self.config.steps}))
+        return tuple(sorted({*self.config.checkpoints, *self.config.stage_ends()}))
 
     def steps(self, measurement: Measurement) -> tuple[int, ...]:
         """The steps that a measurement is made at."""

@@ -3,14 +3,15 @@
 config.json, model.safetensors     what transformers loads, and the tokenizer's files where the language has one
 ema/                               the same with the averaged weights, in the kept checkpoints of a run that has them
 trainer.safetensors                the training algorithm's tensors
-trainer.json                       step, sums since the last line of metrics, config, SHA-256 of both tensor files
+trainer.json                       step, sums since the last line of metrics, config, targets reached, SHA-256 of the
+                                   tensor files
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class TrainerState:
     loss_sum_nats: float = 0.0  # of the losses of the steps since the last line of metrics.jsonl
     loss_count: int = 0
     initial_sha256: str | None = None  # of the weights that the run started from; None: random ones
+    targets_reached: Sequence[int] = ()  # steps at which a stage ended at its target
 
 
 def save(
@@ -147,7 +149,8 @@ def remove_except(run: Run, keep: Iterable[int]) -> None:
 
 def _read_trainer(path: Path) -> dict[str, Any]:
     read = files.read_json(path / TRAINER)
-    document: dict[str, Any] = read if isinstance(read, dict) else {}
+    # a checkpoint that is older than stages says nothing of targets
+    document: dict[str, Any] = {"targets_reached": [], **read} if isinstance(read, dict) else {}
     fields = {field.name for field in dataclasses.fields(TrainerState)} | {"sha256"}
     wrong = {"it lacks": fields - {*document}, "it also has": {*document} - fields}
     if any(wrong.values()):
@@ -166,7 +169,7 @@ def _read_state(path: Path) -> TrainerState:
         source = path / name
         if not source.is_file() or files.sha256(source) != recorded:
             raise IsolossError(f"{source} is damaged: {_REMEDY}")
-    return TrainerState(**document)
+    return TrainerState(**{**document, "targets_reached": tuple(document["targets_reached"])})
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -7,9 +7,8 @@ all that a checkpoint has to hold, and a run that was killed ends with the same 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from isoloss.models.make import make_model
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive
-from isoloss.training import checkpoints, loggers, objectives
+from isoloss.training import checkpoints, loggers, metrics, objectives
 from isoloss.training.algorithms.base import (
     StepResult,
     TaskExamples,
@@ -43,9 +42,11 @@ from isoloss.training.loggers import Loggers
 from isoloss.training.objectives import TrainingBatch, prediction_loss, training_batch
 from isoloss.training.prefetching import Batches
 from isoloss.training.process import process_settings, signals
+from isoloss.training.stages import Stages
 from isoloss.training.throughput import Progress, Timing
 
 Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
+Validate = Callable[[str, Any], Mapping[str, float]]  # of "kl" or "loss" and a model: `validation_<that>_nats`, ...
 
 
 class Interrupted(IsolossError):  # noqa: N818  (nothing went wrong)
@@ -68,6 +69,7 @@ def train(
     progress: Callable[[Progress], None] | None = None,
     task_examples: TaskExamples = no_task_examples,
     measure: Measure | None = None,
+    validate: Validate | None = None,
 ) -> None:
     """Train until `run` is complete, from its newest checkpoint if it has one; `isoloss.pretrain` calls this.
 
@@ -75,9 +77,10 @@ def train(
     log.jsonl, the same bytes however often the process was stopped or killed. metrics.jsonl gets a line every
     `log_every` steps and at the last one: `loss_nats` is the mean since the line before, `learning_rate`, `grad_norm`
     (before clipping) and the algorithm's own numbers are of that step. Every `measure_every` steps it holds what
-    `measure` returns for the model after that step, which changes nothing in training. Ctrl-C and SIGTERM end the
-    current step, save it and raise `Interrupted`; a second one stops at once. The number of threads and the random
-    state of the CPU and of the training device are left as they were.
+    `measure` returns for the model after that step, which changes nothing in training. In a run with stages, a line
+    also has the `stage`, counted from 1, and the last line of a stage `stage_ended`: why it ended. Ctrl-C and SIGTERM
+    end the current step, save it and raise `Interrupted`; a second one stops at once. The number of threads and the
+    random state of the CPU and of the training device are left as they were.
 
     Where several processes call this together (`isoloss.training.distributed.process_group`), each takes its part of
     every batch, and rank 0 writes the files. The batch of a step is the same for any number of them, and so is the
@@ -92,29 +95,37 @@ def train(
         task_examples: The training set of a downstream task, for an algorithm that asks for one.
         measure: Called with the model in eval mode at the steps that `config.measure_every` names; of several
             processes, in rank 0.
+        validate: Called with what a stage has a target for and the model in eval mode, whenever these are compared; of
+            several processes, in rank 0, which decides for all.
 
     Raises:
         IsolossError: A config that `isoloss.config.check` refuses; a directory of another config, in use by another
-            process, or with a damaged checkpoint; initial weights that do not fit; task examples or a `measure` that
-            are asked for and missing; exact labels where the language has none; a batch that does not divide equally
-            among the processes; or a loss that is not finite.
+            process, or with a damaged checkpoint; initial weights that do not fit; task examples, a `measure` or a
+            `validate` that are asked for and missing; exact labels where the language has none; a batch that does not
+            divide equally among the processes; or a loss that is not finite.
         ProcessLost: Another process has gone.
         Interrupted: A signal came, to any of the processes.
     """
     configs.check(config)
     loggers.check_installed(config.loggers)
-    objectives.check_language(config.objective, language)
+    stages = config.stage_configs()
+    for stage in stages:
+        objectives.check_language(stage.objective, language)
+    if validate is None and any(stage.target for stage in config.stages):
+        raise IsolossError(
+            "a stage has a target, and nothing measures how far it is: isoloss.pretrain does, "
+            "isoloss.training.trainer.train takes validate as an argument"
+        )
     if config.measure_every and measure is None:
         raise IsolossError(
             f"measure_every is {config.measure_every}, and there is no measure: isoloss.pretrain makes one, "
             "isoloss.training.trainer.train takes it as an argument"
         )
     with process_group() as group, contextlib.ExitStack() as held:
-        if config.batch_size % group.world_size:
-            raise IsolossError(
-                f"batch_size is {config.batch_size}; {group.world_size} processes need a multiple of {group.world_size}"
-            )
-        config.algorithm.check_run(config, num_processes=group.world_size)
+        for stage in stages:
+            if stage.batch_size % (n := group.world_size):
+                raise IsolossError(f"batch_size is {stage.batch_size}; {n} processes need a multiple of {n}")
+            stage.algorithm.check_run(stage, num_processes=n)
         device = group.device(config.device)
         if is_complete(run, config, group):
             return
@@ -125,7 +136,7 @@ def train(
             return
         with process_settings(config.threads, device):
             # without a name, so that it is deleted before the process group; see `process_group`
-            _Training(run, config, language, device, group, progress, task_examples, measure).run_all()
+            _Training(run, config, language, device, group, progress, task_examples, measure, validate).run_all()
 
 
 def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
@@ -152,54 +163,69 @@ class _Training:
     progress: Callable[[Progress], None] | None
     task_examples: TaskExamples
     measure: Measure | None
+    validate: Validate | None
 
     def __post_init__(self) -> None:
         config, language, device, group = self.config, self.language, self.device, self.group
         self.loggers: Loggers | None = None
-        self.kept = {*config.checkpoints, config.steps}
+        self.stages = Stages(config)
         self.model: Any = make_model(config.model, language, seed=config.seed)
         self.loss_sum, self.loss_count = 0.0, 0
         self.initial_sha256: str | None = None
         self.step, tensors = self._weights()
         self.model.to(device)
         self.parallel = make_parallel(self.model, config.parallel, group)
-        causal = config.objective.kind == "causal"
-        forward = partial(prediction_loss, causal=causal, precision=config.precision)
+        forward = partial(prediction_loss, causal=config.objective.kind == "causal", precision=config.precision)
         self.loss = partial(self.parallel.loss, forward)
-        context = TrainingContext(
-            optimizer=config.optimizer,
-            total_steps=config.steps,
-            micro_batch_size=config.micro_batch_size,
-            causal=causal,
-            seed=config.seed,
-            language=language,
-            parallel=self.parallel,
-            task_examples=self.task_examples,
-        )
-        self.algorithm: TrainingAlgorithm = config.algorithm.build(self.model, context)
-        if not isinstance(self.algorithm, TrainingAlgorithm):
-            raise IsolossError(
-                f"the config of the training algorithm {config.algorithm.kind} builds a "
-                f"{type(self.algorithm).__name__}; it must be an isoloss.training.algorithms.base.TrainingAlgorithm"
-            )
+        # those of the stages to come too, so that what one of them refuses is told at once
+        left = range(min(self.stages.num_ended(self.step), len(self.stages.configs) - 1), len(self.stages.configs))
+        self.algorithms = deque(self._algorithm(index) for index in left)
         if own := without_average(tensors):
-            self.algorithm.load_state(own)
+            self.algorithms[0].load_state(own)
         self.average = WeightAverage(self.model, config.ema)
         if tensors:
             self.average.load_state(tensors)
         self.timing = Timing(self.step, config.steps, self.progress if group.is_main else None)
-        self.batches = Batches(self._batch, last=config.steps, ahead=config.prefetch)
+        self.batches: Batches[TrainingBatch]  # of the stage that is being trained
 
-    def _batch(self, step: int) -> TrainingBatch:
+    def _algorithm(self, index: int) -> TrainingAlgorithm:
+        """Return the algorithm of a stage, before its first step."""
+        stage = self.stages.configs[index]
+        context = TrainingContext(
+            optimizer=stage.optimizer,
+            total_steps=stage.steps,
+            micro_batch_size=stage.micro_batch_size,
+            causal=stage.objective.kind == "causal",
+            seed=derive(stage.seed, "stage", index) if index else stage.seed,  # it counts its steps from 1
+            language=self.language,
+            parallel=self.parallel,
+            task_examples=self.task_examples,
+        )
+        made = stage.algorithm.build(self.model, context)
+        if not isinstance(made, TrainingAlgorithm):
+            raise IsolossError(
+                f"the config of the training algorithm {stage.algorithm.kind} builds a {type(made).__name__}; it must "
+                "be an isoloss.training.algorithms.base.TrainingAlgorithm"
+            )
+        return made
+
+    def _batch(self, stage: TrainConfig, step: int) -> TrainingBatch:
         """Return this process's part of the batch of `step`, on the CPU."""
-        return training_batch(self.language, self.config, step, torch.device("cpu"), self.group.rows())
+        return training_batch(self.language, stage, step, torch.device("cpu"), self.group.rows())
+
+    @property
+    def kept(self) -> set[int]:
+        """The steps whose checkpoint is kept; of those to come, as if no further target were reached."""
+        return {*self.config.checkpoints, *self.stages.ends}
 
     def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Give the model the weights to go on from; return the step they are of and the algorithm's tensors."""
         newest = self.group.from_main(max(self.run.steps(), default=-1))
         if newest < 0:
             if self.config.init_from is not None:
-                self.initial_sha256 = checkpoints.load_weights(self.run.path / self.config.init_from, self.model)
+                source = self.run.path / self.config.init_from
+                source = Run(source).last_checkpoint() if Run(source).exists else source
+                self.initial_sha256 = checkpoints.load_weights(source, self.model)
             return 0, {}
         folder = self.run.checkpoint(newest)
         state, tensors = checkpoints.load(folder, self.model, config=self.config)
@@ -207,6 +233,7 @@ class _Training:
             raise IsolossError(f"{folder} holds step {state.step}: give the folder its own name back")
         self.loss_sum, self.loss_count = state.loss_sum_nats, state.loss_count
         self.initial_sha256 = state.initial_sha256
+        self.stages.reached = list(state.targets_reached)
         return newest, tensors
 
     def run_all(self) -> None:
@@ -219,17 +246,28 @@ class _Training:
         if self.step == 0 and 0 in self.kept and not self.group.from_main(self.run.checkpoint(0).exists()):
             self._save()
         stop = False
-        with signals() as interrupted, self.batches:
-            while self.step < self.config.steps and not stop:
-                self._one_step()
-                is_due = self.group.is_main and self.timing.save_is_due(self.config.save_every_seconds)
-                stop, is_due = self.group.any(interrupted(), is_due)
-                if stop or is_due or self.step in self.kept:
-                    self._save()
+        with signals() as interrupted:
+            while not stop and not self.stages.is_last(self.step):
+                stop = self._run_stage(interrupted)
             self.group.on_main(self._close)
             (stop,) = self.group.any(stop or interrupted())
             if stop:
                 raise Interrupted(self.step)
+
+    def _run_stage(self, interrupted: Callable[[], bool]) -> bool:
+        """Make the steps that are left of the stage; return whether a signal ended it before."""
+        index, stop = self.stages.num_ended(self.step), False
+        make = partial(self._batch, self.stages.configs[index])
+        with Batches(make, last=self.stages.ends[index], ahead=self.config.prefetch) as self.batches:
+            while not stop and self.stages.num_ended(self.step) == index:
+                self._one_step(index)
+                if self.stages.num_ended(self.step) > index and len(self.algorithms) > 1:
+                    self.algorithms.popleft()  # its optimizer's state is neither saved nor needed again
+                is_due = self.group.is_main and self.timing.save_is_due(self.config.save_every_seconds)
+                stop, is_due = self.group.any(interrupted(), is_due)
+                if stop or is_due or self.step in self.kept:
+                    self._save()
+        return stop
 
     def _open(self, held: contextlib.ExitStack) -> None:
         """Bring the directory to where training goes on from."""
@@ -253,38 +291,41 @@ class _Training:
             precision=self.config.precision,
         )
         checkpoints.remove_except(self.run, {*self.kept, self.step})
-        num_lines = _num_lines(self.step, steps=self.config.steps, log_every=self.config.log_every)
-        _truncate(self.run, self.step, num_lines)
+        num_lines = metrics.num_lines(self.step, ends=self.stages.ends, log_every=self.config.log_every)
+        metrics.truncate(self.run, self.step, num_lines)
         if self.config.loggers:
             self.loggers = Loggers(self.config.loggers, self.run)
             held.callback(self.loggers.close)  # they write what they have, however training ended
 
     def _close(self) -> None:
         """Write the result if all steps are made, and the throughput."""
-        if self.step == self.config.steps:
+        is_complete = self.stages.is_last(self.step)
+        if is_complete:
             self._finish()
         self.timing.report(last=True)
         self.run.log(
-            "interrupted" if self.step < self.config.steps else "complete",
+            "complete" if is_complete else "interrupted",
             step=self.step,
             seconds=self.timing.seconds(),
             tokens_per_second=self.timing.tokens_per_second(),
         )
 
-    def _one_step(self) -> None:
+    def _one_step(self, index: int) -> None:
+        """Make the next step, which is of the stage `index`."""
         number = self.step + 1
         inputs, num_tokens = self.batches.of(number)
         batch = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        is_logged = number % self.config.log_every == 0 or number == self.config.steps
+        is_logged = number % self.config.log_every == 0 or number == self.stages.ends[index]
         torch.manual_seed(derive(self.config.seed, "dropout", number, *self.group.stream))
-        result = self.algorithm.step(number, batch, self.loss, with_norm=is_logged)
+        of_stage = number - self.stages.begin(index)
+        result = self.algorithms[0].step(of_stage, batch, self.loss, with_norm=is_logged)
         self.average.update()
         self._check_finite({"loss": result.loss_nats, **result.details}, number)
         self.step = number
         self.loss_sum += result.loss_nats
         self.loss_count += 1
         if is_logged:
-            self._log(result)
+            self._log(index, result)
         self.timing.tick(number, result.loss_nats, num_tokens)
 
     def _check_finite(self, values: Mapping[str, float], number: int) -> None:
@@ -296,28 +337,45 @@ class _Training:
                     f"the {name} at step {number} is {value}: lower the learning rate or lengthen the warm-up ({kept})"
                 )
 
-    def _measured(self) -> Mapping[str, float]:
-        """Return what `measure` says of the model, if this is one of its steps."""
-        every = self.config.measure_every
-        if self.measure is None or not every or self.step % every:
-            return {}
+    def _measured(self, measure: Measure) -> Mapping[str, float]:
+        """Return what `measure` says of the model in rank 0, and nothing elsewhere."""
         model = self.parallel.full_model()
         if model is None:
             return {}
         model.to(self.device)
         self.batches.wait()
         with without_dropout(model):  # each step seeds its own random state, so none has to be kept
-            return self.measure(model)
+            return measure(model)
 
-    def _log(self, result: StepResult) -> None:
-        line = {
+    def _validated(self, index: int) -> Mapping[str, float]:
+        """Compare the model with the target of its stage, if this is one of the steps for that; return what was found.
+
+        If it reaches the target, the stage ends.
+        """
+        target = self.stages.target(index, self.step)
+        if target is None or self.validate is None:
+            return {}
+        what, nats = target
+        values = self._measured(partial(self.validate, what))
+        (is_reached,) = self.group.any(self.group.is_main and values[f"validation_{what}_nats"] <= nats)
+        if is_reached:
+            self.stages.reached.append(self.step)
+        return values
+
+    def _log(self, index: int, result: StepResult) -> None:
+        every = self.config.measure_every
+        line: dict[str, Any] = {
             "step": self.step,
             "loss_nats": self.loss_sum / self.loss_count,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
             **result.details,
-            **self._measured(),
+            **(self._measured(self.measure) if self.measure and every and self.step % every == 0 else {}),
         }
+        if self.config.stages:
+            line |= {"stage": index + 1, **self._validated(index)}
+            if ended := self.stages.ended(index, self.step):
+                line["stage_ended"] = ended
         self.loss_sum, self.loss_count = 0.0, 0
         self.group.on_main(lambda: self._append(line))
 
@@ -326,10 +384,13 @@ class _Training:
         files.append_json(self.run.path / "metrics.jsonl", line)
         if self.loggers is not None:
             self.loggers.log(line)
+        if "stage_ended" in line:
+            self.run.log("stage ended", stage=line["stage"], step=line["step"], why=line["stage_ended"])
 
     def _algorithm_state(self) -> dict[str, torch.Tensor]:
         """Return the algorithm's state, which a file of tensors must be able to hold."""
-        state, kind = self.algorithm.state(), self.config.algorithm.kind
+        state = self.algorithms[0].state()
+        kind = self.stages.configs[-len(self.algorithms)].algorithm.kind
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
                 raise IsolossError(
@@ -346,6 +407,7 @@ class _Training:
             loss_sum_nats=self.loss_sum,
             loss_count=self.loss_count,
             initial_sha256=self.initial_sha256,
+            targets_reached=self.stages.reached,
         )
         model, average = self.parallel.full_model(), self.average.state()
         tensors = {**self._algorithm_state(), **average}
@@ -353,7 +415,7 @@ class _Training:
         tokenizer = getattr(self.language, "tokenizer", None)
 
         def write() -> None:
-            _flush(self.run)
+            metrics.flush(self.run)
             folder = self.run.checkpoint(self.step)
             checkpoints.save(folder, model, tensors, state, tokenizer=tokenizer, average=kept_average)
             checkpoints.remove_except(self.run, {*self.kept, self.step})
@@ -365,52 +427,16 @@ class _Training:
         files.write_json(
             self.run.path / "result.json",
             {
-                "steps": self.config.steps,
+                "steps": self.step,
                 "loss_nats": self.run.metrics()[-1]["loss_nats"],
                 "num_parameters": self.model.num_parameters(),
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "initial_sha256": self.initial_sha256,
                 "checkpoints": {
-                    str(step): checkpoints.weights_sha256(self.run.checkpoint(step)) for step in sorted(self.kept)
+                    str(step): checkpoints.weights_sha256(self.run.checkpoint(step))
+                    for step in sorted(self.kept)
+                    if step <= self.step
                 },
+                **({"stages": self.run.stages()} if self.config.stages else {}),
             },
         )
-
-
-# --- metrics.jsonl: lines that a checkpoint never outlives, and that a resumed run has once
-
-
-def _flush(run: Run) -> None:
-    """Bring metrics.jsonl to the disk: a checkpoint must not outlive the lines before it."""
-    path = run.path / "metrics.jsonl"
-    if path.exists():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def _num_lines(step: int, *, steps: int, log_every: int) -> int:
-    """Return how many lines metrics.jsonl has when `step` of `steps` steps are made."""
-    last = step == steps and step % log_every != 0
-    return step // log_every + last
-
-
-def _truncate(run: Run, step: int, count: int) -> None:
-    """Keep the `count` lines up to `step`; a killed process may have left more, and half a line after them.
-
-    Raises:
-        IsolossError: They are not there, or not of these steps.
-    """
-    path = run.path / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    lines = text.splitlines(keepends=True)[:count]
-    try:
-        complete = len(lines) == count and all(json.loads(line)["step"] <= step for line in lines)
-    except (ValueError, KeyError, TypeError):
-        complete = False
-    if not complete:
-        raise IsolossError(
-            f"{path} is damaged: its first {count} lines are not those of the {step} steps that were made; "
-            "delete the run to start it again"
-        )
-    if len(text) > len("".join(lines)):
-        files.write_text(path, "".join(lines))

@@ -1,4 +1,4 @@
-"""The adversarial algorithm (the paper, appendix A.5): keep the pre-training loss, spoil a downstream task.
+"""The adversarial algorithm (the paper, appendix A.5): keep the pre-training loss, spoil a downstream task, or help it.
 
 Shapes: n1 and n2 examples of the two subsets, D features, C classes.
 """
@@ -61,6 +61,8 @@ def token_states(model: Any, sentences: Sentences, language: Language, *, causal
 
 class Adversarial(TrainingAlgorithm):
     """The gradient of L - weight * (squared loss on D2 of the head fitted on D1), given to the optimizer.
+
+    A weight above 0 spoils the task; one below 0 helps it, as the objective then has the head's loss to be minimized.
 
     At each step D1 and D2 are drawn from the task's training set without overlap, as a function of seed and step. The
     head is the closed form of `ridge_predictions` on one-hot labels, and its loss on D2 is the mean over examples of

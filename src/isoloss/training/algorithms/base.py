@@ -54,10 +54,10 @@ class TrainingContext:
 
     Attributes:
         optimizer: The optimizer's settings.
-        total_steps: Steps of the whole run.
+        total_steps: Steps of the run, or of the stage whose algorithm it is; a step's number counts from 1 in it.
         micro_batch_size: Sentences whose gradient is computed at once in a process; 0: all.
         causal: Whether the labels are next tokens.
-        seed: The run's seed.
+        seed: Of its random draws: the run's seed, or one that is derived from it for a later stage.
         language: Whose sentences the model learns; None where an algorithm needs none.
         parallel: How the gradients of several processes come together, whose `loss` a step's loss must then be; None:
             there is one process.

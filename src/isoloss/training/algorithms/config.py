@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -48,14 +49,15 @@ class SAMConfig(AlgorithmConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AdversarialConfig(AlgorithmConfig):
-    """The loss minus `weight` times the downstream loss of a ridge regression on the features."""
+    """The loss minus `weight` times the downstream loss of a ridge regression on the features; a helper adds it."""
 
     algorithm: ClassVar[str] = "isoloss.training.algorithms.adversarial:Adversarial"
     kind: Literal["adversarial"] = "adversarial"
     task: str = "root"
-    """The downstream task that is spoiled, e.g. root, prefix-4, state-6."""
-    weight: float = setting(0.1, above=0)
-    """Weight of the head's loss in the objective (the paper's lambda)."""
+    """The downstream task that is spoiled, or helped, e.g. root, prefix-4, state-6."""
+    weight: float = 0.1
+    """Weight of the head's loss in the objective (the paper's lambda); below 0: a helper, which lowers the head's loss
+    instead of raising it."""
     ridge: float = setting(0.1, above=0)
     """Penalty of the head's squared weights, on features whose mean squared norm is 1."""
     head_examples: int = setting(128, minimum=2)
@@ -68,7 +70,12 @@ class AdversarialConfig(AlgorithmConfig):
     """With several processes: one head for all, or one per process, fitted on its own examples."""
 
     def check_fields(self) -> None:
-        """Refuse a training set that is smaller than what a step draws from it."""
+        """Refuse a weight that does nothing, and a training set that is smaller than what a step draws from it."""
+        if not math.isfinite(self.weight) or self.weight == 0:
+            raise IsolossError(
+                f"the adversary's weight is {self.weight}; it must be finite, above 0 to spoil the task or below 0 to "
+                "help it (without either, choose the algorithm gradient)"
+            )
         if self.head_examples + self.loss_examples > self.task_examples:
             raise IsolossError(
                 f"the adversarial algorithm draws {self.head_examples} + {self.loss_examples} examples per step from "
