@@ -28,9 +28,9 @@ FLATNESS_MEASURES = {
     "trace": ("Trace", "trace of the Fisher of that loss, which at saturation is the trace of its Hessian"),
     "minimal-trace": (
         "MinimalTrace",
-        "minimum of that trace over exact rescalings, whatever the scale of the weights",
+        "minimum of that trace over exact rescalings of the weights",
     ),
-    "rescaling-control": ("RescalingControl", "both traces after a random exact rescaling: only the first may move"),
+    "rescaling-control": ("RescalingControl", "both traces after a random exact rescaling: only the plain one should change"),
     "trace-in-SIZE-EMBEDDING_SCALE": (
         "TraceIn",
         "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand --embedding-scale)",
