@@ -30,7 +30,10 @@ FLATNESS_MEASURES = {
         "MinimalTrace",
         "minimum of that trace over exact rescalings of the weights",
     ),
-    "rescaling-control": ("RescalingControl", "both traces after a random exact rescaling: only the plain one should change"),
+    "rescaling-control": (
+        "RescalingControl",
+        "both traces after a random exact rescaling: only the plain one should change",
+    ),
     "trace-in-SIZE-EMBEDDING_SCALE": (
         "TraceIn",
         "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand --embedding-scale)",

@@ -1,4 +1,4 @@
-"""Which measures of flatness change when a model is written in another way: the table of docs/flatness.md, measured.
+"""Which measures of flatness change with weights that compute the same: the table of docs/flatness.md, measured.
 
 A tiny BERT in float64 without eps is changed so that its logits stay. Every measure is taken on the same inputs and
 labels; where it is estimated with random probes, it is the mean over all of them, from the dense matrices.
@@ -65,7 +65,7 @@ def bert():
     return model
 
 
-# --- the same function, written in another way ------------------------------------------------------------------------
+# --- other weights of the same function -------------------------------------------------------------------------------
 
 
 def rescale(model, *, granularity="tensor", features):
@@ -113,7 +113,7 @@ def permute(model):
 
 
 CHANGES = {
-    "rescaling tensors, features stay": functools.partial(rescale, features=False),
+    "rescaling tensors, features fixed": functools.partial(rescale, features=False),
     "rescaling tensors and features": functools.partial(rescale, features=True),
     "rescaling channels": functools.partial(rescale, granularity="channel", features=False),
     "translation": translate,

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import types
 import warnings
 
 import numpy as np
@@ -64,13 +65,13 @@ def randomly(model, *, seed, largest=10.0):
 
 
 def plain_trace(model, batches):
-    """The trace as the model is written, with the control variates that a minimal one has."""
+    """The trace at the given weights, with the control variates that a minimal one has."""
     return fisher_trace(model, batches, rescaling="minimal").details["trace"]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @EACH_FAMILY
-def test_it_stays_under_random_rescalings_while_the_plain_trace_moves(family, tied):
+def test_it_is_invariant_under_random_rescalings_and_the_plain_trace_is_not(family, tied):
     model = small_eps(family.build(tied=tied))
     batches = batches_of(model)
     found = [fisher_trace(each, batches, rescaling="minimal") for each in (model, randomly(model, seed=1))]
@@ -196,7 +197,7 @@ def test_models_are_compared_by_it():
     assert rest.stderr == pytest.approx(a.details["without_embeddings_stderr"])
 
 
-def test_it_goes_on_from_a_file(tmp_path, monkeypatch):
+def test_it_resumes_from_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
     model = made("gpt2")
     batches, path = batches_of(model, number=80), tmp_path / "half"
@@ -227,9 +228,9 @@ def test_the_eps_of_norms_bounds_the_rescaling():
     with warnings.catch_warnings():
         warnings.simplefilter("error", IsolossWarning)
         free, bounded = (fisher_trace(each, batches, rescaling="minimal").details for each in (made("bert"), shrunk))
-    assert free["largest_log_factor"] is None
-    assert 0 < bounded["largest_log_factor"] < 3
-    assert max(map(abs, bounded["log_factors"].values())) <= bounded["largest_log_factor"] * (1 + 1e-9)
+    assert free["log_factor_bound"] is None
+    assert 0 < bounded["log_factor_bound"] < 3
+    assert max(map(abs, bounded["log_factors"].values())) <= bounded["log_factor_bound"] * (1 + 1e-9)
     assert abs(bounded["loss_change_by_eps"]) <= 1e-4
 
 
@@ -263,8 +264,14 @@ def test_a_rescaled_copy_computes_the_same():
     assert other.lm_head.weight is other.transformer.wte.weight
 
 
-def test_the_callback_takes_it():
-    assert FlatnessCallback([], every=1, rescaling="minimal").rescaling == "minimal"
+def test_the_callback_logs_it_under_its_own_name():
+    model = FAMILY["bert"].build(tied=True).float()
+    batches = batches_of(model)
+    callback = FlatnessCallback(batches, every=1, rescaling="minimal")
+    state = types.SimpleNamespace(global_step=1, is_world_process_zero=True, epoch=None, log_history=[])
+    callback.on_step_end(None, state, None, model=model)
+    expected = fisher_trace(model, batches, rescaling="minimal")
+    assert state.log_history == [{"minimal_trace": expected.value, "minimal_trace_stderr": expected.stderr, "step": 1}]
 
 
 def test_the_control_of_the_command_line(capsys, tmp_path):
@@ -282,9 +289,9 @@ def test_the_control_of_the_command_line(capsys, tmp_path):
     assert main([*words, "--measures", "minimal-trace"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for part in (
-        "as the model is written",
+        "trace at the given weights",
         "keep the last hidden state",
-        "rescaling changes the loss by",
+        "the rescaling changes the loss of the first sequences by",
         "cross-fitted",
     ):
         assert part in out

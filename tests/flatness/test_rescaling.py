@@ -273,14 +273,14 @@ def test_a_parameter_that_the_rules_do_not_know():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: FAMILY["bert"].build(tied=True).bert, "BertModel has no language model's head"),
+        (lambda: FAMILY["bert"].build(tied=True).bert, "BertModel has no language-model head"),
         (
             lambda: BertForPreTraining(FAMILY["bert"].config(tied=True)),
             "BertForPreTraining has bert.pooler.dense.weight",
         ),
         (
             lambda: LlamaForSequenceClassification(FAMILY["llama"].config(tied=True)),
-            "LlamaForSequenceClassification has no language model's head",
+            "LlamaForSequenceClassification has no language-model head",
         ),
         (lambda: nn.Linear(2, 2), "no rescalings are known for models of type None"),
     ],

@@ -62,7 +62,7 @@ def test_the_rounding_of_narrow_weights_is_not_taken_for_the_eps_of_norms(name, 
     model = made(name, kernel)
     found = fisher_trace(model, [batch_of()], rescaling="minimal")
     wide = fisher_trace(made(name, "sdpa").float(), [batch_of()], rescaling="minimal")
-    assert found.details["largest_log_factor"] is None
+    assert found.details["log_factor_bound"] is None
     assert abs(found.details["loss_change_by_eps"]) < 2e-5
     assert found.details["logits_differ_without_eps"] < 1e-12
     # the gradients of the narrow model are rounded to 8 bits, on the same probes
@@ -73,7 +73,7 @@ def test_the_rounding_of_narrow_weights_is_not_taken_for_the_eps_of_norms(name, 
 def test_a_large_model_with_narrow_weights_is_not_checked(monkeypatch):
     monkeypatch.setattr(minimal, "_LARGEST_CHECKED", 100)
     found = fisher_trace(made("bert", "sdpa"), [batch_of()], rescaling="minimal").details
-    assert found["loss_change_by_eps"] is found["logits_differ_without_eps"] is found["largest_log_factor"] is None
+    assert found["loss_change_by_eps"] is found["logits_differ_without_eps"] is found["log_factor_bound"] is None
     wide = fisher_trace(made("bert", "sdpa").float(), [batch_of()], rescaling="minimal").details
     assert wide["logits_differ_without_eps"] is None
     assert abs(wide["loss_change_by_eps"]) < 2e-5

@@ -20,7 +20,7 @@ from isoloss.flatness.engine.splits import Columns
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.rescaling.application import part_sizes
 from isoloss.flatness.rescaling.generators import rescalings_of
-from isoloss.flatness.rescaling.minimal import MinimalTrace
+from isoloss.flatness.rescaling.minimal import MinimalTraceEstimator
 from isoloss.flatness.rescaling.program import minimize
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
@@ -99,7 +99,7 @@ class Pool:
         drawn = np.random.default_rng(seed).choice(len(chances), number, p=chances)
         chunks = np.array_split(drawn, -(-number // 4096))
         stream = [{name: value[some] for name, value in batch.items()} for some in chunks]
-        minimal = MinimalTrace(model, granularity=granularity)
+        minimal = MinimalTraceEstimator(model, granularity=granularity)
         source = ExactLabels(model, num_probes=1, seed=seed, splits=minimal.splits, by_scale=True)
         measurement = Measurement(source)
         measurement.measure(stream, Stopping())
@@ -111,7 +111,7 @@ class Pool:
 
     def samples(self, number):
         """The minimal traces of all samples of so many sequences, and without embeddings (Estimate, Estimate)."""
-        minimal = MinimalTrace(self.model, granularity=self.granularity)
+        minimal = MinimalTraceEstimator(self.model, granularity=self.granularity)
         for start in range(0, len(self.positions) - number + 1, number):
             some = slice(start, start + number)
             estimator = ClusteredRatioEstimator(self.squares.shape[1], self.controls.shape[1], keep_rows=True)

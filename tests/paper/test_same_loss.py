@@ -283,4 +283,4 @@ def test_the_summary_is_json(tmp_path):
     columns, rows = controls.cells()
     assert columns[2:4] == ["trace (nats/token)", "trace-rescaled-at-random (nats/token)"]
     assert [row[:2] for row in rows] == [[name, "300"] for name in SCALE.experiments]
-    assert "multiplies the trace by 2 to 2, and moves the minimal trace by at most 0e+00" in controls.caption
+    assert "The trace is multiplied by 2 to 2; the minimal trace changes by at most 0e+00" in controls.caption

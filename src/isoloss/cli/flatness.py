@@ -31,7 +31,10 @@ EXAMPLES = [
     ("isoloss flatness A B C --data text.txt", "which of several is the flattest, on the same inputs"),
     ("isoloss flatness A B --data text.txt --figure ab.svg", "with a figure: trace against loss"),
     ("isoloss flatness A B --data text.txt --measures trace largest-eigenvalue fisher-rao", "other measures too"),
-    ("isoloss flatness A B --data text.txt --measures minimal-trace --control", "whatever the scale of the weights"),
+    (
+        "isoloss flatness A B --data text.txt --measures minimal-trace --control",
+        "with the minimum over rescalings, and a control",
+    ),
     ("isoloss flatness runs/first/checkpoints/step-1000", "a checkpoint of a run, on the run's own language"),
     ("isoloss flatness CHECKPOINT --data text.txt --num-sequences 100000 --rtol 0.01", "until the error is 1 %"),
 ]
@@ -74,8 +77,8 @@ class Args:
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
     control: bool = False
-    """With the minimal trace: measure both traces of each model rescaled at random too. It computes the same, so that
-    only the plain trace may differ."""
+    """Also measure the minimal trace, and both traces after a random exact rescaling. The function is the same, so only
+    the plain trace should change."""
     by_layer: bool = False
     """Print the part of each layer."""
     by_parameter: bool = False
@@ -234,6 +237,9 @@ def _print(args: Any, results: FlatnessResults, *, is_random: bool) -> None:
         compared = results.comparisons.get(measure)
         if isinstance(compared, Comparison):
             flatness_output.print_tables(compared)
+            for one in compared.models:
+                for line in flatness_output.conventions(one.trace) if "gauged" in one.trace.details else ():
+                    common.say(f"{one.name}: {line}")
         elif compared is not None:
             common.say(str(compared))
         for model, by_measure in results.estimates.items():

@@ -81,23 +81,32 @@ def _of_minimum(estimate: Estimate) -> Iterator[str]:
     """What a minimal trace is beside the plain one, what bounds it, and what fixes it where there is no minimum."""
     details = estimate.details
     plain, kept = (rounded(details[name], details[f"{name}_stderr"]) for name in ("trace", "keeping_features"))
+    low, high = (rounded(details[name], estimate.stderr).split(" ±")[0] for name in ("in_sample", "cross_fitted"))
+    yield f"trace at the given weights {plain}; minimum over rescalings that keep the last hidden state {kept}"
     yield (
-        f"as the model is written {plain}; over rescalings that keep the last hidden state {kept}; over all of them "
-        f"between {rounded(details['in_sample'], estimate.stderr).split(' ±')[0]} (on these inputs, too small on "
-        f"average) and {rounded(details['cross_fitted'], estimate.stderr).split(' ±')[0]} (cross-fitted, too large)"
+        f"minimum over all rescalings: in sample {low} (too small on average), cross-fitted {high} (too large); the "
+        "value is their mean"
     )
+    yield from conventions(estimate)
+
+
+def conventions(estimate: Estimate) -> Iterator[str]:
+    """Return what else decides a minimal trace: gauges where it has no minimum, and what the eps of norms does."""
+    details = estimate.details
     if details["gauged"]:
         infimum = rounded(details["infimum"], estimate.stderr).split(" ±")[0]
         yield (
-            f"there is no minimum: toward the infimum {infimum} the parts of {len(details['vanishing'])} parameters "
-            f"vanish ({details['vanishing'][0]}, ...), so that the scale of {' and '.join(details['gauged'])} is "
-            "fixed: the root mean square of what it multiplies is 1"
+            f"the trace has no minimum over rescalings (infimum {infimum}: the contributions of "
+            f"{len(details['vanishing'])} parameters vanish, such as {details['vanishing'][0]}), so the scale of "
+            f"{' and '.join(details['gauged'])} is fixed by convention: the geometric mean of the root mean squares of "
+            "what it multiplies is 1"
         )
     if details["loss_change_by_eps"] is None:
         return
-    bound = details["largest_log_factor"]
-    bounded = "" if bound is None else f", with factors of at most {math.exp(bound):.3g} so that it is no more"
-    yield f"rescaling changes the loss by {details['loss_change_by_eps']:.1g} nats, by the eps of norms{bounded}"
+    bound = details["log_factor_bound"]
+    limit = "" if bound is None else f"; the factors are at most {math.exp(bound):.3g}, so this is not the full minimum"
+    change = details["loss_change_by_eps"]
+    yield f"by the eps of norms, the rescaling changes the loss of the first sequences by {change:.1g} nats{limit}"
 
 
 def percent(fraction: float) -> str:

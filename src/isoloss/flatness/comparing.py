@@ -23,7 +23,7 @@ from isoloss.flatness.engine.measurement import Measurement, Terms
 from isoloss.flatness.engine.predictions import CheckedBatch, Predictions
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.rescaling.generators import Granularity
-from isoloss.flatness.rescaling.minimal import MinimalTrace, Rescaling, minimal_trace
+from isoloss.flatness.rescaling.minimal import MinimalTraceEstimator, Rescaling, minimal_trace
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, unwrapped
 from isoloss.statistics.estimate import Estimate
@@ -247,12 +247,12 @@ class WithLoss(ExactLabels):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if probe == 0:
             nats = torch.zeros(len(positions), dtype=torch.float64)
-            nats.index_add_(0, predictions.rows.cpu(), _surprise(predictions.logits, predictions.targets).cpu())
+            nats.index_add_(0, predictions.rows.cpu(), _surprisal(predictions.logits, predictions.targets).cpu())
             self._nats.append(nats)
         return super()._probe(predictions, positions, first, probe, keep=keep)
 
 
-def _surprise(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _surprisal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return (m,) float64: the cross-entropy of each position in nats, without a second buffer of logits."""
     if int(targets.max()) >= logits.shape[1] or int(targets.min()) < 0:
         raise IsolossError(
@@ -272,7 +272,7 @@ def _measure(
     batches: Iterable[Mapping[str, Any]],
     stopping: Stopping,
     progress: Callable[[int], None] | None,
-    minimal: MinimalTrace | None,
+    minimal: MinimalTraceEstimator | None,
 ) -> Measured:
     try:
         trace = measurement.measure(batches, stopping, progress=progress)

@@ -69,12 +69,12 @@ def fisher_trace(
     The error is that of a ratio over independent clusters, so it covers the data and the probes together. A cluster is
     a sequence, or, where a batch has `documents`, the consecutive sequences of one document.
 
-    A transformer can be written in many ways that compute the same function: multiply some parameters by s, divide
-    others by s, and the trace is another one. `rescaling="minimal"` takes its minimum over these rescalings, which does
-    not depend on how the model is written (see `isoloss.flatness.rescaling`). With t_p the trace's parts by parameter
-    and e_kp the exponents of rescaling k, it is `min_z sum_p t_p exp(-2 sum_k z_k e_kp)`. Its value is the mean of the
-    minimum on these data, which is too small on average, and of a cross-fitted one, which is too large; the details
-    have both, the plain `trace`, the minimum over the rescalings that keep the model's features, and the log-factors.
+    Some parameters of a transformer can be multiplied by a factor and others divided by it without changing the
+    function, and the trace changes. `rescaling="minimal"` minimizes it over these exact rescalings (see
+    `isoloss.flatness.rescaling`): with t_p the contribution of part p and E the integer exponents,
+    `min_z sum_p t_p exp(-2 (E z)_p)`. The value is the mean of the in-sample minimum, too small on average, and a
+    cross-fitted one, too large. The details have both, the plain `trace`, the minimum over the rescalings that keep
+    the model's features, and the log-factors.
 
     The probes of a sequence depend on `seed` and on its index in the stream of sequences alone, not on how the stream
     is cut into batches.
@@ -98,10 +98,10 @@ def fisher_trace(
             without. None: there is none.
         distributed: Whether each process of the torch.distributed group measures batches of its own, with probes of its
             own; every process gets the estimate over all of them.
-        rescaling: `"minimal"`: the minimum over exact rescalings; None: of the model as it is written.
+        rescaling: `"minimal"`: the minimum over exact rescalings; None: the trace at the given weights.
         granularity: What has a factor of its own in a rescaling: `"tensor"`, `"head"`, `"channel"` or `"neuron"`, see
-            `isoloss.flatness.rescaling.rescalings_of`. Each of the K parts that result takes 8 bytes for each cluster
-            and some 4,000 more: see there for how many there are.
+            `isoloss.flatness.rescaling.rescalings_of`. Each of the K parts takes 8 bytes for each cluster and about
+            4,000 more; `rescalings_of(...).exponents.shape[0]` is K.
         options: As follows, with whatever is left out None.
 
     Returns:

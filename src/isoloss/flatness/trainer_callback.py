@@ -46,8 +46,9 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
 class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types for mypy to follow
     """Measures the trace of the Fisher every so many steps of a transformers Trainer, and logs it with its error.
 
-    The entries `fisher_trace` and `fisher_trace_stderr` go to `trainer.state.log_history`. To have them in TensorBoard
-    or Weights & Biases too, set `callback.log = trainer.log` after the trainer is made; that method then writes both.
+    The entries `fisher_trace` and `fisher_trace_stderr`, or `minimal_trace` and `minimal_trace_stderr`, go to
+    `trainer.state.log_history`. To have them in TensorBoard or Weights & Biases too, set `callback.log = trainer.log`
+    after the trainer is made; that method then writes both.
 
     The model is measured in evaluation mode with the probes of one seed, so that the points of a curve differ by the
     model and not by the draw. Training is the same, bit for bit, with the callback and without. Where several processes
@@ -102,7 +103,8 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         with evaluating(model):
             trace = fisher_trace(model, self._batches, seed=self.seed, rtol=self.rtol, rescaling=self.rescaling)
         self.traces[state.global_step] = trace
-        numbers = {"fisher_trace": trace.value, "fisher_trace_stderr": trace.stderr}
+        name = "fisher_trace" if self.rescaling is None else "minimal_trace"
+        numbers = {name: trace.value, f"{name}_stderr": trace.stderr}
         if self.log is not None:
             asked = control.should_log
             self.log(numbers)

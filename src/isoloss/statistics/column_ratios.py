@@ -17,7 +17,7 @@ _SINGULAR = 1e-10  # of the largest eigenvalue of the controls' correlations
 
 
 class FittedColumns(NamedTuple):
-    """What columns have over the same clusters."""
+    """Estimates of columns over the same clusters."""
 
     beta: torch.Tensor  # (F, C, K) the coefficients of each fold, fitted on all others
     slopes: torch.Tensor  # (r, K) how far a ratio moves for each unit that a mean is wrong by
@@ -26,7 +26,7 @@ class FittedColumns(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class CrossFit:
+class ControlledClusters:
     """Clusters and their controls, by which ratios are estimated; see `ClusteredRatioEstimator` for the formulas."""
 
     folds: torch.Tensor  # (N,) int64
@@ -53,7 +53,7 @@ class CrossFit:
         return torch.zeros(FOLDS, dtype=torch.float64).index_add_(0, self.folds, self.sequences)
 
     def columns(self, moments: torch.Tensor) -> FittedColumns:
-        """Return what columns have whose sums of a, a^2, a m and a d by fold are the moments (F, 3 + C, K)."""
+        """Return the estimates of columns, given the moments (F, 3 + C, K): sums by fold of a, a^2, a m and a d."""
         n, total, known = len(self.folds), self.total, self.controls.shape[1] - len(self.covariance)
         sums = _Sums.of(self.folds, self.positions, self.controls, moments)
         beta = _coefficients(sums)
@@ -86,7 +86,7 @@ class ColumnRatios:
     """The clusters' sums of every column, from which the estimate of any weighted sum of columns follows.
 
     With the coefficients beta_f of each fold f, the ratio of weights w is sum_b w (a_b - beta_{f(b)} d_b) / sum_b m_b.
-    Least squares is linear in a, so that it has the coefficients beta w: those that it would be fitted itself.
+    Least squares is linear in a, so the coefficients of the weighted sum are beta w.
 
     Example:
         >>> from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
@@ -99,7 +99,7 @@ class ColumnRatios:
         ([1.6666666666666667, 0.3333333333333333], 2.6667, 1.2019)
     """
 
-    fit: CrossFit  # the clusters
+    fit: ControlledClusters  # the clusters
     fitted: FittedColumns  # the columns' coefficients and ratios
     by_fold: torch.Tensor  # (F, K) float64, the sums of a over each fold's clusters
     rows: tuple[torch.Tensor, ...]  # (n, K) each, float64, together the N clusters' a, most of the memory: not copied
@@ -138,8 +138,8 @@ class ColumnRatios:
             weights: (F, K), for the clusters of each fold.
             groups: (K,) the group of each column, from 0.
             number: G.
-            responses: A sparse matrix of scipy (K, R) and one (R, G), whose product is what each column adds to each
-                group beside itself to its own, where the weights depend on the columns.
+            responses: A scipy sparse matrix (K, R) and a tensor (R, G); their product is what each column adds to each
+                group through the weights.
         """
         fit, n, folds = self.fit, len(self.fit.folds), torch.arange(FOLDS)
 

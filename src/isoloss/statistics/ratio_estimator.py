@@ -16,7 +16,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.model_checks import NOTHING_PREDICTED
-from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, CrossFit, FittedColumns
+from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, ControlledClusters, FittedColumns
 
 _FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
 _CLUSTERS_A_CONTROL = 16  # or more, as each coefficient that is fitted adds its own noise
@@ -290,7 +290,7 @@ class ClusteredRatioEstimator:
             return self
         return ClusteredRatioEstimator.merged([ClusteredRatioEstimator.from_state(self.state())])
 
-    def _best(self) -> tuple[ClusteredRatio, CrossFit, FittedColumns]:
+    def _best(self) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
         """Return the result with as many of the auxiliary sample's controls as make its error smallest."""
         rows = torch.cat(self._rows)
         predicting = int((rows[:, 4] > 0).sum())
@@ -311,10 +311,10 @@ class ClusteredRatioEstimator:
 
     def _fitted(
         self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool
-    ) -> tuple[ClusteredRatio, CrossFit, FittedColumns]:
+    ) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
         """Return the result of closed clusters with these controls (C,)."""
         d = rows[:, _CONTROLS:] * used
-        fit = CrossFit(rows[:, 0].long(), rows[:, 4], d, rows[:, 3], self._auxiliary.covariance)
+        fit = ControlledClusters(rows[:, 0].long(), rows[:, 4], d, rows[:, 3], self._auxiliary.covariance)
         fitted, groups = fit.columns(self._moments), fit.columns(self._group_moments)
 
         def summed(sums: torch.Tensor, columns: torch.Tensor) -> tuple[float, float, torch.Tensor]:

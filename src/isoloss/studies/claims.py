@@ -25,8 +25,8 @@ RULE = (
     "wholly within the margin around zero. It is contradicted when the interval lies wholly outside that. Otherwise it "
     "is not shown: the interval is too wide to say. A claim is not tested if this scale lacks its setting, or if it "
     "needs two models of the same loss and theirs are not shown to be the same. A claim is tested on every task of "
-    "the study, and each answer is judged by itself: on average, one in twenty such intervals misses the true "
-    "difference."
+    "the study, or with both traces, and each answer is judged by itself: on average, one in twenty such intervals "
+    "misses the true difference."
 )
 
 

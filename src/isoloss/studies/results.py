@@ -205,9 +205,9 @@ def control_tables(results: Results) -> tuple[SummaryTable, ...]:
     }
     plain, off = factors["trace"], max(abs(factor - 1) for factor in factors["minimal-trace"])
     caption = (
-        "Each of these models has the weights of some groups multiplied and those of others divided, at random, so "
-        "that every prediction stays as it is: the same model, written in another way. Here that multiplies the trace "
-        f"by {min(plain):.3g} to {max(plain):.3g}, and moves the minimal trace by at most {off:.0e} of it."
+        "In each of these models, some weights are multiplied and others divided by random factors between 2 and 3, so "
+        f"that every prediction is unchanged. The trace is multiplied by {min(plain):.3g} to {max(plain):.3g}; the "
+        f"minimal trace changes by at most {off:.0e} of its value."
     )
     return (SummaryTable("controls", "the same models, rescaled at random", ("run", "step"), rows, caption),)
 

@@ -23,7 +23,7 @@ def distilbert(model: Any, signals: Any) -> Any:
         signals.linear(attention.q_lin, stream, queries)
         signals.linear(attention.k_lin, stream, keys)
         signals.linear(attention.v_lin, stream, values)
-        signals.linear(attention.out_lin, mixed, stream)  # what is added to a signal has its factor
+        signals.linear(attention.out_lin, mixed, stream)  # a term of a sum has the factor of the sum
         stream = normed(f"{where}: attention norm", layer.sa_layer_norm, stream)
         hidden = signals.activated(f"{where}: hidden units", ffn.lin1.out_features, ffn.activation)
         signals.linear(ffn.lin1, stream, hidden)
@@ -32,5 +32,5 @@ def distilbert(model: Any, signals: Any) -> Any:
     transformed = signals.activated("head transform", width, model.activation)
     signals.linear(model.vocab_transform, stream, transformed)
     top = normed("head norm", model.vocab_layer_norm, transformed)
-    signals.linear(model.vocab_projector, top, signals.fixed(model.config.vocab_size))  # the logits stay
+    signals.linear(model.vocab_projector, top, signals.fixed(model.config.vocab_size))  # the logits do not change
     return stream

@@ -149,7 +149,8 @@ class MinimalTrace(Trace):
     """Minimum of the trace over the model's exact rescalings, which leave its function as it is."""
 
     rescaling_granularity: Literal["tensor", "head", "channel", "neuron"] = setting("tensor", omit_default=True)
-    """minimal-trace: what has a factor of its own, whole tensors or their heads, channels or hidden units."""
+    """minimal-trace, rescaling-control: what has a factor of its own: whole tensors, heads, heads and channels, or
+    hidden units (ReLU or gated)."""
     name: ClassVar[str] = "minimal-trace"
 
     def options(self) -> dict[str, Any]:
@@ -159,12 +160,12 @@ class MinimalTrace(Trace):
 
 @dataclass(frozen=True, kw_only=True)
 class RescalingControl(MinimalTrace):
-    """Trace and minimal trace after a random exact rescaling: the first moves, the second does not."""
+    """Trace and minimal trace after a random exact rescaling: only the plain one should change."""
 
     name: ClassVar[str] = "rescaling-control"
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Measure the model, written in another way."""
+        """Measure a random rescaling of the model."""
         from isoloss.flatness.rescaling import rescaled_at_random
 
         other = rescaled_at_random(model, granularity=self.rescaling_granularity, seed=self.seed)

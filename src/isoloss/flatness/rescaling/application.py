@@ -126,8 +126,8 @@ def check(
 def rescaled_at_random(model: nn.Module, *, granularity: Granularity = "tensor", seed: int = 0) -> nn.Module:
     """Return a copy of a model that computes the same, up to rounding and the eps of norms, with other parameters.
 
-    Each generator's factor, or one over it, is between 2 and 3. What that leaves alone is a property of the function;
-    what it changes is one of how the model is written.
+    Each generator's factor, or one over it, is between 2 and 3. A measure that changes under it is not a property of
+    the function; one that does not change may still depend on the parametrization in other ways.
 
     Raises:
         IsolossError: As for `rescalings_of`.
@@ -174,7 +174,7 @@ def without_rounding(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, to
         try:
             for attributes, key, _ in eps:
                 attributes[key] = torch.finfo(dtype).tiny
-            with _Float32Is(dtype):
+            with _ReplaceFloat32(dtype):
                 yield network, values
         finally:
             for attributes, key, value in eps:
@@ -211,7 +211,7 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Float32Is(TorchFunctionMode):
+class _ReplaceFloat32(TorchFunctionMode):
     """While this is open, what asks for float32 gets another type: some norms and softmaxes do, whatever the model."""
 
     def __init__(self, dtype: torch.dtype) -> None:

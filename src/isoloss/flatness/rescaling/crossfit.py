@@ -1,4 +1,4 @@
-"""The minimal trace of shares that have errors: log-scales fitted where they are evaluated, and on other data.
+"""The minimal trace of shares that have errors: log-factors fitted where they are evaluated, and on other data.
 
 Shapes: F folds of independent clusters, K parts of a trace.
 """
@@ -18,10 +18,10 @@ class CrossFit:
     r"""A minimal trace from two estimates, one too small on average and the other too large.
 
     With n clusters, H the second derivative of the trace at its minimum and C the covariance of a cluster's first
-    derivative there, both by the log-scales, the sum in sample is too small by $b = \operatorname{tr}(H^{-1} C) / 2n$
-    on average: the fitted log-scales follow the noise. Those from the other folds miss the minimum by $b F / (F - 1)$.
-    The mean of both is too large by $b / (2 (F - 1))$, with eight folds a fourteenth of b. That is to second order in
-    the noise, as an M-estimator's; the first order is the error of the sum at fixed weights.
+    derivative there, both by the log-factors, the sum in sample is too small by $b = \operatorname{tr}(H^{-1} C) / 2n$
+    on average: the fitted log-factors follow the noise. Those from the other folds miss the minimum by $b F / (F - 1)$.
+    The mean of both is too large by $b / (2 (F - 1))$, with eight folds a fourteenth of b. These biases are of second
+    order in the noise, as for any M-estimator; to first order the error is that of the sum at fixed weights.
     """
 
     minimum: Minimum  # of the shares from all folds
@@ -52,9 +52,9 @@ def cross_fit(
 ) -> CrossFit:
     """Estimate a minimal trace from the sums of each fold.
 
-    Gauges are those of the shares from all folds, and a part that has no share in the other folds takes that from all,
-    without which the log-scales might have no minimum. Negative shares count as zero for the log-scales, and as they
-    are in the sums, so that these are without bias for given log-scales.
+    Gauges are those of the shares from all folds. A part without a share in the other folds takes its share from all
+    folds, since there might be no minimum without it. Negative shares count as zero when the log-factors are fitted,
+    and as they are in the sums, so the sums are unbiased for given log-factors.
 
     Args:
         minimize: `program.minimize` with all arguments but `shares` and `like`, by functools.partial.

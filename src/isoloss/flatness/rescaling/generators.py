@@ -82,7 +82,7 @@ def rescalings_of(
 ) -> Rescalings:
     """Return the rescalings of a model, from the rules of its family (`isoloss.flatness.rescaling.families`).
 
-    They are exact but for the eps of norms, which a factor makes larger or smaller beside what it is added to.
+    They are exact up to the eps of norms, which does not scale with what it is added to.
 
     Args:
         model: A language model of Hugging Face whose `config.model_type` has rules, or one that is wrapped around it by
@@ -122,7 +122,9 @@ def rescalings_of(
         for name, value in unwrapped(model).named_parameters(remove_duplicate=False)
     }
     if others := [name for name, value in measured.items() if named.get(name) is not value]:
-        raise IsolossError(f"parameters has the name {others[0]}, which {type(network).__name__} does not have for it")
+        raise IsolossError(
+            f"parameters has {others[0]}, which is not the name of that parameter in {type(network).__name__}"
+        )
     names: dict[int, str] = {}
     for name, value in [*measured.items(), *named.items()]:
         names.setdefault(id(value), name)
@@ -131,7 +133,7 @@ def rescalings_of(
     if unknown := signals.undeclared():
         raise IsolossError(
             f"{type(network).__name__} has {unknown[0]}, which the rescalings of {network.config.model_type} do not "
-            f"know: merge adapters, or add rules by isoloss.register_rescalings"
+            f"cover: merge adapters, or add rules with isoloss.register_rescalings"
         )
     return _solution(signals, list(measured), list(names.values())[len(measured) :], last)
 
@@ -148,7 +150,7 @@ def _rules(network: nn.Module) -> Callable[[nn.Module, Signals], Signal]:
         )
     head = getattr(network, "get_output_embeddings", None)
     if head is None or head() is None:
-        raise IsolossError(f"{type(network).__name__} has no language model's head: rescalings keep the logits")
+        raise IsolossError(f"{type(network).__name__} has no language-model head: rescalings keep the logits")
     rules: Callable[[nn.Module, Signals], Signal] = RESCALINGS.load(kind)
     return rules
 

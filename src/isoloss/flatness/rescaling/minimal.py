@@ -35,7 +35,7 @@ Rescaling = Literal["minimal"]
 NEGLIGIBLE = 1e-4  # nats per predicted token: what the eps of norms may change of the loss
 _ROUNDING = 1e-6  # of the largest logit: more is a rule that is not exact for this model
 _CHECKED = 2  # sequences whose logits are compared
-_LOSS_OF = 8  # sequences whose loss is compared: the eps of norms changes that of all alike
+_LOSS_OF = 8  # sequences on which the change of the loss is measured
 _LARGEST_CHECKED = 5e8  # parameters: the check takes 16 bytes for each
 _BYTES_OF_A_PART = 4000  # sums by fold and control variate, and what is computed from them
 _HALVINGS = 20  # of the bound on log-factors
@@ -43,7 +43,7 @@ _IGNORED = -100
 _NARROW = (torch.float16, torch.bfloat16)  # types whose rounding changes the loss by more than eps may
 
 
-class MinimalTrace:
+class MinimalTraceEstimator:
     """Makes the minimal trace of one model from a measurement of its parts.
 
     Attributes:
@@ -100,8 +100,9 @@ class MinimalTrace:
             off = check(self._model, self._rescalings, _head(batch, _CHECKED), z)
             if off > _ROUNDING:
                 raise IsolossError(
-                    f"rescaling {type(self._model).__name__} changes its logits by {off:.1g} of the largest, so its "
-                    "rules are not exact for this model: leave out rescaling, or register rules of its own"
+                    f"rescaling {type(self._model).__name__} changes its logits by {off:.1g} of the largest logit: the "
+                    "rescalings of its family are not exact for this model. Measure the plain trace, or register "
+                    "rescalings for it"
                 )
         change = None
         if not (is_large and any(parameter.dtype in _NARROW for parameter in self._model.parameters())):
@@ -126,8 +127,8 @@ class MinimalTrace:
             change = self._loss(batch, _log_factors(estimate)) - before
         if abs(change) > NEGLIGIBLE:
             warn(
-                f"the rescaling changes the loss by {change:.1g} nats by the eps of norms, which is more than "
-                f"{NEGLIGIBLE:g}"
+                f"because of the eps of norms, the rescaling changes the loss by {change:.1g} nats, more than "
+                f"{NEGLIGIBLE:g}: the minimal trace is not exact"
             )
         return estimate, change
 
@@ -206,7 +207,7 @@ class MinimalTrace:
                 "log_factors": dict(zip(self._rescalings.names, found.z.tolist(), strict=True)),
                 "gauged": [self._rescalings.names[generator] for generator in found.gauged],
                 "vanishing": self._vanishing(found.vanishing),
-                "largest_log_factor": bound,
+                "log_factor_bound": bound,
             },
         )
 
@@ -243,7 +244,7 @@ def minimal_trace(
     parameters: Mapping[str, nn.Parameter] | None,
     batches: Iterable[Mapping[str, Any]],
     num_sequences: int | None,
-) -> MinimalTrace | None:
+) -> MinimalTraceEstimator | None:
     """Return what makes the minimal trace of a model on the first sequences of batches, if that is asked for.
 
     Raises:
@@ -258,7 +259,7 @@ def minimal_trace(
     if isinstance(batches, Sequence) and not any("documents" in batch for batch in batches):
         known = sum(len(batch.get("labels", ())) for batch in batches)
         sequences = min(known, num_sequences or known)
-    return MinimalTrace(model, granularity=granularity, parameters=parameters, sequences=sequences)
+    return MinimalTraceEstimator(model, granularity=granularity, parameters=parameters, sequences=sequences)
 
 
 def _refuse_too_many(parts: int, sequences: int, granularity: str) -> None:

@@ -76,7 +76,7 @@ def minimum(
             if slopes.min() >= -_INWARD:
                 return _least_norm(z, a, rows, targets, lower, upper)
             held[np.argmin(slopes)], last = False, np.inf
-    raise IsolossError(f"the smallest trace under rescalings was not found in {_STEPS} steps of Newton's method")
+    raise IsolossError(f"minimizing the trace over rescalings did not converge in {_STEPS} Newton steps")
 
 
 def solve(

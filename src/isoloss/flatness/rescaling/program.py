@@ -1,4 +1,4 @@
-"""The minimal trace from the shares of its parts: a convex program in log-scales, and gauges where it has no minimum.
+"""The minimal trace from the shares of its parts: a convex program in log-factors, and gauges where it has no minimum.
 
 Shapes: K parts of a trace, R generators of rescalings, m equalities, G gauges.
 """
@@ -34,13 +34,13 @@ class Minimum:
     value: float  # the smallest trace, under the gauges
     # the greatest lower bound of the trace without gauges, which is `value` where there are none; None: not looked for
     infimum: float | None
-    z: np.ndarray  # (R,) the log-scales; of several with this value, those of least norm
+    z: np.ndarray  # (R,) the log-factors; of several with this value, those of least norm
     gauged: tuple[int, ...]  # (G,) the generators that are fixed by a gauge
     # (G, K), each row adding up to 1: gauges @ (log_rms + E z) == 0, the mean of log RMS over the entries of some parts
     gauges: scipy.sparse.csr_array
     vanishing: np.ndarray  # (K,) bool, the parts that vanish on the way to the infimum
     weights: np.ndarray  # (K,) exp(-2 E z), the factors of the shares; 0 where a share counts as zero
-    start: np.ndarray  # (R,) the log-scales that bring the RMS of the parts as near to 1 as they can
+    start: np.ndarray  # (R,) the log-factors that bring the RMS of the parts as near to 1 as they can
 
 
 def minimize(
@@ -54,20 +54,19 @@ def minimize(
     bounds: newton.Bounds | None = None,
     like: Minimum | None = None,
 ) -> Minimum:
-    r"""Minimize a trace over rescalings: $f(z) = \sum_p t_p \exp(-2 (E z)_p)$, convex in the log-scales z.
+    r"""Minimize a trace over rescalings: $f(z) = \sum_p t_p \exp(-2 (E z)_p)$, convex in the log-factors z.
 
     The value is exact up to rounding (Newton's method with line search). A share counts as zero if it is negative or at
     most $10^{-24}$ of the sum of all shares. They are compared in the model as it is when all parts' RMS are as near to
     1 as rescalings bring them, which is the same model however it was rescaled before.
 
-    f has a minimum unless some z lets shares vanish and none grow (Stiemke's lemma). A linear program decides that and
-    finds all shares that can vanish. Then a generator is fixed by a gauge: the mean of log RMS over all entries of its
-    writers is 0, those parts left out that are all zero or have no share. It is the generator whose vanishing writers
-    have the most entries, the first of several. This is repeated until there is a minimum. Where a generator has no
-    such writers, all parts that it acts on take their place, and where every share that can vanish is that of a part
-    that is all zero, the parts without a share. The value, the infimum and the gauges are the same for the shares
-    $t_p \exp(-2 (E z_0)_p)$ and the log RMS $+ (E z_0)_p$ of the rescaled model, for any $z_0$ that satisfies the
-    equalities.
+    f has a minimum unless some direction z makes some shares vanish and none grow (Stiemke's lemma). A linear program
+    decides this and finds all shares that can vanish. If there are any, one generator is fixed by a gauge: the mean of
+    log RMS over the entries of its writers is 0, leaving out parts that are all zero or have no share. It is the
+    generator whose vanishing writers have the most entries (ties: the first). This repeats until there is a minimum. If
+    no generator has such writers, all parts that it acts on are used; if every part that vanishes is all zero, the
+    parts without a share. Value, infimum and gauges are the same for the shares $t_p \exp(-2 (E z_0)_p)$ and the log
+    RMS $+ (E z_0)_p$ of the rescaled model, for any $z_0$ that satisfies the equalities.
 
     Args:
         shares: (K,) t, the parts of the trace.
@@ -75,7 +74,7 @@ def minimize(
         log_rms: (K,) logarithm of the root mean square of a part's entries; minus infinity where it is all zero.
         sizes: (K,) number of entries of each part.
         writers: For each generator, the parts that its gauge is about.
-        equalities: (m, R) rows with rows @ z == 0, or a single one, (R,): the log-scales of features that are kept.
+        equalities: (m, R) rows with rows @ z == 0, or a single one, (R,): the log-factors of features that are kept.
         bounds: The smallest and the largest value of each generator, each (R,), infinite where there is none. They
             bound the change of the model as it is, so that the result depends on how it was rescaled before.
         like: A minimum of the same program for other shares, whose gauges are kept, so that both are about one
@@ -114,7 +113,7 @@ def responses(
     terms: scipy.sparse.csr_array,
     bounds: newton.Bounds | None = None,
 ) -> np.ndarray:
-    r"""Return (R, G) how sums of a minimum's terms over groups of parts follow the shares by way of the log-scales.
+    r"""Return (R, G) how sums of a minimum's terms over groups of parts follow the shares by way of the log-factors.
 
     With $T_g = \sum_{p \in g} t_p w_p$ and the weights $w_p = \exp(-2 (E z)_p)$ at the minimum's z, which moves with
     the shares, $\partial T_g / \partial t_p = w_p (1_{p \in g} + 2 (E \lambda_g)_p)$ by the implicit function theorem;
@@ -149,7 +148,7 @@ class _Program:
     bounds: newton.Bounds | None
     written: np.ndarray  # (K,) bool, the parts that are not all zero
     active: np.ndarray  # (K,) bool, the parts whose shares count
-    start: np.ndarray  # (R,) the log-scales that bring the RMS of the parts as near to 1 as they can
+    start: np.ndarray  # (R,) the log-factors that bring the RMS of the parts as near to 1 as they can
 
     @classmethod
     def of(
@@ -226,12 +225,14 @@ class _Program:
             if entries.any():
                 generator = int(np.argmax(entries))
                 return generator, (groups[[generator]].toarray()[0] > 0) & (silent > 0)
-        raise IsolossError("the trace has no minimum over rescalings, and the parts that could be a gauge are all zero")
+        raise IsolossError(
+            "the trace has no minimum over rescalings, and no gauge can fix the scale: all weights that could are zero"
+        )
 
     def smallest(
         self, parts: np.ndarray, gauges: scipy.sparse.csr_array, start: np.ndarray
     ) -> tuple[np.ndarray, float]:
-        """Return the log-scales (R,) where the sum of the shares of some parts (K,) is smallest, and that sum."""
+        """Return the log-factors (R,) where the sum of the shares of some parts (K,) is smallest, and that sum."""
         a, logs = -2 * self.exponents[parts], np.log(self.shares[parts])
         rows = scipy.sparse.vstack([self.rows, gauges @ self.exponents], format="csr")
         targets = np.concatenate([np.zeros(self.rows.shape[0]), -(gauges @ self.log_rms)])

@@ -1,7 +1,7 @@
-"""The signals of a network and how their factors hang together: what may be rescaled without changing the function.
+"""The signals of a network and how their factors are related: what may be rescaled without changing the function.
 
 A rescaling gives each signal (the activations between the maps of a network) a factor, or one to each group of its
-dimensions, and each parameter the factors that keep every map true. In logarithms these are linear equations with
+dimensions, and each parameter the factors that preserve every map. In logarithms these are linear equations with
 integer coefficients. Of `y = W x + b` the entry W[i, j] has the log-factor of y[i] less that of x[j], and b[i] that of
 y[i]. All that a norm reads has one factor, whichever; what it writes has that of its gain and bias. Logits, and what a
 function that is not homogeneous reads and writes, have the factor 1, and the scores of attention too. What is left to
@@ -97,7 +97,7 @@ class Signals:
     ) -> tuple[Signal, Signal, Signal, Signal]:
         """Return the queries, keys and values of an attention, and the mixed values that its output projection reads.
 
-        Queries have one over the factors of the keys that they meet, so that scores stay.
+        Queries have one over the factors of the keys that they meet, so that scores do not change.
 
         Args:
             where: Whose they are, such as `layer 0`.
@@ -216,8 +216,7 @@ class Signals:
         name = self._names.get(id(parameter))
         if name is None:
             raise IsolossError(
-                f"a {type(parameter).__name__} stands where a map has its weight, and is no parameter of the model: is "
-                "it quantized?"
+                f"the weight of a map is a {type(parameter).__name__}, not a parameter of the model: is it quantized?"
             )
         return name
 

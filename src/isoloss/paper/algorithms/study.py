@@ -234,8 +234,8 @@ def tables(results: Results) -> tuple[SummaryTable, SummaryTable]:
         rows,
         "For each seed the run whose last KL is higher is taken at its last checkpoint, the other at the checkpoint "
         "whose KL is nearest; only where that makes the loss the same do the other columns compare like with like. "
-        "Accuracies are in percentage points. Two standard errors over three seeds are no 95 % interval: Student's t "
-        "asks for 4.3.",
+        "Accuracies are in percentage points. With three seeds a 95 % interval is 4.3 standard errors on either side "
+        "(Student's t).",
     )
     return last, by_loss
 
@@ -260,8 +260,8 @@ STUDY = Study(
         "trains one small masked language model on sentences of a random grammar, whose true conditionals are known "
         "exactly, with several algorithms and several seeds of each.",
         "Models are compared at the same loss: for each seed, the checkpoint of an algorithm and that of plain AdamW "
-        "whose KL to the truth is nearest. Errors are standard errors over seeds, so they hold the chance of initial "
-        "weights, data, measurement and probes together. What does not show is reported as well.",
+        "whose KL to the truth is nearest. Errors are standard errors over seeds, so they include the randomness of "
+        "initial weights, data and probes. Negative results are reported as well.",
         "Flatness is measured twice: by the trace of the Fisher, and by its minimum over the rescalings of weights "
         "that leave every prediction as it is.",
     ),

@@ -79,7 +79,7 @@ def _figures(results: Results) -> list[Figure]:
             name="over-time",
             title=f"Over time: {scale.sizes[-1]}",
             chart=charts.curves(over_time, (KL, TRACE, MINIMAL_TRACE, *tasks), style=style),
-            caption=f"AdamW from random weights, and from its last checkpoint (step {scale.steps:,}) on SGD. The "
+            caption=f"AdamW from random weights, then SGD from its last checkpoint (step {scale.steps:,}). The "
             "paper's figures 2, 4 and 10.",
         ),
         Figure(

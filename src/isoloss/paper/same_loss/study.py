@@ -247,9 +247,9 @@ STUDY = Study(
         "loss” is a fact rather than an impression.",
         "One model is trained with AdamW and watched over time; plain SGD goes on from its last checkpoint; smaller "
         "models are trained alike. Each checkpoint gets its KL, the trace of the Fisher of its loss (its flatness: "
-        "smaller is flatter), and linear probes for symbols of the grammar. The trace changes when weights are "
-        "multiplied and divided in a way that leaves every prediction as it is. So its minimum over such rescalings, "
-        "the minimal trace, stands beside it everywhere.",
+        "smaller is flatter), and linear probes for symbols of the grammar. Rescaling weights can change the trace "
+        "without changing any prediction, so the minimal trace, its minimum over such rescalings, is reported "
+        "beside it.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,
