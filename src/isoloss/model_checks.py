@@ -137,6 +137,8 @@ def is_causal(model: nn.Module) -> bool:
     """Decide by the class name, then by the config, whether position t predicts token t + 1."""
     model = architecture(model)
     name = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True:
+        raise IsolossError(f"{name} is an encoder-decoder; a masked or causal language model is needed")
     if "ForMaskedLM" in name:
         return False
     if "ForCausalLM" in name or (name.endswith("LMHeadModel") and name not in _UNSHIFTED):

@@ -264,7 +264,7 @@ def test_a_family_of_ones_own(monkeypatch):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_parameter_that_the_rules_do_not_know():
     model = get_peft_model(FAMILY["llama"].build(tied=True), LoraConfig(target_modules=["v_proj"]))
-    with pytest.raises(IsolossError, match=r"lora_A.*merge adapters"):
+    with pytest.raises(IsolossError, match=r"LlamaForCausalLM has adapters \(model.*: merge them"):
         rescalings_of(model)
     merged = model.merge_and_unload().requires_grad_()
     assert len(rescalings_of(merged).names) == 11

@@ -163,8 +163,8 @@ def print_tables(comparison: Comparison) -> None:
     rest = ["without embeddings"] if split else []
     trace = comparison.models[0].trace
     common.print_table(
-        "loss and trace of the Fisher, nats per predicted token",
-        ("model", "parameters", "loss", "trace", *rest, "probability of being the flattest"),
+        f"loss and {comparison.measure} of the Fisher, nats per predicted token",
+        ("model", "parameters", "loss", comparison.measure, *rest, "probability of being the flattest"),
         rows,
     )
     if comparison.pairs:
@@ -182,7 +182,7 @@ def print_tables(comparison: Comparison) -> None:
         ]
         common.print_table(
             "\ndifferences, paired by input",
-            ("", "loss", "trace", "95 % interval", "ratio of traces", "95 % interval", *rest),
+            ("", "loss", comparison.measure, "95 % interval", "ratio of traces", "95 % interval", *rest),
             differences,
         )
     common.say("")

@@ -12,7 +12,7 @@ from typing import Any
 from isoloss.errors import IsolossError
 from isoloss.evaluation.context import MeasureContext
 from isoloss.evaluation.measures.base import MeasureResult, make_measure
-from isoloss.evaluation.measures.flatness import FlatnessMeasure, SampledFlatness, Trace
+from isoloss.evaluation.measures.flatness import FlatnessMeasure, MinimalTrace, SampledFlatness, Trace
 from isoloss.flatness import InterruptedEstimate
 from isoloss.flatness.comparing import InterruptedComparison, compare
 from isoloss.flatness.differences import Comparison, as_json_types, warn_unlike
@@ -198,7 +198,8 @@ def measure_flatness(
             raise IsolossError(f"{name} cannot be measured: {reason}")
     results = FlatnessResults(estimates={model: {} for model in models})
     for name, measure in made.items():
-        is_trace = type(measure) is Trace and measure.trace_method == "ghost"
+        is_trace = isinstance(measure, Trace) and type(measure) in (Trace, MinimalTrace)  # of the model itself
+        is_trace = is_trace and measure.options()["method"] == "ghost"
         step = _compare_traces if is_trace and len(models) > 1 else _measure_each
         step(results, models, name, measure, context, progress)
         if results.interrupted is not None:
@@ -228,12 +229,13 @@ def _compare_traces(
             causal=context.is_causal,
             auxiliary_sample=inputs.auxiliary_sample if context.has_embeddings else None,
             progress=None if progress is None else functools.partial(progress, name),
+            **{key: value for key, value in measure.options().items() if key in ("rescaling", "granularity")},
         )
     except InterruptedComparison as stop:
         comparison, results.interrupted = stop.complete, (name, stop.name, stop.partial)
     for model in comparison.models if comparison is not None else ():
         results.estimates[model.name][name] = {
-            "trace": model.trace,
+            measure.name: model.trace,
             "without_embeddings": model.without_embeddings,
             "loss": model.loss,
         }

@@ -80,6 +80,11 @@ class Comparison:
     pairs: tuple[Pair, ...]
 
     @property
+    def measure(self) -> str:
+        """What was measured: `trace` or `minimal trace`."""
+        return "minimal trace" if self.models[0].trace.method.startswith("minimal") else "trace"
+
+    @property
     def ranking(self) -> tuple[str, ...]:
         """The models' names, the flattest first."""
         return tuple(model.name for model in sorted(self.models, key=lambda model: model.trace.value))
@@ -119,7 +124,7 @@ class Comparison:
         """Return header and rows of the models, flattest first, and of the pairs with the flattest."""
         ranked = sorted(self.models, key=lambda model: model.trace.value)
         unit = self.models[0].trace.unit
-        header = ["model", f"trace ({unit})", f"loss ({unit})", "flattest"]
+        header = ["model", f"{self.measure} ({unit})", f"loss ({unit})", "flattest"]
         rows = [
             [model.name, number(model.trace), number(model.loss), probability(model.probability_of_smallest)]
             for model in ranked[:_ROWS]
@@ -135,7 +140,7 @@ class Comparison:
                 low, high = sorted(math.exp(sign * math.log(end)) for end in pair.ratio_ci95)
                 differences = [number(replace(each, value=sign * each.value)) for each in (pair.trace, pair.loss)]
                 rows.append([other.name, *differences, f"{low:.4g} to {high:.4g}"])
-            tables.append(([f"minus {best.name}", "trace", "loss", "ratio of traces, 95 %"], rows))
+            tables.append(([f"minus {best.name}", self.measure, "loss", "ratio of traces, 95 %"], rows))
         return tables
 
     def to_dict(self) -> dict[str, Any]:

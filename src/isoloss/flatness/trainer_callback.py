@@ -14,6 +14,7 @@ from transformers.training_args import TrainingArguments
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.accumulation import Stopping
 from isoloss.flatness.fisher import fisher_trace
+from isoloss.flatness.rescaling.generators import Granularity
 from isoloss.flatness.rescaling.minimal import Rescaling
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
@@ -60,6 +61,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         rtol: Stop each as soon as the standard error is at most this fraction of the value.
         seed: Decides the probes.
         rescaling: As for `fisher_trace`: `"minimal"` takes the minimal trace.
+        granularity: As for `fisher_trace`.
         log: What to call with the two numbers, such as `trainer.log`; None: they go to the trainer's history alone.
 
     Attributes:
@@ -84,6 +86,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         rtol: float | None = None,
         seed: int = 0,
         rescaling: Rescaling | None = None,
+        granularity: Granularity = "tensor",
         log: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
         if every < 1:
@@ -91,7 +94,10 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         if isinstance(batches, Mapping):
             raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
         Stopping(rtol=rtol)  # refuses a value out of range here, and not after the first steps
-        self.every, self.rtol, self.seed, self.log, self.rescaling = every, rtol, seed, log, rescaling
+        if rescaling not in (None, "minimal"):
+            raise IsolossError(f"rescaling is {rescaling!r}; it is 'minimal' or None")
+        self.every, self.rtol, self.seed, self.log = every, rtol, seed, log
+        self.rescaling, self.granularity = rescaling, granularity
         self.traces: dict[int, Estimate] = {}
         self._batches = list(batches)
 
@@ -101,7 +107,14 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
             return
         model: nn.Module = kwargs["model"]
         with evaluating(model):
-            trace = fisher_trace(model, self._batches, seed=self.seed, rtol=self.rtol, rescaling=self.rescaling)
+            trace = fisher_trace(
+                model,
+                self._batches,
+                seed=self.seed,
+                rtol=self.rtol,
+                rescaling=self.rescaling,
+                granularity=self.granularity,
+            )
         self.traces[state.global_step] = trace
         name = "fisher_trace" if self.rescaling is None else "minimal_trace"
         numbers = {name: trace.value, f"{name}_stderr": trace.stderr}

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from isoloss.errors import IsolossError, did_you_mean
+from isoloss.errors import IsolossError
 from isoloss.flatness.engine.parameters import counted_parameters
 from isoloss.flatness.engine.splits import Split
 from isoloss.flatness.rescaling.signals import Combination, Signal, Signals
@@ -117,6 +117,12 @@ def rescalings_of(
         raise IsolossError(f"granularity is {granularity!r}; it is one of {', '.join(_UNITS)}")
     network: Any = architecture(model)
     measured = counted_parameters(model, parameters)
+    parameters_of = [name for name, _ in network.named_parameters()]
+    if adapters := [name for name in parameters_of if ".lora_" in name or ".base_layer." in name]:
+        raise IsolossError(
+            f"{type(network).__name__} has adapters ({adapters[0]}), which rescalings do not cover: merge them, and "
+            "set requires_grad on what is to be measured"
+        )
     named = {
         name.replace("_orig_mod.", ""): value
         for name, value in unwrapped(model).named_parameters(remove_duplicate=False)
@@ -144,9 +150,9 @@ def _rules(network: nn.Module) -> Callable[[nn.Module, Signals], Signal]:
     kind = str(getattr(config, "model_type", None))
     if kind not in RESCALINGS:
         raise IsolossError(
-            f"no rescalings are known for models of type {kind} ({type(network).__name__})"
-            f"{did_you_mean(kind, RESCALINGS)}; there are rules for {', '.join(RESCALINGS)}, and "
-            "isoloss.register_rescalings adds others"
+            f"no rescalings are known for models of type {kind} ({type(network).__name__}); they are for "
+            f"{', '.join(RESCALINGS)}. Register others with isoloss.register_rescalings, or take an invariant measure: "
+            "weighted-trace or fisher-rao"
         )
     head = getattr(network, "get_output_embeddings", None)
     if head is None or head() is None:

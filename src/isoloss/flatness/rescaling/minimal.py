@@ -6,6 +6,7 @@ Shapes: K measured parts of parameters, L other parts, R generators, F folds of 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -38,7 +39,8 @@ _CHECKED = 2  # sequences whose logits are compared
 _LOSS_OF = 8  # sequences on which the change of the loss is measured
 _LARGEST_CHECKED = 5e8  # parameters: the check takes 16 bytes for each
 _BYTES_OF_A_PART = 4000  # sums by fold and control variate, and what is computed from them
-_HALVINGS = 20  # of the bound on log-factors
+_BISECTIONS = 12  # of the bound on log-factors
+_SLOW = 2000  # factors: the minimization takes minutes from here
 _IGNORED = -100
 _NARROW = (torch.float16, torch.bfloat16)  # types whose rounding changes the loss by more than eps may
 
@@ -65,6 +67,11 @@ class MinimalTraceEstimator:
         self._names = list(measured)
         self._owners = Columns(measured, self.splits).owners
         _refuse_too_many(len(self._owners), sequences, granularity)
+        if len(self._rescalings.names) > _SLOW:
+            warn(
+                f"granularity {granularity!r} gives {type(model).__name__} {len(self._rescalings.names):,} factors: "
+                "the minimization may take many minutes"
+            )
         embedded = embeddings(model, measured)
         self._is_other = torch.tensor([float(name not in embedded) for name in measured], dtype=torch.float64)
         sizes, log_rms = part_sizes(model, self._rescalings)
@@ -76,6 +83,11 @@ class MinimalTraceEstimator:
             writers=self._rescalings.writers,
         )
         self._others = len(sizes) - len(self._owners)  # L
+        if self._others:
+            warn(
+                f"rescalings also multiply parameters of {type(model).__name__} that are not measured, frozen ones for "
+                "example, and these can take up any factor: the minimal trace of the rest then rests on gauges"
+            )
         self._measured: tuple[Estimate, ColumnRatios] | None = None
         self._rest: torch.Tensor | None = None  # the influence of what is not the embeddings'
 
@@ -113,24 +125,36 @@ class MinimalTraceEstimator:
     def _bounded(self, estimate: Estimate, batch: Mapping[str, Any]) -> tuple[Estimate, float]:
         """Return the minimal trace, with bounds where it takes them, and by how much it changes the loss."""
         assert self._measured is not None
-        z = _log_factors(estimate)
-        bound, before = float(np.abs(z).max(initial=0)), self._loss(batch, None)
-        change = self._loss(batch, z) - before
-        for _ in range(_HALVINGS):
-            if abs(change) <= NEGLIGIBLE:
-                return estimate, change
-            bound /= 2
+        before = self._loss(batch, None)
+
+        def change_of(estimate: Estimate) -> float:
+            return self._loss(batch, _log_factors(estimate)) - before
+
+        change = change_of(estimate)
+        if abs(change) <= NEGLIGIBLE:
+            return estimate, change
+        found, low, high = None, 0.0, float(np.abs(_log_factors(estimate)).max())
+        for _ in range(_BISECTIONS):  # for the largest bound
+            bound = (low + high) / 2
             try:
-                estimate = self._estimate(*self._measured, bound=bound)
-            except IsolossError:  # a gauge asks for more
+                bounded = self._estimate(*self._measured, bound=bound)
+            except IsolossError:  # parts that are all zero are all that a gauge could be about
                 break
-            change = self._loss(batch, _log_factors(estimate)) - before
-        if abs(change) > NEGLIGIBLE:
+            if abs(change_of(bounded)) <= NEGLIGIBLE:
+                found, low = bounded, bound
+            else:
+                high = bound
+        if found is None:
             warn(
                 f"because of the eps of norms, the rescaling changes the loss by {change:.1g} nats, more than "
                 f"{NEGLIGIBLE:g}: the minimal trace is not exact"
             )
-        return estimate, change
+            return estimate, change
+        warn(
+            f"because of the eps of norms, the factors of {type(self._model).__name__}'s rescalings are at most "
+            f"{math.exp(low):.4g}: its minimal trace is not the full minimum, and depends on the scale of its weights"
+        )
+        return found, change_of(found)
 
     def without_embeddings(self, estimate: Estimate) -> Weighted:
         """Return the part of the minimal trace that is not the embeddings'."""

@@ -226,7 +226,7 @@ class _Program:
                 generator = int(np.argmax(entries))
                 return generator, (groups[[generator]].toarray()[0] > 0) & (silent > 0)
         raise IsolossError(
-            "the trace has no minimum over rescalings, and no gauge can fix the scale: all weights that could be in one are zero"
+            "the trace has no minimum over rescalings, and no gauge can fix the scale: all weights of one are zero"
         )
 
     def smallest(
