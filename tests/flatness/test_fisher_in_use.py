@@ -16,6 +16,8 @@ from torch import nn
 from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from isoloss.errors import IsolossError
@@ -327,6 +329,13 @@ def test_distributed_without_processes_is_refused():
 def refuses(sentence, model, batches, **options):
     with pytest.raises(IsolossError, match=sentence):
         fisher_trace(model, batches, **options)
+
+
+def test_encoder_decoders_are_refused():
+    config = T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    refuses(
+        "T5ForConditionalGeneration is an encoder-decoder", T5ForConditionalGeneration(config).eval(), [rows(4, 4, 3)]
+    )
 
 
 def test_sequences_longer_than_the_model_takes_are_refused():

@@ -304,6 +304,9 @@ def test_the_control_of_the_command_line(capsys, tmp_path):
         minimal["minimal-trace"]["value"], rel=1e-3
     )
     assert abs(control["trace-rescaled-at-random"]["value"] / plain["trace"]["value"] - 1) > 0.05
+    assert main([*words, "--control"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"control of {tmp_path / 'bert'}: a random exact rescaling multiplies the trace by" in said
     assert main([*words, "--measures", "minimal-trace"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for part in (

@@ -250,3 +250,8 @@ def _print(args: Any, results: FlatnessResults, *, is_random: bool) -> None:
                 elif (args.by_layer or args.by_parameter) and estimate.by_parameter:
                     common.say(f"\n{label(measure, name, by_measure[measure])} of {model}: {estimate}")
                     flatness_output.print_parts(args, estimate)
+    if args.control:
+        common.say("")
+        for model, by_measure in results.estimates.items():
+            if "rescaling-control" in by_measure:
+                common.say_wrapped(f"control of {model}: {flatness_output.control(by_measure)}")

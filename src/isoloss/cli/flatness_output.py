@@ -109,6 +109,18 @@ def conventions(estimate: Estimate) -> Iterator[str]:
     yield f"by the eps of norms, the rescaling changes the loss of the first sequences by {change:.1g} nats{limit}"
 
 
+def control(measured: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """Return by how much a random rescaling changes both traces of a model, given its estimates by measure."""
+    trace, minimum = (
+        measured["rescaling-control"][f"{name}-rescaled-at-random"].value / measured[name][name].value
+        for name in ("trace", "minimal-trace")
+    )
+    return (
+        f"a random exact rescaling multiplies the trace by {trace:.4g}, and changes the minimal trace by "
+        f"{abs(minimum - 1):.1g} of its value"
+    )
+
+
 def percent(fraction: float) -> str:
     """Return a fraction in percent with one decimal, or one significant digit where that would be 0.
 

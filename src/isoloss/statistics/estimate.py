@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Z95 = 1.959963984540054  # the 97.5 % point of the standard normal
 _ROUNDING = 1e-16  # of a value, below which an error is that of floating-point sums
+_MOST_DECIMALS = 12
 _EXACT = " (exact)"
 _FEW = 32  # samples, of which one may well make up much of the error
 _LEADING = 0.25  # of the squared error: more than one sample should make up
@@ -224,12 +225,14 @@ def rounded(value: float, stderr: float) -> str:
     """Return `value ± stderr` with two significant digits of the error, and as many decimals of the value.
 
     Example:
-        >>> rounded(0.0464321, 0.00118), rounded(1234.5, 120.0), rounded(3.0, 0.0)
-        ('0.0464 ± 0.0012', '1230 ± 120', '3')
+        >>> rounded(0.0464321, 0.00118), rounded(1234.5, 120.0), rounded(3.0, 0.0), rounded(1e-16, 2e-15)
+        ('0.0464 ± 0.0012', '1230 ± 120', '3', '1.0e-16 ± 2.0e-15')
     """
     if stderr <= _ROUNDING * abs(value):  # exact, but for the rounding of sums
         return f"{value:.10g}"
     decimals = 1 - math.floor(math.log10(stderr))
+    if decimals > _MOST_DECIMALS:  # rounding, in a difference of two that are the same
+        return f"{value:.1e} ± {stderr:.1e}"
     if decimals > 0:
         return f"{value:.{decimals}f} ± {stderr:.{decimals}f}"
     return f"{round(value, decimals):.0f} ± {round(stderr, decimals):.0f}"
