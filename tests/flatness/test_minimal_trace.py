@@ -11,7 +11,7 @@ import scipy.optimize
 import torch
 from rescaling_models import FAMILIES, VOCABULARY
 from torch.func import functional_call
-from transformers import DistilBertConfig, DistilBertForMaskedLM
+from transformers import DistilBertConfig, DistilBertForMaskedLM, LlamaForCausalLM
 
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError, IsolossWarning
@@ -232,7 +232,9 @@ def test_the_eps_of_norms_bounds_the_rescaling():
         bounded = fisher_trace(shrunk, batches, rescaling="minimal").details
     assert free["log_factor_bound"] is None
     assert 0 < bounded["log_factor_bound"] < 3
-    assert max(map(abs, bounded["log_factors"].values())) <= bounded["log_factor_bound"] * (1 + 1e-9)
+    sizes = np.abs(list(bounded["log_factors"].values()))
+    normed = rescalings_of(model).normed
+    assert sizes[normed].max() <= bounded["log_factor_bound"] * (1 + 1e-9) < sizes[~normed].max()
     assert 0.8e-4 < abs(bounded["loss_change_by_eps"]) <= 1e-4  # the largest bound, up to the last bisection
 
 
@@ -267,7 +269,7 @@ def test_a_model_that_its_rules_do_not_describe_is_refused():
     model = made("bert")
     old = model.bert.encoder.layer[0].output.forward
     model.bert.encoder.layer[0].output.forward = lambda *args, **kwargs: old(*args, **kwargs) + 0.5
-    with pytest.raises(IsolossError, match=r"changes its logits by .* not exact for this model"):
+    with pytest.raises(IsolossError, match=r"changes log-probabilities by .* not exact for this model"):
         fisher_trace(model, batches_of(model), rescaling="minimal")
 
 
@@ -316,3 +318,54 @@ def test_the_control_of_the_command_line(capsys, tmp_path):
         "cross-fitted",
     ):
         assert part in out
+
+
+def test_a_layer_with_two_places_is_left_as_found():
+    model = FAMILY["llama"].build(tied=False)
+    model.model.layers[1] = model.model.layers[0]
+    before = {name: (value, value.detach().clone()) for name, value in model.named_parameters()}
+    first, second = (fisher_trace(model, batches_of(model), rescaling="minimal") for _ in range(2))
+    assert first.value == second.value
+    for name, (parameter, value) in before.items():
+        assert model.get_parameter(name) is parameter
+        assert torch.equal(parameter, value)
+
+
+class TanhLlamaForCausalLM(LlamaForCausalLM):
+    """A Llama that takes tanh of its values, which no factor goes through; unused tokens have a logit of -1e9."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.v_proj.register_forward_hook(lambda *given: given[-1].tanh())
+        self.lm_head.register_forward_hook(lambda *given: given[-1] + self.unused.to(given[-1]))
+        self.register_buffer("unused", torch.tensor([*[0.0] * (config.vocab_size - 1), -1e9]), persistent=False)
+
+
+def test_rules_that_are_not_exact_are_refused_whatever_the_logits_of_unused_tokens():
+    torch.manual_seed(0)
+    model = TanhLlamaForCausalLM(FAMILY["llama"].config(tied=False)).double().eval()
+    with pytest.raises(IsolossError, match="not exact for this model"):
+        fisher_trace(model, batches_of(model), rescaling="minimal")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_output_projections_that_start_at_zero(name):
+    """The trace is near that with projections of nearly zero, up to what those do in the gauges."""
+    found = []
+    for fill in (0.0, 1e-9):
+        model = small_eps(FAMILY[name].build(tied=False))
+        for key, value in model.named_parameters():
+            if key.endswith(("o_proj.weight", "attn.c_proj.weight")):
+                value.data.normal_().mul_(fill)
+        found.append(fisher_trace(model, batches_of(model), rescaling="minimal"))
+    assert found[0].details["infimum"] == pytest.approx(found[1].details["infimum"], rel=1e-3)
+    assert found[0].value > 0
+
+
+def test_eps_bounds_no_factor_that_no_norm_meets():
+    model = FAMILY["bert"].build(tied=True)
+    found = rescalings_of(model)
+    names = [name for name, normed in zip(found.names, found.normed, strict=True) if not normed]
+    assert any("queries" in name or "keys" in name for name in names)
+    assert 0 < len(names) < len(found.names)

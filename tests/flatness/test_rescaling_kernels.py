@@ -64,7 +64,7 @@ def test_the_rounding_of_narrow_weights_is_not_taken_for_the_eps_of_norms(name, 
     wide = fisher_trace(made(name, "sdpa").float(), [batch_of()], rescaling="minimal")
     assert found.details["log_factor_bound"] is None
     assert abs(found.details["loss_change_by_eps"]) < 2e-5
-    assert found.details["logits_differ_without_eps"] < 1e-12
+    assert found.details["log_probabilities_change_without_eps"] < 1e-12
     # the gradients of the narrow model are rounded to 8 bits, on the same probes
     assert found.value == pytest.approx(wide.value, rel=0.03)
     assert wide.details["trace"] > 1.15 * wide.value
@@ -73,9 +73,14 @@ def test_the_rounding_of_narrow_weights_is_not_taken_for_the_eps_of_norms(name, 
 def test_a_large_model_with_narrow_weights_is_not_checked(monkeypatch):
     monkeypatch.setattr(minimal, "_LARGEST_CHECKED", 100)
     found = fisher_trace(made("bert", "sdpa"), [batch_of()], rescaling="minimal").details
-    assert found["loss_change_by_eps"] is found["logits_differ_without_eps"] is found["log_factor_bound"] is None
+    assert (
+        found["loss_change_by_eps"]
+        is found["log_probabilities_change_without_eps"]
+        is found["log_factor_bound"]
+        is None
+    )
     wide = fisher_trace(made("bert", "sdpa").float(), [batch_of()], rescaling="minimal").details
-    assert wide["logits_differ_without_eps"] is None
+    assert wide["log_probabilities_change_without_eps"] is None
     assert abs(wide["loss_change_by_eps"]) < 2e-5
 
 

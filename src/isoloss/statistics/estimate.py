@@ -229,10 +229,10 @@ def rounded(value: float, stderr: float) -> str:
         ('0.0464 ± 0.0012', '1230 ± 120', '3', '1.0e-16 ± 2.0e-15')
     """
     if stderr <= _ROUNDING * abs(value):  # exact, but for the rounding of sums
-        return f"{value:.10g}"
+        return f"{value + 0.0:.10g}"  # no -0
     decimals = 1 - math.floor(math.log10(stderr))
     if decimals > _MOST_DECIMALS:  # rounding, in a difference of two that are the same
-        return f"{value:.1e} ± {stderr:.1e}"
+        return f"{value + 0.0:.1e} ± {stderr:.1e}"
     if decimals > 0:
         return f"{value:.{decimals}f} ± {stderr:.{decimals}f}"
     return f"{round(value, decimals):.0f} ± {round(stderr, decimals):.0f}"

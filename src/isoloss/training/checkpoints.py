@@ -3,8 +3,7 @@
 config.json, model.safetensors     what transformers loads, and the tokenizer's files where the language has one
 ema/                               the same with the averaged weights, in the kept checkpoints of a run that has them
 trainer.safetensors                the training algorithm's tensors
-trainer.json                       step, sums since the last line of metrics, config, targets reached, SHA-256 of the
-                                   tensor files
+trainer.json                       step, sums for metrics, config, targets reached, SHA-256 of the tensor files
 """
 
 from __future__ import annotations

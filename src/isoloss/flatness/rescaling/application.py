@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,17 +12,17 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness.rescaling.generators import Granularity, Rescalings, rescalings_of
-from isoloss.model_checks import device_of, plainly, refuse_dropout, unwrapped
+from isoloss.model_checks import architecture, device_of, plainly, refuse_dropout, unwrapped
 
 _LARGEST_FACTOR = 10.0  # of a check, which has no eps
 _CONTROL_FACTORS = 2.0, 3.0  # of a control; each or its inverse, so that nothing stays nearly as it was
 _NO_INPUTS = ("labels", "documents")
+_UNUSED = -30.0  # a log-probability
 _KERNELS_OF_ANY_TYPE = (None, "eager", "sdpa")
 
 
@@ -35,8 +36,7 @@ def rescaled(model: nn.Module, rescalings: Rescalings, z: ArrayLike) -> dict[str
         z: (R,) log-factor of each generator.
 
     Returns:
-        The new value of each parameter of `rescalings`, tied ones once, by its name in the model inside of wrappers, as
-        `torch.func.functional_call` takes them.
+        The new value of each parameter of `rescalings`, tied ones once, by its name in the model inside of wrappers.
 
     Raises:
         IsolossError: z has another shape or is not finite, or the model lacks one of the parameters.
@@ -90,11 +90,12 @@ def part_sizes(model: nn.Module, rescalings: Rescalings) -> tuple[NDArray[np.flo
 def check(
     model: nn.Module, rescalings: Rescalings, batch: Mapping[str, Any], z: ArrayLike | None = None, *, seed: int = 0
 ) -> float:
-    """Return the largest difference that a rescaling makes to a logit, over the largest logit.
+    """Return the largest change that a rescaling makes to a log-probability of a token, in nats.
 
-    The model runs in float64, also where its own code asks for float32, and the eps of its norms is taken to 0: what is
-    left is rounding, some 1e-13. On a device without float64 all is float32, and the difference some 1e-5. Attention
-    is by sdpa or, whatever other kernel the model has, eager.
+    Tokens less likely than e^-30 do not count: models may give those that are not used a logit of -1e9. The model runs
+    in float64, also where its own code asks for float32, and the eps of its norms is taken to 0: what is left is
+    rounding, some 1e-13. On a device without float64 all is float32, and the change some 1e-5. Attention is by sdpa or,
+    whatever other kernel the model has, eager.
 
     Args:
         model: The model, in evaluation mode; it is left as found.
@@ -116,10 +117,10 @@ def check(
         z = np.log(_LARGEST_FACTOR) * _random(rescalings, seed)
     inputs = model_inputs(model, batch)
     with without_rounding(model) as (network, values), torch.no_grad():
-        before = functional_call(network, values, kwargs=inputs).logits
+        before = logits_of(network, values, inputs).log_softmax(dim=-1)
         changed = rescaled_values(network, values, rescalings, z)
-        after = functional_call(network, {**values, **changed}, kwargs=inputs).logits
-    return float((after - before).abs().max() / before.abs().max())
+        after = logits_of(network, {**values, **changed}, inputs).log_softmax(dim=-1)
+    return float((after - before)[torch.maximum(before, after) > _UNUSED].abs().max())
 
 
 @torch.no_grad()
@@ -158,7 +159,7 @@ def _random(rescalings: Rescalings, seed: int) -> NDArray[np.float64]:
 
 @contextmanager
 def without_rounding(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Yield the model inside of wrappers and its values in float64, for `functional_call` while this is open.
+    """Yield the model inside of wrappers and its values in float64, for `logits_of` while this is open.
 
     Norms then have no eps: the smallest number stands in for it, as a state of zeros must stay one. On a device without
     float64 the type is float32.
@@ -183,7 +184,7 @@ def without_rounding(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, to
 
 @contextmanager
 def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Yield the model inside of wrappers and its values in a type, for `functional_call` while this is open.
+    """Yield the model inside of wrappers and its values in a type, for `logits_of` while this is open.
 
     Attention kernels that do not take every type, such as FlashAttention, are replaced by the eager one.
     """
@@ -202,9 +203,34 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, d
                 config._attn_implementation = kernel
 
 
+def logits_of(network: nn.Module, values: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return a model's logits with other values of its parameters and buffers, by name; it is left as found.
+
+    `torch.func.functional_call` leaves them in a module that has several places in the model.
+    """
+    tensors = (*network.named_parameters(), *network.named_buffers())
+    new = {id(tensor): values[name] for name, tensor in tensors if name in values}
+    replaced = [
+        (held, key, tensor)
+        for module in network.modules()
+        for held in (vars(module)["_parameters"], vars(module)["_buffers"])
+        for key, tensor in held.items()
+        if id(tensor) in new
+    ]
+    try:
+        for held, key, tensor in replaced:
+            held[key] = new[id(tensor)]
+        logits: torch.Tensor = network(**inputs).logits
+        return logits
+    finally:
+        for held, key, tensor in replaced:
+            held[key] = tensor
+
+
 def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model takes of a batch for its logits, on its device."""
-    return {
+    """Return what a model takes of a batch for its logits, on its device, without a cache, as in a measurement."""
+    caches = "use_cache" in inspect.signature(architecture(model).forward).parameters
+    return ({"use_cache": False} if caches else {}) | {
         name: value.to(device_of(model)) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
         if name not in _NO_INPUTS

@@ -45,6 +45,7 @@ class Rescalings:
             that is not 0: `features @ z == 0` keeps what `model.base_model` gives.
         writers: For each generator, the rows of E whose exponent is positive: the parts that it multiplies.
         offsets: Of parameters that hold a gain less an offset, the offset: w becomes `s (w + offset) - offset`.
+        normed: (R,) bool, the generators that multiply what a norm reads, and so are exact up to its eps alone.
     """
 
     names: tuple[str, ...]
@@ -55,6 +56,7 @@ class Rescalings:
     features: Any
     writers: tuple[NDArray[np.int64], ...]
     offsets: Mapping[str, float]
+    normed: NDArray[np.bool_]
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -189,6 +191,7 @@ def _solution(signals: Signals, measured: list[str], others: list[str], last: Si
                 splits[name] = Split(torch.from_numpy(rows), torch.from_numpy(columns))
     actions = scipy.sparse.csr_array(scipy.sparse.vstack(list(blocks.values())))
     by_generator = actions.tocsc()
+    read = {number for signal in signals.normed.values() for found in signals.groups(signal)[1] for number in found}
     ends = zip(by_generator.indptr, by_generator.indptr[1:], strict=False)
     return Rescalings(
         names=tuple(titles.values()),
@@ -199,6 +202,7 @@ def _solution(signals: Signals, measured: list[str], others: list[str], last: Si
         features=_matrix([combination for combination in features if combination], places),
         writers=tuple(by_generator.indices[i:j][by_generator.data[i:j] > 0] for i, j in ends),
         offsets={name: offset for name, offset in signals.offsets.items() if name in blocks},
+        normed=np.array([number in read for number in titles], dtype=bool),
     )
 
 

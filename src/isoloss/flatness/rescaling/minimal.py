@@ -16,25 +16,26 @@ import scipy.sparse
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.func import functional_call
 
 from isoloss.errors import IsolossError, warn
 from isoloss.flatness.engine.measurement import layer_of
 from isoloss.flatness.engine.parameters import counted_parameters, embeddings
 from isoloss.flatness.engine.splits import Columns, Split
-from isoloss.flatness.rescaling.application import check, model_inputs, part_sizes, rescaled_values, widened
+from isoloss.flatness.rescaling.application import check, logits_of, model_inputs, part_sizes, rescaled_values, widened
 from isoloss.flatness.rescaling.crossfit import CrossFit, cross_fit
 from isoloss.flatness.rescaling.generators import Granularity, rescalings_of
 from isoloss.flatness.rescaling.newton import Bounds
 from isoloss.flatness.rescaling.program import minimize, responses
 from isoloss.memory import physical_memory
+from isoloss.model_checks import device_of
 from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, Weighted
 from isoloss.statistics.estimate import Estimate
 
 Rescaling = Literal["minimal"]
 
 NEGLIGIBLE = 1e-4  # nats per predicted token: what the eps of norms may change of the loss
-_ROUNDING = 1e-6  # of the largest logit: more is a rule that is not exact for this model
+_ROUNDING = 1e-6  # nats: what changes a log-probability by more is a rule that is not exact for this model
+_ROUNDING_OF_FLOAT32 = 1e-3  # the same on a device without float64
 _CHECKED = 2  # sequences whose logits are compared
 _LOSS_OF = 8  # sequences on which the change of the loss is measured
 _LARGEST_CHECKED = 5e8  # parameters: the check takes 16 bytes for each
@@ -110,16 +111,16 @@ class MinimalTraceEstimator:
         off, is_large = None, sum(parameter.numel() for parameter in self._model.parameters()) > _LARGEST_CHECKED
         if len(z) and not is_large:
             off = check(self._model, self._rescalings, _head(batch, _CHECKED), z)
-            if off > _ROUNDING:
+            if not off <= (_ROUNDING if device_of(self._model).type != "mps" else _ROUNDING_OF_FLOAT32):  # NaN too
                 raise IsolossError(
-                    f"rescaling {type(self._model).__name__} changes its logits by {off:.1g} of the largest logit: the "
+                    f"rescaling {type(self._model).__name__} changes log-probabilities by {off:.1g} nats: the "
                     "rescalings of its family are not exact for this model. Measure the plain trace, or register "
                     "rescalings for it"
                 )
         change = None
         if not (is_large and any(parameter.dtype in _NARROW for parameter in self._model.parameters())):
             estimate, change = self._bounded(estimate, batch)
-        details = {**estimate.details, "loss_change_by_eps": change, "logits_differ_without_eps": off}
+        details = {**estimate.details, "loss_change_by_eps": change, "log_probabilities_change_without_eps": off}
         return replace(estimate, details=details)
 
     def _bounded(self, estimate: Estimate, batch: Mapping[str, Any]) -> tuple[Estimate, float]:
@@ -133,7 +134,7 @@ class MinimalTraceEstimator:
         change = change_of(estimate)
         if abs(change) <= NEGLIGIBLE:
             return estimate, change
-        found, low, high = None, 0.0, float(np.abs(_log_factors(estimate)).max())
+        found, low, high = None, 0.0, float(np.abs(_log_factors(estimate)[self._rescalings.normed]).max(initial=0))
         for _ in range(_BISECTIONS):  # for the largest bound
             bound = (low + high) / 2
             try:
@@ -175,7 +176,7 @@ class MinimalTraceEstimator:
     def _bounds(self, bound: float | None) -> Bounds | None:
         if bound is None:
             return None
-        limit = np.full(len(self._rescalings.names), bound)
+        limit = np.where(self._rescalings.normed, bound, np.inf)
         return -limit, limit
 
     def _influences(self, fit: CrossFit, columns: ColumnRatios, bound: float | None) -> torch.Tensor:
@@ -251,7 +252,7 @@ class MinimalTraceEstimator:
         )
         with widened(self._model, dtype) as (network, values):
             changed = {} if z is None else rescaled_values(network, values, self._rescalings, z)
-            logits = functional_call(network, {**values, **changed}, kwargs=inputs).logits
+            logits = logits_of(network, {**values, **changed}, inputs)
         if self._measured[0].details["predicts"] == "next token":
             logits, labels = logits[:, :-1], labels[:, 1:]
         wanted = labels != _IGNORED

@@ -5,6 +5,7 @@ Shapes: K parts of a trace, R generators of rescalings, m equalities, G gauges.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -218,8 +219,8 @@ class _Program:
                 return generator, (groups[[generator]].toarray()[0] > 0) & self.active & self.written
         # all that vanish are zero, and say nothing about their scale; what moves with them and has no share may
         silent = self.sizes * (self.written & ~self.active)
-        for groups in (self.writers, acts):
-            entries = (groups @ silent) * (acts @ vanishing > 0)
+        for groups, of in itertools.product((self.writers, acts), (acts @ vanishing > 0, 1)):
+            entries = (groups @ silent) * of
             entries[np.abs(groups @ (silent * (self.exponents @ direction))) <= _STILL * entries] = 0
             entries[gauged] = 0
             if entries.any():

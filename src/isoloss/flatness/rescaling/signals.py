@@ -59,6 +59,7 @@ class Signals:
         self._solved: dict[int, Combination] = {0: {}}  # those that follow from others
         self._factors: dict[str, tuple[Signal, Signal]] = {}  # of parameters, for their rows and columns
         self.offsets: dict[str, float] = {}  # of parameters that hold a gain less an offset
+        self.normed: dict[int, Signal] = {}  # what norms read, by the first log-factor
 
     def fixed(self, size: int) -> Signal:
         """Return a signal with the factor 1: what a function that is not homogeneous reads or writes."""
@@ -138,6 +139,7 @@ class Signals:
 
     def norm(self, module: nn.Module, read: Signal, written: Signal, *, offset: float = 0.0) -> None:
         """Declare a layer norm or RMS norm without eps, whose gain is its weight plus `offset`."""
+        self.normed[int(read[0])] = read
         self._equate(read, read)
         gain: Any = module.weight
         if gain is None:  # what it writes is what it is
