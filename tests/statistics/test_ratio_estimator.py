@@ -419,3 +419,24 @@ def test_one_cluster_is_refused():
     estimator.add(torch.ones(3, 1), torch.ones(3), torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(IsolossError, match="at least 2 independent sequences or documents, not 1"):
         estimator.result()
+
+
+def test_controls_that_a_few_clusters_make_harmful_are_dropped():
+    rng = np.random.default_rng(0)
+    n, outlier = 256, 3
+    control = rng.normal(size=n)
+    norms = 5 + control + rng.normal(size=n) / 2
+    results = {}
+    for name, largest in (("plain", None), ("helpful", 1.0), ("harmful", 1e6)):
+        estimator = ClusteredRatioEstimator(num_parameters=1, num_controls=0 if largest is None else 1)
+        d = control.copy()
+        d[outlier] = (largest or 1.0) * control[outlier]
+        estimator.add(
+            torch.from_numpy(norms)[:, None],
+            torch.ones(n, dtype=torch.int64),
+            torch.from_numpy(d)[:, None][:, : 0 if largest is None else 1],
+        )
+        results[name] = estimator.result()
+    assert results["helpful"].stderr < 0.6 * results["plain"].stderr
+    assert results["harmful"].value == pytest.approx(results["plain"].value, rel=1e-12)
+    assert results["harmful"].stderr == pytest.approx(results["plain"].stderr, rel=1e-12)

@@ -19,6 +19,7 @@ from isoloss.model_checks import NOTHING_PREDICTED
 from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, ControlledClusters, FittedColumns
 
 _FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
+_HARMFUL = 2  # times the error without controls: more is chance, and none is used
 _CLUSTERS_A_CONTROL = 16  # or more, as each coefficient that is fitted adds its own noise
 _FEWEST_AUXILIARY = 2  # times the measured sequences: a mean over fewer is hardly better known
 _CONTROLS = 5  # the first column of the controls in a cluster's row
@@ -133,7 +134,8 @@ class ClusteredRatioEstimator:
     tensor's part of a gives values that add up to R.
 
     A control that is other than 0 in fewer than 32 clusters has the coefficient 0, and of the rest, all but the first
-    N / 16 have.
+    N / 16 have. Where the error is more than twice that without any control, as a few clusters with enormous controls
+    make it, all have.
 
     The last r controls may be measured from means that are estimates themselves, those of an auxiliary sample
     (`isoloss.flatness.engine.auxiliary_sample.AuxiliarySample`). With n_b the sequences of cluster b, R moves by
@@ -307,7 +309,11 @@ class ClusteredRatioEstimator:
         numbers = sorted({min(number, available) for number in wanted})
         order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
         fitted = [self._fitted(rows, used & (order <= number), unlike=unlike) for number in numbers]
-        return min(fitted, key=lambda fitted: fitted[0].stderr)
+        best = min(fitted, key=lambda fitted: fitted[0].stderr)
+        if not bool(used.any()):
+            return best
+        without = self._fitted(rows, torch.zeros_like(used), unlike=unlike)
+        return without if _HARMFUL * without[0].stderr < best[0].stderr else best
 
     def _fitted(
         self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool
