@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,10 +43,10 @@ BATCH = 64
 LARGE, EVERY = 20_000, 4  # a granularity of more parts takes part in each fourth round only
 # what is timed by itself, by its column; none of them calls another
 ONCE = {
-    "rules": (minimal.MinimalTrace, "__init__"),
-    "program": (minimal.MinimalTrace, "finish"),
+    "rules": (minimal.MinimalTraceEstimator, "__init__"),
+    "program": (minimal.MinimalTraceEstimator, "finish"),
     "check": (minimal, "check"),
-    "loss change": (minimal.MinimalTrace, "_loss"),
+    "loss change": (minimal.MinimalTraceEstimator, "_loss"),
 }
 
 
@@ -114,11 +114,11 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
-def compare(workload: Workload, rounds: int) -> dict[str, Any]:
+def compare(workload: Workload, rounds: int, granularities: Sequence[str]) -> dict[str, Any]:
     """Time all contenders on the same sequences, round by round."""
-    sequences = 128 if workload.causal else 512  # all positions of the former are predicted, one of the latter
-    batches, names = workload.batches(sequences, BATCH, "timing"), (PLAIN, *GRANULARITIES)
-    shapes = {name: rescalings_of(workload.model, granularity=name).exponents.shape for name in GRANULARITIES}
+    sequences = 512 if workload.causal else 2048  # all positions of the former are predicted, one of the latter
+    batches, names = workload.batches(sequences, BATCH, "timing"), (PLAIN, *granularities)
+    shapes = {name: rescalings_of(workload.model, granularity=name).exponents.shape for name in granularities}
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in names}  # by round
     for number in range(rounds + 1):
         first = number % len(names)
@@ -150,8 +150,8 @@ def page(record: Mapping[str, Any]) -> str:
         "rounds ± its standard error. The machine is shared; the time of other processes does not count. Ratios are "
         "means of each round's ratio. A whole call has its fixed costs in it, which the columns after it give in "
         "milliseconds: the family's rules and exponents (rules); the convex program, cross-fitted (program); the "
-        "comparison of the logits of two sequences in float64 (check); and the change of the loss of 8 sequences (loss "
-        "change). The passes are the rest, which grows with the sequences.",
+        "comparison of the predictions of two sequences in float64 (check); and the change of the loss of 8 sequences "
+        "(loss change). The passes are the rest, which grows with the sequences.",
         "",
     ]
     for model in record["models"]:
@@ -183,6 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=300, help="training steps")
+    parser.add_argument("--granularities", nargs="+", choices=GRANULARITIES, default=GRANULARITIES)
     parser.add_argument("--models", nargs="+", choices=list(models()), default=list(models()))
     parser.add_argument("--output", type=Path, default=RESULTS / "minimal_trace.json", help="and the table, .md")
     options = parser.parse_args()
@@ -193,7 +194,7 @@ def main() -> None:
         if name in options.models:
             print(f"{workload.name}: training and timing", flush=True)
             workload.train(options.steps)
-            results.append(compare(workload, options.rounds))
+            results.append(compare(workload, options.rounds, options.granularities))
     record = {
         "command": " ".join(["python", "benchmarks/minimal_trace.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
