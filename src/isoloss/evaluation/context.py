@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
@@ -54,7 +54,7 @@ class MeasureContext:
         """
         return self._once(("inputs", num_sequences, seed), lambda: self.read(num_sequences, seed))
 
-    def truth(self, num_sentences: int, seed: int) -> Truth:
+    def truth(self, num_sentences: int | Literal["all"], seed: int) -> Truth:
         """Return masked sentences of the language and their exact conditionals (`isoloss.evaluation.truth.truth`)."""
         return self._once(
             ("truth", num_sentences, seed),

@@ -293,6 +293,8 @@ def _paired_over(measured: Estimate, pairs: Sequence[Pair], key: str) -> str:
         far = f", {abs(measured.value) / measured.stderr:.1f} standard errors" if measured.stderr > 0 else ""
         return f"paired over {len(pairs)} seeds{far}"
     first, second = (checkpoint[key] for checkpoint in pairs[0])
+    if measured.is_exact:
+        return "both exact"
     if not first.is_accuracy:
         return f"paired over {len(first.examples['influence']):,} sentences"
     from isoloss.transfer.comparing import mcnemar

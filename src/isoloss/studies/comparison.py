@@ -76,13 +76,16 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
 
     Accuracies become percentage points, with the error of `isoloss.transfer.comparing.paired_difference` over test
     examples and probes. For all else the squared error is the sum of (psi_i - factor psi'_i)^2 over n (n - 1), with
-    psi_i what example i adds to the first and psi'_i what it adds to the second.
+    psi_i what example i adds to the first and psi'_i what it adds to the second. The difference of two exact values is
+    exact.
 
     Raises:
         IsolossError: The two were not measured on the same examples under the same settings.
     """
     same_inputs = (later.inputs, later.settings) == (earlier.inputs, earlier.settings)
-    if not same_inputs or later.examples.keys() != earlier.examples.keys() or not later.examples:
+    are_exact = later.estimate.is_exact and earlier.estimate.is_exact
+    paired = are_exact or (later.examples and later.examples.keys() == earlier.examples.keys())
+    if not same_inputs or not paired:
         raise IsolossError(
             "two evaluations were not made on the same examples under the same settings, so that their difference has "
             "no paired error: measure both checkpoints again with one version of isoloss"
@@ -96,22 +99,38 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
         return dataclasses.replace(
             points, value=100 * points.value, stderr=100 * points.stderr, unit="percentage points"
         )
+    value = later.estimate.value - factor * earlier.estimate.value
+    if are_exact:
+        return _exact(value, later.estimate)
     psi, other = (one.examples["influence"].astype(np.float64) for one in (later, earlier))
-    return _paired(later.estimate.value - factor * earlier.estimate.value, psi - factor * other, later.estimate)
+    return _paired(value, psi - factor * other, later.estimate)
 
 
 def ratio(later: Measured, earlier: Measured) -> Estimate:
     """Return later over earlier, both above 0 and of the same examples, with the paired error by the delta method.
 
-    The error is that of psi_i / b - (a / b) psi'_i / b, for the ratio a / b.
+    The error is that of psi_i / b - (a / b) psi'_i / b, for the ratio a / b; that of two exact values is exact.
 
     Raises:
         IsolossError: As for `difference`.
     """
-    difference(later, earlier)  # refuses what is not paired
+    is_exact = difference(later, earlier).is_exact  # refuses what is not paired
     a, b = later.estimate.value, earlier.estimate.value
+    if is_exact:
+        return dataclasses.replace(_exact(a / b, later.estimate), unit="times")
     psi, other = (one.examples["influence"].astype(np.float64) for one in (later, earlier))
     return dataclasses.replace(_paired(a / b, (psi - a / b * other) / b, later.estimate), unit="times")
+
+
+def _exact(value: float, like: Estimate) -> Estimate:
+    return Estimate(
+        value=value,
+        stderr=0.0,
+        samples=0,
+        unit=like.unit,
+        num_predictions=like.num_predictions,
+        method="of two exact values",
+    )
 
 
 def _paired(value: float, influence: np.ndarray[Any, Any], like: Estimate) -> Estimate:
