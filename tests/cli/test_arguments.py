@@ -4,7 +4,7 @@ import importlib
 import re
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Union, get_args, get_origin
 
 import pytest
 import tyro
@@ -38,6 +38,7 @@ class Args:
     rate: float = 0.1
     kind: Literal["one", "two", "three"] | None = None
     out: Path | None = None
+    number: int | Literal["all", "none"] = 5
     quick: bool = False
 
 
@@ -71,6 +72,10 @@ def test_what_is_no_whole_number(written):
         parsed("make", "--steps", written)
 
 
+def test_a_number_or_a_word():
+    assert [parsed("make", "--number", word).number for word in ("1e3", "-1", "all")] == [1000, -1, "all"]
+
+
 def test_words_by_their_place_may_stand_anywhere():
     expected = Args("make", ("a", "b"), marks=(1, 2), quick=True, out=Path("x=y"))
     assert parsed("make", "a", "b", "--marks", "1", "2", "--quick", "--out=x=y") == expected
@@ -84,6 +89,14 @@ def test_words_by_their_place_may_stand_anywhere():
         ([], "ACTION is required: see isoloss example --help"),
         (["mak"], "ACTION is 'mak'; it must be make or show; did you mean make?"),
         (["make", "--kind", "four"], "--kind is 'four'; it must be one, two or three"),
+        (
+            ["make", "--number", "al"],
+            "--number is 'al'; it must be a whole number, such as 1000 or 1e3, or all, none; did",
+        ),
+        (
+            ["make", "--number", "2.5"],
+            "--number is '2.5'; it must be a whole number, such as 1000 or 1e3, or all, none",
+        ),
         (["make", "--rate", "fast"], "--rate is 'fast'; it must be a number, such as 0.01 or 1e-3"),
         (["make", "--steps"], "--steps takes 1 value, but got none"),
         (["make", "--ends", "1"], "--ends takes 2 values, but got 1: 1"),
@@ -110,6 +123,8 @@ def test_every_option_of_every_subcommand_is_read_as_tyro_reads_it(name):
     samples = {int: "1e1", float: "1e-1", str: "word", Path: "file"}
 
     def value(kind):
+        if get_origin(kind) is Union:  # a number or a word
+            return value(get_args(kind)[0])
         return samples.get(kind) or str(kind.__args__[-1])
 
     known = list(_arguments(cls))

@@ -225,7 +225,11 @@ def test_mistakes_are_told_before_anything_is_loaded():
     for measures, settings, sentence in (
         (["los"], {}, "did you mean loss"),
         (["probe-TASK"], {}, "probe-TASK is a pattern: replace TASK"),
-        (["loss"], {"loss_sentences": "many"}, "loss_sentences is 'many'; it must be a whole number, at least 1"),
+        (
+            ["loss"],
+            {"loss_sentences": "many"},
+            "loss_sentences is 'many'; it must be a whole number, at least 1, or all",
+        ),
         (["loss"], {"loss_sentences": 2.5}, "loss_sentences is 2.5; it must be a whole number, at least 1"),
         (
             ["loss"],

@@ -129,7 +129,7 @@ def _values(kind: Any) -> tuple[tuple[Any, ...], bool]:
     A value of several types, such as `int | Literal["all"]`, keeps them all in one.
     """
     if get_origin(kind) in (types.UnionType, Union):
-        kind = Union.__getitem__(tuple(part for part in get_args(kind) if part is not types.NoneType))  # type: ignore[attr-defined]
+        kind = Union.__getitem__(tuple(part for part in get_args(kind) if part is not types.NoneType))
     if kind is bool:
         return (), False
     if get_origin(kind) is not tuple:

@@ -31,7 +31,7 @@ _PART = 1 << 17  # sentences handed to a language at a time, at most
 
 @dataclass(frozen=True)
 class Truth:
-    """Masked sentences of an exact language, drawn or all that there are, and what a perfect model would say about them.
+    """Masked sentences of an exact language, drawn or all, and what a perfect model would say about them.
 
     A function of the language, the number of sentences, the objective and the seed alone: made once, it serves every
     checkpoint, and the values of two checkpoints on it are paired.
@@ -105,9 +105,7 @@ def why_no_truth(
     return None
 
 
-def truth(
-    language: Language, *, num_sentences: int | Literal["all"], objective: ObjectiveConfig, seed: int
-) -> Truth:
+def truth(language: Language, *, num_sentences: int | Literal["all"], objective: ObjectiveConfig, seed: int) -> Truth:
     """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
 
     With `num_sentences="all"` nothing is drawn: the sentences are every distinct one with one masked token, each with

@@ -386,7 +386,6 @@ class ExactLanguage(Language):
 
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return (n,) bool: whether each string of tokens is a sentence of the language."""
-
         out = torch.zeros(len(tokens), dtype=torch.bool)
         parts = [torch.arange(len(tokens))]
         while parts:  # halves of what an impossible string is in

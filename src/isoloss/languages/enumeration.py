@@ -54,7 +54,7 @@ def all_sentences(language: Language) -> tuple[Sentences, torch.Tensor]:
     for length in possible:
         tokens, logs = [], []
         places = exact.vocab_size ** torch.arange(length - 1, -1, -1)
-        for codes in torch.arange(exact.vocab_size**length).split(_BATCH):
+        for codes in torch.split(torch.arange(exact.vocab_size**length), _BATCH):
             strings = codes[:, None] // places % exact.vocab_size
             strings = strings[exact.is_possible(strings, torch.full_like(codes, length))]
             if len(strings):
