@@ -95,6 +95,20 @@ def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_pa
     assert "step 6 of 6" in call(capsys, "status", file, *where)
 
 
+def test_a_loss_summed_over_all_sentences_is_reported_and_verified(capsys, file, tmp_path, executors):
+    executors.register("here", in_this_process)
+    file.write_text(FILE.replace('"loss_sentences": 16', '"loss_sentences": "all"'))
+    where = ("--folder", tmp_path / "out")
+    call(capsys, "run", file, *where, "--executor", "here")
+    document = json.loads(call(capsys, "report", file, *where, "--json"))
+    for row in document["checkpoints"]:
+        assert row["estimates"]["kl"]["stderr"] == row["estimates"]["kl"]["samples"] == 0
+    assert call(capsys, "report", file, *where).count("(exact)") == 4
+    page = (tmp_path / "out" / "report" / "index.html").read_text()
+    assert "loss sentences all" in page
+    assert call(capsys, "verify", file, *where).endswith("0 failed\n")
+
+
 def states(capsys, *words):
     units = json.loads(call(capsys, "status", *words, "--json"))["units"]
     return {unit["unit"]: (unit["state"], unit["progress"]) for unit in units}

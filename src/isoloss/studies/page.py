@@ -126,7 +126,8 @@ def _measuring(results: Results) -> dict[str, str]:
     lines = {}
     for key in results.keys:
         settings = {name: value for name, value in first[key].settings.items() if name != "seed"}
-        words = [f"{name.replace('_', ' ')} {value:,}" for name, value in settings.items()]
+        told = {name: value if isinstance(value, str) else f"{value:,}" for name, value in settings.items()}
+        words = [f"{name.replace('_', ' ')} {value}" for name, value in told.items()]
         lines[column_of(key).title] = "; ".join([first[key].estimate.method, *words])
     return {
         **lines,
