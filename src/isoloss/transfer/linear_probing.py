@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from isoloss import seeds
 from isoloss.config import replaced
 from isoloss.errors import IsolossError, require
-from isoloss.languages.api import ExactLanguage
+from isoloss.languages.api import ExactLanguage, Language, Sentences
 from isoloss.statistics.estimate import Estimate
 from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
 from isoloss.transfer.features import extract, lookup_features
@@ -118,8 +119,22 @@ def lookup_probe(
         >>> print(lookup_probe(language, task, solver="convex").accuracy)
         100 %
     """
+    return language_probe(lookup_features, language, task, config, **settings)
+
+
+def language_probe(
+    features: Callable[[Language, Sentences], torch.Tensor],
+    language: Language,
+    task: TaskData,
+    config: ClassifierConfig | None = None,
+    **settings: Any,
+) -> TransferResult:
+    """Return the test accuracy of a linear probe on what `features` makes of sentences, without a model.
+
+    The other arguments and the errors are those of `lookup_probe`.
+    """
     try:
-        train_x, test_x = (lookup_features(language, sentences) for sentences in (task.train, task.test))
+        train_x, test_x = (features(language, sentences) for sentences in (task.train, task.test))
     except IsolossError as error:
         raise IsolossError(f"the true conditionals of task {task.name} are not known: {error}") from error
     return _fit_on_task(task, train_x, test_x, config, **settings)
@@ -200,9 +215,50 @@ def fit_linear_probe(
     train_y, test_y = train_y.to(where), test_y.to(where)
     names = [str(index) for index in range(classes)] if isinstance(classes, int) else classes
     _check_splits(train_x, train_y, test_x, test_y, names)
-    num_features, num_classes = train_x.shape[1], len(names)
+    probe = fit_probe(train_x, train_y, len(names), config)
+    return score(
+        probe.predict(test_x),
+        test_y,
+        names,
+        method=probe_method(config),
+        settings=probe.details,
+        bayes=bayes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def probe_method(config: ClassifierConfig) -> str:
+    """Return what made the predictions of a probe, as results say it."""
+    return f"linear probe, {'AdamW' if config.solver == 'adamw' else 'convex'}"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Linear classifiers, one per seed, of centered and scaled features."""
+
+    weight: torch.Tensor  # (S, C, D)
+    bias: torch.Tensor  # (S, 1, C), minus infinity for a class that no training example has
+    center: torch.Tensor  # (D,), or a single 0
+    scale: float
+    details: Mapping[str, Any]  # how they were fitted
+
+    def predict(self, x: torch.Tensor | StoredFeatures) -> torch.Tensor:
+        """Return (S, n): the class of the largest logit of each of n examples; x (n, D) is not yet centered."""
+        stacked = self.weight.flatten(0, 1).T
+        classes = []
+        for first in range(0, len(x), size := rows_at_once(x.shape[1])):
+            rows = (x[first : first + size].to(self.center) - self.center) / self.scale
+            logits = (rows @ stacked).view(-1, *self.weight.shape[:2]) + self.bias[:, 0]
+            classes.append(logits.argmax(dim=2))
+        return torch.cat(classes).T.contiguous()
+
+
+def fit_probe(
+    train_x: torch.Tensor | StoredFeatures, train_y: torch.Tensor, num_classes: int, config: ClassifierConfig
+) -> Probe:
+    """Return the probe of `fit_linear_probe`, of checked features (n, D) and labels (n,) on the device to compute on."""
+    where = train_y.device
     center, scale = _center_and_scale(train_x, where) if config.standardize else (torch.zeros((), device=where), 1.0)
-    train_rows, test_rows = (_standardized(x, center, scale) for x in (train_x, test_x))
     if config.solver == "convex":
         weight, bias, details = _fit_convex(
             train_x, train_y, num_classes, config.regularization, center, scale, config.seed
@@ -211,28 +267,23 @@ def fit_linear_probe(
     else:
         used = ("epochs", "learning_rate", "weight_decay", "batch_size", "seed")
         details = {name: getattr(config, name) for name in used}
-        weight, bias = _fit_adamw(train_rows, train_y, config, num_features=num_features, num_classes=num_classes)
+        rows = _standardized(train_x, center, scale)
+        weight, bias = _fit_adamw(rows, train_y, config, num_features=train_x.shape[1], num_classes=num_classes)
     bias[..., absent_classes(train_y, num_classes)] = -math.inf  # the random start may have left them likely
-    train_accuracy = (_predict(weight, bias, train_rows, len(train_y)) == train_y).double().mean()
-    return score(
-        _predict(weight, bias, test_rows, len(test_y)),
-        test_y,
-        names,
-        method=f"linear probe, {'AdamW' if config.solver == 'adamw' else 'convex'}",
-        settings={
-            "solver": config.solver,
-            "standardize": config.standardize,
-            **details,
-            "train_accuracy": float(train_accuracy),
-            "num_train": len(train_y),
-            "num_features": num_features,
-            "features": "in memory" if isinstance(train_x, torch.Tensor) else "in a file",
-            "num_classes": num_classes,
-            "device": train_y.device.type,
-        },
-        bayes=bayes,
-        seconds=time.perf_counter() - began,
-    )
+    probe = Probe(weight, bias, center, scale, {})
+    train_accuracy = (probe.predict(train_x) == train_y).double().mean()
+    known = {
+        "solver": config.solver,
+        "standardize": config.standardize,
+        **details,
+        "train_accuracy": float(train_accuracy),
+        "num_train": len(train_y),
+        "num_features": train_x.shape[1],
+        "features": "in memory" if isinstance(train_x, torch.Tensor) else "in a file",
+        "num_classes": num_classes,
+        "device": where.type,
+    }
+    return replace(probe, details=known)
 
 
 def _center_and_scale(x: torch.Tensor | StoredFeatures, device: torch.device | str) -> tuple[torch.Tensor, float]:
@@ -264,16 +315,6 @@ def _standardized(x: torch.Tensor | StoredFeatures, center: torch.Tensor, scale:
     return lambda rows: (x[rows].to(center) - center) / scale
 
 
-def _predict(weight: torch.Tensor, bias: torch.Tensor, read: _RowReader, count: int) -> torch.Tensor:
-    """Return (S, n): the class of the largest logit of each of the `count` examples."""
-    stacked = weight.flatten(0, 1).T
-    classes = []
-    for first in range(0, count, size := rows_at_once(weight.shape[2])):
-        logits = (read(slice(first, first + size)) @ stacked).view(-1, *weight.shape[:2]) + bias[:, 0]
-        classes.append(logits.argmax(dim=2))
-    return torch.cat(classes).T.contiguous()
-
-
 def _check_splits(
     train_x: torch.Tensor | StoredFeatures,
     train_y: torch.Tensor,
@@ -288,15 +329,20 @@ def _check_splits(
             )
         if math.prod(x.shape) == 0:
             raise IsolossError(f"the {split} split is empty: its features are {tuple(x.shape)}")
-        rows = sum(int((~block.isfinite()).any(dim=1).sum()) for block in _blocks(x, y.device))
-        if rows:
-            raise IsolossError(f"{rows} of the {len(x)} {split} examples have features that are NaN or infinite")
+        refuse_nonfinite(x, split, y.device)
     if train_x.shape[1] != test_x.shape[1]:
         raise IsolossError(
             f"training features are {train_x.shape[1]} wide and test features {test_x.shape[1]}: both must come from "
             "the same model and be padded to one length"
         )
     check_labels(train_y, test_y, classes)
+
+
+def refuse_nonfinite(x: torch.Tensor | StoredFeatures, split: str, device: torch.device | str) -> None:
+    """Raise an `IsolossError` where features (n, D) of the `split`, e.g. training, are NaN or infinite."""
+    rows = sum(int((~block.isfinite()).any(dim=1).sum()) for block in _blocks(x, device))
+    if rows:
+        raise IsolossError(f"{rows} of the {len(x)} {split} examples have features that are NaN or infinite")
 
 
 def _fit_adamw(
