@@ -126,12 +126,13 @@ def check(config: Any, path: str = "") -> None:
             if parts:
                 require(f"{name}[{number}]", item, parts[0], f"an isoloss config, {parts[0].__name__}")
                 check(item, f"{name}[{number}]")
-            if not choices and kinds and not any(_is_a(item, kind) for kind in kinds):
-                raise IsolossError(
-                    f"{name} is {item!r}; it must be {_WORDS[kinds[0]]}{f', {bounds}' if bounds else ''}"
-                )
-            if choices and item not in choices:
+            if item in choices:
+                continue
+            if choices and not kinds:
                 raise IsolossError(f"{name} is {item!r}; it must be one of {', '.join(map(str, choices))}")
+            if kinds and not any(_is_a(item, kind) for kind in kinds):
+                told = ", or ".join([f"{_WORDS[kinds[0]]}{f', {bounds}' if bounds else ''}", *map(str, choices)])
+                raise IsolossError(f"{name} is {item!r}; it must be {told}")
             if bounds is not None and item is not None and item not in bounds:
                 finite = "" if math.isfinite(item) else "finite, "
                 raise IsolossError(f"{name} is {item!r}; it must be {finite}{bounds}")
@@ -143,11 +144,18 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def _primitives(hint: Any) -> tuple[type, ...]:
-    """Return the primitive types that an annotation is made of, None last; none where it is made of others too."""
+    """Return the primitive types that an annotation is made of, None last; none where it is made of others too.
+
+    Values listed beside them are left out; where None is all that there is beside these, so is it (see `_choices`).
+    """
     if hint in _WORDS:
         return (hint,)
     if get_origin(hint) in (Union, UnionType, tuple):
-        parts = [_primitives(part) for part in get_args(hint) if part is not Ellipsis]
+        given = [part for part in get_args(hint) if part is not Ellipsis]
+        unlisted = [part for part in given if get_origin(part) is not Literal]
+        if len(unlisted) < len(given) and unlisted in ([], [type(None)]):
+            return ()
+        parts = [_primitives(part) for part in unlisted]
         return tuple(sorted({kind for part in parts for kind in part}, key=list(_WORDS).index)) if all(parts) else ()
     return ()
 

@@ -126,7 +126,8 @@ def _arguments(cls: type) -> Iterator[_Argument]:
 def _values(kind: Any) -> tuple[tuple[Any, ...], bool]:
     """Return the types of an argument's values, and whether it takes any number of them."""
     if get_origin(kind) in (types.UnionType, Union):
-        (kind,) = (part for part in get_args(kind) if part is not types.NoneType)
+        first, *listed = (part for part in get_args(kind) if part is not types.NoneType)
+        kind = kind if listed else first
     if kind is bool:
         return (), False
     if get_origin(kind) is not tuple:
@@ -173,11 +174,20 @@ def _placed(places: list[_Argument], free: list[str], subcommand: str) -> Iterat
 
 
 def _value(name: str, word: str, kind: Any) -> str:
+    if get_origin(kind) in (types.UnionType, Union):  # a type, or one of some words
+        kind, *listed = (part for part in get_args(kind) if part is not types.NoneType)
+        words = [choice for part in listed for choice in get_args(part)]
+        if word in words:
+            return word
+        try:
+            return _value(name, word, kind)
+        except IsolossError as error:
+            raise IsolossError(f"{error}, or {' or '.join(words)}") from None
     if get_origin(kind) is Literal:
         choices = [str(choice) for choice in get_args(kind)]
         if word not in choices:
-            listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
-            raise IsolossError(f"{name} is {word!r}; it must be {listed}{did_you_mean(word, choices)}")
+            told = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+            raise IsolossError(f"{name} is {word!r}; it must be {told}{did_you_mean(word, choices)}")
     elif kind is int:
         return str(_whole(name, word))
     elif kind is float:

@@ -74,30 +74,36 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
 def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Estimate:
     """Return later - factor * earlier, with the error of the difference on the same examples.
 
-    Accuracies become percentage points, with the error of `isoloss.transfer.comparing.paired_difference` over test
-    examples and probes. For all else the squared error is the sum of (psi_i - factor psi'_i)^2 over n (n - 1), with
-    psi_i what example i adds to the first and psi'_i what it adds to the second.
+    Accuracies become percentage points; on sampled test examples with the error of
+    `isoloss.transfer.comparing.paired_difference` over these and probes. For all else the squared error is the sum of
+    (psi_i - factor psi'_i)^2 over n (n - 1), with psi_i what example i adds to the first (or, of an accuracy over all
+    sentences, draw i of training sentences) and psi'_i what it adds to the second. That of exact values is exact.
 
     Raises:
         IsolossError: The two were not measured on the same examples under the same settings.
     """
     same_inputs = (later.inputs, later.settings) == (earlier.inputs, earlier.settings)
-    if not same_inputs or later.examples.keys() != earlier.examples.keys() or not later.examples:
+    is_exact = later.estimate.is_exact and earlier.estimate.is_exact
+    if not same_inputs or later.examples.keys() != earlier.examples.keys() or not (later.examples or is_exact):
         raise IsolossError(
             "two evaluations were not made on the same examples under the same settings, so that their difference has "
             "no paired error: measure both checkpoints again with one version of isoloss"
         )
+    of_accuracy = later.estimate.unit == "accuracy"
+    if of_accuracy and factor != 1:
+        raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
     if later.is_accuracy:
         from isoloss.transfer.comparing import paired_difference
 
-        if factor != 1:
-            raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
-        points = paired_difference(later.correct, earlier.correct)
-        return dataclasses.replace(
-            points, value=100 * points.value, stderr=100 * points.stderr, unit="percentage points"
-        )
-    psi, other = (one.examples["influence"].astype(np.float64) for one in (later, earlier))
-    return _paired(later.estimate.value - factor * earlier.estimate.value, psi - factor * other, later.estimate)
+        return _in_points(paired_difference(later.correct, earlier.correct))
+    value = later.estimate.value - factor * earlier.estimate.value
+    found = _paired(value, _influence(later) - factor * _influence(earlier), later.estimate)
+    return _in_points(found) if of_accuracy else found
+
+
+def _in_points(found: Estimate) -> Estimate:
+    """Return a difference of accuracies in percentage points."""
+    return dataclasses.replace(found, value=100 * found.value, stderr=100 * found.stderr, unit="percentage points")
 
 
 def ratio(later: Measured, earlier: Measured) -> Estimate:
@@ -110,20 +116,25 @@ def ratio(later: Measured, earlier: Measured) -> Estimate:
     """
     difference(later, earlier)  # refuses what is not paired
     a, b = later.estimate.value, earlier.estimate.value
-    psi, other = (one.examples["influence"].astype(np.float64) for one in (later, earlier))
-    return dataclasses.replace(_paired(a / b, (psi - a / b * other) / b, later.estimate), unit="times")
+    influence = (_influence(later) - a / b * _influence(earlier)) / b
+    return dataclasses.replace(_paired(a / b, influence, later.estimate), unit="times")
+
+
+def _influence(one: Measured) -> np.ndarray[Any, Any]:
+    """Return (n,) what each example adds to an estimate; nothing adds to an exact one."""
+    return one.examples.get("influence", np.zeros(0)).astype(np.float64)
 
 
 def _paired(value: float, influence: np.ndarray[Any, Any], like: Estimate) -> Estimate:
     n = len(influence)
     return Estimate(
         value=value,
-        stderr=math.sqrt(float(np.square(influence).sum()) / (n * (n - 1))),
+        stderr=math.sqrt(float(np.square(influence).sum()) / (n * (n - 1))) if n else 0.0,
         samples=n,
         unit=like.unit,
         num_predictions=like.num_predictions,
         num_probes=like.num_probes,
-        method="paired difference",
+        method="paired difference" if n else "exact difference",
     )
 
 

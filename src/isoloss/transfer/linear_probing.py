@@ -256,7 +256,7 @@ class Probe:
 def fit_probe(
     train_x: torch.Tensor | StoredFeatures, train_y: torch.Tensor, num_classes: int, config: ClassifierConfig
 ) -> Probe:
-    """Return the probe of `fit_linear_probe`, of checked features (n, D) and labels (n,) on the device to compute on."""
+    """Return the probe of `fit_linear_probe`, on the labels' device, of checked features (n, D) and labels (n,)."""
     where = train_y.device
     center, scale = _center_and_scale(train_x, where) if config.standardize else (torch.zeros((), device=where), 1.0)
     if config.solver == "convex":
