@@ -32,9 +32,10 @@ from isoloss.text.inputs import read_inputs
 NAMED = {
     "trace-in-SIZE-EMBEDDING_SCALE": "trace-in-d32-exact",
     "minimal-trace-in-SIZE": "minimal-trace-in-d32",
-    **{f"{how}-TASK": f"{how}-root" for how in ("probe", "lookup")},
+    **{f"{how}-TASK": f"{how}-root" for how in ("probe", "lookup", "log-lookup", "one-hot", "finetune")},
+    "few-shot-TASK-NUMBER": "few-shot-root-20",
+    "projected-TASK-WIDTH": "projected-root-8",
 }
-NAMED["finetune-TASK"] = "finetune-root"
 SMALL = {
     "loss_sentences": 40,
     "flatness_sentences": 40,

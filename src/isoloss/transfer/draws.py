@@ -13,7 +13,7 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.transfer.config import ClassifierConfig
 from isoloss.transfer.features import projection_matrix
-from isoloss.transfer.linear_probing import Probe, fit_probe, refuse_nonfinite
+from isoloss.transfer.fits.probe import Probe, fit_probe, refuse_nonfinite
 from isoloss.transfer.results import absent_classes
 
 Fitted = tuple[torch.Tensor, dict[str, Any]]  # predictions (R, n_test), and how the classifiers were fitted

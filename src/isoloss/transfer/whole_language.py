@@ -120,9 +120,9 @@ def whole_task(
     Example:
         >>> from isoloss.languages.config import PCFGConfig
         >>> from isoloss.transfer.tasks import _strings
-        >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=9).build()
+        >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=5).build()
         >>> whole_task(language, "prefix-2", _strings(language), num_train=100, seed=0)
-        WholeTask(prefix-2: 3 classes, 84 sentences)
+        WholeTask(prefix-2: 3 classes, 512 sentences)
     """
     drawn = make_task(language, name, num_train=num_train, num_test=1, seed=seed)
     if every is None:

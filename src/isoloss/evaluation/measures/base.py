@@ -91,8 +91,8 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
         settings: Values of fields, by name; those of other measures are not used.
 
     Example:
-        >>> make_measure("probe-root", {"probe_seeds": 3, "loss_sentences": 100})
-        Probe(seed=0, num_train=4096, num_test=4096, task='root', probe_seeds=3, probe_epochs=100)
+        >>> make_measure("few-shot-root-100", {"probe_draws": 3, "loss_sentences": 100}).probe_draws
+        3
     """
     pattern, parts = MEASURES.match(name)
     if not parts and name_fields(pattern):
