@@ -37,6 +37,7 @@ class Args:
     ends: tuple[int, float] | None = None
     rate: float = 0.1
     kind: Literal["one", "two", "three"] | None = None
+    test: int | Literal["all"] = 9
     out: Path | None = None
     quick: bool = False
 

@@ -54,7 +54,7 @@ def fit(
     regularization: Sequence[float],
     splits: Sequence[torch.Tensor] | None = None,
     tolerance: float = 1e-6,
-    max_passes: int = 1000,
+    max_passes: int = 10_000,
     block_rows: int | None = None,
     device: torch.device | str | None = None,
 ) -> ConvexFit:
