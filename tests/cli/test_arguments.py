@@ -64,6 +64,8 @@ def test_whole_numbers_as_people_write_them(written, meant):
     assert parsed("make", f"--steps={written}").steps == meant
     assert parsed("make", "--marks", written, "3", written).marks == (meant, 3, meant)
     assert parsed("make", "--ends", written, "1e-3").ends == (meant, 0.001)
+    assert parsed("make", "--test", written).test == meant
+    assert parsed("make", "--test", "all").test == "all"
 
 
 @pytest.mark.parametrize("written", ["1.5", "1e-4", "abc", "1e400", "inf", "nan", "", "0x10", "1,000"])
@@ -84,6 +86,7 @@ def test_words_by_their_place_may_stand_anywhere():
     [
         ([], "ACTION is required: see isoloss example --help"),
         (["mak"], "ACTION is 'mak'; it must be make or show; did you mean make?"),
+        (["make", "--test", "some"], "--test is 'some'; it must be a whole number, such as 1000 or 1e3, or all"),
         (["make", "--kind", "four"], "--kind is 'four'; it must be one, two or three"),
         (["make", "--rate", "fast"], "--rate is 'fast'; it must be a number, such as 0.01 or 1e-3"),
         (["make", "--steps"], "--steps takes 1 value, but got none"),

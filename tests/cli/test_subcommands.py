@@ -266,6 +266,7 @@ def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
         (["--measures", "probe-nothing"], ["nothing", "root"]),
         (["--steps", "7"], ["7", "10, 30"]),
         (["--loss-sentences", "0"], ["loss_sentences is 0"]),
+        (["--measures", "probe-root", "--probe-regularization", "1"], ["no effect with the solver adamw"]),
     ],
 )
 def test_a_measure_that_cannot_be(capsys, run, options, words):
