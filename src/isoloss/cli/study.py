@@ -16,6 +16,7 @@ from isoloss.registry import EXECUTORS
 from isoloss.runs import Run
 
 if TYPE_CHECKING:
+    from isoloss.studies.claims import ClaimResult
     from isoloss.studies.folder import StudyFolder
     from isoloss.studies.plan import Executor, Unit
     from isoloss.studies.results import Summary
@@ -157,9 +158,9 @@ def _emit_summary(args: Args, folder: StudyFolder, page: Path) -> int:
         common.emit_json({**about, **summary.to_dict()})
         return 0
     print_summary(f"{folder.study.name} at scale {folder.scale_name}", summary)
-    if summary.claims:  # after a table there is an empty line already
-        common.say("")
     common.say(f"report: {page}")
+    for sentence in summary.answer:
+        common.say_wrapped(sentence)
     return 0
 
 
@@ -170,14 +171,26 @@ def print_summary(heading: str, summary: Summary) -> None:
         common.print_table(f"{heading}, {table.title}", columns, rows, left=table.left)
         common.say("")
     for result in summary.claims:
-        common.say_wrapped(f"{result.claim.id}: {result.verdict}")
-        common.say_wrapped(result.claim.statement, indent=4)
-        for answer in result.answers:
-            if answer.case:
-                common.say_wrapped(f"{answer.case}: {answer.verdict}", indent=4)
-            lines = [f"{name}: {estimate}" for name, estimate in answer.numbers.items()]
-            for line in lines or [answer.explanation]:
-                common.say_wrapped(line, indent=8)
+        _print_claim(result)
+    if summary.claims_file:
+        common.say_wrapped(str(summary.claims_file))
+    if summary.warning:
+        common.say_wrapped(summary.warning)
+
+
+def _print_claim(result: ClaimResult) -> None:
+    """Print a claim: its verdict, the numbers behind it case by case, and why a case was not tested."""
+    from isoloss.studies.claim_table import LEFT, claim_table
+    from isoloss.studies.verdicts import Verdict
+
+    common.say_wrapped(f"{result.claim.id}: {result.verdict}")
+    common.say_wrapped(result.claim.statement, indent=4)
+    if any(answer.numbers for answer in result.answers):
+        common.print_table("", *claim_table(result), left=LEFT)
+    for answer in result.answers:
+        if answer.verdict is Verdict.NOT_TESTED:
+            common.say_wrapped(f"{answer.case}: {answer.explanation}".removeprefix(": "), indent=4)
+    common.say("")
 
 
 def _verify(args: Args, folder: StudyFolder) -> int:

@@ -155,15 +155,31 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     )
 
 
-def mean(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean over seeds, or the only estimate."""
-    return estimates[0] if len(estimates) == 1 else over_seeds(estimates)
+def mean(estimates: Sequence[Estimate], *, clusters: Sequence[str] = ()) -> Estimate:
+    """Return the mean over clusters, or, without any, over seeds; without clusters the only estimate is as it is."""
+    if not clusters:
+        return estimates[0] if len(estimates) == 1 else over_seeds(estimates)
+    from isoloss.statistics.clusters import cluster_mean
+
+    return cluster_mean([estimate.value for estimate in estimates], clusters, unit=estimates[0].unit)
 
 
-def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0) -> Estimate:
-    """Return second - factor * first of the estimate `key`: of one pair, or the mean over pairs of different seeds.
+def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0, clusters: Sequence[str] = ()) -> Estimate:
+    """Return second - factor * first of the estimate `key`: of one pair, or the mean over pairs.
 
     The error of one pair is that of the difference on the same examples; over several seeds it is that of the mean of
-    the differences, which are paired by seed.
+    the differences, which are paired by seed; over clusters it is that of the mean of the clusters' mean differences
+    (`isoloss.statistics.clusters.cluster_mean`).
+
+    Args:
+        pairs: The pairs of checkpoints.
+        key: The estimate.
+        factor: What the first is multiplied by.
+        clusters: The independent unit of each pair, such as its grammar; empty: each pair is one.
     """
-    return mean([difference(second[key], first[key], factor=factor) for first, second in pairs])
+    return mean([difference(second[key], first[key], factor=factor) for first, second in pairs], clusters=clusters)
+
+
+def loss_key(pairs: Sequence[Pair]) -> str:
+    """Return which estimate is the loss: the KL to the truth, or, where that is not known, the loss itself."""
+    return "kl" if "kl" in pairs[0][0] else "loss"

@@ -13,7 +13,8 @@ from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import pending
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.runs import Run
-from isoloss.studies.claims import ClaimResult, answer_all
+from isoloss.studies.answers import answer_all
+from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims
 from isoloss.studies.plan import Unit
 from isoloss.studies.results import Results, Summary, checkpoint_tables, common_measures, control_tables, run_of
 from isoloss.studies.spec import Experiment, Measurement, Study
@@ -90,8 +91,8 @@ class StudyFolder:
         """Write the plan's files into the folder, or check that it was made by the same plan.
 
         Raises:
-            IsolossError: As for `exists`; a config that cannot be trained, an unknown measure or setting, or more
-                groups of runs than figures have colors.
+            IsolossError: As for `exists`; a config that cannot be trained, an unknown measure or setting, a file of claims
+                that cannot be read, or more groups of runs than figures have colors.
         """
         from isoloss.report.data import COLORS
 
@@ -111,6 +112,7 @@ class StudyFolder:
             for part in experiment.measurements:
                 for measure in part.measures:
                     settings_of(measure, part.settings)
+        self.claims_file()
         if self.exists():
             return
         for name, experiment in self.scale.experiments.items():
@@ -149,19 +151,27 @@ class StudyFolder:
         """Return the results of the finished study; an evaluation that is missing is an error that names it."""
         return Results.read(self.path, self.scale)
 
+    def claims_file(self) -> ClaimsFile | None:
+        """Return what the study's claims.toml states; None: it tests no claims."""
+        path = self.study.claims
+        return None if path is None else read_claims(path, scales=self.study.scales)
+
     def claims(self, results: Results) -> tuple[ClaimResult, ...]:
         """Return the result of every claim of the study."""
-        study = self.study
-        if study.claims is None:
+        study, file = self.study, self.claims_file()
+        if file is None:
             return ()
         contrasts = {} if study.contrasts is None else study.contrasts(results)
-        return answer_all(study.claims, contrasts, (study.measures or common_measures)(self.scale))
+        return answer_all(file, contrasts, (study.measures or common_measures)(self.scale), scale=self.scale_name)
 
     def summary(self, results: Results | None = None) -> Summary:
-        """Return what the finished study found."""
-        results = results or self.results()
-        tables = (self.study.tables or checkpoint_tables)(results)
-        return Summary((*tables, *control_tables(results)), self.claims(results))
+        """Return what the finished study found; at a scale without verdicts, no answer in sentences."""
+        study, results = self.study, results or self.results()
+        tables = (study.tables or checkpoint_tables)(results)
+        file, claims = self.claims_file(), self.claims(results)
+        warning = "" if file is None else file.warning(self.scale_name)
+        answer = () if study.answer is None or warning else tuple(study.answer(claims))
+        return Summary((*tables, *control_tables(results)), claims, file, warning, answer)
 
     def report(self) -> Path:
         """Write report/index.html of the finished study, and its figures; return the page."""

@@ -13,11 +13,13 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
-from isoloss.report.html import Cell, Figure, Finding, Page, Table, checkpoint_table, render
+from isoloss.report.html import Cell, ClaimSection, Figure, Finding, Page, Table, checkpoint_table, render
 from isoloss.report.save import save
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import RULE, SAME_LOSS_NATS
+from isoloss.studies.claim_table import claim_table
+from isoloss.studies.claims import ClaimResult, ClaimsFile
 from isoloss.studies.results import Results, SummaryTable
+from isoloss.studies.verdicts import RULE
 
 if TYPE_CHECKING:
     from isoloss.studies.folder import StudyFolder
@@ -52,8 +54,10 @@ def write(folder: StudyFolder) -> Path:
             title=f"{study.title or study.name}: {study.name} at {folder.scale_name} scale",
             lead=study.lead,
             findings=tuple(parts.findings),
-            claims=tuple(summary.claims),
+            claims=tuple(map(_section, summary.claims)),
             rule=RULE,
+            warning=summary.warning,
+            answer=tuple(summary.answer),
             figures=tuple(parts.figures),
             tables={each.title[0].upper() + each.title[1:]: _table(each) for each in summary.tables if each.caption},
             checkpoints=checkpoint_table(results.table(), shown(results)),
@@ -63,6 +67,7 @@ def write(folder: StudyFolder) -> Path:
                 "Language": "; ".join(dict.fromkeys(words(e.config.language) for e in results.experiments.values())),
                 **parts.settings,
                 **_measuring(results),
+                **_claiming(summary.claims_file),
                 **_making(results),
             },
         )
@@ -103,6 +108,24 @@ def signed(difference: Estimate) -> str:
     return f"{'+' if difference.value > 0 else ''}{difference}"
 
 
+def _section(result: ClaimResult) -> ClaimSection:
+    """Return a claim's result for the page."""
+    columns, rows = claim_table(result)
+    several = len(result.answers) > 1
+    return ClaimSection(
+        id=result.claim.id,
+        statement=result.claim.statement,
+        paper=result.claim.paper,
+        verdict=result.verdict,
+        columns=tuple(columns) if any(answer.numbers for answer in result.answers) else (),
+        rows=tuple(map(tuple, rows)),
+        explanations=tuple(
+            f"{answer.case}: {answer.explanation}" if several and answer.case else answer.explanation
+            for answer in result.answers
+        ),
+    )
+
+
 def _table(table: SummaryTable) -> Table:
     """Return a summary's table for the page."""
     columns, texts = table.cells()
@@ -128,9 +151,17 @@ def _measuring(results: Results) -> dict[str, str]:
         settings = {name: value for name, value in first[key].settings.items() if name != "seed"}
         words = [f"{name.replace('_', ' ')} {value:,}" for name, value in settings.items()]
         lines[column_of(key).title] = "; ".join([first[key].estimate.method, *words])
+    return lines
+
+
+def _claiming(file: ClaimsFile | None) -> dict[str, str]:
+    """Return what states the claims, and what of it holds for all of them."""
+    if file is None:
+        return {}
     return {
-        **lines,
-        "Same loss": f"two models whose loss differs by less than {SAME_LOSS_NATS} nats with 95 % confidence",
+        "Claims": str(file),
+        "Primary test": " for ".join(filter(None, (file.primary, file.primary_case))) or "none: all are adjusted",
+        "Same loss": f"a mean difference shown to be within {file.same_loss_nats:g} nats by two one-sided tests at 5 %",
     }
 
 

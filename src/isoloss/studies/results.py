@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate, number
-from isoloss.studies.claims import ClaimResult, loss_key
-from isoloss.studies.comparison import Checkpoint, Measured, measured
+from isoloss.studies.claims import Answer, ClaimResult, ClaimsFile
+from isoloss.studies.comparison import Checkpoint, Measured, loss_key, measured
 from isoloss.studies.spec import AnyScale, Experiment
 
 if TYPE_CHECKING:
@@ -161,27 +161,54 @@ class Summary:
 
     tables: Sequence[SummaryTable]  # tables of estimates
     claims: Sequence[ClaimResult]  # how each claim fared
+    claims_file: ClaimsFile | None = None  # what stated them
+    warning: str = ""  # that no verdict is given at this scale
+    answer: Sequence[str] = ()  # what the study answers, in sentences
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""
-        claims = [
-            {
-                "claim": result.claim.id,
-                "verdict": result.verdict,
-                "answers": [
-                    {
-                        "case": answer.case,
-                        "verdict": answer.verdict.value,
-                        "difference": None if answer.difference is None else bare(answer.difference),
-                        "numbers": {name: str(estimate) for name, estimate in answer.numbers.items()},
-                        "explanation": answer.explanation,
-                    }
-                    for answer in result.answers
-                ],
-            }
-            for result in self.claims
-        ]
-        return {**{table.name: table.to_dict() for table in self.tables}, "claims": claims}
+        file = self.claims_file
+        return {
+            **{table.name: table.to_dict() for table in self.tables},
+            "claims": [
+                {
+                    "claim": result.claim.id,
+                    "verdict": result.verdict,
+                    "answers": [_answer_to_dict(answer) for answer in result.answers],
+                }
+                for result in self.claims
+            ],
+            "claims_file": file and {"name": file.name, "sha256": file.sha256, "same_loss_nats": file.same_loss_nats},
+            "warning": self.warning,
+            "answer": list(self.answer),
+        }
+
+
+def _answer_to_dict(answer: Answer) -> dict[str, Any]:
+    gate = answer.same_loss
+    return {
+        "case": answer.case,
+        "verdict": answer.verdict.value,
+        "is_primary": answer.is_primary,
+        "difference": answer.difference and bare(answer.difference),
+        "interval95": answer.interval95,
+        "p_value": answer.p_value,
+        "p_adjusted": answer.p_adjusted,
+        "detectable": answer.detectable,
+        "below": answer.below,
+        "adjusted": answer.adjusted and bare(answer.adjusted),
+        "same_loss": gate
+        and {
+            "difference": bare(gate.difference),
+            "margin": gate.margin,
+            "p_value": gate.p_value,
+            "interval90": gate.interval,
+            "smallest_margin": gate.smallest_margin,
+            "shown": gate.shown,
+        },
+        "numbers": {name: str(estimate) for name, estimate in answer.numbers.items()},
+        "explanation": answer.explanation,
+    }
 
 
 def checkpoint_tables(results: Results) -> tuple[SummaryTable, ...]:

@@ -18,7 +18,7 @@ from isoloss.registry import STUDIES
 from isoloss.run_config import TrainConfig
 
 if TYPE_CHECKING:
-    from isoloss.studies.claims import Contrast
+    from isoloss.studies.claims import ClaimResult, Contrast
     from isoloss.studies.page import PageParts
     from isoloss.studies.results import Results, SummaryTable
 
@@ -103,6 +103,7 @@ class Study:
         claims: A `claims.toml` (`isoloss.studies.claims.Claim`); None: the study tests no claims.
         contrasts: The pairs of checkpoints that claims compare, by what the claims call them.
         measures: The keys of the estimates by case, by what claims call a measure; None: `common_measures`.
+        answer: What the results of the claims say, in sentences; they open the page and end what the command prints.
         tables: The tables of the summary; None: every checkpoint.
         page: What the page shows, or where the function is, `"module:attribute"`; None: a curve of every estimate over
             the steps, and each against the loss.
@@ -123,6 +124,7 @@ class Study:
     claims: Path | None = None
     contrasts: Callable[[Results], Mapping[str, Sequence[Contrast]]] | None = None
     measures: Callable[[Any], Mapping[str, Mapping[str, str]]] | None = None
+    answer: Callable[[Sequence[ClaimResult]], Sequence[str]] | None = None
     tables: Callable[[Results], Sequence[SummaryTable]] | None = None
     page: Callable[[Results], PageParts] | str | None = None
 

@@ -13,7 +13,8 @@ from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
 from isoloss.paper.same_loss.study import SMOKE_LANGUAGE, SMOKE_SETTINGS, sgd
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Contrast, same_loss
+from isoloss.studies.answers import same_loss
+from isoloss.studies.claims import Contrast
 from isoloss.studies.comparison import Checkpoint, Pair, change, over_seeds
 from isoloss.studies.results import Results, SummaryTable
 from isoloss.studies.spec import Experiment, Measurement, Study
@@ -225,7 +226,7 @@ def tables(results: Results) -> tuple[SummaryTable, SummaryTable]:
     for name, title in ALGORITHMS.items():
         if name != BASELINE:
             nearest = matched(results, name)
-            labels = (title, *nearest.ranges(), "yes" if same_loss(nearest.pairs) else "no")
+            labels = (title, *nearest.ranges(), "yes" if same_loss(nearest.pairs).shown else "no")
             rows.append((labels, differences(results, name)))
     by_loss = SummaryTable(
         "matched",
