@@ -179,17 +179,16 @@ def print_summary(heading: str, summary: Summary) -> None:
 
 
 def _print_claim(result: ClaimResult) -> None:
-    """Print a claim: its verdict, the numbers behind it case by case, and why a case was not tested."""
-    from isoloss.studies.claim_table import LEFT, claim_table
-    from isoloss.studies.verdicts import Verdict
+    """Print a claim: its verdict, the numbers behind it case by case, and what was compared, or why nothing was."""
+    from isoloss.studies.claim_table import VERDICT, claim_table, explanations
 
     common.say_wrapped(f"{result.claim.id}: {result.verdict}")
     common.say_wrapped(result.claim.statement, indent=4)
     if any(answer.numbers for answer in result.answers):
-        common.print_table("", *claim_table(result), left=LEFT)
-    for answer in result.answers:
-        if answer.verdict is Verdict.NOT_TESTED:
-            common.say_wrapped(f"{answer.case}: {answer.explanation}".removeprefix(": "), indent=4)
+        columns, rows = claim_table(result)
+        common.print_table("", columns, rows, left=columns.index(VERDICT) + 1)
+    for explanation in filter(None, explanations(result)):
+        common.say_wrapped(explanation, indent=4)
     common.say("")
 
 

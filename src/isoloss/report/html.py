@@ -76,7 +76,7 @@ class ClaimSection:
     statement: str
     paper: str  # the paper's own figure
     verdict: str  # of all cases
-    columns: tuple[str, ...]  # of the table; empty where nothing was compared. The second is the verdict
+    columns: tuple[str, ...]  # of the table, one of them `verdict`; empty where nothing was compared
     rows: tuple[tuple[str, ...], ...]  # a case each
     explanations: tuple[str, ...]  # what was compared, by case, or why nothing was
 

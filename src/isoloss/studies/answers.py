@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from isoloss.errors import IsolossError
-from isoloss.report.data import column_of
 from isoloss.statistics.equivalence import Equivalence, equivalence, largest_size
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.multiple import holm
@@ -88,7 +87,7 @@ def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: fl
 def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equivalence | None) -> Answer:
     (first, second), pairs, factor = contrast.names, contrast.pairs, claim.factor
     measured = change(pairs, key, factor=factor, clusters=contrast.clusters)
-    explanation = f"{column_of(key).title}: {second} against {first}, {_paired_over(measured, contrast, key)}."
+    explanation = f"{second} against {first}, {_paired_over(measured, contrast, key)}."
     if gate is not None and not gate.shown:
         loss = "KL" if loss_key(pairs) == "kl" else "loss"
         explanation = (
@@ -125,9 +124,7 @@ def _judged(claim: Claim, tested: Answer, *, tests: int, p_adjusted: float | Non
         samples, sd = difference.samples, difference.stderr * math.sqrt(difference.samples)
         detectable = claim.margin + minimal_detectable_effect(sd, samples, alpha=ALPHA / tests)
         below = largest_size(difference, alpha=ALPHA) if verdict is Verdict.NOT_SHOWN else None
-    return dataclasses.replace(
-        tested, verdict=verdict, p_adjusted=p_adjusted, detectable=detectable, below=below
-    )
+    return dataclasses.replace(tested, verdict=verdict, p_adjusted=p_adjusted, detectable=detectable, below=below)
 
 
 def _unjudged(each: Answer) -> Answer:
@@ -184,11 +181,7 @@ def _at_same_loss(contrast: Contrast, key: str, measured: Estimate) -> Estimate 
 
 
 def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
-    """What the error of a difference is over, and how far that is from zero.
-
-    Over seeds it says how many standard errors, as the 95 % interval of a mean over few seeds is much wider than two;
-    of one pair of probes it gives McNemar's test.
-    """
+    """What the error of a difference is over; of one pair of probes with McNemar's test."""
     pairs = contrast.pairs
     if contrast.clusters:
         return (
@@ -196,8 +189,7 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
             f"{measured.samples - 1} degrees of freedom)"
         )
     if len(pairs) > 1:
-        far = f", {abs(measured.value) / measured.stderr:.1f} standard errors" if measured.stderr > 0 else ""
-        return f"paired over {len(pairs)} seeds{far}"
+        return f"paired by seed, 95 % interval over {len(pairs)} seeds (t with {len(pairs) - 1} degrees of freedom)"
     if measured.is_exact:
         return "both exact"
     first, second = (checkpoint[key] for checkpoint in pairs[0])

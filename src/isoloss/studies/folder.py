@@ -91,8 +91,8 @@ class StudyFolder:
         """Write the plan's files into the folder, or check that it was made by the same plan.
 
         Raises:
-            IsolossError: As for `exists`; a config that cannot be trained, an unknown measure or setting, a file of claims
-                that cannot be read, or more groups of runs than figures have colors.
+            IsolossError: As for `exists`; a config that cannot be trained, an unknown measure or setting, a file of
+                claims that cannot be read, or more groups of runs than figures have colors.
         """
         from isoloss.report.data import COLORS
 

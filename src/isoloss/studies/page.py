@@ -16,7 +16,7 @@ from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Cell, ClaimSection, Figure, Finding, Page, Table, checkpoint_table, render
 from isoloss.report.save import save
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claim_table import claim_table
+from isoloss.studies.claim_table import claim_table, explanations
 from isoloss.studies.claims import ClaimResult, ClaimsFile
 from isoloss.studies.results import Results, SummaryTable
 from isoloss.studies.verdicts import RULE
@@ -111,7 +111,6 @@ def signed(difference: Estimate) -> str:
 def _section(result: ClaimResult) -> ClaimSection:
     """Return a claim's result for the page."""
     columns, rows = claim_table(result)
-    several = len(result.answers) > 1
     return ClaimSection(
         id=result.claim.id,
         statement=result.claim.statement,
@@ -119,10 +118,7 @@ def _section(result: ClaimResult) -> ClaimSection:
         verdict=result.verdict,
         columns=tuple(columns) if any(answer.numbers for answer in result.answers) else (),
         rows=tuple(map(tuple, rows)),
-        explanations=tuple(
-            f"{answer.case}: {answer.explanation}" if several and answer.case else answer.explanation
-            for answer in result.answers
-        ),
+        explanations=tuple(explanations(result)),
     )
 
 
