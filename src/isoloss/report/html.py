@@ -42,11 +42,12 @@ class Figure:
     title: str  # heading
     chart: alt.ConcatChart  # the interactive chart
     caption: str  # what is seen
+    formats: tuple[str, ...] = ("pdf", "png")  # of its files
 
     @property
     def files(self) -> dict[str, str]:
         """The paths of its files, relative to the page, by format."""
-        return {kind: f"figures/{self.name}.{kind}" for kind in ("pdf", "png")}
+        return {kind: f"figures/{self.name}.{kind}" for kind in self.formats}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class Page:
     checkpoints: Table  # every evaluated checkpoint
     command: str  # what makes the page again
     settings: Mapping[str, str]  # how it was made, by name: scale, seeds, versions, device, threads,
+    interim: str = ""  # what to mind while the study is not finished
     rule: str = ""  # how the verdicts on the claims are reached
     tables: Mapping[str, Table] = field(default_factory=dict)  # what was compared, by heading
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,27 @@ class StudyFolder:
         study: The study.
         path: The folder, which need not exist.
         scale: The name of the scale; None: the study's first.
+        seed_offset: Not 0: the study with other seeds.
 
     Raises:
-        IsolossError: There is no such scale.
+        IsolossError: There is no such scale, or it cannot be had with other seeds.
     """
 
-    def __init__(self, study: Study, path: Path, scale: str | None = None) -> None:
-        self.study, self.path = study, path
-        self.scale = study.scale(scale)
-        self.scale_name = next(name for name, each in study.scales.items() if each is self.scale)
+    def __init__(self, study: Study, path: Path, scale: str | None = None, seed_offset: int = 0) -> None:
+        self.study, self.path, self.seed_offset = study, path, seed_offset
+        self.scale_name = next(iter(study.scales)) if scale is None else scale
+        self.scale = study.scale(self.scale_name, seed_offset=seed_offset)
 
     @property
     def page(self) -> Path:
         """The page, there or not."""
         return self.path / "report" / "index.html"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What names its scale and its seeds on the command line."""
+        offset = ("--seed-offset", str(self.seed_offset)) if self.seed_offset else ()
+        return "--scale", self.scale_name, *offset
 
     def document(self) -> dict[str, Any]:
         """Return the content of study.json: enough to see whether a folder was made by this plan."""
@@ -50,6 +57,7 @@ class StudyFolder:
         return {
             "study": self.study.name,
             "scale": self.scale_name,
+            "seed_offset": self.seed_offset,
             "runs": {name: configs.fingerprint(experiment.config) for name, experiment in experiments.items()},
             "measured": {
                 name: [
@@ -69,7 +77,7 @@ class StudyFolder:
         folder, path = self.path, self.path / "study.json"
         planned = self.document()
         if path.is_file():
-            document = files.read_json(path)
+            document = {"seed_offset": 0, **files.read_json(path)}  # where the file does not say, it is 0
             if document != planned:
                 keys = [key for key in planned if document.get(key) != planned[key]]
                 raise IsolossError(
@@ -95,6 +103,8 @@ class StudyFolder:
         """
         from isoloss.report.data import COLORS
 
+        if (first := self.study.first_page_blocks) is not None and first < 1:
+            raise IsolossError(f"first_page_blocks of the study {self.study.name} is {first}; it must be at least 1")
         groups = {one.group or name for name, one in self.scale.experiments.items()}
         if len(groups) > len(COLORS):
             raise IsolossError(
@@ -130,6 +140,7 @@ class StudyFolder:
                     progress=functools.partial(_training_progress, run, experiment),
                     after=tuple(f"train {other}" for other in experiment.after),
                     cost=config.steps * config.batch_size**0.5 / 1000,
+                    block=experiment.block,
                 )
             )
             units += [
@@ -140,34 +151,46 @@ class StudyFolder:
                     progress=functools.partial(_measuring_progress, run, experiment, part),
                     after=(f"train {name}",),
                     cost=10.0 * len(experiment.steps(part)),
+                    block=experiment.block,
                 )
                 for part in experiment.measurements
             ]
         return units
 
-    def results(self) -> Results:
-        """Return the results of the finished study; an evaluation that is missing is an error that names it."""
-        return Results.read(self.path, self.scale)
+    def results(self, complete: Collection[int] | None = None) -> Results:
+        """Return the results of the finished study, or of its complete blocks.
+
+        Raises:
+            IsolossError: An evaluation is missing; it is named.
+        """
+        return Results.read(self.path, self.scale, complete)
 
     def claims(self, results: Results) -> tuple[ClaimResult, ...]:
-        """Return the result of every claim of the study."""
+        """Return the result of every claim of the study; none before the study is finished.
+
+        To look at verdicts while results come in would make errors more likely than the verdicts say.
+        """
         study = self.study
-        if study.claims is None:
+        if study.claims is None or results.blocks_done < results.blocks:
             return ()
         contrasts = {} if study.contrasts is None else study.contrasts(results)
         return answer_all(study.claims, contrasts, (study.measures or common_measures)(self.scale))
 
     def summary(self, results: Results | None = None) -> Summary:
-        """Return what the finished study found."""
+        """Return what the study found: the finished one, if no results are given."""
         results = results or self.results()
         tables = (self.study.tables or checkpoint_tables)(results)
         return Summary((*tables, *control_tables(results)), self.claims(results))
 
-    def report(self) -> Path:
-        """Write report/index.html of the finished study, and its figures; return the page."""
+    def report(self, complete: Collection[int] | None = None) -> Path:
+        """Write report/index.html and its figures, of the finished study or of its complete blocks; return the page.
+
+        Call it only while holding the folder's lock.
+        """
         from isoloss.studies import page
 
-        return page.write(self)
+        files.remove_unfinished(self.page.parent)
+        return page.write(self, self.results(complete), self.page)
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Check every run of the study; see `isoloss.studies.verify.verify_run`.

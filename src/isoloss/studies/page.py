@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pkgutil
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from isoloss.studies.results import Results, SummaryTable
 
 if TYPE_CHECKING:
     from isoloss.studies.folder import StudyFolder
+    from isoloss.studies.spec import Study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,37 +40,60 @@ class PageParts:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
-def write(folder: StudyFolder) -> Path:
-    """Write report/index.html of a finished study, and its figures as PDF and PNG; return the page."""
-    study, results = folder.study, folder.results()
+def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str, ...] = ("pdf", "png")) -> Path:
+    """Write the page of a study's results to `path`, and beside it the figures, all that there are; return `path`.
+
+    The page of an unfinished study has tables and figures, and neither findings nor claims.
+    """
+    study, interim = folder.study, _interim(folder.study, results)
     summary = folder.summary(results)
     show: Any = study.page or default_parts
     parts: PageParts = (pkgutil.resolve_name(show) if isinstance(show, str) else show)(results)
-    for figure in parts.figures:
-        for path in figure.files.values():
-            save(figure.chart, folder.page.parent / path)
+    figures = [dataclasses.replace(figure, formats=formats) for figure in parts.figures]
+    drawn = {path.parent / file: figure.chart for figure in figures for file in figure.files.values()}
+    for file, chart in drawn.items():
+        save(chart, file)
+    for file in {file for place in {file.parent for file in drawn} for file in place.iterdir()} - drawn.keys():
+        file.unlink()  # of an earlier page
     document = render(
         Page(
             title=f"{study.title or study.name}: {study.name} at {folder.scale_name} scale",
+            interim=interim,
             lead=study.lead,
-            findings=tuple(parts.findings),
+            findings=() if interim else tuple(parts.findings),
             claims=tuple(summary.claims),
             rule=RULE,
-            figures=tuple(parts.figures),
+            figures=tuple(figures),
             tables={each.title[0].upper() + each.title[1:]: _table(each) for each in summary.tables if each.caption},
             checkpoints=checkpoint_table(results.table(), shown(results)),
-            command=shlex.join(["isoloss", "study", "run", study.name, "--scale", folder.scale_name]),
+            command=shlex.join(["isoloss", "study", "run", study.name, *folder.options]),
             settings={
                 "Scale": f"{folder.scale_name} ({folder.scale.description})",
                 "Language": "; ".join(dict.fromkeys(words(e.config.language) for e in results.experiments.values())),
                 **parts.settings,
+                **_seeds(folder.seed_offset, parts.settings),
                 **_measuring(results),
                 **_making(results),
             },
         )
     )
-    files.write_text(folder.page, document)
-    return folder.page
+    files.write_text(path, document)
+    return path
+
+
+def _interim(study: Study, results: Results) -> str:
+    """Return what the page of an unfinished study says above all else; empty where all blocks are done."""
+    if results.blocks_done == results.blocks:
+        return ""
+    blocks = f"blocks ({study.block_name})" if study.block_name else "blocks"
+    return (
+        f"Interim: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts are given once all are."
+    )
+
+
+def _seeds(offset: int, settings: Mapping[str, str]) -> dict[str, str]:
+    """Return which repetition with other seeds this is, before what the study says of its seeds."""
+    return {"Seeds": "; ".join([f"offset {offset}", *filter(None, [settings.get("Seeds")])])} if offset else {}
 
 
 def default_parts(results: Results) -> PageParts:
