@@ -33,6 +33,7 @@ EXAMPLES = [
 
 Action = Literal["plan", "run", "status", "report", "verify", "export", "compare"]
 
+
 @dataclass(frozen=True)
 class Args:
     """Plan, run, look at, report, verify, export or compare a study. Its whole state is in its folder."""
@@ -175,8 +176,8 @@ def _run_command(args: Args, folder: StudyFolder) -> str:
 
 def _report(args: Args, folder: StudyFolder) -> int:
     folder.exists()  # or refuses
-    missing, complete = _progress(folder)
-    if missing and len(complete) < (folder.study.first_page_blocks or len(missing) + len(complete)):
+    (missing, complete), first = _progress(folder), folder.study.first_page_blocks
+    if missing and (first is None or len(complete) < first):
         raise _unfinished(args, folder)
     with files.lock(folder.path):
         page = folder.report(complete)
@@ -219,8 +220,8 @@ def _emit_summary(args: Args, folder: StudyFolder, page: Path, complete: Collect
     summary = folder.summary(results)
     if args.json:
         about = {"study": folder.study.name, "scale": folder.scale_name, "report": str(page)}
-        about |= {"blocks": results.blocks, "blocks_done": results.blocks_done}
-        common.emit_json({**about, **summary.to_dict()})
+        blocks = {"blocks": results.blocks, "blocks_done": results.blocks_done}
+        common.emit_json({**about, **blocks, **summary.to_dict()})
         return 0
     print_summary(f"{folder.study.name} at scale {folder.scale_name}", summary)
     if summary.claims:  # after a table there is an empty line already

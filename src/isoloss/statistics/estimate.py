@@ -201,7 +201,7 @@ def html_table(rows: list[list[str]], header: list[str] | None = None) -> str:
 
 
 @functools.cache
-def student95(freedom: int) -> float:
+def student95(freedom: float) -> float:
     """Return the 97.5 % point of Student's t: half the width of a 95 % interval, in standard errors.
 
     Args:

@@ -50,6 +50,8 @@ class Measured:
         return predictions.mode(dim=0).values == torch.from_numpy(self.examples["labels"].astype(np.int64))
 
 
+OVER_SEEDS = "mean over pre-training seeds"  # the method of an estimate whose error is over runs
+
 Checkpoint = Mapping[str, Measured]  # what was measured of one checkpoint: kl, trace, probe-root, ...
 Pair = tuple[Checkpoint, Checkpoint]  # what is compared: control and treated, or earlier and later
 
@@ -151,7 +153,7 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
         unit=estimates[0].unit,
         num_predictions=sum(estimate.num_predictions for estimate in estimates),
         num_probes=estimates[0].num_probes,
-        method="mean over pre-training seeds",
+        method=OVER_SEEDS,
     )
 
 

@@ -86,9 +86,7 @@ def _interim(study: Study, results: Results) -> str:
     if results.blocks_done == results.blocks:
         return ""
     blocks = f"blocks ({study.block_name})" if study.block_name else "blocks"
-    return (
-        f"Interim: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts are given once all are."
-    )
+    return f"Interim: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts are given once all are."
 
 
 def _seeds(offset: int, settings: Mapping[str, str]) -> dict[str, str]:

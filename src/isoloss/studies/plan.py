@@ -97,8 +97,8 @@ def check(units: Sequence[Unit]) -> None:
                 raise IsolossError(f"unit {unit.name!r} waits for {name!r}, which is not in the plan")
             if blocks[name] > unit.block:
                 raise IsolossError(
-                    f"unit {unit.name!r} of block {unit.block} waits for {name!r} of block {blocks[name]}: a block must "
-                    "be complete without the later ones"
+                    f"unit {unit.name!r} of block {unit.block} waits for {name!r} of block {blocks[name]}: a block "
+                    "must be complete without the later ones"
                 )
     try:
         TopologicalSorter({unit.name: unit.after for unit in units}).prepare()
