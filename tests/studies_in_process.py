@@ -2,6 +2,8 @@
 
 from isoloss.cli import study as command
 from isoloss.cli.main import main
+from isoloss.studies.folder import StudyFolder
+from isoloss.studies.spec import load_study
 
 BLOCKS = """
 from dataclasses import dataclass, replace
@@ -21,7 +23,9 @@ class Scale:
     @property
     def experiments(self):
         return {
-            f"{group}-{seed}": Experiment(config=config(seed, dropout), measurements=(measured(seed),), group=group, block=i)
+            f"{group}-{seed}": Experiment(
+                config=config(seed, dropout), measurements=(measured(seed),), group=group, block=i
+            )
             for group, dropout in (("plain", 0.0), ("dropped", 0.3))
             for i, seed in enumerate(self.seeds)
         }
@@ -103,6 +107,15 @@ def run(units, *, workers, logs, say, on_done):
         assert main(list(unit.arguments)) == 0
         on_done(unit)
     return len(todo)
+
+
+def finish(folder, seed_offset=0):
+    """Make the study in blocks, without any page but the last; return its folder."""
+    made = StudyFolder(load_study(write(folder)), folder / "out", seed_offset=seed_offset)
+    made.prepare()
+    run(made.plan(), workers=1, logs=folder, say=lambda _: None, on_done=lambda _: None)
+    made.report()
+    return made.path
 
 
 def call(capsys, *words, status=0):

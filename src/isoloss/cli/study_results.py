@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from isoloss.cli import common
 from isoloss.errors import IsolossError
-from isoloss.statistics.estimate import rounded
+from isoloss.statistics.estimate import number, rounded
 
 if TYPE_CHECKING:
     from isoloss.studies.folder import StudyFolder
@@ -39,7 +39,7 @@ def compare(first: Path, second: Path | None, *, as_json: bool) -> int:
         return 0
     a, b = found.seed_offsets
     title = f"{found.study} at scale {found.scale}: A with seed offset {a}, B with {b}"
-    columns = ("what", "verdict of A", "verdict of B", "A", "B", "B − A", "95 % interval", "p (Holm)")
+    columns = ("what", "verdict of A", "verdict of B", "A", "B", "B − A", "95 % interval", "unit", "p (Holm)")
     common.print_table(title, columns, [_row(each) for each in found.numbers], left=3)
     common.say("")
     common.say_wrapped(found.conclusion)
@@ -47,10 +47,13 @@ def compare(first: Path, second: Path | None, *, as_json: bool) -> int:
 
 
 def _row(each: Repeated) -> tuple[str, ...]:
+    from isoloss.studies.results import UNITS
+
     name = ", ".join(each.name)
     verdicts = each.verdicts or ("", "")
-    numbers = tuple("" if one is None else str(one) for one in (each.first, each.second))
+    numbers = tuple("" if one is None else number(one) for one in (each.first, each.second))
     if (d := each.difference) is None or each.p_holm is None:
-        return name, *verdicts, *numbers, "", "", ""
+        return name, *verdicts, *numbers, "", "", "", ""
     low, high = (rounded(end, d.stderr).split(" ±")[0] for end in d.ci95)
-    return name, *verdicts, *numbers, str(d), f"{low} to {high}", f"{each.p_holm:.2g}"
+    difference = rounded(d.value, d.stderr)
+    return name, *verdicts, *numbers, difference, f"{low} to {high}", UNITS.get(d.unit, d.unit), f"{each.p_holm:.2g}"
