@@ -170,9 +170,9 @@ def test_a_page_that_fails_is_told_in_a_line_and_the_last_one_is_an_error(capsys
         call(capsys, "run", file, "--folder", tmp_path / "out", *here)
 
 
-def test_pages_keep_their_distance(partly, file, monkeypatch):
+def test_pages_keep_their_distance(file, tmp_path, monkeypatch):
     file.write_text(file.read_text().replace("first_page_blocks=2", "first_page_blocks=1"))
-    folder = StudyFolder(load_study(file), partly)
+    folder = StudyFolder(load_study(file), tmp_path / "out")
     written, now = [], [1000.0]
     monkeypatch.setattr(StudyFolder, "report", lambda _, complete: written.append(complete))
     monkeypatch.setattr(growing.time, "monotonic", lambda: now[0])
@@ -187,6 +187,11 @@ def test_pages_keep_their_distance(partly, file, monkeypatch):
         now[0] += seconds
         page(next(each for each in units if each.name == name))
     assert written == [(0,), (0,), (0, 1)]  # when the next unit is done after 240 s
+    page = growing.GrowingPage(folder, units, lambda _: None)
+    for name, seconds in (("a", 0), ("b", 0), ("c", 300), ("e", 300)):
+        now[0] += seconds
+        page(next(each for each in units if each.name == name))
+    assert written[3:] == [(0,)]  # there is no other block
 
 
 def test_blocks_are_counted_from_one(file, tmp_path):
