@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import tomllib
+from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -64,6 +66,41 @@ def test_what_is_wrong_is_named(changes, words):
         configs.from_dict(TrainConfig, document(**changes))
     for word in words:
         assert word in str(error.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    number: int | Literal["all"] | None = configs.setting(4, minimum=1)
+    word: Literal["one", "two"] | None = None
+
+
+@pytest.mark.parametrize("value", [1, 70, "all"])
+def test_a_number_or_a_word(value):
+    assert configs.from_dict(Draws, tomllib.loads(configs.to_toml(Draws(number=value)))) == Draws(number=value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "checked", "read"),
+    [
+        (
+            {"number": "al"},
+            "number is 'al'; it must be a whole number, at least 1, or all",
+            "a whole number, or all, not 'al'",
+        ),
+        ({"number": 0}, "number is 0; it must be at least 1, or all", "number is 0; it must be at least 1, or all"),
+        (
+            {"number": 2.5},
+            "number is 2.5; it must be a whole number, at least 1, or all",
+            "a whole number, or all, not 2.5",
+        ),
+        ({"word": "al"}, "word is 'al'; it must be one of one, two", "word: it must be one of one, two"),
+    ],
+)
+def test_what_is_neither_a_number_nor_the_word(changes, checked, read):
+    with pytest.raises(IsolossError, match=checked):
+        configs.check(Draws(**changes))
+    with pytest.raises(IsolossError, match=read):
+        configs.from_dict(Draws, changes)
 
 
 def test_unreadable_toml_is_named(tmp_path):

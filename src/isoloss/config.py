@@ -126,15 +126,16 @@ def check(config: Any, path: str = "") -> None:
             if parts:
                 require(f"{name}[{number}]", item, parts[0], f"an isoloss config, {parts[0].__name__}")
                 check(item, f"{name}[{number}]")
-            if not choices and kinds and not any(_is_a(item, kind) for kind in kinds):
-                raise IsolossError(
-                    f"{name} is {item!r}; it must be {_WORDS[kinds[0]]}{f', {bounds}' if bounds else ''}"
-                )
-            if choices and item not in choices:
+            if choices and item in choices:
+                continue
+            if kinds and not any(_is_a(item, kind) for kind in kinds):
+                told = f"{_WORDS[kinds[0]]}{f', {bounds}' if bounds else ''}{_or(choices)}"
+                raise IsolossError(f"{name} is {item!r}; it must be {told}")
+            if choices and not kinds:
                 raise IsolossError(f"{name} is {item!r}; it must be one of {', '.join(map(str, choices))}")
             if bounds is not None and item is not None and item not in bounds:
                 finite = "" if math.isfinite(item) else "finite, "
-                raise IsolossError(f"{name} is {item!r}; it must be {finite}{bounds}")
+                raise IsolossError(f"{name} is {item!r}; it must be {finite}{bounds}{_or(choices)}")
     if rules := getattr(config, "check_fields", None):
         rules()
 
@@ -143,11 +144,16 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def _primitives(hint: Any) -> tuple[type, ...]:
-    """Return the primitive types that an annotation is made of, None last; none where it is made of others too."""
+    """Return the primitive types that an annotation is made of, None last; none where it is made of others too.
+
+    Values that it lists (see `_choices`) are no other type, and None is one of these.
+    """
     if hint in _WORDS:
         return (hint,)
     if get_origin(hint) in (Union, UnionType, tuple):
-        parts = [_primitives(part) for part in get_args(hint) if part is not Ellipsis]
+        listed = {Literal, type(None)} if _choices(hint) else set()
+        args = [part for part in get_args(hint) if part is not Ellipsis and not {part, get_origin(part)} & listed]
+        parts = [_primitives(part) for part in args]
         return tuple(sorted({kind for part in parts for kind in part}, key=list(_WORDS).index)) if all(parts) else ()
     return ()
 
@@ -184,6 +190,11 @@ def _choices(hint: Any) -> tuple[Any, ...]:
         found = tuple(choice for part in get_args(hint) for choice in _choices(part))
         return (*found, None) if found and type(None) in get_args(hint) else found
     return ()
+
+
+def _or(choices: tuple[Any, ...]) -> str:
+    """Return what is told of values that may stand for a number, e.g. `, or all`."""
+    return "".join(f", or {choice}" for choice in choices if choice is not None)
 
 
 # --- components ------------------------------------------------------------------------------------------------------
@@ -306,8 +317,18 @@ def _structure_strict(value: Any, target: Any) -> Any:
     return value
 
 
+def _is_number_or_word(target: Any) -> bool:
+    return get_origin(target) in (Union, UnionType) and bool(_choices(target) and _primitives(target))
+
+
+def _structure_number_or_word(value: Any, target: Any) -> Any:
+    """Return one of the values that an annotation lists, or what is of its primitive type."""
+    return value if value in _choices(target) else _structure_strict(value, _primitives(target)[0])
+
+
 for _primitive in (bool, int, float, str):
     _converter.register_structure_hook(_primitive, _structure_strict)
+_converter.register_structure_hook_func(_is_number_or_word, _structure_number_or_word)
 for _base, _registry in ((LanguageConfig, LANGUAGES), (AlgorithmConfig, ALGORITHMS)):
     _converter.register_structure_hook_func(
         functools.partial(operator.is_, _base),  # not of its subclasses
@@ -342,11 +363,13 @@ def _told(error: BaseException, target: Any) -> str:
         return f"no setting {wrong!r}" + (did_you_mean(wrong, known) or f"; they are {', '.join(known)}")
     if isinstance(error, KeyError):
         return "it is missing"
-    if choices := _choices(target):
-        return f"it must be one of {', '.join(str(choice) for choice in choices if choice is not None)}"
+    choices = _choices(target)
     if kinds := _primitives(target):
         given = error.args[0] if isinstance(error, _OtherTypeError) else ""
-        return f"it must be {'a list, each ' * (get_origin(target) is tuple)}{_WORDS[kinds[0]]}{given}"
+        many = "a list, each " * (get_origin(target) is tuple)
+        return f"it must be {many}{_WORDS[kinds[0]]}{_or(choices)}{given}"
+    if choices:
+        return f"it must be one of {', '.join(str(choice) for choice in choices if choice is not None)}"
     return "it must be a table of settings" if dataclasses.is_dataclass(target) else f"it cannot be read: {error}"
 
 

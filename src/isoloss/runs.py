@@ -334,7 +334,8 @@ def refuse_study(path: Path) -> None:
     """Refuse the folder of a study where a run is meant."""
     if (path / "study.json").is_file():
         study = files.read_json(path / "study.json")
-        command = f"isoloss study status {study.get('study')} --scale {study.get('scale')} --folder {path}"
+        offset = f" --seed-offset {study['seed_offset']}" if study.get("seed_offset") else ""
+        command = f"isoloss study status {study.get('study')} --scale {study.get('scale')}{offset} --folder {path}"
         raise IsolossError(f"{path} holds a study, not a run: {command} says how far it is")
 
 

@@ -4,7 +4,7 @@ import importlib
 import re
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Union, get_args, get_origin
 
 import pytest
 import tyro
@@ -37,7 +37,9 @@ class Args:
     ends: tuple[int, float] | None = None
     rate: float = 0.1
     kind: Literal["one", "two", "three"] | None = None
+    test: int | Literal["all"] = 9
     out: Path | None = None
+    number: int | Literal["all", "none"] = 5
     quick: bool = False
 
 
@@ -63,12 +65,18 @@ def test_whole_numbers_as_people_write_them(written, meant):
     assert parsed("make", f"--steps={written}").steps == meant
     assert parsed("make", "--marks", written, "3", written).marks == (meant, 3, meant)
     assert parsed("make", "--ends", written, "1e-3").ends == (meant, 0.001)
+    assert parsed("make", "--test", written).test == meant
+    assert parsed("make", "--test", "all").test == "all"
 
 
 @pytest.mark.parametrize("written", ["1.5", "1e-4", "abc", "1e400", "inf", "nan", "", "0x10", "1,000"])
 def test_what_is_no_whole_number(written):
     with pytest.raises(Exception, match=re.escape(f"--steps is {written!r}; it must be a whole number, such as 1000")):
         parsed("make", "--steps", written)
+
+
+def test_a_number_or_a_word():
+    assert [parsed("make", "--number", word).number for word in ("1e3", "-1", "all")] == [1000, -1, "all"]
 
 
 def test_words_by_their_place_may_stand_anywhere():
@@ -83,7 +91,16 @@ def test_words_by_their_place_may_stand_anywhere():
     [
         ([], "ACTION is required: see isoloss example --help"),
         (["mak"], "ACTION is 'mak'; it must be make or show; did you mean make?"),
+        (["make", "--test", "some"], "--test is 'some'; it must be a whole number, such as 1000 or 1e3, or all"),
         (["make", "--kind", "four"], "--kind is 'four'; it must be one, two or three"),
+        (
+            ["make", "--number", "al"],
+            "--number is 'al'; it must be a whole number, such as 1000 or 1e3, or all, none; did",
+        ),
+        (
+            ["make", "--number", "2.5"],
+            "--number is '2.5'; it must be a whole number, such as 1000 or 1e3, or all, none",
+        ),
         (["make", "--rate", "fast"], "--rate is 'fast'; it must be a number, such as 0.01 or 1e-3"),
         (["make", "--steps"], "--steps takes 1 value, but got none"),
         (["make", "--ends", "1"], "--ends takes 2 values, but got 1: 1"),
@@ -110,6 +127,8 @@ def test_every_option_of_every_subcommand_is_read_as_tyro_reads_it(name):
     samples = {int: "1e1", float: "1e-1", str: "word", Path: "file"}
 
     def value(kind):
+        if get_origin(kind) is Union:  # a number or a word
+            return value(get_args(kind)[0])
         return samples.get(kind) or str(kind.__args__[-1])
 
     known = list(_arguments(cls))

@@ -265,7 +265,17 @@ def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
         (["--measures", "los"], ["'los'", "trace"]),
         (["--measures", "probe-nothing"], ["nothing", "root"]),
         (["--steps", "7"], ["7", "10, 30"]),
-        (["--loss-sentences", "0"], ["loss_sentences is 0"]),
+        (["--loss-sentences", "0"], ["loss_sentences is 0; it must be at least 1, or all"]),
+        (["--loss-sentences", "-3"], ["loss_sentences is -3; it must be at least 1, or all"]),
+        (
+            ["--loss-sentences", "al"],
+            ["--loss-sentences is 'al'; it must be a whole number, such as 1000 or 1e3, or all"],
+        ),
+        (
+            ["--measures", "loss", "--loss-sentences", "all"],
+            ["PCFG has about 10^12 strings of tokens, and all are summed over only up to 65,536: give a number of"],
+        ),
+        (["--measures", "probe-root", "--probe-regularization", "1"], ["no effect with the solver adamw"]),
     ],
 )
 def test_a_measure_that_cannot_be(capsys, run, options, words):

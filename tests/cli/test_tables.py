@@ -10,8 +10,9 @@ from isoloss.languages.config import PCFGConfig
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
+from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile
 from isoloss.studies.results import Summary, SummaryTable
+from isoloss.studies.verdicts import Verdict
 
 COLUMNS = ("run", "step", "KL (nats/token)", "trace (nats/token)", "root (accuracy, %)", "prefix-4 (accuracy, %)")
 ROWS = [
@@ -197,19 +198,43 @@ def summary():
     ours = {"AdamW's last": estimate(33.88, 0.13), "SGD's last": estimate(9.343, 0.082)}
     better = Claim(id="sgd-transfer", statement="SGD improves transfer", paper="figure 10", direction="increase")
     numbers = {**ours, "half": estimate(-7.6, 0.11)}
-    half = Answer(case="", numbers=numbers, verdict=Verdict.SHOWN, explanation="They were compared.")
-    up, down = (
-        Answer(case=task, numbers={"difference": estimate(gain, 0.5, "points")}, verdict=verdict, explanation="")
-        for task, gain, verdict in (("a", 3, Verdict.SHOWN), ("b", -2, Verdict.CONTRADICTED))
+    half = Answer(
+        case="",
+        numbers=numbers,
+        verdict=Verdict.SHOWN,
+        explanation="They were compared.",
+        difference=numbers["half"],
+        p_value=1e-9,
+        p_adjusted=2e-9,
+        detectable=0.354,
     )
+    gains = (("a", 3, Verdict.SHOWN, {"is_primary": True}), ("b", 0.5, Verdict.NOT_SHOWN, {"below": 1.43}))
+    answers = []
+    for task, gain, verdict, more in gains:
+        gained = estimate(gain, 0.5, "percentage points")
+        both = {name: estimate(share, 0.01, "accuracy") for name, share in (("plain", 0.5), ("flat", 0.5 + gain / 100))}
+        answers.append(
+            Answer(
+                case=task,
+                numbers={**both, "difference": gained},
+                verdict=verdict,
+                explanation="They were compared.",
+                difference=gained,
+                p_value=0.0341,
+                p_adjusted=None if more.get("is_primary") else 0.2,
+                **more,
+            )
+        )
     untold = Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation="There is no such run.")
     results = (
         ClaimResult(claim=flatter, answers=(half,)),
-        ClaimResult(claim=better, answers=(up, down)),
+        ClaimResult(claim=better, answers=tuple(answers)),
         ClaimResult(claim=untested, answers=(untold,)),
     )
     rows = [(("sgd-d64", 8000), {"kl": estimate(0.04125, 0.00074), "trace": estimate(9.343, 0.082)})]
-    return Summary((SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),), results)
+    file = ClaimsFile(name="claims.toml", sha256="0a1b", claims=(flatter, better, untested))
+    tables = (SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),)
+    return Summary(tables, results, file, "Scale smoke: no verdict is given.")
 
 
 def test_each_claim_says_its_verdict_and_its_numbers(capsys, monkeypatch):
@@ -219,28 +244,67 @@ def test_each_claim_says_its_verdict_and_its_numbers(capsys, monkeypatch):
         "sgd-flatter: shown",
         "    SGD, started from a converged model, makes it flatter: the trace falls by at",
         "      least half",
-        "        AdamW's last: 33.88 ± 0.13 nats per predicted token",
-        "        SGD's last: 9.343 ± 0.082 nats per predicted token",
-        "        half: -7.60 ± 0.11 nats per predicted token",
-        "sgd-transfer: shown for a; contradicted for b",
+        "",
+        "shown",
+        "  AdamW's last (nats/token): 33.88 ± 0.13",
+        "  SGD's last (nats/token): 9.343 ± 0.082",
+        "  difference (nats/token): -7.60 ± 0.11",
+        "  95 % interval: -7.85 to -7.35",
+        "  p: < 0.001",
+        "  adjusted p: < 0.001",
+        "  found with 80 % power: 0.35",
+        "    They were compared.",
+        "",
+        "sgd-transfer: shown for a; not shown for b",
         "    SGD improves transfer",
-        "    a: shown",
-        "        difference: 3.00 ± 0.50 points",
-        "    b: contradicted",
-        "        difference: -2.00 ± 0.50 points",
-        "adversarial: not tested at this scale",
+        "",
+        "a",
+        "  verdict: shown",
+        "  plain (accuracy, %): 50.0 ± 1.0",
+        "  flat (accuracy, %): 53.0 ± 1.0",
+        "  difference (points): 3.00 ± 0.50",
+        "  95 % interval: 1.85 to 4.15",
+        "  p: 0.034",
+        "  adjusted p: primary",
+        "b",
+        "  verdict: not shown",
+        "  plain (accuracy, %): 50.0 ± 1.0",
+        "  flat (accuracy, %): 50.5 ± 1.0",
+        "  difference (points): 0.50 ± 0.50",
+        "  95 % interval: -0.65 to 1.65",
+        "  p: 0.034",
+        "  adjusted p: 0.200",
+        "  smaller than: 1.43",
+        "    They were compared.",
+        "",
+        "adversarial: not tested",
         "    A model is sharper",
-        "        There is no such run.",
+        "    There is no such run.",
+        "",
+        "claims.toml, SHA-256 0a1b",
+        "Scale smoke: no verdict is given.",
     ]
+
+
+def test_the_cases_of_a_claim_are_a_table_with_each_unit_once(capsys, monkeypatch):
+    lines = printed(capsys, monkeypatch, None, lambda: study.print_summary("small", summary()))
+    start = next(i for i, line in enumerate(lines) if line.startswith("case"))
+    assert [re.split(r"  +", line) for line in lines[start : start + 3]] == [
+        ["case", "verdict", "plain (accuracy, %)", "flat (accuracy, %)", "difference (points)", "95 % interval", "p",
+         "adjusted p", "smaller than"],
+        ["a", "shown", "50.0 ± 1.0", "53.0 ± 1.0", "3.00 ± 0.50", "1.85 to 4.15", "0.034", "primary"],
+        ["b", "not shown", "50.0 ± 1.0", "50.5 ± 1.0", "0.50 ± 0.50", "-0.65 to 1.65", "0.034", "0.200", "1.43"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("columns", [None, 60, 40])
 def test_claims_fit_where_they_are_printed(capsys, monkeypatch, columns):
     lines = printed(capsys, monkeypatch, columns, lambda: study.print_summary("small", summary()))
     claims = lines[lines.index("") + 1 :]
-    assert max(map(len, claims)) <= (columns or common.WIDEST)
+    if columns is not None:  # a table that is piped is not cut
+        assert max(map(len, claims)) <= columns
     text = " ".join(" ".join(claims).split())
-    for name in ("sgd-flatter", "AdamW's last: 33.88 ± 0.13 nats per predicted token", "half: -7.60 ± 0.11"):
+    for name in ("sgd-flatter", "33.88 ± 0.13", "-7.60 ± 0.11", "They were compared."):
         assert name in text
 
 

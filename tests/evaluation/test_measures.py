@@ -32,9 +32,10 @@ from isoloss.text.inputs import read_inputs
 NAMED = {
     "trace-in-SIZE-EMBEDDING_SCALE": "trace-in-d32-exact",
     "minimal-trace-in-SIZE": "minimal-trace-in-d32",
-    **{f"{how}-TASK": f"{how}-root" for how in ("probe", "lookup")},
+    **{f"{how}-TASK": f"{how}-root" for how in ("probe", "lookup", "log-lookup", "one-hot", "finetune")},
+    "few-shot-TASK-NUMBER": "few-shot-root-20",
+    "projected-TASK-WIDTH": "projected-root-8",
 }
-NAMED["finetune-TASK"] = "finetune-root"
 SMALL = {
     "loss_sentences": 40,
     "flatness_sentences": 40,
@@ -225,7 +226,11 @@ def test_mistakes_are_told_before_anything_is_loaded():
     for measures, settings, sentence in (
         (["los"], {}, "did you mean loss"),
         (["probe-TASK"], {}, "probe-TASK is a pattern: replace TASK"),
-        (["loss"], {"loss_sentences": "many"}, "loss_sentences is 'many'; it must be a whole number, at least 1"),
+        (
+            ["loss"],
+            {"loss_sentences": "many"},
+            "loss_sentences is 'many'; it must be a whole number, at least 1, or all",
+        ),
         (["loss"], {"loss_sentences": 2.5}, "loss_sentences is 2.5; it must be a whole number, at least 1"),
         (
             ["loss"],

@@ -1,24 +1,27 @@
 """The study algorithms: its plan, which checkpoints it compares, its verdicts on known numbers, and its page."""
 
+import dataclasses
 import json
 
 import pytest
 
 import known_estimates as known
 from isoloss import config as configs
+from isoloss.cli import study as command
+from isoloss.errors import IsolossError
 from isoloss.paper.algorithms import study as design
 from isoloss.paper.algorithms.study import STUDY
-from isoloss.studies.claims import Verdict
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
 from isoloss.studies.results import Results, run_of
+from isoloss.studies.verdicts import Verdict
 from isoloss.transfer.tasks import make_task
 
 SCALE = design.SCALES["laptop"]
 STEPS = (*SCALE.watched, SCALE.steps)
 EARLY = dict.fromkeys(SCALE.early, 0.2)  # KL of the runs with exact labels
 KLS = (0.09, 0.08, 0.07, 0.06, 0.055, 0.05)  # of every run, unless told
-SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED = Verdict
+SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED, _ = Verdict
 
 
 def known_results(folder, **algorithms):
@@ -123,8 +126,8 @@ def test_every_claim_is_asked_of_every_task(tmp_path):
             {"regularized": {"kls": (0.2, 0.2, 0.2, 0.2, 0.2, 0.2), "accuracies": (0.6, 0.6, 0.7)}},
             {
                 "regularized-same-loss": CONTRADICTED,
-                "regularized-transfer": NOT_TESTED,
-                "regularized-flatter": NOT_TESTED,
+                "regularized-transfer: root": NOT_TESTED,
+                "regularized-flatter: trace": NOT_TESTED,
             },
         ),
     ],
@@ -255,3 +258,37 @@ def test_the_summary_and_the_page_say_it(tmp_path):
     run = run_of(tmp_path, "adversarial-1")
     known.save_evaluation(run, "probe-prefix-4", SCALE.steps, {"accuracy": known.accuracy(0.2)})
     assert "moves the probe of its task by -20.0 ± 5.0 percentage points" in folder.report().read_text()
+
+
+def test_the_answer_opens_the_page_and_ends_what_is_printed(tmp_path, capsys):
+    written = known_results(tmp_path, adversarial={"accuracies": (0.35, 0.6, 0.7)})
+    known.save(tmp_path, SCALE.experiments, written.checkpoints, SCALE.tasks)
+
+    def answer(results):
+        transfer = next(result for result in results if result.claim.id == "adversarial-transfer")
+        return [f"The adversary's task: {transfer.answer('prefix-4').verdict}."]
+
+    folder = StudyFolder(dataclasses.replace(STUDY, answer=answer), tmp_path, "laptop")
+    page = folder.report()
+    text = page.read_text()
+    assert 0 < text.index("The adversary&#39;s task: shown.") < text.index("Key findings")
+    assert 'class="warning"' not in text
+    command._emit_summary(command.Args("report", "algorithms"), folder, page)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [f"report: {page}", "The adversary's task: shown."]
+    assert f"claims.toml, SHA-256 {folder.claims_file().sha256}" in lines
+    # at a scale without verdicts there is none
+    file = tmp_path / "claims.toml"
+    file.write_text(STUDY.claims.read_text().replace('["laptop"]', '["smoke"]'))
+    elsewhere = StudyFolder(dataclasses.replace(STUDY, answer=answer, claims=file), tmp_path, "laptop").summary()
+    assert elsewhere.answer == ()
+    assert elsewhere.warning.startswith("Scale laptop: every part runs, no verdict is given")
+    assert {each.verdict for result in elsewhere.claims for each in result.answers} == {Verdict.NO_VERDICT}
+
+
+def test_a_bad_file_of_claims_is_refused_before_anything_is_trained(tmp_path):
+    file = tmp_path / "claims.toml"
+    file.write_text(STUDY.claims.read_text().replace('["laptop"]', '["lapdog"]'))
+    with pytest.raises(IsolossError, match="scales has 'lapdog'; the study's scales are laptop, smoke"):
+        StudyFolder(dataclasses.replace(STUDY, claims=file), tmp_path / "study", "laptop").prepare()
+    assert not (tmp_path / "study").exists()

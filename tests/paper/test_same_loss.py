@@ -1,6 +1,7 @@
 """The study same-loss: its plan, its verdicts on known numbers, and its page."""
 
 import dataclasses
+import hashlib
 import json
 
 import pytest
@@ -11,10 +12,12 @@ from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.paper.same_loss import page
 from isoloss.paper.same_loss import study as design
 from isoloss.paper.same_loss.study import STUDY
-from isoloss.studies.claims import Verdict, answer_all, read_claims
+from isoloss.studies.answers import answer_all
+from isoloss.studies.claims import read_claims
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
 from isoloss.studies.results import Results, common_measures, run_of
+from isoloss.studies.verdicts import Verdict
 
 SCALE = design.SCALES["smoke"]
 FOLDER_FILES = ["configs/adamw-d16.toml", "configs/adamw-d32.toml", "configs/sgd-d32.toml", "study.json"]
@@ -50,7 +53,7 @@ def known_results(tmp_path, *, lookup=0.5, expanded=None, **last):
 
 def claims(results):
     """The result of every claim."""
-    return answer_all(STUDY.claims, design.contrasts(results), design.measures(results.scale))
+    return answer_all(read_claims(STUDY.claims), design.contrasts(results), design.measures(results.scale))
 
 
 def verdicts(results):
@@ -58,7 +61,7 @@ def verdicts(results):
     return {(result.claim.id, answer.case): answer.verdict for result in claims(results) for answer in result.answers}
 
 
-SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED = Verdict
+SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED, _ = Verdict
 TASKS = ("root", "prefix-2")
 TRANSFER = ("sgd-transfer", "longer-transfer", "larger-transfer", "lookup-transfer")
 
@@ -73,7 +76,7 @@ def test_every_claim_compares_what_there_is_and_every_contrast_is_asked_of(tmp_p
 @pytest.mark.parametrize("study", [STUDY, ALGORITHMS])
 def test_every_claim_about_flatness_is_asked_with_both_traces(study):
     measures = (study.measures or common_measures)(study.scale())
-    for claim in read_claims(study.claims):
+    for claim in read_claims(study.claims).claims:
         if "flat" in claim.id or "sharp" in claim.id:
             assert claim.measures in ("flatness", "flatness in one architecture")
             names = measures[claim.measures].values()
@@ -137,7 +140,11 @@ def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name, monke
         # the loss moves: whatever else moves says nothing about models of the same loss
         (
             {"sgd_d32": {"kl": 0.06, "trace": 5.0, "root": 0.7}},
-            {("sgd-same-loss", ""): CONTRADICTED, ("sgd-flatter", ""): NOT_TESTED, ("sgd-transfer", ""): NOT_TESTED},
+            {
+                ("sgd-same-loss", ""): CONTRADICTED,
+                ("sgd-flatter", "trace"): NOT_TESTED,
+                ("sgd-transfer", "root"): NOT_TESTED,
+            },
         ),
         # a larger model that transfers better than the smaller one of the same loss, on one task
         (
@@ -253,6 +260,8 @@ def test_the_page_says_it_and_is_the_same_every_time(tmp_path):
     folder = StudyFolder(STUDY, tmp_path, "smoke")
     index = folder.report()
     text = index.read_text()
+    assert "Scale smoke: every part runs, no verdict is given, and no number means anything." in text
+    assert f"claims.toml, SHA-256 {hashlib.sha256(STUDY.claims.read_bytes()).hexdigest()}" in text
     assert "multiplies the trace by 0.375 ± 0.027" in text  # hypot(1 / 15, 1 / 40) of it
     assert "the minimal trace by 1.000 ± 0.035" in text
     assert "The same models, rescaled at random" in text
@@ -273,6 +282,8 @@ def test_the_summary_is_json(tmp_path):
     answers = {claim["claim"]: [answer["case"] for answer in claim["answers"]] for claim in document["claims"]}
     assert len(answers) == 10
     assert answers["longer-transfer"] == list(TASKS)
+    verdicts = {answer["verdict"] for claim in document["claims"] for answer in claim["answers"]}
+    assert verdicts == {"no verdict at this scale", "not tested"}  # not tested: what the study does not have
     checkpoints, sizes, controls = summary.tables
     columns, rows = checkpoints.cells()
     assert "trace (nats/token)" in columns

@@ -1,7 +1,6 @@
 import json
 import re
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import jinja2
 import polars as pl
@@ -36,16 +35,20 @@ class Reader(HTMLParser):
         return [text for name, text in self.texts if name == tag]
 
 
-def answer(verdict, text, case=""):
-    return SimpleNamespace(case=case, verdict=verdict, explanation=text, lines=((text, "-40.0 ± 2.0 nats per token"),))
-
-
 def make_page(table, text="plain", name="a b"):
-    claim = SimpleNamespace(id="flatter", statement=text, paper=text)
-    verdicts = {"shown": text, "not shown": "other", "contradicted": "third"}
-    mixed = "; ".join(f"{verdict} for {case}" for verdict, case in verdicts.items())
-    answers = [answer(verdict, text, case) for verdict, case in verdicts.items()]
-    untested = answer("not tested at this scale", text)
+    verdicts = ("shown", "not shown", "contradicted", "no verdict at this scale")
+    several = html.ClaimSection(
+        id="flatter",
+        statement=text,
+        paper=text,
+        verdict="; ".join(f"{verdict} for {text}" for verdict in verdicts),
+        columns=("case", "verdict", f"{text} (nats per token)"),
+        rows=tuple((text, verdict, "-40.0 ± 2.0") for verdict in verdicts),
+        explanations=(text, "They were compared."),
+    )
+    untested = html.ClaimSection(
+        id="other", statement=text, paper=text, verdict="not tested", columns=(), rows=(), explanations=(text,)
+    )
     figure = html.Figure(
         name=name,
         title=text,
@@ -56,11 +59,10 @@ def make_page(table, text="plain", name="a b"):
         title=text,
         lead=(text,),
         findings=(html.Finding(headline=text, detail=text),),
-        claims=(
-            SimpleNamespace(claim=claim, answers=answers, agree=False, verdict=mixed),
-            SimpleNamespace(claim=claim, answers=[untested], agree=True, verdict=untested.verdict),
-        ),
-        rule="An interval decides.",
+        claims=(several, untested),
+        rule=("An interval decides.", text),
+        warning=text,
+        answer=(text, "And so on."),
         figures=(figure, figure),
         checkpoints=html.checkpoint_table(table),
         command=text,
@@ -107,15 +109,21 @@ def test_the_specs_in_the_page_are_the_charts(document, table):
 
 
 def test_every_claim_has_its_numbers_and_a_verdict_in_words(document):
-    body = re.sub(r"<[^>]+>", " ", document[document.index("<tbody>") : document.index("</tbody>")])
-    body = re.sub(r"\s+", " ", body)
-    assert "plain: -40.0 ± 2.0 nats per token" in body
-    for verdict in ("✓ shown", "○ not shown", "✗ contradicted", "– not tested at this scale"):
-        assert verdict in body
-    assert "An interval decides." in document
-    assert "shown for plain; not shown for other; contradicted for third" in body
-    assert document.count('class="verdict"') == 4  # each answer has a row of its own
-    assert document.count('rowspan="3"') == 2
+    section = document[document.index('id="claims"') : document.index('id="table-1"')]
+    body = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", section))
+    for verdict in ("✓ shown", "○ not shown", "✗ contradicted", "– no verdict at this scale"):
+        assert f"plain {verdict} -40.0 ± 2.0" in body
+    assert "– not tested" in body
+    assert body.count("plain (nats per token)") == 1  # the unit is said once
+    assert "They were compared." in body
+    assert "An interval decides." in body
+    assert section.count("<table") == 1
+
+
+def test_the_warning_comes_first_and_the_answer_before_all_numbers(document):
+    places = [document.index(mark) for mark in ('class="warning"', 'class="lead"', 'id="answer"', 'id="findings"')]
+    assert places == sorted(places)
+    assert "And so on." in document[places[2] : places[3]]
 
 
 def test_every_checkpoint_is_in_the_table(document, table):

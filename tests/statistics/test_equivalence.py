@@ -11,7 +11,7 @@ from isoloss.errors import IsolossError
 from isoloss.statistics.equivalence import equivalence, largest_size
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio_estimate
-from isoloss.studies.claims import Verdict, judge
+from isoloss.studies.verdicts import Verdict, judge
 
 
 def estimate(value=0.1, stderr=0.2, samples=10):

@@ -1,83 +1,16 @@
+import hashlib
+
 import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict, answer_all, judge, read_claims
+from isoloss.studies.answers import answer_all
+from isoloss.studies.claims import Answer, Claim, ClaimResult, Contrast, read_claims
+from isoloss.studies.verdicts import judge
 
 
 def estimate(value, stderr):
     return Estimate(value=value, stderr=stderr, samples=10**6, unit="points", num_predictions=1000, method="difference")
-
-
-# 1.96 standard errors: [value - 1.96, value + 1.96] for a standard error of 1
-@pytest.mark.parametrize(
-    ("value", "stderr", "direction", "margin", "shown"),
-    [
-        (-3.0, 1.0, "decrease", 0.0, True),
-        (-1.9, 1.0, "decrease", 0.0, False),
-        (3.0, 1.0, "decrease", 0.0, False),
-        (-3.0, 1.0, "decrease", 1.0, True),
-        (-3.0, 1.0, "decrease", 1.1, False),
-        (3.0, 1.0, "increase", 0.0, True),
-        (1.9, 1.0, "increase", 0.0, False),
-        (-3.0, 1.0, "increase", 0.0, False),
-        (3.0, 1.0, "increase", 1.0, True),
-        (3.0, 1.0, "increase", 1.1, False),
-        (0.0, 1.0, "no change within", 2.0, True),
-        (0.0, 1.0, "no change within", 1.9, False),
-        (0.5, 1.0, "no change within", 2.0, False),
-        (-0.5, 1.0, "no change within", 2.0, False),
-        (5.0, 0.1, "no change within", 2.0, False),
-        (0.0, 0.0, "decrease", 0.0, False),
-        (0.0, 0.0, "increase", 0.0, False),
-        (2.0, 0.0, "no change within", 2.0, True),
-    ],
-)
-def test_the_rule(value, stderr, direction, margin, shown):
-    assert (judge(estimate(value, stderr), direction, margin) is Verdict.SHOWN) == shown
-
-
-@pytest.mark.parametrize(
-    ("value", "direction", "margin", "verdict"),
-    [
-        (3.0, "decrease", 0.0, "contradicted"),
-        (-1.0, "decrease", 3.0, "contradicted"),  # it falls, but surely by less than claimed
-        (-1.0, "decrease", 2.9, "not shown"),
-        (-3.0, "increase", 0.0, "contradicted"),
-        (1.0, "increase", 3.0, "contradicted"),
-        (1.9, "decrease", 0.0, "not shown"),
-        (5.0, "no change within", 3.0, "contradicted"),
-        (-5.0, "no change within", 3.0, "contradicted"),
-        (-4.9, "no change within", 3.0, "not shown"),
-    ],
-)
-def test_what_contradicts_a_claim(value, direction, margin, verdict):
-    assert judge(estimate(value, 1.0), direction, margin).value == verdict
-
-
-@pytest.mark.parametrize("direction", ["decrease", "increase"])
-def test_no_difference_at_all_shows_and_contradicts_nothing(direction):
-    assert judge(estimate(0.0, 0.0), direction) is Verdict.NOT_SHOWN
-
-
-def test_few_samples_make_a_wide_interval():
-    three = Estimate(value=-4.0, stderr=1.0, samples=3, unit="points", num_predictions=3, method="difference")
-    assert judge(three, "decrease") is Verdict.NOT_SHOWN  # Student's t with two degrees of freedom: 4.3
-    assert judge(estimate(-4.0, 1.0), "decrease") is Verdict.SHOWN
-
-
-@pytest.mark.parametrize(
-    ("direction", "margin", "message"),
-    [
-        ("increase", -1.0, "at least 0, not -1"),
-        ("increase", float("nan"), "at least 0, not nan"),
-        ("decrease", float("inf"), "at least 0, not inf"),
-        ("no change within", 0.0, "needs a margin above 0"),
-    ],
-)
-def test_bad_margins_are_refused(direction, margin, message):
-    with pytest.raises(IsolossError, match=message):
-        judge(estimate(1.0, 0.1), direction, margin)
 
 
 CLAIM = Claim(id="flatter", statement="Flatter.", paper="19.8 to 12.6", direction="decrease")
@@ -90,11 +23,15 @@ def answered(value, case=""):
     return Answer(case=case, numbers=numbers, verdict=verdict, explanation="", difference=measured)
 
 
-def test_answers_show_their_numbers():
-    shown = answered(-3.0)
-    assert shown.verdict is Verdict.SHOWN
-    assert shown.lines == (("before", "5.00 ± 0.50 points"), ("difference", "-3.0 ± 1.0 points"))
-    assert Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation="").lines == (("", "–"),)
+def test_the_answer_of_a_case_is_looked_up():
+    up, down = answered(3.0, "a"), answered(-3.0, "b")
+    assert ClaimResult(claim=CLAIM, answers=(up, down)).answer("b") is down
+    assert ClaimResult(claim=CLAIM, answers=(answered(1.0),)).answer().interval95 == pytest.approx(
+        (-0.96, 2.96), abs=0.01
+    )
+    for answers, case in (((up, down), ""), ((up, up), "a")):
+        with pytest.raises(IsolossError, match=f"the claim flatter has no one case {case!r}; its cases are 'a', "):
+            ClaimResult(claim=CLAIM, answers=answers).answer(case)
 
 
 def test_the_verdict_of_several_answers_names_those_that_differ():
@@ -123,8 +60,30 @@ margin = 0.01
 def test_claims_are_read(tmp_path):
     file = tmp_path / "claims.toml"
     file.write_text(TOML)
-    assert read_claims(file)[0] == CLAIM
-    assert read_claims(file)[1].margin == 0.01
+    found = read_claims(file)
+    assert found.claims[0] == CLAIM
+    assert found.claims[1].margin == 0.01
+    assert (found.primary, found.primary_case, found.same_loss_nats, found.scales) == ("", "", 0.01, ())
+    assert found.sha256 == hashlib.sha256(TOML.encode()).hexdigest()
+    assert str(found) == f"claims.toml, SHA-256 {found.sha256}"
+
+
+def test_what_holds_for_all_claims_is_read(tmp_path):
+    file = tmp_path / "claims.toml"
+    file.write_text('primary = "same"\nprimary_case = "root"\nsame_loss_nats = 0.02\nscales = ["laptop"]\n' + TOML)
+    found = read_claims(file, scales=("laptop", "smoke"))
+    assert (found.primary, found.primary_case, found.same_loss_nats, found.scales) == (
+        "same",
+        "root",
+        0.02,
+        ("laptop",),
+    )
+    assert (found.judged_at("laptop"), found.judged_at("smoke"), found.judged_at(None)) == (True, False, True)
+    assert found.warning("laptop") == ""
+    assert found.warning("smoke") == (
+        "Scale smoke: every part runs, no verdict is given, and no number means anything. Verdicts are given at scale "
+        "laptop."
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,17 +95,27 @@ def test_claims_are_read(tmp_path):
         ("no change within", "down", r"claims\[1\].direction"),
         ('paper = "3.204 and 3.206"', "", "paper"),
         ("[[claims]]", "[[claim]]", "claim"),
+        ("\n[[", 'primary = "other"\n[[', "primary is 'other'; the claims are flatter, same"),
+        ("\n[[", 'primary_case = "root"\n[[', "primary_case is 'root', and primary does not name its claim"),
+        ("\n[[", "same_loss_nats = 0.0\n[[", r"same_loss_nats is 0\.0; it must be finite and above 0"),
+        ("\n[[", "same_loss_nats = -1.0\n[[", r"same_loss_nats is -1\.0"),
+        ("\n[[", 'scales = ["lapdog"]\n[[', "scales has 'lapdog'; the study's scales are laptop, smoke"),
     ],
 )
 def test_bad_claims_are_refused(tmp_path, old, new, message):
     file = tmp_path / "claims.toml"
-    file.write_text(TOML.replace(old, new))
+    file.write_text(TOML.replace(old, new, 1 if old == "\n[[" else -1))
     with pytest.raises(IsolossError, match=message):
-        read_claims(file)
+        read_claims(file, scales=("laptop", "smoke"))
 
 
 def test_a_claim_about_what_the_study_does_not_have_is_refused(tmp_path):
     file = tmp_path / "claims.toml"
     file.write_text(TOML)
     with pytest.raises(IsolossError, match="compares of the claim flatter is ''; the study has sgd, longer"):
-        answer_all(file, {"sgd": [], "longer": []}, {})
+        answer_all(read_claims(file), {"sgd": [], "longer": []}, {})
+
+
+def test_slopes_take_clusters():
+    with pytest.raises(IsolossError, match="the contrast of a and b has slopes and no clusters"):
+        Contrast(names=("a", "b"), pairs=[], slopes={"trace": estimate(1.0, 0.1)})

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from isoloss import registry
 from isoloss.cli import study as command
 from isoloss.errors import IsolossError
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.spec import load_study
+from studies_in_process import call
 
 FILE = """
 from isoloss.languages.config import PCFGConfig
@@ -38,37 +38,13 @@ def file(tmp_path):
     return path
 
 
-@pytest.fixture
-def executors(monkeypatch):
-    monkeypatch.setattr(registry.EXECUTORS, "_entries", dict(registry.EXECUTORS._entries))
-    return registry.EXECUTORS
-
-
-def call(capsys, *words, status=0):
-    capsys.readouterr()
-    assert command.main([str(word) for word in words]) == status
-    return capsys.readouterr().out
-
-
-def in_this_process(units, *, workers, logs, say):
-    """An executor of a few lines: every unit in turn, in this process."""
-    from isoloss.cli.main import main
-
-    todo = [unit for unit in units if not unit.done()]
-    for unit in todo:
-        say(unit.name)
-        assert main(list(unit.arguments)) == 0
-    return len(todo)
-
-
-def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_path, executors):
-    executors.register("here", in_this_process)
+def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_path, here):
     where = ("--folder", tmp_path / "out")
     plan = json.loads(call(capsys, "plan", file, *where, "--json"))["units"]
     assert [(unit["unit"], unit["state"]) for unit in plan] == [
         (f"{verb} {name}", "to do") for name in ("without", "with") for verb in ("train", "measure")
     ]
-    call(capsys, "run", file, *where, "--executor", "here")
+    call(capsys, "run", file, *where, *here)
     document = json.loads(call(capsys, "report", file, *where, "--json"))
     assert (document["study"], document["scale"], document["claims"]) == ("dropout", "tiny", [])
     assert [(row["run"], row["step"], set(row["estimates"])) for row in document["checkpoints"]] == [
@@ -93,6 +69,19 @@ def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_pa
     (run / "result.json").unlink()
     assert states(capsys, file, *where)["train with"] == ("begun", "step 6 of 6")
     assert "step 6 of 6" in call(capsys, "status", file, *where)
+
+
+def test_a_loss_summed_over_all_sentences_is_reported_and_verified(capsys, file, tmp_path, here):
+    file.write_text(FILE.replace('"loss_sentences": 16', '"loss_sentences": "all"'))
+    where = ("--folder", tmp_path / "out")
+    call(capsys, "run", file, *where, *here)
+    document = json.loads(call(capsys, "report", file, *where, "--json"))
+    for row in document["checkpoints"]:
+        assert row["estimates"]["kl"]["stderr"] == row["estimates"]["kl"]["samples"] == 0
+    assert call(capsys, "report", file, *where).count("(exact)") == 4
+    page = (tmp_path / "out" / "report" / "index.html").read_text()
+    assert "loss sentences all" in page
+    assert call(capsys, "verify", file, *where).endswith("0 failed\n")
 
 
 def states(capsys, *words):

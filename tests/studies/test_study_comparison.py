@@ -8,9 +8,11 @@ from scipy import stats
 
 import known_estimates as known
 from isoloss.errors import IsolossError
-from isoloss.studies.claims import Claim, Contrast, Verdict, same_loss
-from isoloss.studies.claims import answer as answers
+from isoloss.studies.answers import answer as answers
+from isoloss.studies.answers import same_loss
+from isoloss.studies.claims import Claim, Contrast
 from isoloss.studies.comparison import Measured, change, difference, over_seeds, ratio
+from isoloss.studies.verdicts import Verdict
 
 FLATTER = Claim(id="flatter", statement="Flatter.", paper="", direction="decrease")
 BETTER = Claim(id="better", statement="Better.", paper="", direction="increase")
@@ -147,14 +149,41 @@ def test_one_run_shows_no_spread():
     ("moves", "same"),
     [
         ((0.0, 0.0, 0.0), True),
-        ((0.008, -0.008, 0.008), True),
-        # the error of a difference is 0.0007: 0.0086 and two of it reach 0.01
-        ((0.0, 0.0, 0.0088), False),
-        ((0.0, -0.02, 0.02), False),  # equal on average, but no pair of the same loss
+        ((0.009, 0.009, 0.009), True),  # no pair of exactly the same loss, and a mean that surely is within
+        ((0.003, -0.003, 0.003), True),
+        # two degrees of freedom: 2.9 standard errors on either side of the mean
+        ((0.008, -0.008, 0.008), False),
+        ((0.0, 0.0, 0.012), False),
+        ((0.02, 0.02, 0.02), False),
     ],
 )
-def test_every_pair_needs_the_same_loss(moves, same):
-    assert same_loss([(at(), at(kl=0.04 + move)) for move in moves]) is same
+def test_the_mean_difference_of_the_loss_is_shown_to_be_within_the_margin(moves, same):
+    found = same_loss([(at(), at(kl=0.04 + move)) for move in moves])
+    assert found.shown is same
+    if len(set(moves)) > 1:
+        sides = {"greater": -0.01, "less": 0.01}
+        theirs = [stats.ttest_1samp(moves, edge, alternative=side).pvalue for side, edge in sides.items()]
+        assert found.p_value == pytest.approx(max(theirs), rel=1e-6)
+
+
+def test_one_pair_has_the_same_loss_by_its_sentences():
+    # the error of the difference is 0.0007: 1.64 of it, not 1.96, have to fit between the difference and 0.01
+    assert same_loss([(at(), at(kl=0.0487))]).shown
+    assert not same_loss([(at(), at(kl=0.0490))]).shown
+    assert same_loss([(at(), at(kl=0.0490))], margin=0.02).shown
+
+
+def test_over_clusters_the_mean_is_that_of_their_means():
+    moves, clusters = [1.0, 3.0, 4.0, 4.0, 7.0], ["a", "a", "b", "b", "c"]
+    pairs = [(at(trace=40.0), at(trace=40.0 + move)) for move in moves]
+    moved = change(pairs, "trace", clusters=clusters)
+    theirs = stats.ttest_1samp([2.0, 4.0, 7.0], 0)
+    assert moved.value == pytest.approx(13 / 3)
+    assert moved.ci95 == pytest.approx(tuple(theirs.confidence_interval(0.95)), rel=1e-6)
+    assert change(pairs, "trace", factor=0.5, clusters=clusters).value == pytest.approx(20 + 13 / 3)
+    assert change(pairs, "trace").samples == 5
+    with pytest.raises(IsolossError, match="it must be 5 labels"):
+        change(pairs, "trace", clusters=clusters[:4])
 
 
 def test_a_claim_is_judged_by_the_spread_over_seeds():
@@ -162,14 +191,14 @@ def test_a_claim_is_judged_by_the_spread_over_seeds():
     result = answer(FLATTER, TRACE, steady, "All last.")
     assert result.verdict is Verdict.SHOWN
     assert result.explanation == (
-        "Trace of the Fisher: other against plain, paired over 3 seeds, 53.7 standard errors. All last."
+        "other against plain, paired by seed, 95 % interval over 3 seeds (t with 2 degrees of freedom). All last."
     )
-    assert result.lines[-1] == ("difference", "-3.100 ± 0.058 nats per predicted token")
-    assert [name for name, _ in result.lines] == ["plain", "other", "difference"]
+    assert str(result.numbers["difference"]) == "-3.100 ± 0.058 nats per predicted token"
+    assert list(result.numbers) == ["plain", "other", "difference"]
     # the same mean, and 2.7 standard errors: with three seeds that is no 95 % interval
     spread = [(at(trace=40.0), at(trace=38.9 - 2 * seed)) for seed in range(3)]
     result = answer(FLATTER, TRACE, spread)
-    assert ", 2.7 standard errors." in result.explanation
+    assert -result.difference.value / result.difference.stderr == pytest.approx(2.7, abs=0.05)
     assert result.verdict is Verdict.NOT_SHOWN
     assert answer(FLATTER, TRACE, [p[::-1] for p in steady]).verdict is Verdict.CONTRADICTED
 
@@ -183,7 +212,7 @@ def test_a_claim_of_one_seed_says_what_it_is_paired_over():
     won, lost = int((each[1] & ~each[0]).sum()), int((each[0] & ~each[1]).sum())
     p = stats.binomtest(won, won + lost).pvalue
     assert found.explanation == (
-        "Probe accuracy, root: other against plain, paired over 4,000 test sentences and 2 probes; McNemar's test on "
+        "other against plain, paired over 4,000 test sentences and 2 probes; McNemar's test on "
         f"the probes' plurality votes: {won} sentences gained, {lost} lost, p = {p:.2g}."
     )
 
@@ -192,7 +221,10 @@ def test_models_of_different_loss_are_not_compared():
     pairs = [(at(), at(trace=1.0)), (at(), at(kl=0.06, trace=1.0))]
     result = answer(FLATTER, TRACE, pairs, "All last.")
     assert result.verdict is Verdict.NOT_TESTED
-    assert "the KL of other minus that of plain is 0.00000 ± 0.00071" in result.explanation
-    assert result.explanation.endswith("0.02000 ± 0.00071 nats per predicted token for each seed. All last.")
+    assert result.p_value is result.detectable is result.below is None
+    assert "the KL of other minus that of plain is 0.010 ± 0.010 nats per predicted token" in result.explanation
+    assert "(p = 0.5, 90 % interval -0.053 to 0.073, smallest margin 0.073)" in result.explanation
+    assert result.explanation.endswith(" All last.")
+    assert result.difference.value == pytest.approx(-39)  # the numbers are there all the same
     anyway = Contrast(names=("table", "model"), pairs=pairs[1:], at_same_loss=False)
     assert answers(FLATTER, anyway, TRACE)[0].verdict is Verdict.SHOWN

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from isoloss import seeds
+from isoloss import load_language, seeds
 from isoloss.errors import IsolossError
+from isoloss.transfer.features import lookup_features
 from isoloss.transfer.fits.blocks import FeatureBlocks, second_moments
 from isoloss.transfer.fits.convex import evaluate, fit
 from isoloss.transfer.fits.lbfgs import Problem
 from isoloss.transfer.stored_features import store
+from isoloss.transfer.tasks import make_task
 
 
 def planted(
@@ -65,6 +67,18 @@ def test_two_examples_in_closed_form() -> None:
     torch.testing.assert_close(found.weights[0, 0], torch.tensor([[-a, a]], dtype=torch.float64), atol=1e-6, rtol=0)
     assert float(found.objectives) == pytest.approx(math.log1p(math.exp(-2 * a)) + strength * a * a, rel=1e-12)
     assert float(found.intercepts.abs().max()) < 1e-6
+
+
+def test_logarithms_of_rare_probabilities_are_fitted_to_the_tolerance_too() -> None:
+    """Features of which many are equal, where optimal intercepts move the gradient by the weights above the bound."""
+    language = load_language("hmm-laptop")
+    task = make_task(language, "state-4", num_train=500, num_test=1, seed=0)
+    x = lookup_features(language, task.train).clamp(min=1e-6).log()
+    strength = 1e-3 * float((x - x.mean(0)).square().mean())
+    found = fit(x, task.train_labels, classes=len(task.classes), regularization=[strength])
+    assert float(found.gaps) <= 1e-6 * float(found.objectives)
+    value = objective(x, task.train_labels, found.weights[0, 0], found.intercepts[0, 0], strength)
+    assert float(value) == pytest.approx(float(found.objectives), rel=1e-9)
 
 
 def test_features_without_information_give_the_class_frequencies() -> None:
@@ -189,6 +203,7 @@ import torch
 from isoloss.seeds import generator
 from isoloss.transfer.fits.convex import fit
 from isoloss.transfer.stored_features import store
+from isoloss.transfer.tasks import make_task
 
 path, n, width = Path(sys.argv[1]), int(sys.argv[2]), 4096
 blocks = (torch.randn(500, width, generator=generator(0, "block", first)) for first in range(0, n, 500))

@@ -18,7 +18,8 @@ from isoloss.run_config import ModelConfig
 from isoloss.transfer.config import Solver
 from isoloss.transfer.features import extract
 from isoloss.transfer.fits.convex import fit
-from isoloss.transfer.linear_probing import _folds, fit_linear_probe, linear_probe
+from isoloss.transfer.fits.probe import _folds
+from isoloss.transfer.linear_probing import fit_linear_probe, linear_probe
 from isoloss.transfer.results import TransferResult
 from isoloss.transfer.stored_features import store
 from isoloss.transfer.tasks import make_task

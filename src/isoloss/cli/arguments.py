@@ -124,9 +124,12 @@ def _arguments(cls: type) -> Iterator[_Argument]:
 
 
 def _values(kind: Any) -> tuple[tuple[Any, ...], bool]:
-    """Return the types of an argument's values, and whether it takes any number of them."""
+    """Return the types of an argument's values, and whether it takes any number of them.
+
+    A value of several types, such as `int | Literal["all"]`, keeps them all in one.
+    """
     if get_origin(kind) in (types.UnionType, Union):
-        (kind,) = (part for part in get_args(kind) if part is not types.NoneType)
+        kind = Union.__getitem__(tuple(part for part in get_args(kind) if part is not types.NoneType))
     if kind is bool:
         return (), False
     if get_origin(kind) is not tuple:
@@ -173,6 +176,13 @@ def _placed(places: list[_Argument], free: list[str], subcommand: str) -> Iterat
 
 
 def _value(name: str, word: str, kind: Any) -> str:
+    if get_origin(kind) is Union:  # a number, or one of some words
+        (number,) = (part for part in get_args(kind) if get_origin(part) is not Literal)
+        words = [str(choice) for part in get_args(kind) if part is not number for choice in get_args(part)]
+        try:
+            return word if word in words else _value(name, word, number)
+        except IsolossError as error:
+            raise IsolossError(f"{error}, or {', '.join(words)}{did_you_mean(word, words)}") from error
     if get_origin(kind) is Literal:
         choices = [str(choice) for choice in get_args(kind)]
         if word not in choices:

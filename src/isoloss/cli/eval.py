@@ -15,6 +15,7 @@ from isoloss.evaluation.reading import ReadingConfig
 EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),
     ("isoloss eval runs/first --measures loss trace probe-root --steps 1000 2000", "chosen measures and steps"),
+    ("isoloss eval runs/first --measures few-shot-root-100 --num-test 10000", "probes on 100 sentences each"),
     ("isoloss eval runs/first/checkpoints/step-2000/ema", "one checkpoint; this one holds averaged weights (--ema)"),
     ("isoloss eval runs/first runs/second --steps 2000", "two runs in one table"),
     ("isoloss eval CHECKPOINT --data text.txt --measures loss fisher-rao --output out", "any checkpoint, on your text"),

@@ -1,8 +1,9 @@
-"""`isoloss study`: plan, run, status, report or verify a whole study."""
+"""`isoloss study`: plan, run, status, report or verify a whole study, keep its results, and compare two of them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +17,7 @@ from isoloss.registry import EXECUTORS
 from isoloss.runs import Run
 
 if TYPE_CHECKING:
+    from isoloss.studies.claims import ClaimResult
     from isoloss.studies.folder import StudyFolder
     from isoloss.studies.plan import Executor, Unit
     from isoloss.studies.results import Summary
@@ -25,23 +27,33 @@ EXAMPLES = [
     ("isoloss study run my_study.py", "a study of your own: a Python file that has an isoloss.studies.Study"),
     ("isoloss study status same-loss --scale laptop", "what is done, what is begun and what is not"),
     ("isoloss study verify same-loss --scale laptop", "check every file against what it was made from"),
+    ("isoloss study run algorithms --seed-offset 1", "a repetition with other seeds, in a folder of its own"),
+    ("isoloss study export algorithms --output results/a", "what is worth keeping of a finished study, in one folder"),
+    ("isoloss study compare results/a results/b", "two exports that differ in their seeds"),
 ]
 
-Action = Literal["plan", "run", "status", "report", "verify"]
+Action = Literal["plan", "run", "status", "report", "verify", "export", "compare"]
 
 
 @dataclass(frozen=True)
 class Args:
-    """Plan, run, look at, report or verify a study. Its whole state is in its folder."""
+    """Plan, run, look at, report, verify, export or compare a study. Its whole state is in its folder."""
 
     action: tyro.conf.Positional[Action]
-    """plan: what would be done; run: do it; status: how far it is; report: write the page; verify: check the files."""
+    """plan: what would be done; run: do it; status: how far it is; report: write the page; verify: check the files;
+    export: write what is worth keeping to --output; compare: two exports."""
     name: tyro.conf.Positional[str]
-    """The study (isoloss ls studies), or the path of a Python file that has one."""
+    """The study (isoloss ls studies), or the path of a Python file that has one; for compare, an export."""
+    other: tyro.conf.Positional[Path | None] = None
+    """For compare: another export of the same study, with other seeds."""
     scale: str | None = None
     """Scale of the study (isoloss ls studies); default: the study's first scale."""
+    seed_offset: int = 0
+    """The study with other seeds: 1, 2, ... are repetitions of it, for studies that have them."""
     folder: Path | None = None
-    """Folder of the study; default: runs/NAME-SCALE."""
+    """Folder of the study; default: runs/NAME-SCALE, or runs/NAME-SCALE-seeds-N for a seed offset of N."""
+    output: Path | None = None
+    """For export: folder for the results. One that holds them already is replaced."""
     workers: int = 2
     """Units run at the same time, one thread each."""
     executor: str = "local"
@@ -53,10 +65,11 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args = common.parse(Args, "study", arguments, examples=EXAMPLES)
-    if args.action in ("report", "verify"):
-        options = [word for word in arguments if word.partition("=")[0] in ("--executor", "--workers")]
-        if options:
-            raise IsolossError(f"{options[0]} is for study run: study {args.action} starts no units")
+    _check_options(args, arguments)
+    if args.action == "compare":
+        from isoloss.cli import study_results
+
+        return study_results.compare(Path(args.name), args.other, as_json=args.json)
     if Run(Path(args.name)).exists:
         raise IsolossError(f"{args.name} is a run, not a study: {common.command('show', args.name)} says what it holds")
     from isoloss.studies.folder import StudyFolder
@@ -64,9 +77,24 @@ def main(arguments: list[str]) -> int:
 
     study = load_study(args.name)
     scale = args.scale or next(iter(study.scales))
-    folder = StudyFolder(study, args.folder or Path("runs") / f"{study.name}-{scale}", scale)
+    seeds = f"-seeds-{args.seed_offset}" if args.seed_offset else ""
+    path = args.folder or Path("runs") / f"{study.name}-{scale}{seeds}"
+    folder = StudyFolder(study, path, scale, args.seed_offset)
     actions = {"plan": _show_units, "status": _show_units, "run": _run, "report": _report, "verify": _verify}
-    return actions[args.action](args, folder)
+    return {**actions, "export": _export}[args.action](args, folder)
+
+
+def _check_options(args: Args, arguments: list[str]) -> None:
+    """Refuse what the action has no use for."""
+    for option in (word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")):
+        if args.action == "compare" and option != "--json":
+            raise IsolossError(f"{option} is not for study compare, which reads two exports and nothing else")
+        if args.action in ("report", "verify", "export") and option in ("--executor", "--workers"):
+            raise IsolossError(f"{option} is for study run: study {args.action} starts no units")
+        if args.action != "export" and option == "--output":
+            raise IsolossError(f"--output is for study export: study {args.action} writes into the study's folder")
+    if args.other is not None and args.action != "compare":
+        raise IsolossError(f"unexpected argument {args.other}: study {args.action} takes one study")
 
 
 def _show_units(args: Args, folder: StudyFolder) -> int:
@@ -112,6 +140,9 @@ def _state(unit: Unit) -> tuple[str, str]:
 
 
 def _run(args: Args, folder: StudyFolder) -> int:
+    from isoloss.studies.growing import GrowingPage
+    from isoloss.studies.plan import in_order
+
     folder.exists()  # refuses another's folder before anything is written
     execute: Executor = EXECUTORS.load(args.executor)
     with files.lock(folder.path):
@@ -120,7 +151,13 @@ def _run(args: Args, folder: StudyFolder) -> int:
         if args.executor == "local" and args.workers > (os.cpu_count() or 1):
             common.note(f"{args.workers} workers share {os.cpu_count()} cores: they will not be faster than those")
         try:
-            count = execute(units, workers=args.workers, logs=folder.path / "logs", say=common.note)
+            count = execute(
+                in_order(units),
+                workers=args.workers,
+                logs=folder.path / "logs",
+                say=common.note,
+                on_done=GrowingPage(folder, units, common.note),
+            )
         except KeyboardInterrupt:
             common.note("stopped; progress is saved. To resume:")
             common.note(f"  {_run_command(args, folder)} --workers {args.workers}")
@@ -134,32 +171,65 @@ def _run(args: Args, folder: StudyFolder) -> int:
 
 
 def _run_command(args: Args, folder: StudyFolder) -> str:
-    words = ["study", "run", args.name, "--scale", folder.scale_name, "--folder", folder.path]
+    words = ["study", "run", args.name, *folder.options, "--folder", folder.path]
     return common.command(*words, *(["--executor", args.executor] if args.executor != Args.executor else []))
 
 
 def _report(args: Args, folder: StudyFolder) -> int:
     folder.exists()  # or refuses
-    missing = [unit.name for unit in folder.plan() if not unit.done()]
-    if missing:
-        raise IsolossError(
-            f"{len(missing)} units are not done ({missing[0]} first); {_run_command(args, folder)} goes on with them"
-        )
+    (missing, complete), first = _progress(folder), folder.study.first_page_blocks
+    if missing and (first is None or len(complete) < first):
+        raise _unfinished(args, folder)
     with files.lock(folder.path):
-        page = folder.report()
-    return _emit_summary(args, folder, page)
+        page = folder.report(complete)
+    return _emit_summary(args, folder, page, complete)
 
 
-def _emit_summary(args: Args, folder: StudyFolder, page: Path) -> int:
-    summary = folder.summary()
+def _export(args: Args, folder: StudyFolder) -> int:
+    from isoloss.cli import study_results
+
+    if args.output is None:
+        raise IsolossError("--output is required for study export: the folder for the results")
+    folder.exists()  # or refuses
+    if _progress(folder)[0]:
+        raise _unfinished(args, folder)
+    with files.lock(folder.path):
+        return study_results.export(folder, args.output, as_json=args.json)
+
+
+def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:
+    """Return the units that are not done, and the blocks that are complete."""
+    from isoloss.studies.growing import complete_blocks
+
+    units = folder.plan()
+    missing = [unit.name for unit in units if not unit.done()]
+    return missing, complete_blocks(units, {unit.name for unit in units} - set(missing))
+
+
+def _unfinished(args: Args, folder: StudyFolder) -> IsolossError:
+    """Return why nothing can be said of a study yet."""
+    missing, complete = _progress(folder)
+    blocks = len({experiment.block for experiment in folder.scale.experiments.values()})
+    done = f" and {len(complete)} of {blocks} blocks are" if blocks > 1 else ""
+    return IsolossError(
+        f"{len(missing)} units are not done ({missing[0]} first){done}; {_run_command(args, folder)} goes on with them"
+    )
+
+
+def _emit_summary(args: Args, folder: StudyFolder, page: Path, complete: Collection[int] | None = None) -> int:
+    results = folder.results(complete)
+    summary = folder.summary(results)
     if args.json:
         about = {"study": folder.study.name, "scale": folder.scale_name, "report": str(page)}
-        common.emit_json({**about, **summary.to_dict()})
+        blocks = {"blocks": results.blocks, "blocks_done": results.blocks_done}
+        common.emit_json({**about, **blocks, **summary.to_dict()})
         return 0
     print_summary(f"{folder.study.name} at scale {folder.scale_name}", summary)
-    if summary.claims:  # after a table there is an empty line already
-        common.say("")
+    if results.blocks_done < results.blocks:
+        common.say(f"interim: {results.blocks_done} of {results.blocks} blocks are done; verdicts once all are")
     common.say(f"report: {page}")
+    for sentence in summary.answer:
+        common.say_wrapped(sentence)
     return 0
 
 
@@ -170,14 +240,25 @@ def print_summary(heading: str, summary: Summary) -> None:
         common.print_table(f"{heading}, {table.title}", columns, rows, left=table.left)
         common.say("")
     for result in summary.claims:
-        common.say_wrapped(f"{result.claim.id}: {result.verdict}")
-        common.say_wrapped(result.claim.statement, indent=4)
-        for answer in result.answers:
-            if answer.case:
-                common.say_wrapped(f"{answer.case}: {answer.verdict}", indent=4)
-            lines = [f"{name}: {estimate}" for name, estimate in answer.numbers.items()]
-            for line in lines or [answer.explanation]:
-                common.say_wrapped(line, indent=8)
+        _print_claim(result)
+    if summary.claims_file:
+        common.say_wrapped(str(summary.claims_file))
+    if summary.warning:
+        common.say_wrapped(summary.warning)
+
+
+def _print_claim(result: ClaimResult) -> None:
+    """Print a claim: its verdict, the numbers behind it case by case, and what was compared, or why nothing was."""
+    from isoloss.studies.claim_table import VERDICT, claim_table, explanations
+
+    common.say_wrapped(f"{result.claim.id}: {result.verdict}")
+    common.say_wrapped(result.claim.statement, indent=4)
+    if any(answer.numbers for answer in result.answers):
+        columns, rows = claim_table(result)
+        common.print_table("", columns, rows, left=columns.index(VERDICT) + 1)
+    for explanation in filter(None, explanations(result)):
+        common.say_wrapped(explanation, indent=4)
+    common.say("")
 
 
 def _verify(args: Args, folder: StudyFolder) -> int:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+import torch
 
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
+from isoloss.evaluation.measures.base import weights_digest
 from isoloss.evaluation.reading import ReadingConfig
 from isoloss.evaluation.truth import Truth, truth
 from isoloss.flatness.comparing import Outline
 from isoloss.flatness.engine.auxiliary_sample import input_embeddings
 from isoloss.languages.api import Language, Sentences
+from isoloss.languages.enumeration import all_sentences, why_not_enumerable
 from isoloss.loading import Kind, LoadedModel
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.runs import checkpoint_of
@@ -22,6 +27,7 @@ from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
 from isoloss.text.masking import objective_batch
 from isoloss.text.tokenizers import load_tokenizer
 from isoloss.transfer.tasks import TaskData, make_task
+from isoloss.transfer.whole_language import WholeTask, whole_task
 
 T = TypeVar("T")
 
@@ -41,6 +47,7 @@ class MeasureContext:
     resume: Path | None = None  # a file to resume from, and to write to
     progress: Callable[[int], None] | None = None  # called with the number of sequences done
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _latest: tuple[weakref.ref[torch.nn.Module], str, torch.Tensor] | None = field(default=None, repr=False)
 
     @property
     def is_causal(self) -> bool:
@@ -54,7 +61,7 @@ class MeasureContext:
         """
         return self._once(("inputs", num_sequences, seed), lambda: self.read(num_sequences, seed))
 
-    def truth(self, num_sentences: int, seed: int) -> Truth:
+    def truth(self, num_sentences: int | Literal["all"], seed: int) -> Truth:
         """Return masked sentences of the language and their exact conditionals (`isoloss.evaluation.truth.truth`)."""
         return self._once(
             ("truth", num_sentences, seed),
@@ -67,6 +74,32 @@ class MeasureContext:
             ("task", name, num_train, num_test, seed),
             lambda: make_task(self.language, name, num_train=num_train, num_test=num_test, seed=seed),
         )
+
+    def whole_task(self, name: str, *, num_train: int, seed: int) -> WholeTask:
+        """Return a downstream task on all sentences (`isoloss.transfer.whole_language.whole_task`)."""
+        return self._once(
+            ("whole task", name, num_train, seed),
+            lambda: whole_task(self.language, name, self.all_sentences(), num_train=num_train, seed=seed),
+        )
+
+    def all_sentences(self) -> tuple[Sentences, torch.Tensor] | None:
+        """Return all sentences of the language and their probabilities (n,); None: too many, or unknown."""
+        return self._once(
+            "all sentences",
+            lambda: None if why_not_enumerable(self.language) else all_sentences(self.language),
+        )
+
+    def features(self, model: torch.nn.Module | None, make: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        """Return `make(*inputs)`: features of all sentences, which are kept for the measures of one checkpoint.
+
+        Those of the last model are kept, not the model. Without one they are the language's own and kept for all.
+        """
+        if model is None:
+            return self._once(("features", make), lambda: make(*inputs))
+        weights = weights_digest(model)
+        if self._latest is None or self._latest[0]() is not model or self._latest[1] != weights:
+            self._latest = (weakref.ref(model), weights, make(*inputs))
+        return self._latest[2]
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._made:

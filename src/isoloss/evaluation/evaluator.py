@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError, warn
-from isoloss.evaluation.measures.base import MeasureResult, make_measure, settings_of
+from isoloss.evaluation.measures.base import MeasureResult, make_measure, settings_of, weights_digest
 from isoloss.evaluation.reading import ReadingConfig
 from isoloss.evaluation.results import Evaluations
 from isoloss.registry import MEASURES
@@ -24,8 +24,6 @@ from isoloss.run_config import ObjectiveConfig
 from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study, refuse_twice
 
 if TYPE_CHECKING:
-    import torch
-
     from isoloss.evaluation.context import MeasureContext
 
 DEFAULT = ("loss", "trace")
@@ -144,7 +142,7 @@ def evaluate(
     done: list[tuple[str, Evaluation]] = []
     for name in checkpoints:
         model = load_model(name, **options).model
-        weights = _weights_digest(model)
+        weights = weights_digest(model)
         for measure in chosen:
             if progress is not None:
                 progress(len(done), len(checkpoints) * len(chosen), f"{measure} of {name}")
@@ -253,17 +251,6 @@ def _applying(
         else:
             warn(f"{name} is left out: {reason}")
     return chosen
-
-
-def _weights_digest(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of a model's parameters and buffers, by name."""
-    import torch
-
-    sha256 = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        sha256.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return sha256.hexdigest()
 
 
 def _checkpoints_of(path: Path, steps: Sequence[int]) -> tuple[Run, Sequence[int]]:

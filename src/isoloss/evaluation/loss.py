@@ -73,13 +73,31 @@ def pretraining_loss(
     `loss` have influences (`entropy` says nothing of the model), for the paired difference of two models on one truth
     (`isoloss.statistics.paired.paired_difference`), whose error is far smaller than these errors combined.
 
+    Of a truth of all masked sentences the three are exact sums: their error is 0, and they have no subsets and no
+    influences.
+
     Arguments and errors are those of `kl_values`.
     """
     started = time.perf_counter()
     kl = kl_values(model, truth, batch_size=batch_size, progress=progress)
-    details = {**_details(model), **_predicted(truth.objective), "seed": truth.seed}
+    details = {**_details(model), **_predicted(truth.objective)}
     sums = {"entropy": truth.entropy, "kl": kl, "loss": truth.entropy + kl}
     seconds = time.perf_counter() - started
+    if truth.weights is not None:
+        return {
+            name: Estimate(
+                value=float(truth.weights @ values),
+                stderr=0.0,
+                samples=0,
+                unit=UNIT,
+                num_predictions=len(truth),
+                method=f"exact conditionals, {name}: a sum over all {len(truth):,} masked sentences",
+                seconds=seconds,
+                details=details,
+            )
+            for name, values in sums.items()
+        }
+    details["seed"] = truth.seed
     estimates = {
         name: _estimate(values, truth.counts, method=f"exact conditionals, {name}", details=details, seconds=seconds)
         for name, values in sums.items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -15,8 +16,9 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Sentences
 from isoloss.languages.batches import run_in_threads
+from isoloss.languages.enumeration import masked_sentences, why_not_enumerable
 from isoloss.run_config import ObjectiveConfig
-from isoloss.text.masking import IGNORED, Batch, mask
+from isoloss.text.masking import IGNORED, Batch, mask, mask_at
 
 SUBSETS = 5  # of the paper's deviation, appendix A.5
 ROWS = 512  # predicted tokens whose log-probabilities over the vocabulary are held in float64 at a time
@@ -29,7 +31,7 @@ _PART = 1 << 17  # sentences handed to a language at a time, at most
 
 @dataclass(frozen=True)
 class Truth:
-    """Masked sentences of an exact language and what a perfect model would say about them.
+    """Masked sentences of an exact language, drawn or all, and what a perfect model would say about them.
 
     A function of the language, the number of sentences, the objective and the seed alone: made once, it serves every
     checkpoint, and the values of two checkpoints on it are paired.
@@ -41,8 +43,9 @@ class Truth:
     entropy: torch.Tensor
     counts: torch.Tensor  # (n,) masked positions of each sentence, at least 1
     objective: ObjectiveConfig  # how they were drawn
-    seed: int  # what the sentences and masks were drawn with
+    seed: int  # what the sentences and masks were drawn with; of no effect on all of them
     kept: torch.Tensor | None  # all that `log_conditionals` returns, where it has at most 512 MiB; else None
+    weights: torch.Tensor | None = None  # (n,) float64, the probability of each, if these are all; None if drawn
 
     def __len__(self) -> int:
         return len(self.entropy)
@@ -67,8 +70,10 @@ class Truth:
         return batch_size * max(1, int(_PART_BYTES / batch_bytes))
 
 
-def why_no_truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> str | None:
-    """Return why the exact conditionals of `truth` cannot be had, or None where they can; draws no sentence."""
+def why_no_truth(
+    language: Language, *, num_sentences: int | Literal["all"], objective: ObjectiveConfig, seed: int
+) -> str | None:
+    """Return why what `truth` returns cannot be had, or None where it can; draws no sentence."""
     if not language.is_exact:
         return f"{type(language).__name__} has no exact conditionals: the measure loss is a cross-entropy of it"
     if objective.kind == "causal":
@@ -76,6 +81,14 @@ def why_no_truth(language: Language, *, num_sentences: int, objective: Objective
             f"{type(language).__name__} gives exact conditionals of masked tokens, not of next ones: the exact loss is "
             "that of the masked objective, and a causal model's trace can be measured"
         )
+    if num_sentences == "all":
+        if objective.masking != "one":
+            return (
+                "the loss over all sentences is that of one masked token, and this objective masks a fraction of "
+                f"{objective.fraction:g}: give a number of sentences to draw"
+            )
+        reason = why_not_enumerable(language)
+        return reason and f"{reason}: give a number of sentences to draw"
     most = language.max_masked
     if objective.masking == "fraction" and most < language.max_length:
         # such a language's sentences are all of one length, without special tokens: masks do not depend on their tokens
@@ -92,21 +105,36 @@ def why_no_truth(language: Language, *, num_sentences: int, objective: Objective
     return None
 
 
-def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig, seed: int) -> Truth:
+def truth(language: Language, *, num_sentences: int | Literal["all"], objective: ObjectiveConfig, seed: int) -> Truth:
     """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
+
+    With `num_sentences="all"` nothing is drawn: the sentences are every distinct one with one masked token, each with
+    its probability as its weight (`isoloss.languages.enumeration.masked_sentences`).
 
     Each conditional is given the visible tokens, as the model's prediction is: with several tokens of a sentence masked
     it is a sum over all tokens at the other masked positions. Where the conditionals take more than 512 MiB, their
     entropies are computed here, and they themselves a part at a time whenever a model is measured.
+
+    Raises:
+        IsolossError: Fewer than ten sentences; no exact conditionals under this objective; with `all`, more than 65,536
+            strings, or an objective that masks a fraction.
     """
-    if num_sentences < 2 * SUBSETS:
+    if isinstance(num_sentences, str) and num_sentences != "all":
+        raise IsolossError(f"num_sentences is {num_sentences!r}; it must be a whole number or all")
+    if num_sentences != "all" and num_sentences < 2 * SUBSETS:
         raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * SUBSETS}")
     if reason := why_no_truth(language, num_sentences=num_sentences, objective=objective, seed=seed):
         raise IsolossError(reason)
-    tokens, lengths = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))[:2]
-    sentences = Sentences(tokens.cpu(), lengths.cpu())
-    batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
-    del tokens, sentences  # the batch has them
+    weights = None
+    if num_sentences == "all":
+        sentences, positions, weights = masked_sentences(language)
+        batch = mask_at(sentences, torch.arange(sentences.tokens.shape[1]) == positions[:, None], language)
+    else:
+        tokens, lengths = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))[:2]
+        sentences = Sentences(tokens.cpu(), lengths.cpu())
+        batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+        del tokens
+    del sentences  # the batch has them
     chosen = batch["labels"] != IGNORED
     counts = chosen.sum(dim=1)
     total = int(counts.sum())
@@ -131,6 +159,7 @@ def truth(language: Language, *, num_sentences: int, objective: ObjectiveConfig,
         objective=objective,
         seed=seed,
         kept=kept,
+        weights=weights,
     )
 
 

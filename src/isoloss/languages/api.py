@@ -386,15 +386,16 @@ class ExactLanguage(Language):
 
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return (n,) bool: whether each string of tokens is a sentence of the language."""
-
-        def possible(row: slice) -> bool:
+        out = torch.zeros(len(tokens), dtype=torch.bool)
+        parts = [torch.arange(len(tokens))]
+        while parts:  # halves of what an impossible string is in
+            rows = parts.pop()
             try:
-                self.log_prob(tokens[row], lengths[row])
+                self.log_prob(tokens[rows], lengths[rows])
+                out[rows] = True
             except IsolossError:
-                return False
-            return True
-
-        return torch.tensor([possible(slice(row, row + 1)) for row in range(len(tokens))], dtype=torch.bool)
+                parts += rows.tensor_split(2) if len(rows) > 1 else []
+        return out
 
     def closed_form_entropies(self) -> tuple[float, float] | None:
         """Return H(sentence | length) and the mean entropy of one masked token, or None where they are estimated."""

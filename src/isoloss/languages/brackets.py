@@ -165,6 +165,10 @@ class Brackets(ExactLanguage):
         classes = tuple(str(count) for count in range(-self.length, self.length + 1, 2))
         return Labeling(name=name, classes=classes, label=label, draw=draw)
 
+    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n,) bool: whether each string of `length` brackets has as many `<` as `>`."""
+        return self.mismatch(tokens) == 0
+
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         cases = ids[:, : self.length]
         masked, missing = (cases == _MASKED).sum(dim=1), self.length // 2 - (cases == OPEN).sum(dim=1)

@@ -22,7 +22,8 @@ _BADGES = {
     "shown": ("shown", "✓"),
     "not shown": ("not-shown", "○"),
     "contradicted": ("contradicted", "✗"),
-    "not tested at this scale": ("not-tested", "–"),
+    "not tested": ("not-tested", "–"),
+    "no verdict at this scale": ("not-tested", "–"),
 }
 
 
@@ -42,11 +43,12 @@ class Figure:
     title: str  # heading
     chart: alt.ConcatChart  # the interactive chart
     caption: str  # what is seen
+    formats: tuple[str, ...] = ("pdf", "png")  # of its files
 
     @property
     def files(self) -> dict[str, str]:
         """The paths of its files, relative to the page, by format."""
-        return {kind: f"figures/{self.name}.{kind}" for kind in ("pdf", "png")}
+        return {kind: f"figures/{self.name}.{kind}" for kind in self.formats}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +70,34 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClaimSection:
+    """What the paper claims and what a study says to it."""
+
+    id: str
+    statement: str
+    paper: str  # the paper's own figure
+    verdict: str  # of all cases
+    columns: tuple[str, ...]  # of the table, one of them `verdict`; empty where nothing was compared
+    rows: tuple[tuple[str, ...], ...]  # a case each
+    explanations: tuple[str, ...]  # what was compared, by case, or why nothing was
+
+
+@dataclass(frozen=True, kw_only=True)
 class Page:
     """All that a page says. Every text is plain text."""
 
     title: str  # heading
     lead: tuple[str, ...]  # what this is, a paragraph each
     findings: tuple[Finding, ...]  # the key findings, the most important first
-    claims: tuple[Any, ...]  # what the paper claims and what a study says to it (`isoloss.studies.claims.ClaimResult`)
+    claims: tuple[ClaimSection, ...]  # what the paper claims and what the study says to it
     figures: tuple[Figure, ...]  # the charts
     checkpoints: Table  # every evaluated checkpoint
     command: str  # what makes the page again
     settings: Mapping[str, str]  # how it was made, by name: scale, seeds, versions, device, threads,
-    rule: str = ""  # how the verdicts on the claims are reached
+    rule: tuple[str, ...] = ()  # how the verdicts on the claims are reached, a paragraph each
+    warning: str = ""  # what to mind in reading any of it, above all else
+    answer: tuple[str, ...] = ()  # what the study answers, in sentences
+    interim: str = ""  # what to mind while the study is not finished
     tables: Mapping[str, Table] = field(default_factory=dict)  # what was compared, by heading
 
 

@@ -145,6 +145,11 @@ def interval(estimate: Estimate) -> str:
     return f"{low} to {high}"
 
 
+def signed(difference: Estimate) -> str:
+    """Return a difference with its sign, also where it is above 0."""
+    return f"{'+' if difference.value > 0 else ''}{difference}"
+
+
 def samples_of(estimate: Estimate) -> str:
     """Return what the error of an estimate rests on, e.g. 64 sequences; nothing where it is exact.
 
@@ -201,7 +206,7 @@ def html_table(rows: list[list[str]], header: list[str] | None = None) -> str:
 
 
 @functools.cache
-def student95(freedom: int) -> float:
+def student95(freedom: float) -> float:
     """Return the 97.5 % point of Student's t: half the width of a 95 % interval, in standard errors.
 
     Args:

@@ -24,10 +24,10 @@ def paired_difference(first: Estimate, second: Estimate, *, unit: str | None = N
 
     With psi_i and psi'_i the influences of sample i, the squared error is the sum of (psi_i - psi'_i)^2 over n (n - 1),
     plus what the influences leave unexplained of either squared error. The interval is Student's t with n - 1 degrees
-    of freedom.
+    of freedom. The difference of two exact values is exact.
 
     Args:
-        first: An estimate with an influence.
+        first: An estimate with an influence, or an exact one.
         second: Another one on the same samples, in the same order.
         unit: Of the difference; None: of the first.
 
@@ -40,8 +40,17 @@ def paired_difference(first: Estimate, second: Estimate, *, unit: str | None = N
         >>> print(paired_difference(a, b))
         0.67 ± 0.17 nats
     """
-    one, two = _influences([first, second])
     value = first.value - second.value
+    if first.is_exact and second.is_exact:
+        return Estimate(
+            value=value,
+            stderr=0.0,
+            samples=0,
+            unit=unit or first.unit,
+            num_predictions=first.num_predictions,
+            method="difference of two exact values",
+        )
+    one, two = _influences([first, second])
     return _paired(value, one - two, (1.0, 1.0), first, second, unit or first.unit)
 
 

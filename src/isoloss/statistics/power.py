@@ -7,6 +7,7 @@ For one of m tests under Holm's correction, planning with alpha / m is safe.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -122,17 +123,12 @@ def minimal_detectable_effect(sd: float, pairs: int, *, power: float = 0.8, alph
         >>> round(minimal_detectable_effect(1.0, 10), 3)
         0.996
     """
-    from scipy.optimize import brentq
-
     _check(0.0, sd, pairs)
     fraction("alpha", alpha)
     fraction("power", power)
     if power <= alpha:
         raise IsolossError(f"power is {power}, not above alpha, {alpha}; an effect of 0 has that already")
-    high = 1.0
-    while paired_power(high, 1.0, pairs, alpha=alpha) < power:
-        high *= 2
-    return sd * float(brentq(lambda size: paired_power(size, 1.0, pairs, alpha=alpha) - power, 0, high, xtol=1e-10))
+    return sd * _detectable_in_sd(pairs, power, alpha)
 
 
 def sd_upper_bound(sd: float, pairs: int, *, confidence: float = 0.8) -> float:
@@ -166,6 +162,16 @@ def _check(effect: float, sd: float, pairs: int) -> None:
         raise IsolossError(f"effect is {effect}; it must be finite")
     positive("sd", sd)
     count("pairs", pairs, 2)
+
+
+@functools.cache
+def _detectable_in_sd(pairs: int, power: float, alpha: float) -> float:
+    from scipy.optimize import brentq
+
+    high = 1.0
+    while paired_power(high, 1.0, pairs, alpha=alpha) < power:
+        high *= 2
+    return float(brentq(lambda size: paired_power(size, 1.0, pairs, alpha=alpha) - power, 0, high, xtol=1e-10))
 
 
 def _least_pairs(power_of: Callable[[int], float], power: float) -> int:

@@ -1,42 +1,21 @@
-"""Claims of a paper, what a study says to each, and the rule that decides."""
+"""Claims of a paper, the file that states them, and what a study says to each."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from isoloss import config
+from isoloss import config, files
 from isoloss.errors import IsolossError
-from isoloss.report.data import column_of
+from isoloss.statistics.checking import positive
+from isoloss.statistics.equivalence import Equivalence
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.comparison import Pair, change, difference, mean
+from isoloss.studies.comparison import Pair
+from isoloss.studies.verdicts import Direction, Verdict, check_margin
 
-Direction = Literal["decrease", "increase", "no change within"]
-
-SAME_LOSS_NATS = 0.01  # two models whose loss differs by less, with 95 % confidence, count as of the same loss
-
-RULE = (
-    "A claim is shown when the 95 % confidence interval of the measured difference (two standard errors on either "
-    "side, over three seeds 4.3) lies wholly on the claimed side of the margin; a claim of no change, when it lies "
-    "wholly within the margin around zero. It is contradicted when the interval lies wholly outside that. Otherwise it "
-    "is not shown: the interval is too wide to say. A claim is not tested if this scale lacks its setting, or if it "
-    "needs two models of the same loss and theirs are not shown to be the same. A claim is tested on every task of "
-    "the study, or with both traces, and each answer is judged by itself: on average, one in twenty such intervals "
-    "misses the true difference."
-)
-
-
-class Verdict(StrEnum):
-    """How a claim fared."""
-
-    SHOWN = "shown"
-    NOT_SHOWN = "not shown"
-    CONTRADICTED = "contradicted"
-    NOT_TESTED = "not tested at this scale"
+SAME_LOSS_NATS = 0.01  # how much the losses of two models may differ that count as of the same loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +33,8 @@ class Claim:
         compares: Which two models are compared, as the study calls the contrast.
         measures: What is measured of them, as the study calls it, e.g. `kl`, or `transfer`: the probes of all tasks.
         factor: What the first of the two is multiplied by before it is subtracted from the second.
+        same_loss_nats: The margin within which the loss counts as the same for this claim; None: the file's. A claim
+            whose smallest effect of interest is larger allows for a larger difference.
         not_tested: Why the study cannot test it; then nothing is compared.
     """
 
@@ -65,23 +46,155 @@ class Claim:
     compares: str = ""
     measures: str = ""
     factor: float = 1.0
+    same_loss_nats: float | None = None
     not_tested: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a study says to a claim in one case, and the verdict."""
+class _Document:
+    claims: tuple[Claim, ...]
+    primary: str = ""
+    primary_case: str = ""
+    same_loss_nats: float = SAME_LOSS_NATS
+    scales: tuple[str, ...] = ()
 
-    case: str  # which of several, e.g. the task; empty where there is one
-    numbers: Mapping[str, Estimate]  # the estimates behind the verdict by name, in the order shown
-    verdict: Verdict  # how the claim fared
-    explanation: str  # one or two sentences: what was compared, or why nothing was
-    difference: Estimate | None = None  # what the verdict rests on; None where nothing was tested
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimsFile(_Document):
+    """What a study's claims.toml states, fixed before the study is run.
+
+    Attributes:
+        name: The file's name.
+        sha256: Of its bytes.
+        claims: The claims, in order.
+        primary: The id of the claim that is tested at 5 % by itself; empty: none is.
+        primary_case: The case of it that is; empty where it has one.
+        same_loss_nats: The margin within which the mean difference of two models' loss counts as none.
+        scales: The scales of the study at which verdicts are given; empty: all.
+    """
+
+    name: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, SHA-256 {self.sha256}"
+
+    def judged_at(self, scale: str | None) -> bool:
+        """Whether verdicts are given at a scale; None is one that needs no leave."""
+        return scale is None or not self.scales or scale in self.scales
+
+    def warning(self, scale: str) -> str:
+        """Return what to say of a scale at which no verdict is given; empty where verdicts are."""
+        if self.judged_at(scale):
+            return ""
+        return (
+            f"Scale {scale}: every part runs, no verdict is given, and no number means anything. "
+            f"Verdicts are given at scale {' and '.join(self.scales)}."
+        )
+
+
+def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsFile:
+    """Return what a TOML file states: the keys of `ClaimsFile`, and a `[[claims]]` table each with those of `Claim`.
+
+    Args:
+        path: The file.
+        scales: The scales of the study; None: those that the file names are not checked.
+
+    Raises:
+        IsolossError: The file cannot be read, a key is unknown, missing or of the wrong type, a margin does
+            not fit, two claims share an id, or the primary claim or a scale is none that there is.
+    """
+    document = config.read_toml(_Document, path)
+    ids = [claim.id for claim in document.claims]
+    for claim in document.claims:
+        check_margin(claim.direction, claim.margin)
+        if ids.count(claim.id) > 1:
+            raise IsolossError(f"{path} has two claims with the id {claim.id!r}")
+    for name, margin in [("", document.same_loss_nats), *((each.id, each.same_loss_nats) for each in document.claims)]:
+        if margin is not None:
+            positive(f"{path}: same_loss_nats{f' of the claim {name}' if name else ''}", margin)
+    if document.primary and document.primary not in ids:
+        raise IsolossError(f"{path}: primary is {document.primary!r}; the claims are {', '.join(ids) or 'none'}")
+    if document.primary_case and not document.primary:
+        raise IsolossError(f"{path}: primary_case is {document.primary_case!r}, and primary does not name its claim")
+    for scale in document.scales:
+        if scales is not None and scale not in scales:
+            raise IsolossError(f"{path}: scales has {scale!r}; the study's scales are {', '.join(scales)}")
+    return ClaimsFile(**vars(document), name=path.name, sha256=files.sha256(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """Two models that claims compare.
+
+    Attributes:
+        names: What the first and the second are called.
+        pairs: One pair of checkpoints, or several.
+        where: A sentence on which checkpoints these are, for the explanation.
+        case: Which of several contrasts of the same kind.
+        at_same_loss: Whether a claim about anything but the loss needs the two to have the same.
+        clusters: The independent unit of each pair, such as its grammar: errors are over these. Empty: over pairs, or
+            over the examples of the only one.
+        clusters_are: What the clusters are, in the plural.
+        slopes: By the key of an estimate, its slope on the loss, in its difference's unit per nat, estimated on other
+            runs: with it the difference at the same loss is given as well. It takes clusters.
+    """
+
+    names: tuple[str, str]
+    pairs: Sequence[Pair]
+    where: str = ""
+    case: str = ""
+    at_same_loss: bool = True
+    clusters: Sequence[str] = ()
+    clusters_are: str = "grammars"
+    slopes: Mapping[str, Estimate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.slopes and not self.clusters:
+            raise IsolossError(
+                f"the contrast of {self.names[0]} and {self.names[1]} has slopes and no clusters: name the cluster of "
+                "each pair"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a study says to a claim in one case, and the verdict.
+
+    Attributes:
+        case: Which of several, e.g. the task; empty where there is one.
+        numbers: The estimates behind the verdict by name, in the order shown: the first model's, the second's and
+            their difference; empty where the study cannot test the claim.
+        verdict: How the claim fared.
+        explanation: One or two sentences: what was compared, or why nothing was.
+        difference: What the verdict rests on; None where nothing was compared.
+        same_loss: The test of whether the two models have the same loss; None where that does not matter.
+        p_value: Of the difference (`isoloss.studies.verdicts.p_value`); None where it was not tested.
+        p_adjusted: By Holm's method over all tests of the file but the primary one; None for that, or not tested.
+        is_primary: Whether it is the file's primary test.
+        detectable: The smallest size of a true difference that is found with 80 % power, in the difference's unit:
+            beyond 0, and beyond the margin if there is one. None where it was not tested, or is exact.
+        below: Where nothing is shown, what the size of the true difference is below, with 95 % confidence.
+        adjusted: The difference as it would be at the same loss; None where the contrast has no slope for it.
+    """
+
+    case: str
+    numbers: Mapping[str, Estimate]
+    verdict: Verdict
+    explanation: str
+    difference: Estimate | None = None
+    same_loss: Equivalence | None = None
+    p_value: float | None = None
+    p_adjusted: float | None = None
+    is_primary: bool = False
+    detectable: float | None = None
+    below: float | None = None
+    adjusted: Estimate | None = None
 
     @property
-    def lines(self) -> tuple[tuple[str, str], ...]:
-        """Name and text of each number, with ± one standard error."""
-        return tuple((name, str(estimate)) for name, estimate in self.numbers.items()) or (("", "–"),)
+    def interval95(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the difference, in its unit."""
+        return None if self.difference is None else self.difference.ci95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +203,18 @@ class ClaimResult:
 
     claim: Claim  # the claim
     answers: tuple[Answer, ...]  # one for each case, at least one
+
+    def answer(self, case: str = "") -> Answer:
+        """Return the answer of a case.
+
+        Raises:
+            IsolossError: There is no such case, or more than one.
+        """
+        found = [answer for answer in self.answers if answer.case == case]
+        if len(found) != 1:
+            cases = ", ".join(repr(answer.case) for answer in self.answers)
+            raise IsolossError(f"the claim {self.claim.id} has no one case {case!r}; its cases are {cases}")
+        return found[0]
 
     @property
     def agree(self) -> bool:
@@ -113,193 +238,3 @@ class ClaimResult:
         ordered = sorted(self.answers, key=lambda answer: order.index(answer.verdict))
         groups = itertools.groupby(ordered, key=lambda answer: answer.verdict)
         return "; ".join(f"{verdict.value} for {', '.join(one.case for one in some)}" for verdict, some in groups)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contrast:
-    """Two models that claims compare.
-
-    Attributes:
-        names: What the first and the second are called.
-        pairs: One pair of checkpoints, or a pair for each seed.
-        where: A sentence on which checkpoints these are, for the explanation.
-        case: Which of several contrasts of the same kind.
-        at_same_loss: Whether a claim about anything but the loss needs the two to have the same.
-    """
-
-    names: tuple[str, str]
-    pairs: Sequence[Pair]
-    where: str = ""
-    case: str = ""
-    at_same_loss: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ClaimsFile:
-    claims: tuple[Claim, ...]
-
-
-def read_claims(path: Path) -> tuple[Claim, ...]:
-    """Return the claims of a TOML file: a `[[claims]]` table each, with the fields of `Claim`.
-
-    Raises:
-        IsolossError: The file cannot be read, a key is unknown, missing or of the wrong type, a margin does
-            not fit, or two claims share an id.
-    """
-    claims = config.read_toml(_ClaimsFile, path).claims
-    for claim in claims:
-        _check_margin(claim.direction, claim.margin)
-    ids = [claim.id for claim in claims]
-    for name in ids:
-        if ids.count(name) > 1:
-            raise IsolossError(f"{path} has two claims with the id {name!r}")
-    return claims
-
-
-# --- the rule --------------------------------------------------------------------------------------------------------
-
-
-def judge(difference: Estimate, direction: Direction, margin: float = 0.0) -> Verdict:
-    """Return whether a measured difference shows or contradicts a claim.
-
-    Shown: with the 95 % confidence interval [a, b] of the difference, b < -margin for a decrease, a > margin for an
-    increase, -margin <= a and b <= margin for no change within the margin. Contradicted: a > -margin for a decrease,
-    b < margin for an increase, a > margin or b < -margin for no change. Otherwise not shown.
-
-    Args:
-        difference: After minus before, or treated minus control; its stderr is that of the difference.
-        direction: The claimed direction.
-        margin: At least 0, and above 0 for `no change within`; in the difference's unit.
-
-    Raises:
-        IsolossError: A margin that does not fit the direction.
-
-    Example:
-        >>> gain = Estimate(value=0.024, stderr=0.008, samples=5, unit="accuracy", num_predictions=1000, method="probe")
-        >>> judge(gain, "increase").value, judge(gain, "increase", margin=0.02).value, judge(gain, "decrease").value
-        ('shown', 'not shown', 'contradicted')
-    """
-    _check_margin(direction, margin)
-    low, high = difference.ci95
-    if direction == "decrease":
-        shown, contradicted = high < -margin, low > -margin
-    elif direction == "increase":
-        shown, contradicted = low > margin, high < margin
-    else:
-        shown, contradicted = -margin <= low and high <= margin, low > margin or high < -margin
-    if shown:
-        return Verdict.SHOWN
-    return Verdict.CONTRADICTED if contradicted else Verdict.NOT_SHOWN
-
-
-def _check_margin(direction: str, margin: float) -> None:
-    if not 0 <= margin < float("inf"):
-        raise IsolossError(f"a claim's margin is a finite number of at least 0, not {margin}")
-    if direction == "no change within" and margin == 0:
-        raise IsolossError(
-            "a claim of no change needs a margin above 0: no measurement shows that two numbers are equal"
-        )
-
-
-def loss_key(pairs: Sequence[Pair]) -> str:
-    """Return which estimate is the loss: the KL to the truth, or, where that is not known, the loss itself."""
-    return "kl" if "kl" in pairs[0][0] else "loss"
-
-
-def same_loss(pairs: Sequence[Pair]) -> bool:
-    """Whether the two models of every pair have the same loss: it differs by less than 0.01 nats, at 95 %."""
-    key = loss_key(pairs)
-    changes = [difference(second[key], first[key]) for first, second in pairs]
-    return all(judge(each, "no change within", SAME_LOSS_NATS) is Verdict.SHOWN for each in changes)
-
-
-# --- answers ---------------------------------------------------------------------------------------------------------
-
-
-def answer_all(
-    path: Path, contrasts: Mapping[str, Sequence[Contrast]], measures: Mapping[str, Mapping[str, str]]
-) -> tuple[ClaimResult, ...]:
-    """Return the result of every claim of a file, in its order: each tested on every contrast and every measure.
-
-    Args:
-        path: The claims.
-        contrasts: The pairs of models, by what claims call them in `compares`.
-        measures: The keys of the estimates to compare, by case (a task, say; empty where there is one), by what claims
-            call them in `measures`.
-
-    Raises:
-        IsolossError: A claim compares or measures what the study does not have.
-    """
-    results = []
-    for claim in read_claims(path):
-        if claim.not_tested:
-            answers = [_not_tested(claim.not_tested)]
-        else:
-            for word, choices in (("compares", contrasts), ("measures", measures)):
-                if (name := getattr(claim, word)) not in choices:
-                    has = ", ".join(choices) or "none"
-                    raise IsolossError(f"{path}: {word} of the claim {claim.id} is {name!r}; the study has {has}")
-            answers = [a for each in contrasts[claim.compares] for a in answer(claim, each, measures[claim.measures])]
-        results.append(ClaimResult(claim=claim, answers=tuple(answers)))
-    return tuple(results)
-
-
-def answer(claim: Claim, contrast: Contrast, keys: Mapping[str, str]) -> list[Answer]:
-    """Return the answers to a claim for one contrast: by second - factor * first of each estimate.
-
-    A claim that is not about the loss needs two models of the same loss, unless the contrast says otherwise.
-    """
-    (first, second), pairs = contrast.names, contrast.pairs
-    loss = loss_key(pairs)
-    if contrast.at_same_loss and loss not in keys.values() and not same_loss(pairs):
-        changes = ", ".join(str(difference(b[loss], a[loss])) for a, b in pairs)
-        why = (
-            f"The two models are not shown to have the same loss, to within {SAME_LOSS_NATS} nats: the "
-            f"{'KL' if loss == 'kl' else 'loss'} of {second} minus that of {first} is "
-            f"{changes}{' for each seed' if len(pairs) > 1 else ''}. {contrast.where}"
-        )
-        return [_not_tested(why.rstrip(), case=contrast.case)]
-    return [_answer(claim, contrast, key, case) for case, key in keys.items()]
-
-
-def _not_tested(why: str, *, case: str = "") -> Answer:
-    return Answer(case=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=why)
-
-
-def _answer(claim: Claim, contrast: Contrast, key: str, case: str) -> Answer:
-    (first, second), pairs, factor = contrast.names, contrast.pairs, claim.factor
-    measured = change(pairs, key, factor=factor)
-    explanation = (
-        f"{column_of(key).title}: {second} against {first}, {_paired_over(measured, pairs, key)}. {contrast.where}"
-    )
-    numbers = {name: mean([pair[i][key].estimate for pair in pairs]) for i, name in enumerate(contrast.names)}
-    numbers["difference" if factor == 1 else f"{second} minus {factor:g} times {first}"] = measured
-    return Answer(
-        case=f"{case} ({contrast.case})" if case and contrast.case else case or contrast.case,
-        numbers=numbers,
-        verdict=judge(measured, claim.direction, claim.margin),
-        explanation=explanation.rstrip(),
-        difference=measured,
-    )
-
-
-def _paired_over(measured: Estimate, pairs: Sequence[Pair], key: str) -> str:
-    """What the error of a difference is over, and how far that is from zero.
-
-    Over seeds it says how many standard errors, as the 95 % interval of a mean over few seeds is much wider than two;
-    of one pair of probes it gives McNemar's test.
-    """
-    if len(pairs) > 1:
-        far = f", {abs(measured.value) / measured.stderr:.1f} standard errors" if measured.stderr > 0 else ""
-        return f"paired over {len(pairs)} seeds{far}"
-    first, second = (checkpoint[key] for checkpoint in pairs[0])
-    if not first.is_accuracy:
-        return f"paired over {len(first.examples['influence']):,} sentences"
-    from isoloss.transfer.comparing import mcnemar
-
-    probes, examples = first.examples["predictions"].shape
-    test = mcnemar(second.votes, first.votes)
-    return (
-        f"paired over {examples:,} test sentences and {probes} probes; McNemar's test on the probes' plurality "
-        f"votes: {test.only_first} sentences gained, {test.only_second} lost, p = {test.p_value:.2g}"
-    )

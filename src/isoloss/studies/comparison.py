@@ -50,6 +50,8 @@ class Measured:
         return predictions.mode(dim=0).values == torch.from_numpy(self.examples["labels"].astype(np.int64))
 
 
+OVER_SEEDS = "mean over pre-training seeds"  # the method of an estimate whose error is over runs
+
 Checkpoint = Mapping[str, Measured]  # what was measured of one checkpoint: kl, trace, probe-root, ...
 Pair = tuple[Checkpoint, Checkpoint]  # what is compared: control and treated, or earlier and later
 
@@ -74,30 +76,36 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
 def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Estimate:
     """Return later - factor * earlier, with the error of the difference on the same examples.
 
-    Accuracies become percentage points, with the error of `isoloss.transfer.comparing.paired_difference` over test
-    examples and probes. For all else the squared error is the sum of (psi_i - factor psi'_i)^2 over n (n - 1), with
-    psi_i what example i adds to the first and psi'_i what it adds to the second.
+    Accuracies become percentage points; on sampled test examples with the error of
+    `isoloss.transfer.comparing.paired_difference` over these and probes. For all else the squared error is the sum of
+    (psi_i - factor psi'_i)^2 over n (n - 1), with psi_i what example i adds to the first (or, of an accuracy over all
+    sentences, draw i of training sentences) and psi'_i what it adds to the second. That of exact values is exact.
 
     Raises:
         IsolossError: The two were not measured on the same examples under the same settings.
     """
     same_inputs = (later.inputs, later.settings) == (earlier.inputs, earlier.settings)
-    if not same_inputs or later.examples.keys() != earlier.examples.keys() or not later.examples:
+    is_exact = later.estimate.is_exact and earlier.estimate.is_exact
+    if not same_inputs or later.examples.keys() != earlier.examples.keys() or not (later.examples or is_exact):
         raise IsolossError(
             "two evaluations were not made on the same examples under the same settings, so that their difference has "
             "no paired error: measure both checkpoints again with one version of isoloss"
         )
+    of_accuracy = later.estimate.unit == "accuracy"
+    if of_accuracy and factor != 1:
+        raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
     if later.is_accuracy:
         from isoloss.transfer.comparing import paired_difference
 
-        if factor != 1:
-            raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
-        points = paired_difference(later.correct, earlier.correct)
-        return dataclasses.replace(
-            points, value=100 * points.value, stderr=100 * points.stderr, unit="percentage points"
-        )
-    psi, other = (one.examples["influence"].astype(np.float64) for one in (later, earlier))
-    return _paired(later.estimate.value - factor * earlier.estimate.value, psi - factor * other, later.estimate)
+        return _in_points(paired_difference(later.correct, earlier.correct))
+    value = later.estimate.value - factor * earlier.estimate.value
+    found = _paired(value, _influence(later) - factor * _influence(earlier), later.estimate)
+    return _in_points(found) if of_accuracy else found
+
+
+def _in_points(found: Estimate) -> Estimate:
+    """Return a difference of accuracies in percentage points."""
+    return dataclasses.replace(found, value=100 * found.value, stderr=100 * found.stderr, unit="percentage points")
 
 
 def ratio(later: Measured, earlier: Measured) -> Estimate:
@@ -110,20 +118,25 @@ def ratio(later: Measured, earlier: Measured) -> Estimate:
     """
     difference(later, earlier)  # refuses what is not paired
     a, b = later.estimate.value, earlier.estimate.value
-    psi, other = (one.examples["influence"].astype(np.float64) for one in (later, earlier))
-    return dataclasses.replace(_paired(a / b, (psi - a / b * other) / b, later.estimate), unit="times")
+    influence = (_influence(later) - a / b * _influence(earlier)) / b
+    return dataclasses.replace(_paired(a / b, influence, later.estimate), unit="times")
+
+
+def _influence(one: Measured) -> np.ndarray[Any, Any]:
+    """Return (n,) what each example adds to an estimate; nothing adds to an exact one."""
+    return one.examples.get("influence", np.zeros(0)).astype(np.float64)
 
 
 def _paired(value: float, influence: np.ndarray[Any, Any], like: Estimate) -> Estimate:
     n = len(influence)
     return Estimate(
         value=value,
-        stderr=math.sqrt(float(np.square(influence).sum()) / (n * (n - 1))),
+        stderr=math.sqrt(float(np.square(influence).sum()) / (n * (n - 1))) if n else 0.0,
         samples=n,
         unit=like.unit,
         num_predictions=like.num_predictions,
         num_probes=like.num_probes,
-        method="paired difference",
+        method="paired difference" if n else "exact difference",
     )
 
 
@@ -151,19 +164,35 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
         unit=estimates[0].unit,
         num_predictions=sum(estimate.num_predictions for estimate in estimates),
         num_probes=estimates[0].num_probes,
-        method="mean over pre-training seeds",
+        method=OVER_SEEDS,
     )
 
 
-def mean(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean over seeds, or the only estimate."""
-    return estimates[0] if len(estimates) == 1 else over_seeds(estimates)
+def mean(estimates: Sequence[Estimate], *, clusters: Sequence[str] = ()) -> Estimate:
+    """Return the mean over clusters, or, without any, over seeds; without clusters the only estimate is as it is."""
+    if not clusters:
+        return estimates[0] if len(estimates) == 1 else over_seeds(estimates)
+    from isoloss.statistics.clusters import cluster_mean
+
+    return cluster_mean([estimate.value for estimate in estimates], clusters, unit=estimates[0].unit)
 
 
-def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0) -> Estimate:
-    """Return second - factor * first of the estimate `key`: of one pair, or the mean over pairs of different seeds.
+def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0, clusters: Sequence[str] = ()) -> Estimate:
+    """Return second - factor * first of the estimate `key`: of one pair, or the mean over pairs.
 
     The error of one pair is that of the difference on the same examples; over several seeds it is that of the mean of
-    the differences, which are paired by seed.
+    the differences, which are paired by seed; over clusters it is that of the mean of the clusters' mean differences
+    (`isoloss.statistics.clusters.cluster_mean`).
+
+    Args:
+        pairs: The pairs of checkpoints.
+        key: The estimate.
+        factor: What the first is multiplied by.
+        clusters: The independent unit of each pair, such as its grammar; empty: each pair is one.
     """
-    return mean([difference(second[key], first[key], factor=factor) for first, second in pairs])
+    return mean([difference(second[key], first[key], factor=factor) for first, second in pairs], clusters=clusters)
+
+
+def loss_key(pairs: Sequence[Pair]) -> str:
+    """Return which estimate is the loss: the KL to the truth, or, where that is not known, the loss itself."""
+    return "kl" if "kl" in pairs[0][0] else "loss"

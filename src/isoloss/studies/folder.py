@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import pending
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.runs import Run
-from isoloss.studies.claims import ClaimResult, answer_all
+from isoloss.studies.answers import answer_all
+from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims
 from isoloss.studies.plan import Unit
 from isoloss.studies.results import Results, Summary, checkpoint_tables, common_measures, control_tables, run_of
 from isoloss.studies.spec import Experiment, Measurement, Study
@@ -29,20 +30,27 @@ class StudyFolder:
         study: The study.
         path: The folder, which need not exist.
         scale: The name of the scale; None: the study's first.
+        seed_offset: Not 0: the study with other seeds.
 
     Raises:
-        IsolossError: There is no such scale.
+        IsolossError: There is no such scale, or it cannot be had with other seeds.
     """
 
-    def __init__(self, study: Study, path: Path, scale: str | None = None) -> None:
-        self.study, self.path = study, path
-        self.scale = study.scale(scale)
-        self.scale_name = next(name for name, each in study.scales.items() if each is self.scale)
+    def __init__(self, study: Study, path: Path, scale: str | None = None, seed_offset: int = 0) -> None:
+        self.study, self.path, self.seed_offset = study, path, seed_offset
+        self.scale_name = next(iter(study.scales)) if scale is None else scale
+        self.scale = study.scale(self.scale_name, seed_offset=seed_offset)
 
     @property
     def page(self) -> Path:
         """The page, there or not."""
         return self.path / "report" / "index.html"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What names its scale and its seeds on the command line."""
+        offset = ("--seed-offset", str(self.seed_offset)) if self.seed_offset else ()
+        return "--scale", self.scale_name, *offset
 
     def document(self) -> dict[str, Any]:
         """Return the content of study.json: enough to see whether a folder was made by this plan."""
@@ -50,6 +58,7 @@ class StudyFolder:
         return {
             "study": self.study.name,
             "scale": self.scale_name,
+            "seed_offset": self.seed_offset,
             "runs": {name: configs.fingerprint(experiment.config) for name, experiment in experiments.items()},
             "measured": {
                 name: [
@@ -69,7 +78,7 @@ class StudyFolder:
         folder, path = self.path, self.path / "study.json"
         planned = self.document()
         if path.is_file():
-            document = files.read_json(path)
+            document = {"seed_offset": 0, **files.read_json(path)}  # where the file does not say, it is 0
             if document != planned:
                 keys = [key for key in planned if document.get(key) != planned[key]]
                 raise IsolossError(
@@ -90,11 +99,13 @@ class StudyFolder:
         """Write the plan's files into the folder, or check that it was made by the same plan.
 
         Raises:
-            IsolossError: As for `exists`; a config that cannot be trained, an unknown measure or setting, or more
-                groups of runs than figures have colors.
+            IsolossError: As for `exists`; a config that cannot be trained, an unknown measure or setting, a file of
+                claims that cannot be read, or more groups of runs than figures have colors.
         """
         from isoloss.report.data import COLORS
 
+        if (first := self.study.first_page_blocks) is not None and first < 1:
+            raise IsolossError(f"first_page_blocks of the study {self.study.name} is {first}; it must be at least 1")
         groups = {one.group or name for name, one in self.scale.experiments.items()}
         if len(groups) > len(COLORS):
             raise IsolossError(
@@ -111,6 +122,7 @@ class StudyFolder:
             for part in experiment.measurements:
                 for measure in part.measures:
                     settings_of(measure, part.settings)
+        self.claims_file()
         if self.exists():
             return
         for name, experiment in self.scale.experiments.items():
@@ -130,6 +142,7 @@ class StudyFolder:
                     progress=functools.partial(_training_progress, run, experiment),
                     after=tuple(f"train {other}" for other in experiment.after),
                     cost=config.steps * config.batch_size**0.5 / 1000,
+                    block=experiment.block,
                 )
             )
             units += [
@@ -140,34 +153,54 @@ class StudyFolder:
                     progress=functools.partial(_measuring_progress, run, experiment, part),
                     after=(f"train {name}",),
                     cost=10.0 * len(experiment.steps(part)),
+                    block=experiment.block,
                 )
                 for part in experiment.measurements
             ]
         return units
 
-    def results(self) -> Results:
-        """Return the results of the finished study; an evaluation that is missing is an error that names it."""
-        return Results.read(self.path, self.scale)
+    def results(self, complete: Collection[int] | None = None) -> Results:
+        """Return the results of the finished study, or of its complete blocks.
+
+        Raises:
+            IsolossError: An evaluation is missing; it is named.
+        """
+        return Results.read(self.path, self.scale, complete)
+
+    def claims_file(self) -> ClaimsFile | None:
+        """Return what the study's claims.toml states; None: it tests no claims."""
+        path = self.study.claims
+        return None if path is None else read_claims(path, scales=self.study.scales)
 
     def claims(self, results: Results) -> tuple[ClaimResult, ...]:
-        """Return the result of every claim of the study."""
-        study = self.study
-        if study.claims is None:
+        """Return the result of every claim of the study; none before the study is finished.
+
+        To look at verdicts while results come in would make errors more likely than the verdicts say.
+        """
+        study, file = self.study, self.claims_file()
+        if file is None or results.blocks_done < results.blocks:
             return ()
         contrasts = {} if study.contrasts is None else study.contrasts(results)
-        return answer_all(study.claims, contrasts, (study.measures or common_measures)(self.scale))
+        return answer_all(file, contrasts, (study.measures or common_measures)(self.scale), scale=self.scale_name)
 
     def summary(self, results: Results | None = None) -> Summary:
-        """Return what the finished study found."""
-        results = results or self.results()
-        tables = (self.study.tables or checkpoint_tables)(results)
-        return Summary((*tables, *control_tables(results)), self.claims(results))
+        """Return what the study found, the finished one if no results are given; the answer only with verdicts."""
+        study, results = self.study, results or self.results()
+        tables = (study.tables or checkpoint_tables)(results)
+        file, claims = self.claims_file(), self.claims(results)
+        warning = "" if file is None else file.warning(self.scale_name)
+        answer = () if study.answer is None or warning or not claims else tuple(study.answer(claims))
+        return Summary((*tables, *control_tables(results)), claims, file, warning, answer)
 
-    def report(self) -> Path:
-        """Write report/index.html of the finished study, and its figures; return the page."""
+    def report(self, complete: Collection[int] | None = None) -> Path:
+        """Write report/index.html and its figures, of the finished study or of its complete blocks; return the page.
+
+        Call it only while holding the folder's lock.
+        """
         from isoloss.studies import page
 
-        return page.write(self)
+        files.remove_unfinished(self.page.parent)
+        return page.write(self, self.results(complete), self.page)
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Check every run of the study; see `isoloss.studies.verify.verify_run`.

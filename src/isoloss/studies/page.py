@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pkgutil
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,16 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
-from isoloss.report.html import Cell, Figure, Finding, Page, Table, checkpoint_table, render
+from isoloss.report.html import Cell, ClaimSection, Figure, Finding, Page, Table, checkpoint_table, render
 from isoloss.report.save import save
-from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import RULE, SAME_LOSS_NATS
+from isoloss.studies.claim_table import claim_table, explanations
+from isoloss.studies.claims import ClaimResult, ClaimsFile
 from isoloss.studies.results import Results, SummaryTable
+from isoloss.studies.verdicts import RULE
 
 if TYPE_CHECKING:
     from isoloss.studies.folder import StudyFolder
+    from isoloss.studies.spec import Study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,37 +41,61 @@ class PageParts:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
-def write(folder: StudyFolder) -> Path:
-    """Write report/index.html of a finished study, and its figures as PDF and PNG; return the page."""
-    study, results = folder.study, folder.results()
+def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str, ...] = ("pdf", "png")) -> Path:
+    """Write the page of a study's results to `path`, and beside it the figures, all that there are; return `path`.
+
+    The page of an unfinished study has tables and figures, and neither findings nor claims.
+    """
+    study, interim = folder.study, _interim(folder.study, results)
     summary = folder.summary(results)
     show: Any = study.page or default_parts
     parts: PageParts = (pkgutil.resolve_name(show) if isinstance(show, str) else show)(results)
-    for figure in parts.figures:
-        for path in figure.files.values():
-            save(figure.chart, folder.page.parent / path)
+    figures = [dataclasses.replace(figure, formats=formats) for figure in parts.figures]
+    drawn = {path.parent / file: figure.chart for figure in figures for file in figure.files.values()}
+    for file, chart in drawn.items():
+        save(chart, file)
+    for file in {file for place in {file.parent for file in drawn} for file in place.iterdir()} - drawn.keys():
+        file.unlink()  # of an earlier page
     document = render(
         Page(
             title=f"{study.title or study.name}: {study.name} at {folder.scale_name} scale",
+            interim=interim,
             lead=study.lead,
-            findings=tuple(parts.findings),
-            claims=tuple(summary.claims),
+            findings=() if interim else tuple(parts.findings),
+            claims=tuple(map(_section, summary.claims)),
             rule=RULE,
-            figures=tuple(parts.figures),
+            warning=summary.warning,
+            answer=tuple(summary.answer),
+            figures=tuple(figures),
             tables={each.title[0].upper() + each.title[1:]: _table(each) for each in summary.tables if each.caption},
             checkpoints=checkpoint_table(results.table(), shown(results)),
-            command=shlex.join(["isoloss", "study", "run", study.name, "--scale", folder.scale_name]),
+            command=shlex.join(["isoloss", "study", "run", study.name, *folder.options]),
             settings={
                 "Scale": f"{folder.scale_name} ({folder.scale.description})",
                 "Language": "; ".join(dict.fromkeys(words(e.config.language) for e in results.experiments.values())),
                 **parts.settings,
+                **_seeds(folder.seed_offset, parts.settings),
                 **_measuring(results),
+                **_claiming(summary.claims_file),
                 **_making(results),
             },
         )
     )
-    files.write_text(folder.page, document)
-    return folder.page
+    files.write_text(path, document)
+    return path
+
+
+def _interim(study: Study, results: Results) -> str:
+    """Return what the page of an unfinished study says above all else; empty where all blocks are done."""
+    if results.blocks_done == results.blocks:
+        return ""
+    blocks = f"blocks ({study.block_name})" if study.block_name else "blocks"
+    return f"Interim: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts are given once all are."
+
+
+def _seeds(offset: int, settings: Mapping[str, str]) -> dict[str, str]:
+    """Return which repetition with other seeds this is, before what the study says of its seeds."""
+    return {"Seeds": "; ".join([f"offset {offset}", *filter(None, [settings.get("Seeds")])])} if offset else {}
 
 
 def default_parts(results: Results) -> PageParts:
@@ -98,9 +125,18 @@ def shown(results: Results) -> tuple[Column, ...]:
     return tuple(column_of(key, first[key].estimate.unit) for key in results.keys)
 
 
-def signed(difference: Estimate) -> str:
-    """Return a difference with its sign, also where it is above 0."""
-    return f"{'+' if difference.value > 0 else ''}{difference}"
+def _section(result: ClaimResult) -> ClaimSection:
+    """Return a claim's result for the page."""
+    columns, rows = claim_table(result)
+    return ClaimSection(
+        id=result.claim.id,
+        statement=result.claim.statement,
+        paper=result.claim.paper,
+        verdict=result.verdict,
+        columns=tuple(columns) if any(answer.numbers for answer in result.answers) else (),
+        rows=tuple(map(tuple, rows)),
+        explanations=tuple(explanations(result)),
+    )
 
 
 def _table(table: SummaryTable) -> Table:
@@ -126,11 +162,21 @@ def _measuring(results: Results) -> dict[str, str]:
     lines = {}
     for key in results.keys:
         settings = {name: value for name, value in first[key].settings.items() if name != "seed"}
-        words = [f"{name.replace('_', ' ')} {value:,}" for name, value in settings.items()]
+        told = {name: value if isinstance(value, str) else f"{value:,}" for name, value in settings.items()}
+        words = [f"{name.replace('_', ' ')} {value}" for name, value in told.items()]
         lines[column_of(key).title] = "; ".join([first[key].estimate.method, *words])
+    return lines
+
+
+def _claiming(file: ClaimsFile | None) -> dict[str, str]:
+    """Return what states the claims, and what of it holds for all of them."""
+    if file is None:
+        return {}
     return {
-        **lines,
-        "Same loss": f"two models whose loss differs by less than {SAME_LOSS_NATS} nats with 95 % confidence",
+        "Claims": str(file),
+        "Primary test": " for ".join(filter(None, (file.primary, file.primary_case))) or "none: all are adjusted",
+        "Same loss": f"a mean difference shown to be within {file.same_loss_nats:g} nats, unless the claim has another "
+        "margin, by two one-sided tests at 5 %",
     }
 
 

@@ -21,7 +21,8 @@ class Unit:
         done: Whether its result is there; reads files only.
         progress: How far a unit is that was begun and is not done, e.g. `step 100 of 300`; empty: not begun.
         after: Names of the units whose results it needs.
-        cost: Expected duration, in any one unit of time for the whole plan; decides the order.
+        cost: Expected duration, in any one unit of time for the whole plan; decides the order within a block.
+        block: Which part of the study it belongs to; units of a lower one are started first.
     """
 
     name: str
@@ -30,19 +31,31 @@ class Unit:
     progress: Callable[[], str] = lambda: ""
     after: tuple[str, ...] = ()
     cost: float = 1.0
+    block: int = 0
 
 
 class Executor(Protocol):
     """Carries out a plan; registered in `isoloss.registry.EXECUTORS`. All state is in the files of the units."""
 
-    def __call__(self, units: Sequence[Unit], *, workers: int, logs: Path, say: Callable[[str], None]) -> int:
+    def __call__(
+        self,
+        units: Sequence[Unit],
+        *,
+        workers: int,
+        logs: Path,
+        say: Callable[[str], None],
+        on_done: Callable[[Unit], None],
+    ) -> int:
         """Carry out the units that are not done, each after those it waits for.
 
         Args:
-            units: The plan.
+            units: The plan, in the order in which to start its units: of those that need not wait, the first. Each
+                stands behind those it waits for.
             workers: How many units at a time.
             logs: Folder for the units' output.
             say: Told in one line what starts, ends and goes on.
+            on_done: Called in this process after each unit that was run and is done. It may take seconds, for the
+                page of what there is so far; units that run go on meanwhile.
 
         Returns:
             How many units were run.
@@ -53,16 +66,40 @@ class Executor(Protocol):
         """
 
 
+def in_order(units: Sequence[Unit]) -> list[Unit]:
+    """Return a plan in the order in which to start its units: block by block, and in each the longest chain first.
+
+    Raises:
+        IsolossError: As for `check`.
+
+    Example:
+        >>> known = {"arguments": (), "done": lambda: False}
+        >>> plan = [Unit(name="b", block=1, cost=9, **known), Unit(name="short", **known),
+        ...         Unit(name="long", cost=2, **known)]
+        >>> [unit.name for unit in in_order(plan)]
+        ['long', 'short', 'b']
+    """
+    check(units)
+    rank = urgency(units)
+    return sorted(units, key=lambda unit: (unit.block, -rank[unit.name]))
+
+
 def check(units: Sequence[Unit]) -> None:
-    """Refuse a plan with a repeated name, an unknown predecessor or a cycle."""
+    """Refuse a plan with a repeated name, an unknown predecessor, one of a later block, or a cycle."""
     names = [unit.name for unit in units]
+    blocks = {unit.name: unit.block for unit in units}
     for name in names:
         if names.count(name) > 1:
             raise IsolossError(f"two units of the plan are called {name!r}")
     for unit in units:
         for name in unit.after:
-            if name not in names:
+            if name not in blocks:
                 raise IsolossError(f"unit {unit.name!r} waits for {name!r}, which is not in the plan")
+            if blocks[name] > unit.block:
+                raise IsolossError(
+                    f"unit {unit.name!r} of block {unit.block} waits for {name!r} of block {blocks[name]}: a block "
+                    "must be complete without the later ones"
+                )
     try:
         TopologicalSorter({unit.name: unit.after for unit in units}).prepare()
     except CycleError as error:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate, number
-from isoloss.studies.claims import ClaimResult, loss_key
-from isoloss.studies.comparison import Checkpoint, Measured, measured
+from isoloss.studies.claims import Answer, ClaimResult, ClaimsFile
+from isoloss.studies.comparison import Checkpoint, Measured, loss_key, measured
 from isoloss.studies.spec import AnyScale, Experiment
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ UNITS = {"nats per predicted token": "nats/token", "accuracy": "accuracy, %", "p
 
 @dataclass(frozen=True)
 class Results:
-    """All evaluations of a finished study.
+    """All evaluations of a finished study, or of the complete blocks of one that is not finished.
 
     An estimate has the name of its measure as its key, e.g. `trace` or `probe-root`. Where a measure has several, each
     has its own name: those of `loss` are `entropy`, `kl` and `loss`.
@@ -31,17 +32,21 @@ class Results:
         scale: The scale of the study.
         checkpoints: The estimates of each checkpoint by key, by run and step.
         folder: The study's folder.
+        complete: The blocks that these are the results of; None: all.
+        link: Where the page finds what a run was made with, `{run}` for its name.
     """
 
     scale: Any  # an `AnyScale`; a study knows its own class
     checkpoints: Mapping[tuple[str, int], Checkpoint]
     folder: Path
+    complete: Collection[int] | None = None
+    link: str = "../runs/{run}/run.json"
 
     @classmethod
-    def read(cls, folder: Path, scale: AnyScale) -> Results:
-        """Return the results in `folder`; an evaluation that is missing is an error that names it."""
+    def read(cls, folder: Path, scale: AnyScale, complete: Collection[int] | None = None) -> Results:
+        """Return the results in `folder`, of the blocks that are named; an evaluation that is missing is an error."""
         checkpoints: dict[tuple[str, int], dict[str, Measured]] = {}
-        for name, experiment in scale.experiments.items():
+        for name, experiment in _of_blocks(scale, complete).items():
             for step in experiment.kept_steps:
                 checkpoint: dict[str, Measured] = {}
                 for part in experiment.measurements:
@@ -49,13 +54,22 @@ class Results:
                         _add(checkpoint, measure, measured(run_of(folder, name), measure, step))
                 if checkpoint:
                     checkpoints[name, step] = checkpoint
-        return cls(scale, checkpoints, folder)
+        return cls(scale, checkpoints, folder, complete)
+
+    @functools.cached_property
+    def experiments(self) -> Mapping[str, Experiment]:
+        """The runs by name, of the complete blocks."""
+        return _of_blocks(self.scale, self.complete)
 
     @property
-    def experiments(self) -> Mapping[str, Experiment]:
-        """The runs by name."""
-        scale: AnyScale = self.scale
-        return scale.experiments
+    def blocks(self) -> int:
+        """How many blocks the study has."""
+        return len({experiment.block for experiment in self.scale.experiments.values()})
+
+    @property
+    def blocks_done(self) -> int:
+        """How many of them these results are of: all, or the study is not finished."""
+        return len({experiment.block for experiment in self.experiments.values()})
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -97,11 +111,15 @@ class Results:
             "size": experiment.config.model.size or "free shape",
             "parameters": self.run(run).result()["num_parameters"],
             "step": step,
-            "path": str(Path("..") / "runs" / run / "run.json"),
+            "path": self.link.format(run=run),
         }
         for key in keys:
             cells |= {key: checkpoint[key].estimate.value, f"{key}_stderr": checkpoint[key].estimate.stderr}
         return cells
+
+
+def _of_blocks(scale: AnyScale, blocks: Collection[int] | None) -> Mapping[str, Experiment]:
+    return {name: one for name, one in scale.experiments.items() if blocks is None or one.block in blocks}
 
 
 def run_of(folder: Path, name: str) -> Run:
@@ -161,27 +179,54 @@ class Summary:
 
     tables: Sequence[SummaryTable]  # tables of estimates
     claims: Sequence[ClaimResult]  # how each claim fared
+    claims_file: ClaimsFile | None = None  # what stated them
+    warning: str = ""  # that no verdict is given at this scale
+    answer: Sequence[str] = ()  # what the study answers, in sentences
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""
-        claims = [
-            {
-                "claim": result.claim.id,
-                "verdict": result.verdict,
-                "answers": [
-                    {
-                        "case": answer.case,
-                        "verdict": answer.verdict.value,
-                        "difference": None if answer.difference is None else bare(answer.difference),
-                        "numbers": {name: str(estimate) for name, estimate in answer.numbers.items()},
-                        "explanation": answer.explanation,
-                    }
-                    for answer in result.answers
-                ],
-            }
-            for result in self.claims
-        ]
-        return {**{table.name: table.to_dict() for table in self.tables}, "claims": claims}
+        file = self.claims_file
+        return {
+            **{table.name: table.to_dict() for table in self.tables},
+            "claims": [
+                {
+                    "claim": result.claim.id,
+                    "verdict": result.verdict,
+                    "answers": [_answer_to_dict(answer) for answer in result.answers],
+                }
+                for result in self.claims
+            ],
+            "claims_file": file and {"name": file.name, "sha256": file.sha256, "same_loss_nats": file.same_loss_nats},
+            "warning": self.warning,
+            "answer": list(self.answer),
+        }
+
+
+def _answer_to_dict(answer: Answer) -> dict[str, Any]:
+    gate = answer.same_loss
+    return {
+        "case": answer.case,
+        "verdict": answer.verdict.value,
+        "is_primary": answer.is_primary,
+        "difference": answer.difference and bare(answer.difference),
+        "interval95": answer.interval95,
+        "p_value": answer.p_value,
+        "p_adjusted": answer.p_adjusted,
+        "detectable": answer.detectable,
+        "below": answer.below,
+        "adjusted": answer.adjusted and bare(answer.adjusted),
+        "same_loss": gate
+        and {
+            "difference": bare(gate.difference),
+            "margin": gate.margin,
+            "p_value": gate.p_value,
+            "interval90": gate.interval,
+            "smallest_margin": gate.smallest_margin,
+            "shown": gate.shown,
+        },
+        "numbers": {name: str(estimate) for name, estimate in answer.numbers.items()},
+        "explanation": answer.explanation,
+    }
 
 
 def checkpoint_tables(results: Results) -> tuple[SummaryTable, ...]:

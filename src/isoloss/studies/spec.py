@@ -18,7 +18,7 @@ from isoloss.registry import STUDIES
 from isoloss.run_config import TrainConfig
 
 if TYPE_CHECKING:
-    from isoloss.studies.claims import Contrast
+    from isoloss.studies.claims import ClaimResult, Contrast
     from isoloss.studies.page import PageParts
     from isoloss.studies.results import Results, SummaryTable
 
@@ -49,12 +49,15 @@ class Experiment:
         measurements: What is measured, a unit of work each.
         after: The runs of the study that must be trained before it.
         group: What the run is called in figures and tables, the same for all seeds of one setting; empty: its name.
+        block: Which part of the study it belongs to. A block is complete in itself, e.g. one grammar with all its runs;
+            lower ones are made first, and a page of the complete ones can be had before the study ends.
     """
 
     config: TrainConfig
     measurements: tuple[Measurement, ...]
     after: tuple[str, ...] = ()
     group: str = ""
+    block: int = 0
 
     @property
     def kept_steps(self) -> tuple[int, ...]:
@@ -67,7 +70,11 @@ class Experiment:
 
 
 class AnyScale(Protocol):
-    """A scale of a study: `Scale`, or a study's own class with settings from which its experiments are made."""
+    """A scale of a study: `Scale`, or a study's own class with settings from which its experiments are made.
+
+    It may have a method `with_seed_offset(offset: int) -> AnyScale`: the same with seeds that no other offset has, of
+    runs, of what they are measured on and of what else is drawn. 0 is the scale itself, and 1, 2, ... are repetitions.
+    """
 
     @property
     def description(self) -> str:
@@ -103,9 +110,12 @@ class Study:
         claims: A `claims.toml` (`isoloss.studies.claims.Claim`); None: the study tests no claims.
         contrasts: The pairs of checkpoints that claims compare, by what the claims call them.
         measures: The keys of the estimates by case, by what claims call a measure; None: `common_measures`.
+        answer: What the results of the claims say, in sentences; they open the page and end what the command prints.
         tables: The tables of the summary; None: every checkpoint.
         page: What the page shows, or where the function is, `"module:attribute"`; None: a curve of every estimate over
             the steps, and each against the loss.
+        first_page_blocks: After how many complete blocks there is a page, of these; None: only once all are.
+        block_name: What a block is, in the plural, e.g. `grammars`; for the page of an unfinished study.
 
     Example:
         >>> from isoloss.languages.config import PCFGConfig
@@ -123,21 +133,35 @@ class Study:
     claims: Path | None = None
     contrasts: Callable[[Results], Mapping[str, Sequence[Contrast]]] | None = None
     measures: Callable[[Any], Mapping[str, Mapping[str, str]]] | None = None
+    answer: Callable[[Sequence[ClaimResult]], Sequence[str]] | None = None
     tables: Callable[[Results], Sequence[SummaryTable]] | None = None
     page: Callable[[Results], PageParts] | str | None = None
+    first_page_blocks: int | None = None
+    block_name: str = ""
 
-    def scale(self, name: str | None = None) -> AnyScale:
-        """Return the scale called `name`, by default the first.
+    def scale(self, name: str | None = None, *, seed_offset: int = 0) -> AnyScale:
+        """Return the scale called `name`, by default the first; with other seeds if `seed_offset` is not 0.
 
         Raises:
-            IsolossError: There is no such scale.
+            IsolossError: There is no such scale, or it cannot be had with other seeds.
         """
         chosen = next(iter(self.scales)) if name is None else name
         if chosen not in self.scales:
             raise IsolossError(
                 f"the study {self.name} has no scale {chosen!r}; its scales are {', '.join(self.scales)}"
             )
-        return self.scales[chosen]
+        scale = self.scales[chosen]
+        if seed_offset < 0:
+            raise IsolossError(f"the seed offset is {seed_offset}; it must be at least 0")
+        if seed_offset == 0:
+            return scale
+        repeated: Callable[[int], AnyScale] | None = getattr(scale, "with_seed_offset", None)
+        if repeated is None:
+            raise IsolossError(
+                f"the study {self.name} cannot be made with other seeds, as its scale {chosen} has no method "
+                f"with_seed_offset: the seed offset must be 0, not {seed_offset}"
+            )
+        return repeated(seed_offset)
 
 
 def load_study(name: str | Path) -> Study:

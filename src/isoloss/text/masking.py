@@ -44,23 +44,36 @@ def mask(
     """
     if not 0 < objective.fraction <= 1:
         raise IsolossError(f"the masked fraction is {objective.fraction}; it must be above 0 and at most 1")
-    tokens = sentences.tokens
-    present = sentences.present()
-    candidates = present.clone()
-    for special in language.special_token_ids:
-        candidates &= tokens != special
-    if not bool(candidates.any(dim=1).all()):
-        raise IsolossError("a sentence has no token that could be masked: it is empty or all special tokens")
+    candidates = maskable(sentences, language)
     # the smallest of the candidates' uniform draws marks one position, uniformly
-    draws = torch.rand(tokens.shape, generator=generator, dtype=torch.float64).to(tokens.device)
+    draws = torch.rand(candidates.shape, generator=generator, dtype=torch.float64).to(candidates.device)
     draws = draws.masked_fill(~candidates, 2.0)
     chosen = torch.zeros_like(candidates).scatter_(1, draws.argmin(dim=1, keepdim=True), True)
     if objective.masking == "fraction":
         chosen |= draws < objective.fraction
+    return mask_at(sentences, chosen, language)
+
+
+def maskable(sentences: Sentences, language: SpecialTokens) -> torch.Tensor:
+    """Return (n, T) bool: the tokens that could be masked, which are all but special ones.
+
+    Raises:
+        IsolossError: A sentence has none.
+    """
+    candidates = sentences.present()
+    for special in language.special_token_ids:
+        candidates &= sentences.tokens != special
+    if not bool(candidates.any(dim=1).all()):
+        raise IsolossError("a sentence has no token that could be masked: it is empty or all special tokens")
+    return candidates
+
+
+def mask_at(sentences: Sentences, chosen: torch.Tensor, language: SpecialTokens) -> Batch:
+    """Return what `mask` returns, with the (n, T) `chosen` tokens masked."""
     return {
-        "input_ids": tokens.masked_fill(chosen, language.mask_id),
-        "attention_mask": present.long(),
-        "labels": tokens.masked_fill(~chosen, IGNORED),
+        "input_ids": sentences.tokens.masked_fill(chosen, language.mask_id),
+        "attention_mask": sentences.present().long(),
+        "labels": sentences.tokens.masked_fill(~chosen, IGNORED),
     }
 
 

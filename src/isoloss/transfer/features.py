@@ -15,6 +15,7 @@ from isoloss.languages.api import Language, Sentences
 from isoloss.transfer.config import Pooling
 from isoloss.transfer.stored_features import StoredFeatures, store
 
+LEAST_PROBABILITY = 1e-4  # below which the logarithms of the look-up table do not go
 _LOOKUP_CHUNK = 4096  # sentences whose conditionals are computed at once
 
 
@@ -85,10 +86,7 @@ def extract(
             raise IsolossError(f"{name} is {count}; it must be at least 1")
     check_sentences(backbone, sentences)
 
-    @functools.cache
-    def matrix(width: int, columns: int) -> torch.Tensor:
-        generator = seeds.generator(projection_seed, "projection")
-        return torch.randn(width, columns, generator=generator).mul_(columns**-0.5).to(device)
+    matrix = functools.cache(lambda width, columns: projection_matrix(width, columns, projection_seed).to(device))
 
     def read(rows: slice) -> torch.Tensor:
         own = Sentences(sentences.tokens[rows], sentences.lengths[rows])
@@ -101,6 +99,19 @@ def extract(
         if math.prod(shape) * dtype.itemsize > memory_bytes:
             return store(path, blocks, shape=shape, dtype=dtype)
     return torch.cat(list(blocks))
+
+
+def projection_matrix(width: int, columns: int, seed: int, *draw: int) -> torch.Tensor:
+    """Return the (width, columns) matrix of a random projection, normal numbers with variance 1 / columns.
+
+    It is a function of the arguments; a `draw` is the number of one of several matrices.
+
+    Example:
+        >>> projection_matrix(8, 4, 0).shape, bool((projection_matrix(8, 4, 0) == projection_matrix(8, 4, 0, 1)).any())
+        (torch.Size([8, 4]), False)
+    """
+    generator = seeds.generator(seed, "projection", *draw)
+    return torch.randn(width, columns, generator=generator).mul_(columns**-0.5)
 
 
 @torch.no_grad()
@@ -165,6 +176,47 @@ def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
         present = Sentences(tokens, lengths).present().to(probs.device)
         rows.append(probs.masked_fill(~present[:, :, None], 0.0).flatten(1))
     return torch.cat(rows)
+
+
+def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
+    r"""Return the logarithms of the true conditionals, side by side: `log max(Pr(x_t = c | x_-t), LEAST_PROBABILITY)`.
+
+    Of an impossible token the logarithm is minus infinity, and a floor far below all other probabilities would be as
+    useless: features are divided by one number, and next to a few huge ones the others vanish. So all below
+    `LEAST_PROBABILITY`, 1e-4, count as that. (With 4,096 + 4,096 sentences of the language `pcfg-laptop` and task
+    `prefix-4` the convex probe reaches 61.2 %; with a floor of 1e-3 62.0 %, of 1e-6 60.5 %, of 1e-9 59.0 %, with the
+    smallest normal number of float64 29.2 %, each ± 0.8 %. On the probabilities themselves it reaches 50.1 %.)
+
+    Returns:
+        (n, T * vocab_size) float32, nats, of the n sentences padded to T tokens, zeros at padding.
+
+    Raises:
+        IsolossError: As `lookup_features`.
+    """
+    floored = lookup_features(language, sentences).clamp(min=LEAST_PROBABILITY).log()
+    shape = (*sentences.tokens.shape, -1)
+    return floored.view(shape).masked_fill(~sentences.present().to(floored.device)[:, :, None], 0.0).flatten(1)
+
+
+def one_hot_features(language: Language, sentences: Sentences) -> torch.Tensor:
+    """Return the tokens, one-hot, position by position: what a probe can do without any model.
+
+    Returns:
+        (n, T * vocab_size) float32 of the n sentences padded to T tokens, zeros at padding.
+
+    Raises:
+        IsolossError: There are no sentences.
+
+    Example:
+        >>> from isoloss.languages.brackets import Brackets
+        >>> one_hot_features(Brackets(2), Sentences(torch.tensor([[1, 0], [1, 2]]), torch.tensor([2, 1]))).tolist()
+        [[0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+    """
+    if len(sentences.lengths) == 0:
+        raise IsolossError("features need at least one sentence")
+    present = sentences.present()
+    tokens = torch.nn.functional.one_hot(sentences.tokens.masked_fill(~present, 0), language.vocab_size)
+    return (tokens * present[:, :, None]).float().flatten(1)
 
 
 def backbone_of(model: Any) -> Any:

@@ -1,6 +1,6 @@
 """The linear probe: a softmax regression on frozen features, for several seeds at once (paper, section 2.1 and A.5).
 
-Shape letters: S seeds, B examples of a step, D features, C classes, n examples, R regularization strengths.
+Shape letters: D features, C classes, n examples.
 """
 
 from __future__ import annotations
@@ -8,27 +8,24 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from isoloss import seeds
 from isoloss.config import replaced
 from isoloss.errors import IsolossError, require
-from isoloss.languages.api import ExactLanguage
+from isoloss.languages.api import ExactLanguage, Language, Sentences
 from isoloss.statistics.estimate import Estimate
 from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
 from isoloss.transfer.features import extract, lookup_features
-from isoloss.transfer.fits import convex
-from isoloss.transfer.results import TransferResult, absent_classes, check_labels, score
-from isoloss.transfer.stored_features import StoredFeatures, rows_at_once
+from isoloss.transfer.fits.probe import fit_probe, refuse_nonfinite
+from isoloss.transfer.results import TransferResult, check_labels, score
+from isoloss.transfer.stored_features import StoredFeatures
 from isoloss.transfer.tasks import TaskData
 
 MEMORY_BYTES = 2**31  # of the features of a split that stay in memory
-_FOLDS = 5  # of the training examples, to choose a regularization strength by
-_RowReader = Callable[[slice | torch.Tensor], torch.Tensor]  # float32 features of these rows, centered and scaled
 
 
 def linear_probe(
@@ -118,8 +115,22 @@ def lookup_probe(
         >>> print(lookup_probe(language, task, solver="convex").accuracy)
         100 %
     """
+    return language_probe(lookup_features, language, task, config, **settings)
+
+
+def language_probe(
+    features: Callable[[Language, Sentences], torch.Tensor],
+    language: Language,
+    task: TaskData,
+    config: ClassifierConfig | None = None,
+    **settings: Any,
+) -> TransferResult:
+    """Return the test accuracy of a linear probe on what `features` makes of sentences, without a model.
+
+    The other arguments and the errors are those of `lookup_probe`.
+    """
     try:
-        train_x, test_x = (lookup_features(language, sentences) for sentences in (task.train, task.test))
+        train_x, test_x = (features(language, sentences) for sentences in (task.train, task.test))
     except IsolossError as error:
         raise IsolossError(f"the true conditionals of task {task.name} are not known: {error}") from error
     return _fit_on_task(task, train_x, test_x, config, **settings)
@@ -200,78 +211,21 @@ def fit_linear_probe(
     train_y, test_y = train_y.to(where), test_y.to(where)
     names = [str(index) for index in range(classes)] if isinstance(classes, int) else classes
     _check_splits(train_x, train_y, test_x, test_y, names)
-    num_features, num_classes = train_x.shape[1], len(names)
-    center, scale = _center_and_scale(train_x, where) if config.standardize else (torch.zeros((), device=where), 1.0)
-    train_rows, test_rows = (_standardized(x, center, scale) for x in (train_x, test_x))
-    if config.solver == "convex":
-        weight, bias, details = _fit_convex(
-            train_x, train_y, num_classes, config.regularization, center, scale, config.seed
-        )
-        weight, bias = weight.expand(config.seeds, -1, -1), bias.repeat(config.seeds, 1, 1)
-    else:
-        used = ("epochs", "learning_rate", "weight_decay", "batch_size", "seed")
-        details = {name: getattr(config, name) for name in used}
-        weight, bias = _fit_adamw(train_rows, train_y, config, num_features=num_features, num_classes=num_classes)
-    bias[..., absent_classes(train_y, num_classes)] = -math.inf  # the random start may have left them likely
-    train_accuracy = (_predict(weight, bias, train_rows, len(train_y)) == train_y).double().mean()
+    probe = fit_probe(train_x, train_y, len(names), config)
     return score(
-        _predict(weight, bias, test_rows, len(test_y)),
+        probe.predict(test_x),
         test_y,
         names,
-        method=f"linear probe, {'AdamW' if config.solver == 'adamw' else 'convex'}",
-        settings={
-            "solver": config.solver,
-            "standardize": config.standardize,
-            **details,
-            "train_accuracy": float(train_accuracy),
-            "num_train": len(train_y),
-            "num_features": num_features,
-            "features": "in memory" if isinstance(train_x, torch.Tensor) else "in a file",
-            "num_classes": num_classes,
-            "device": train_y.device.type,
-        },
+        method=probe_method(config),
+        settings=probe.details,
         bayes=bayes,
         seconds=time.perf_counter() - began,
     )
 
 
-def _center_and_scale(x: torch.Tensor | StoredFeatures, device: torch.device | str) -> tuple[torch.Tensor, float]:
-    """Return the mean (D,) of the features and the root mean square of the centered features."""
-    n, width = x.shape
-    total = torch.zeros(width, dtype=torch.float64, device=device)
-    largest = 0.0
-    for block in _blocks(x, device):
-        total += block.sum(dim=0, dtype=torch.float64)
-        largest = max(largest, float(block.abs().amax()))
-    center = total / n
-    squares = sum(float((block - center.float()).square().sum(dtype=torch.float64)) for block in _blocks(x, device))
-    scale = math.sqrt(squares / (n * width))
-    if scale <= 1e-6 * largest:
-        raise IsolossError("the training features are the same for every example, so there is nothing to classify by")
-    return center.float(), scale
-
-
-def _blocks(x: torch.Tensor | StoredFeatures, device: torch.device | str) -> Iterator[torch.Tensor]:
-    """Yield the features in float32, (B, D)."""
-    for first in range(0, len(x), size := rows_at_once(x.shape[1])):
-        yield x[first : first + size].to(device, torch.float32)
-
-
-def _standardized(x: torch.Tensor | StoredFeatures, center: torch.Tensor, scale: float) -> _RowReader:
-    """Return a function that reads rows of `(x - center) / scale`; features in memory are copied once."""
-    if isinstance(x, torch.Tensor):
-        return ((x.to(center) - center) / scale).__getitem__
-    return lambda rows: (x[rows].to(center) - center) / scale
-
-
-def _predict(weight: torch.Tensor, bias: torch.Tensor, read: _RowReader, count: int) -> torch.Tensor:
-    """Return (S, n): the class of the largest logit of each of the `count` examples."""
-    stacked = weight.flatten(0, 1).T
-    classes = []
-    for first in range(0, count, size := rows_at_once(weight.shape[2])):
-        logits = (read(slice(first, first + size)) @ stacked).view(-1, *weight.shape[:2]) + bias[:, 0]
-        classes.append(logits.argmax(dim=2))
-    return torch.cat(classes).T.contiguous()
+def probe_method(config: ClassifierConfig) -> str:
+    """Return what made the predictions of a probe, as results say it."""
+    return f"linear probe, {'AdamW' if config.solver == 'adamw' else 'convex'}"
 
 
 def _check_splits(
@@ -288,121 +242,10 @@ def _check_splits(
             )
         if math.prod(x.shape) == 0:
             raise IsolossError(f"the {split} split is empty: its features are {tuple(x.shape)}")
-        rows = sum(int((~block.isfinite()).any(dim=1).sum()) for block in _blocks(x, y.device))
-        if rows:
-            raise IsolossError(f"{rows} of the {len(x)} {split} examples have features that are NaN or infinite")
+        refuse_nonfinite(x, split, y.device)
     if train_x.shape[1] != test_x.shape[1]:
         raise IsolossError(
             f"training features are {train_x.shape[1]} wide and test features {test_x.shape[1]}: both must come from "
             "the same model and be padded to one length"
         )
     check_labels(train_y, test_y, classes)
-
-
-def _fit_adamw(
-    read: _RowReader, y: torch.Tensor, config: ClassifierConfig, *, num_features: int, num_classes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights (S, C, D) and biases (S, 1, C) after the last step.
-
-    A seed decides the initial weights (uniform within ±1/sqrt(D), as in `torch.nn.Linear`) and the order of the
-    examples in each epoch. The labels y (n,) are on the device to compute on.
-    """
-    generators = [seeds.generator(config.seed, "probe", index) for index in range(config.seeds)]
-    weight, bias = _initial(generators, num_features, num_classes, y.device)
-    optimizer = torch.optim.AdamW([weight, bias], lr=config.learning_rate, weight_decay=config.weight_decay)
-    for _ in range(config.epochs):
-        orders = torch.stack([torch.randperm(len(y), generator=g) for g in generators]).to(y.device)
-        for start in range(0, len(y), config.batch_size):
-            rows = orders[:, start : start + config.batch_size]
-            weight.grad, bias.grad = _gradients(weight, bias, read(rows), y[rows])
-            optimizer.step()
-    return weight, bias
-
-
-def _initial(
-    generators: list[torch.Generator], num_features: int, num_classes: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights (S, C, D) and biases (S, 1, C), each seed's from its own generator."""
-    bound = num_features**-0.5
-    drawn = [torch.rand(num_classes, num_features + 1, generator=g) * (2 * bound) - bound for g in generators]
-    stacked = torch.stack(drawn).to(device)
-    return stacked[:, :, :-1].contiguous(), stacked[:, None, :, -1].contiguous()
-
-
-def _gradients(
-    weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of each seed's mean cross-entropy on its batch: x (S, B, D), y (S, B).
-
-    The gradient at the logits is (softmax - one-hot) / B; written out, a step takes 0.6 of autograd's time.
-    """
-    residual = torch.baddbmm(bias, x, weight.transpose(1, 2)).softmax(dim=2)
-    residual.scatter_add_(2, y[:, :, None], residual.new_full((1, 1, 1), -1.0).expand(*y.shape, 1))
-    residual /= y.shape[1]
-    return residual.transpose(1, 2) @ x, residual.sum(dim=1, keepdim=True)
-
-
-def _fit_convex(
-    x: torch.Tensor | StoredFeatures,
-    y: torch.Tensor,
-    num_classes: int,
-    regularization: Sequence[float],
-    center: torch.Tensor,
-    scale: float,
-    seed: int,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return the weights and biases of the convex probe on centered and scaled features, and how it was fitted.
-
-    The features x (n, D) are as they are; scaled ones are centered at `center`, (D,) or a single 0, and divided by
-    `scale`. Of several regularization strengths one is chosen by five folds, from a stream of `seed`.
-
-    A class of which there is no training example has a bias of minus infinity; where all are of one class, that is all
-    there is.
-
-    Returns:
-        Weights (1, C, D) and biases (1, 1, C), both in float32; `regularization`, `objective_nats` and `gap_nats`, and
-        of several strengths also `regularization_strengths` and `held_out_accuracies`.
-    """
-    # of the features as they are, whose penalty is `scale` squared times that of scaled ones
-    strengths = list(regularization)
-    present = torch.tensor(sorted(set(y.tolist())), device=y.device)
-    weight = torch.zeros(1, num_classes, x.shape[1], dtype=torch.float64, device=y.device)
-    bias = torch.full((1, 1, num_classes), -math.inf, dtype=torch.float64, device=y.device)
-    if len(present) == 1:
-        bias[..., present] = 0.0
-        return weight.float(), bias.float(), {"regularization": max(strengths), "objective_nats": 0.0, "gap_nats": 0.0}
-    targets = torch.searchsorted(present, y)
-    folds = _folds(targets.cpu(), seeds.generator(seed, "probe", "folds")) if len(strengths) > 1 else None
-    splits = [torch.ones(len(y), dtype=torch.bool)] + ([] if folds is None else [folds != k for k in range(_FOLDS)])
-    fits = convex.fit(
-        x,
-        targets,
-        classes=len(present),
-        regularization=[strength * scale**2 for strength in strengths],
-        splits=splits,
-        device=y.device,
-    )
-    details: dict[str, Any] = {}
-    best = 0
-    if folds is not None:
-        right = fits.predict(x)[1:] == targets  # (folds, R, n)
-        held_out = torch.stack([folds == k for k in range(_FOLDS)])[:, None].to(right.device)
-        accuracies = ((right & held_out).sum(dim=(0, 2)).double() / held_out.sum()).tolist()
-        best = max(range(len(strengths)), key=lambda index: (accuracies[index], strengths[index]))
-        details = {"regularization_strengths": strengths, "held_out_accuracies": accuracies}
-    weight[0, present] = fits.weights[0, best].T
-    bias[0, 0, present] = fits.intercepts[0, best]
-    reached = {"objective_nats": float(fits.objectives[0, best]), "gap_nats": float(fits.gaps[0, best])}
-    # and so of centered and scaled ones
-    bias = bias + (weight @ center.double().expand(weight.shape[2])[:, None]).transpose(1, 2)
-    return (weight * scale).float(), bias.float(), {"regularization": strengths[best], **details, **reached}
-
-
-def _folds(y: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the fold of each example (n,), stratified by class; -1 for a class's only example, never held out."""
-    folds = torch.full_like(y, -1)
-    for label in sorted(set(y.tolist())):
-        members = (y == label).nonzero()[:, 0]
-        if len(members) > 1:
-            folds[members[torch.randperm(len(members), generator=generator)]] = torch.arange(len(members)) % _FOLDS
-    return folds

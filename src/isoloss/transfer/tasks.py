@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from isoloss import languages, seeds
 from isoloss.errors import IsolossError
 from isoloss.languages.api import UNDEFINED, Labeling, Language, Sentences
 from isoloss.languages.config import LATENT
+from isoloss.languages.enumeration import all_sentences, why_not_enumerable
 from isoloss.registry import TASKS
 from isoloss.statistics.estimate import Estimate
 from isoloss.text.masking import with_start
@@ -23,7 +23,6 @@ from isoloss.transfer.text_sources import TextTask
 _LEAST_FRACTION = 1e-3  # a task whose labels fewer of the sentences bear is refused,
 _LEAST_DRAWS = 10_000  # once so many have been drawn
 _BATCH = 4096  # sentences drawn at once, or whose posteriors are computed together
-_MOST_STRINGS = 1 << 16  # that are enumerated for an exact Bayes accuracy
 
 Lengths = tuple[int, int]
 
@@ -317,9 +316,9 @@ def bayes_accuracy(
     """
     if labeling.scores is None:
         return _exact("exact: the label is a function of the sentence")
-    strings = _strings(language) if enumerable else None
-    if strings is not None:
-        probabilities, scores = strings[1], labeling.scores(strings[0]).cpu()
+    if enumerable and why_not_enumerable(language) is None:
+        strings, probabilities = all_sentences(language)
+        scores = labeling.scores(strings).cpu()
         best, total = probabilities @ scores.amax(dim=1), probabilities @ scores.sum(dim=1)
         return _exact("exact: a sum over all strings", float(best / total))
     best_scores = []
@@ -341,23 +340,3 @@ def bayes_accuracy(
 
 def _exact(method: str, value: float = 1.0) -> Estimate:
     return Estimate(value=value, stderr=0.0, samples=0, unit="accuracy", num_predictions=0, method=method)
-
-
-def _strings(language: Language) -> tuple[Sentences, torch.Tensor] | None:
-    """Return all sentences of the language and their probabilities (n,), or None where there are too many strings."""
-    if not language.is_exact:
-        return None
-    exact = language.exact().to("cpu", torch.float64)
-    longest, possible = exact.max_length, torch.nonzero(exact.length_probs).flatten().tolist()
-    if sum(exact.vocab_size**length for length in possible) > _MOST_STRINGS:
-        return None
-    rows = [
-        (*string, *[exact.pad_id] * (longest - length))
-        for length in possible
-        for string in itertools.product(range(exact.vocab_size), repeat=length)
-    ]
-    tokens = torch.tensor(rows)
-    lengths = (tokens != exact.pad_id).sum(dim=1)
-    is_sentence = exact.is_possible(tokens, lengths)
-    sentences = Sentences(tokens[is_sentence], lengths[is_sentence])
-    return sentences, exact.log_prob(sentences.tokens, sentences.lengths).exp()

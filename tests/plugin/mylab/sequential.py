@@ -9,7 +9,14 @@ from typing import Any
 from isoloss.errors import IsolossError
 
 
-def run(units: Sequence[Any], *, workers: int, logs: Path, say: Callable[[str], None]) -> int:
+def run(
+    units: Sequence[Any],
+    *,
+    workers: int,
+    logs: Path,
+    say: Callable[[str], None],
+    on_done: Callable[[Any], None],
+) -> int:
     """Run each unit that is not done as a command of its own; return how many were run."""
     count = 0
     for unit in units:  # a plan lists a unit after those that it needs
@@ -19,5 +26,6 @@ def run(units: Sequence[Any], *, workers: int, logs: Path, say: Callable[[str], 
         result = subprocess.run([sys.executable, "-m", "isoloss", *unit.arguments], capture_output=True, text=True)
         if result.returncode != 0:
             raise IsolossError(f"{unit.name} failed: {result.stderr.strip()}")
+        on_done(unit)  # time for the page of what there is so far
         count += 1
     return count

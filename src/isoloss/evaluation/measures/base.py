@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from isoloss import config as configs
 from isoloss.config import setting
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from isoloss.statistics.estimate import Estimate
 
 
-_REPLACED = {"TASK": "root", "SIZE": "d64", "EMBEDDING_SCALE": "paper"}  # in the example of a name
+# in the example of a name
+_REPLACED = {"TASK": "root", "SIZE": "d64", "EMBEDDING_SCALE": "paper", "NUMBER": "100", "WIDTH": "16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
         settings: Values of fields, by name; those of other measures are not used.
 
     Example:
-        >>> make_measure("probe-root", {"probe_seeds": 3, "loss_sentences": 100})
-        Probe(seed=0, num_train=4096, num_test=4096, task='root', probe_seeds=3, probe_epochs=100)
+        >>> make_measure("few-shot-root-100", {"probe_draws": 3, "loss_sentences": 100}).probe_draws
+        3
     """
     pattern, parts = MEASURES.match(name)
     if not parts and name_fields(pattern):
@@ -106,7 +107,10 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
             told = did_you_mean(wrong, known) or f"; those of {name} are {names}"
             raise IsolossError(f"no measure has a setting {wrong!r}{told}")
     values = {key: value for key, value in given.items() if key in own}
-    measure: Measure = cls(**values, **{part.lower(): value for part, value in parts.items()})
+    hints = get_type_hints(cls)
+    named = {part.lower(): value for part, value in parts.items()}
+    numbers = {key: int(value) for key, value in named.items() if hints[key] is int and value.isdecimal()}
+    measure: Measure = cls(**values, **named | numbers)
     configs.check(measure)
     return measure
 
@@ -160,6 +164,17 @@ def digest(*tensors: torch.Tensor, more: object = None) -> str:
     for tensor in tensors:
         sha256.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
         sha256.update(tensor.cpu().contiguous().numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of a model's parameters and buffers, by name."""
+    import torch
+
+    sha256 = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        sha256.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return sha256.hexdigest()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isoloss.config import setting
+from isoloss.errors import IsolossError
 from isoloss.evaluation.measures.base import MeasureResult, SeededMeasure, digest, digest_batches, influences
 
 if TYPE_CHECKING:
@@ -17,15 +18,19 @@ if TYPE_CHECKING:
 class Loss(SeededMeasure):
     """Entropy of the true conditionals + KL divergence from them; without these, cross-entropy of text or sentences."""
 
-    loss_sentences: int = setting(4096, minimum=1)
-    """Sentences for the loss; for text, held-out sequences at most."""
+    loss_sentences: int | Literal["all"] = setting(4096, minimum=1)
+    """Sentences for the loss; for text, held-out sequences at most. all: the exact sum over all masked sentences of a
+    language with at most 65,536 strings."""
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why the loss cannot be known: an exact language gives no conditionals under this objective."""
         from isoloss.evaluation.truth import why_no_truth
 
         if not self._has_truth(context):
-            return None
+            if self.loss_sentences != "all":
+                return None
+            what = "text" if context.language is None else type(context.language).__name__
+            return f"{what} has no exact probabilities to sum over: give a number of sentences"
         return why_no_truth(
             context.language, num_sentences=self.loss_sentences, objective=context.objective, seed=self.seed
         )
@@ -38,9 +43,11 @@ class Loss(SeededMeasure):
         if self._has_truth(context):
             truth = context.truth(num, seed)
             estimates = loss.pretraining_loss(model, truth, progress=context.progress)
-            return MeasureResult(
-                estimates=estimates, arrays=influences(estimates), inputs=digest(*truth.batch.values())
-            )
+            weights = () if truth.weights is None else (truth.weights,)
+            inputs = digest(*truth.batch.values(), *weights)
+            return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=inputs)
+        if num == "all":
+            raise IsolossError(self.why_not_applicable(context))
         if context.language is not None and context.language.num_held_out:
             sentences = context.language.held_out(num)
             inputs = digest(sentences.tokens, sentences.lengths, more=dataclasses.asdict(objective))

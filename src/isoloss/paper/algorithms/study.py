@@ -20,6 +20,7 @@ from isoloss.studies.spec import Experiment, Measurement, Study
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 
 BASELINE = "adamw"
+SEEDS_APART = 1000  # from one repetition to the next: more than from the seed of a run to that of its measures
 
 # what each is called in figures and tables; all but SGD go with AdamW
 ALGORITHMS: Mapping[str, str] = {
@@ -55,6 +56,13 @@ class Scale:
     # of the measures; that of the run is added to it, so that each seed is measured on sentences of its own, and no
     # probe is fitted on the sentences that the adversary has
     first_seed: int = 100
+
+    def with_seed_offset(self, offset: int) -> Scale:
+        """Return a repetition with other seeds of the runs, and so of the measures, on the same grammar.
+
+        The grammar is what the study is about: its results hold for that one, and so does whether they repeat.
+        """
+        return dataclasses.replace(self, seeds=tuple(seed + SEEDS_APART * offset for seed in self.seeds))
 
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:

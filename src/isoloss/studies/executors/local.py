@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoloss.errors import IsolossError
-from isoloss.studies.plan import Unit, check, urgency
+from isoloss.studies.plan import Unit, check
 
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 30.0
@@ -28,17 +28,25 @@ class _Worker:
     start: float
 
 
-def run(units: Sequence[Unit], *, workers: int, logs: Path, say: Callable[[str], None]) -> int:
+def run(
+    units: Sequence[Unit],
+    *,
+    workers: int,
+    logs: Path,
+    say: Callable[[str], None],
+    on_done: Callable[[Unit], None] = lambda _: None,
+) -> int:
     """Carry out what of the plan is not done yet, and return how many units were run.
 
     Each unit is a process of its own with one thread. If this process ends, however it ends, so do they: the commands
     resume from their files. A failed unit stops the plan once the running ones have ended.
 
     Args:
-        units: The plan.
+        units: The plan; of the units that can start, the first does.
         workers: Processes at a time.
         logs: Folder for the units' output.
         say: Told in one line what starts, ends and goes on.
+        on_done: Called after each unit that was run; the workers go on meanwhile, with the next units.
 
     Raises:
         IsolossError: A unit failed; the message has the last lines of its log.
@@ -47,22 +55,24 @@ def run(units: Sequence[Unit], *, workers: int, logs: Path, say: Callable[[str],
     if workers < 1:
         raise IsolossError(f"{workers} workers cannot carry out a plan; give at least 1")
     check(units)
-    rank = urgency(units)
     done = {unit.name for unit in units if unit.done()}
-    todo = sorted((unit for unit in units if unit.name not in done), key=lambda unit: -rank[unit.name])
+    todo = [unit for unit in units if unit.name not in done]
     count, total = len(todo), len(units)
     running: list[_Worker] = []
+    ended: list[Unit] = []  # of which `on_done` has not been told
     failed: _Worker | None = None
     heartbeat = time.monotonic()
     if count:
         say(f"{count} of {total} units to do, {workers} at a time; what they say is in {logs}")
     try:
-        while todo or running:
+        while todo or running or ended:
             ready = [unit for unit in todo if done.issuperset(unit.after)] if failed is None else []
             for unit in ready[: workers - len(running)]:
                 todo.remove(unit)
                 running.append(_start(unit, logs))
                 say(f"{unit.name}: started")
+            while ended:  # only now, when the workers have work again
+                on_done(ended.pop(0))
             if not running:
                 break
             time.sleep(POLL_SECONDS)
@@ -71,6 +81,7 @@ def run(units: Sequence[Unit], *, workers: int, logs: Path, say: Callable[[str],
                 _close(worker)
                 if worker.process.returncode == 0 and worker.unit.done():
                     done.add(worker.unit.name)
+                    ended.append(worker.unit)
                     seconds = time.monotonic() - worker.start
                     say(f"{worker.unit.name}: done in {seconds:.0f} s ({len(done)} of {total} units)")
                 else:

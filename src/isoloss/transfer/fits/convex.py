@@ -18,6 +18,8 @@ from isoloss.transfer.results import absent_classes, check_classes
 from isoloss.transfer.stored_features import rows_at_once
 
 _CERTIFICATE_PASSES = 2
+# of the tolerance is asked for in steps of each type: exact intercepts move the gradient by the weights a little
+_ROUNDS = ((torch.float32, 0.5), (torch.float64, 0.5), (torch.float64, 0.05), (torch.float64, 0.005))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ def fit(
     regularization: Sequence[float],
     splits: Sequence[torch.Tensor] | None = None,
     tolerance: float = 1e-6,
-    max_passes: int = 1000,
+    max_passes: int = 10_000,
     block_rows: int | None = None,
     device: torch.device | str | None = None,
 ) -> ConvexFit:
@@ -71,7 +73,7 @@ def fit(
     randomized Nystrom approximation of rank 512 and its trace. Steps are computed in float32. Then the intercepts are
     minimized exactly and the gradient `g` by the weights is computed, in float64. The minimum over b is a function of W
     that is strongly convex with constant l, so `|g|^2 / (2 l)` bounds what is left to gain. Where float32 does not
-    reach the tolerance, steps in float64 follow.
+    reach the tolerance, steps in float64 follow, to a smaller one where need be.
 
     Args:
         features: (n, D) floats: a tensor, of which one float32 copy is made; or `StoredFeatures` or an array, which
@@ -114,8 +116,8 @@ def fit(
         for strength in regularization
     ]
     unsolved = problems
-    for dtype in (torch.float32, torch.float64):
-        _descend(rows, unsolved, spectrum, dtype, tolerance, max_passes)
+    for dtype, part in _ROUNDS:
+        _descend(rows, unsolved, spectrum, dtype, part * tolerance, max_passes)
         _certify(rows, unsolved)
         unsolved = [p for p in unsolved if not p.gap <= tolerance * p.objective]
         if not unsolved:
@@ -138,7 +140,7 @@ def _descend(
     tolerance: float,
     max_passes: int,
 ) -> None:
-    """Take steps in `dtype` until every problem is within half the tolerance, or `dtype` allows no progress."""
+    """Take steps in `dtype` until every problem is within the tolerance, or `dtype` allows no progress."""
     spectrum = spectrum.to(dtype)
     for problem in problems:
         problem.start(dtype)
@@ -147,7 +149,7 @@ def _descend(
         evaluations = evaluate(rows, active_problems, dtype)
         for problem, evaluation in zip(active_problems, evaluations, strict=True):
             problem.advance(evaluation, spectrum)
-        active_problems = [p for p in active_problems if not p.stuck and p.bound() > 0.5 * tolerance * p.value]
+        active_problems = [p for p in active_problems if not p.stuck and p.bound() > tolerance * p.value]
 
 
 def evaluate(rows: FeatureBlocks, problems: list[Problem], dtype: torch.dtype) -> list[Evaluation]:

@@ -1,0 +1,205 @@
+"""What a finished study says to the claims of a file: differences, tests and verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from isoloss.errors import IsolossError
+from isoloss.statistics.equivalence import Equivalence, equivalence, largest_size
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.multiple import holm
+from isoloss.statistics.power import minimal_detectable_effect
+from isoloss.studies.claims import SAME_LOSS_NATS, Answer, Claim, ClaimResult, ClaimsFile, Contrast
+from isoloss.studies.comparison import Pair, change, loss_key, mean
+from isoloss.studies.verdicts import ALPHA, Verdict, judge, p_value
+
+
+def answer_all(
+    file: ClaimsFile,
+    contrasts: Mapping[str, Sequence[Contrast]],
+    measures: Mapping[str, Mapping[str, str]],
+    *,
+    scale: str | None = None,
+) -> tuple[ClaimResult, ...]:
+    """Return the result of every claim of a file, in its order: each tested on every contrast and every measure.
+
+    Args:
+        file: The claims.
+        contrasts: The pairs of models, by what claims call them in `compares`.
+        measures: The keys of the estimates to compare, by case (a task, say; empty where there is one), by what claims
+            call them in `measures`.
+        scale: The scale of the study, at which the file may give no verdicts; None: verdicts are given.
+
+    Raises:
+        IsolossError: A claim compares or measures what the study does not have, or the primary case is none of its
+            claim's.
+    """
+    results = []
+    for claim in file.claims:
+        if claim.not_tested:
+            answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=claim.not_tested)]
+        else:
+            for word, choices in (("compares", contrasts), ("measures", measures)):
+                if (name := getattr(claim, word)) not in choices:
+                    has = ", ".join(choices) or "none"
+                    raise IsolossError(f"{file.name}: {word} of the claim {claim.id} is {name!r}; the study has {has}")
+            keys, margin = measures[claim.measures], claim.same_loss_nats or file.same_loss_nats
+            answers = [a for each in contrasts[claim.compares] for a in answer(claim, each, keys, margin=margin)]
+        results.append(ClaimResult(claim=claim, answers=tuple(answers)))
+    if file.judged_at(scale):
+        return _corrected(results, _primary(file, results))
+    return tuple(_replaced(result, [_unjudged(each) for each in result.answers]) for result in results)
+
+
+def answer(
+    claim: Claim, contrast: Contrast, keys: Mapping[str, str], *, margin: float = SAME_LOSS_NATS
+) -> list[Answer]:
+    """Return the answers to a claim for one contrast: by second - factor * first of each estimate.
+
+    Each is judged at 5 % by itself. A claim that is not about the loss needs two models of the same loss, unless the
+    contrast says otherwise.
+
+    Args:
+        claim: The claim.
+        contrast: The two models.
+        keys: The key of the estimate to compare, by case.
+        margin: Within which the mean difference of the loss counts as none, in nats.
+    """
+    gate = None
+    if contrast.at_same_loss and loss_key(contrast.pairs) not in keys.values():
+        gate = same_loss(contrast.pairs, clusters=contrast.clusters, margin=margin)
+    return [_answer(claim, contrast, key, case, gate) for case, key in keys.items()]
+
+
+def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: float = SAME_LOSS_NATS) -> Equivalence:
+    """Test whether the mean difference of the loss over the pairs is 0 within a margin: two one-sided tests at 5 %.
+
+    Args:
+        pairs: The pairs of checkpoints.
+        clusters: The cluster of each, as of `isoloss.studies.comparison.change`.
+        margin: In nats, above 0.
+    """
+    return equivalence(change(pairs, loss_key(pairs), clusters=clusters), margin, alpha=ALPHA)
+
+
+def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equivalence | None) -> Answer:
+    (first, second), pairs, factor = contrast.names, contrast.pairs, claim.factor
+    measured = change(pairs, key, factor=factor, clusters=contrast.clusters)
+    explanation = f"{second} against {first}, {_paired_over(measured, contrast, key)}."
+    if gate is not None and not gate.shown:
+        loss = "KL" if loss_key(pairs) == "kl" else "loss"
+        explanation = (
+            f"The two models are not shown to have the same loss: the {loss} of {second} minus that of {first} is "
+            f"{gate.difference}, {gate}. {explanation}"
+        )
+    numbers = {
+        name: mean([pair[i][key].estimate for pair in pairs], clusters=contrast.clusters)
+        for i, name in enumerate(contrast.names)
+    }
+    numbers["difference" if factor == 1 else f"{second} minus {factor:g} times {first}"] = measured
+    measured_answer = Answer(
+        case=f"{case} ({contrast.case})" if case and contrast.case else case or contrast.case,
+        numbers=numbers,
+        verdict=Verdict.NOT_TESTED,
+        explanation=f"{explanation} {contrast.where}".rstrip(),
+        difference=measured,
+        same_loss=gate,
+        adjusted=_at_same_loss(contrast, key, measured),
+    )
+    if gate is not None and not gate.shown:
+        return measured_answer
+    p = p_value(measured, claim.direction, claim.margin)
+    return _judged(claim, dataclasses.replace(measured_answer, p_value=p), tests=1)
+
+
+def _judged(claim: Claim, tested: Answer, *, tests: int, p_adjusted: float | None = None) -> Answer:
+    """Return a tested answer with its verdict, and what it could find as one of so many tests."""
+    difference = tested.difference
+    assert difference is not None
+    verdict = judge(difference, claim.direction, claim.margin, p_adjusted=p_adjusted)
+    detectable = below = None
+    if difference.stderr > 0:
+        samples, sd = difference.samples, difference.stderr * math.sqrt(difference.samples)
+        detectable = claim.margin + minimal_detectable_effect(sd, samples, alpha=ALPHA / tests)
+        below = largest_size(difference, alpha=ALPHA) if verdict is Verdict.NOT_SHOWN else None
+    return dataclasses.replace(tested, verdict=verdict, p_adjusted=p_adjusted, detectable=detectable, below=below)
+
+
+def _unjudged(each: Answer) -> Answer:
+    """Return an answer as it is given at a scale without verdicts: the numbers, and no test."""
+    verdict = Verdict.NOT_TESTED if each.difference is None else Verdict.NO_VERDICT
+    return dataclasses.replace(each, verdict=verdict, p_value=None, detectable=None, below=None)
+
+
+def _corrected(results: Sequence[ClaimResult], primary: Answer | None) -> tuple[ClaimResult, ...]:
+    """Return the results with the verdicts by p-values that are adjusted for their number, the primary one's aside."""
+    others = {
+        str((i, j)): each.p_value
+        for i, result in enumerate(results)
+        for j, each in enumerate(result.answers)
+        if each.p_value is not None and each is not primary
+    }
+    adjusted = holm(others) if others else {}
+
+    def corrected(claim: Claim, each: Answer, name: str) -> Answer:
+        if each is primary:
+            return dataclasses.replace(each, is_primary=True)
+        if name not in adjusted:
+            return each
+        return _judged(claim, each, tests=len(adjusted), p_adjusted=adjusted[name])
+
+    return tuple(
+        _replaced(result, [corrected(result.claim, each, str((i, j))) for j, each in enumerate(result.answers)])
+        for i, result in enumerate(results)
+    )
+
+
+def _replaced(result: ClaimResult, answers: Sequence[Answer]) -> ClaimResult:
+    return dataclasses.replace(result, answers=tuple(answers))
+
+
+def _primary(file: ClaimsFile, results: Sequence[ClaimResult]) -> Answer | None:
+    """Return the answer that the file names as its primary test."""
+    for result in results:
+        if result.claim.id == file.primary:
+            try:
+                return result.answer(file.primary_case)
+            except IsolossError as error:
+                raise IsolossError(f"{file.name}: primary_case: {error}") from error
+    return None
+
+
+def _at_same_loss(contrast: Contrast, key: str, measured: Estimate) -> Estimate | None:
+    if key not in contrast.slopes:
+        return None
+    from isoloss.statistics.slope import at_same_loss
+
+    loss = change(contrast.pairs, loss_key(contrast.pairs), clusters=contrast.clusters)
+    return at_same_loss(measured, loss, contrast.slopes[key], same_clusters=False)
+
+
+def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
+    """What the error of a difference is over; of one pair of probes with McNemar's test."""
+    pairs = contrast.pairs
+    if contrast.clusters:
+        return (
+            f"paired by seed, 95 % interval over {measured.samples} {contrast.clusters_are} (t with "
+            f"{measured.samples - 1} degrees of freedom)"
+        )
+    if len(pairs) > 1:
+        return f"paired by seed, 95 % interval over {len(pairs)} seeds (t with {len(pairs) - 1} degrees of freedom)"
+    if measured.is_exact:
+        return "both exact"
+    first, second = (checkpoint[key] for checkpoint in pairs[0])
+    if not first.is_accuracy:
+        return f"paired over {len(first.examples['influence']):,} sentences"
+    from isoloss.transfer.comparing import mcnemar
+
+    probes, examples = first.examples["predictions"].shape
+    test = mcnemar(second.votes, first.votes)
+    return (
+        f"paired over {examples:,} test sentences and {probes} probes; McNemar's test on the probes' plurality "
+        f"votes: {test.only_first} sentences gained, {test.only_second} lost, p = {test.p_value:.2g}"
+    )

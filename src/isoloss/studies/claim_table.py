@@ -1,0 +1,78 @@
+"""What a study says to a claim as a table of text, for the page and the command line."""
+
+from __future__ import annotations
+
+from isoloss.statistics.estimate import interval, number, rounded
+from isoloss.studies.claims import Answer, ClaimResult
+from isoloss.studies.results import UNITS
+
+VERDICT = "verdict"  # the column of the verdicts; this and the one before it, the case, are text
+
+
+def claim_table(result: ClaimResult) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows, a row for each case; columns in which there is nothing are left out.
+
+    A unit is in the heading of a column if all its numbers have the same, else behind each. The interval and what
+    follows it are in the unit of the difference.
+    """
+    headings = _headings(result)
+    rows = [_cells(answer) for answer in result.answers]
+    shown = [i for i in range(len(headings)) if any(row[i][0] for row in rows)]
+    units = {i: {row[i][1] for row in rows if row[i][0]} for i in shown}
+    columns = [_with(headings[i], *units[i]) if len(units[i]) == 1 else headings[i] for i in shown]
+    texts = [[row[i][0] if len(units[i]) == 1 else f"{row[i][0]} {row[i][1]}".rstrip() for i in shown] for row in rows]
+    return columns, texts
+
+
+def _headings(result: ClaimResult) -> list[str]:
+    """Return the columns; the two models have their own names where these are the same throughout."""
+    names = {tuple(answer.numbers)[:2] for answer in result.answers if answer.numbers}
+    first, second = names.pop() if len(names) == 1 else ("first", "second")
+    factor = result.claim.factor
+    difference = "difference" if factor == 1 else f"{second} minus {factor:g} times {first}"
+    about = ("95 % interval", "p", "adjusted p", "found with 80 % power", "smaller than", "at the same loss")
+    return ["case", VERDICT, first, second, difference, *about]
+
+
+def _cells(answer: Answer) -> list[tuple[str, str]]:
+    """Return the text and the unit of each cell."""
+    difference = answer.difference
+    about: list[str] = [""] * 6
+    if difference is not None:
+        about = [
+            "" if difference.stderr == 0 else interval(difference),
+            _p_text(answer.p_value),
+            "primary" if answer.is_primary else _p_text(answer.p_adjusted),
+            "" if answer.detectable is None else _size(answer.detectable, answer.detectable),
+            "" if answer.below is None else _size(answer.below, difference.stderr),
+            "" if answer.adjusted is None else number(answer.adjusted),
+        ]
+    numbers = [(number(each), UNITS.get(each.unit, each.unit)) for each in answer.numbers.values()]
+    return [
+        *((text, "") for text in (answer.case, answer.verdict.value)),
+        *(numbers or [("", "")] * 3),
+        *((text, "") for text in about),
+    ]
+
+
+def _with(heading: str, unit: str) -> str:
+    return f"{heading} ({unit})" if unit else heading
+
+
+def _p_text(p: float | None) -> str:
+    if p is None:
+        return ""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _size(size: float, error: float) -> str:
+    """Return a size with as many digits as two of the error."""
+    return rounded(size, error).split(" ±")[0]
+
+
+def explanations(result: ClaimResult) -> list[str]:
+    """Return what was compared in each case, or why nothing was; each once, with its cases where they differ."""
+    cases: dict[str, list[str]] = {}
+    for answer in result.answers:
+        cases.setdefault(answer.explanation, []).append(answer.case)
+    return [text if len(cases) == 1 else f"{', '.join(names)}: {text}" for text, names in cases.items()]

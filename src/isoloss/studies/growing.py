@@ -1,0 +1,64 @@
+"""The page of a study that is not finished: written again while blocks are completed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from isoloss.studies.folder import StudyFolder
+from isoloss.studies.plan import Unit
+
+INTERVAL_SECONDS = 240.0  # at least, from one page to the next
+
+
+def complete_blocks(units: Sequence[Unit], done: Collection[str]) -> tuple[int, ...]:
+    """Return the blocks of a plan all of whose units are done, in order.
+
+    Args:
+        units: The plan.
+        done: Names of the units that are done.
+
+    Example:
+        >>> known = {"arguments": (), "done": lambda: False}
+        >>> plan = [Unit(name="a", **known), Unit(name="b", block=1, **known), Unit(name="c", block=1, **known)]
+        >>> complete_blocks(plan, {"a", "b"}), complete_blocks(plan, {"a", "b", "c"})
+        ((0,), (0, 1))
+    """
+    return tuple(sorted({unit.block for unit in units} - {unit.block for unit in units if unit.name not in done}))
+
+
+class GrowingPage:
+    """Writes the page of the complete blocks: what an executor calls after each unit.
+
+    The first page is written when `Study.first_page_blocks` blocks are complete, the next ones when more are and
+    `INTERVAL_SECONDS` have passed. A page that cannot be written is told in one line, and the study goes on. The page
+    of the finished study is not written here.
+
+    Args:
+        folder: The study, whose lock is held.
+        units: Its plan.
+        say: Told in one line of each page.
+    """
+
+    def __init__(self, folder: StudyFolder, units: Sequence[Unit], say: Callable[[str], None]) -> None:
+        self._folder, self._units, self._say = folder, units, say
+        self._done = {unit.name for unit in units if unit.done()}
+        self._shown = len(complete_blocks(units, self._done)) if folder.page.is_file() else 0
+        self._written = -math.inf
+
+    def __call__(self, unit: Unit) -> None:
+        """Note that a unit is done, and write the page if it is time."""
+        self._done.add(unit.name)
+        complete, blocks = complete_blocks(self._units, self._done), len({unit.block for unit in self._units})
+        first = self._folder.study.first_page_blocks or blocks
+        is_new = max(first, self._shown + 1) <= len(complete) < blocks
+        if not is_new or time.monotonic() - self._written < INTERVAL_SECONDS:
+            return
+        what, start = f"the page of {len(complete)} of {blocks} blocks", time.monotonic()
+        try:
+            page = self._folder.report(complete)
+            self._say(f"{what}: {page}, written in {time.monotonic() - start:.0f} s")
+        except Exception as error:  # whatever a study's own functions do with a part of its results
+            self._say(f"{what} could not be written: {type(error).__name__}: {' '.join(str(error).split())}")
+        self._shown, self._written = len(complete), time.monotonic()

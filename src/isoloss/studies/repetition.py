@@ -1,0 +1,202 @@
+"""A study and its repetition with other seeds: do they find the same?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.independent import IndependentDifference, independent_difference
+from isoloss.statistics.multiple import holm
+from isoloss.studies.comparison import OVER_SEEDS
+from isoloss.studies.export import PROVENANCE, SUMMARY
+from isoloss.studies.verdicts import Verdict
+
+NUMBERS = ("value", "stderr", "samples", "unit")  # what is read of an estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """One number that both have: a claim's difference, or an estimate of a table.
+
+    Attributes:
+        name: Claim and case, or table, row and estimate.
+        first: Of the first; None where it was not tested there.
+        second: Of the second.
+        difference: The second minus the first; None where either is.
+        p_holm: Its p-value against 0 by Holm's method over all differences.
+        verdicts: The verdicts of the first and the second; None for an estimate of a table.
+    """
+
+    name: tuple[str, ...]
+    first: Estimate | None
+    second: Estimate | None
+    difference: IndependentDifference | None = None
+    p_holm: float | None = None
+    verdicts: tuple[str, str] | None = None
+
+    @property
+    def agree(self) -> bool | None:
+        """Whether the two verdicts are the same; None where there are none."""
+        return None if self.verdicts is None else self.verdicts[0] == self.verdicts[1]
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether 0 is outside of the 95 % interval of the difference."""
+        if self.difference is None:
+            return False
+        low, high = self.difference.ci95
+        return not low <= 0 <= high
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types; degrees of freedom are null where both numbers are exact."""
+        d = self.difference
+        return {
+            "name": list(self.name),
+            "first": _bare(self.first),
+            "second": _bare(self.second),
+            "difference": d
+            and {
+                "value": d.value,
+                "stderr": d.stderr,
+                "unit": d.unit,
+                "freedom": d.freedom if d.stderr > 0 else None,
+                "ci95": list(d.ci95),
+                "p": d.p_value,
+                "p_holm": self.p_holm,
+            },
+            "verdicts": self.verdicts and list(self.verdicts),
+            "agree": self.agree,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """Two exports of one study, number by number.
+
+    Attributes:
+        study: The study.
+        scale: Its scale.
+        seed_offsets: Of the first and of the second.
+        numbers: Claims in the order of their file, then the estimates of tables.
+    """
+
+    study: str
+    scale: str
+    seed_offsets: tuple[int, int]
+    numbers: tuple[Repeated, ...]
+
+    @property
+    def conclusion(self) -> str:
+        """How many verdicts agree, and how many differences are outside of their interval around 0."""
+        verdicts = [each.agree for each in self.numbers if each.agree is not None]
+        outside = [each.is_outside for each in self.numbers if each.difference is not None]
+        return (
+            f"{sum(verdicts)} of {len(verdicts)} verdicts agree; {sum(outside)} of {len(outside)} differences are "
+            "outside of their 95 % interval around 0 (expected: 5 %)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON types."""
+        return {
+            **{"study": self.study, "scale": self.scale, "seed_offsets": list(self.seed_offsets)},
+            "numbers": [each.to_dict() for each in self.numbers],
+            "conclusion": self.conclusion,
+        }
+
+
+def compare(first: Path, second: Path) -> Repetition:
+    """Compare two exports of one study and scale that differ in their seeds.
+
+    Of each claim in each case it takes the difference behind the verdict, and of tables each estimate that both have
+    in a row of the same labels and whose error is over seeds or clusters. A claim that was tested in neither is left
+    out.
+
+    Raises:
+        IsolossError: A folder is no export, or the two are of different studies, scales or claims, or of the same
+            seeds.
+    """
+    ours, theirs = (_provenance(path) for path in (first, second))
+    for key, what in (("study", "studies"), ("scale", "scales"), ("claims_sha256", "files of claims")):
+        if ours[key] != theirs[key]:
+            found = "" if key == "claims_sha256" else f": {ours[key]} and {theirs[key]}"
+            raise IsolossError(f"{first} and {second} are results of different {what}{found}, which cannot be compared")
+    if ours["seed_offset"] == theirs["seed_offset"]:
+        raise IsolossError(
+            f"{first} and {second} both have the seed offset {ours['seed_offset']}: a repetition needs another"
+        )
+    a, b = (files.read_json(path / SUMMARY) for path in (first, second))
+    numbers = [*_claims(a, b), *_cells(a, b)]
+    different = [
+        None if each.first is None or each.second is None else independent_difference(each.second, each.first)
+        for each in numbers
+    ]
+    by_place = {str(i): d.p_value for i, d in enumerate(different) if d is not None}
+    adjusted = holm(by_place) if by_place else {}
+    return Repetition(
+        study=ours["study"],
+        scale=ours["scale"],
+        seed_offsets=(ours["seed_offset"], theirs["seed_offset"]),
+        numbers=tuple(
+            dataclasses.replace(each, difference=d, p_holm=adjusted.get(str(i)))
+            for i, (each, d) in enumerate(zip(numbers, different, strict=True))
+        ),
+    )
+
+
+def _provenance(path: Path) -> dict[str, Any]:
+    if not (path / PROVENANCE).is_file():
+        raise IsolossError(f"{path} is no export of a study: it has no {PROVENANCE}{files.nearest(path)}")
+    document: dict[str, Any] = files.read_json(path / PROVENANCE)
+    return document
+
+
+def _claims(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Repeated]:
+    """Yield the answers to each claim, of the cases that were tested in the first or in the second."""
+    for ours, theirs in zip(first["claims"], second["claims"], strict=True):
+        a, b = ({answer["case"]: answer for answer in claim["answers"]} for claim in (ours, theirs))
+        for case in dict.fromkeys([*a, *b]):
+            # where the two models were not of the same loss, one answer stands for all cases
+            answers = a.get(case, {}), b.get(case, {})
+            estimates = [_estimate(answer.get("difference")) for answer in answers]
+            if estimates != [None, None]:
+                verdict, other = (answer.get("verdict", Verdict.NOT_TESTED.value) for answer in answers)
+                name = (ours["claim"], case) if case else (ours["claim"],)
+                yield Repeated(name=name, first=estimates[0], second=estimates[1], verdicts=(verdict, other))
+
+
+def _cells(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Repeated]:
+    """Yield the estimates that the tables of both have."""
+    a, b = _table_cells(first), _table_cells(second)
+    for name in a:
+        if name in b:
+            yield Repeated(name=name, first=a[name], second=b[name])
+
+
+def _table_cells(summary: dict[str, Any]) -> dict[tuple[str, ...], Estimate]:
+    """Return the estimates of a summary's tables whose error is over seeds or clusters, by table, labels and name."""
+    cells = {}
+    for table, rows in summary.items():
+        for row in rows if isinstance(rows, list) and table != "claims" else ():
+            labels = (str(label) for name, label in row.items() if name != "estimates")
+            where = (table, *labels)
+            for key, document in row["estimates"].items():
+                if document["method"] == OVER_SEEDS or "labels" in document["details"]:
+                    cells[*where, key] = Estimate.from_dict(document)
+    return cells
+
+
+def _estimate(document: Mapping[str, Any] | None) -> Estimate | None:
+    """Return the difference that a claim's answer rests on."""
+    if document is None:
+        return None
+    return Estimate(**{key: document[key] for key in NUMBERS}, num_predictions=0, method="claim")
+
+
+def _bare(estimate: Estimate | None) -> dict[str, Any] | None:
+    return None if estimate is None else {key: getattr(estimate, key) for key in NUMBERS}

@@ -1,0 +1,32 @@
+"""The executor of the studies' tests, and a finished study with its repetition."""
+
+import pytest
+
+import studies_in_process
+from isoloss import registry
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The options of `isoloss study run` for units in this process."""
+    monkeypatch.setattr(registry.EXECUTORS, "_entries", dict(registry.EXECUTORS._entries))
+    registry.EXECUTORS.register("here", studies_in_process.run)
+    return "--executor", "here"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """The file of the study in blocks."""
+    return studies_in_process.write(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The folder of the finished study; do not write into it."""
+    return studies_in_process.finish(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture(scope="session")
+def repeated(tmp_path_factory):
+    """The same with other seeds."""
+    return studies_in_process.finish(tmp_path_factory.mktemp("repeated"), seed_offset=1)

@@ -1,0 +1,197 @@
+"""What a study says to a file of claims: corrected p-values, the gate, power, and what is given beside the verdict."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from known_claims import answers, claim, claims_file, contrast
+from scipy import stats
+
+from isoloss.errors import IsolossError
+from isoloss.statistics.clusters import cluster_mean
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.multiple import holm
+from isoloss.statistics.power import paired_power
+from isoloss.statistics.slope import at_same_loss
+from isoloss.studies.answers import answer_all
+from isoloss.studies.claim_table import claim_table, explanations
+from isoloss.studies.claims import Answer, ClaimResult
+from isoloss.studies.results import Summary
+from isoloss.studies.verdicts import Verdict, p_value
+
+GRAMMARS = [f"g{i // 2}" for i in range(12)]
+NOISE = np.random.default_rng(0).normal(size=(4, 12))
+# clear, fair, none at all, clear the other way
+MOVES = NOISE * 0.3 + np.array([[1.0], [0.35], [0.0], [-1.0]])
+FOUR = [claim(i) for i in range(4)]
+
+
+def by_hand(moves):
+    """The t test over the means of the grammars."""
+    return stats.ttest_1samp(moves.reshape(6, 2).mean(axis=1), 0)
+
+
+def test_all_tests_but_the_primary_are_adjusted_for_their_number():
+    found = answers(claims_file(*FOUR, primary="c1"), contrast(MOVES, clusters=GRAMMARS))
+    p = [by_hand(own).pvalue for own in MOVES]
+    assert [each.p_value for each in found] == pytest.approx(p)
+    others = holm({str(i): p[i] for i in (0, 2, 3)})
+    assert [each.p_adjusted for each in found] == [None if i == 1 else pytest.approx(others[str(i)]) for i in range(4)]
+    assert [each.is_primary for each in found] == [False, True, False, False]
+    assert 0.05 / 3 < p[1] < 0.05  # shown by itself only
+    assert [each.verdict.value for each in found] == ["shown", "shown", "not shown", "contradicted"]
+    without = answers(claims_file(*FOUR), contrast(MOVES, clusters=GRAMMARS))
+    assert [each.p_adjusted for each in without] == pytest.approx(list(holm(dict(enumerate(p))).values()))
+    assert [each.verdict.value for each in without] == ["shown", "not shown", "not shown", "contradicted"]
+    assert not any(each.is_primary for each in without)
+
+
+def test_the_interval_is_over_the_clusters():
+    (found,) = answers(claims_file(claim(0)), contrast(MOVES[:1], clusters=GRAMMARS))
+    assert found.interval95 == pytest.approx(tuple(by_hand(MOVES[0]).confidence_interval(0.95)))
+    assert found.explanation == (
+        "after against before, paired by seed, 95 % interval over 6 grammars (t with 5 degrees of freedom)."
+    )
+    assert found.numbers["after"].value == pytest.approx(MOVES[0].mean())
+    other = contrast(MOVES[:1], clusters=GRAMMARS, clusters_are="corpora")
+    assert "over 6 corpora" in answers(claims_file(claim(0)), other)[0].explanation
+
+
+def test_power_is_that_of_the_test_that_is_made():
+    found = answers(claims_file(*FOUR, primary="c1"), contrast(MOVES, clusters=GRAMMARS))
+    for each, alpha in zip(found, (0.05 / 3, 0.05, 0.05 / 3, 0.05 / 3), strict=True):
+        sd = each.difference.stderr * math.sqrt(6)
+        assert paired_power(each.detectable, sd, 6, alpha=alpha) == pytest.approx(0.8)
+    difference = found[2].difference
+    t95 = stats.t.ppf(0.95, 5)
+    assert found[2].below == pytest.approx(abs(difference.value) + t95 * difference.stderr)
+    assert [each.below for each in found if each.verdict is not Verdict.NOT_SHOWN] == [None] * 3
+    # beyond a margin, a difference is found that goes beyond it by as much
+    plain, beyond = (
+        answers(claims_file(claim(0, margin=margin)), contrast(MOVES[:1], clusters=GRAMMARS))[0]
+        for margin in (0.0, 0.2)
+    )
+    assert beyond.detectable == pytest.approx(plain.detectable + 0.2)
+
+
+def test_what_is_exact_has_no_power():
+    (found,) = answers(claims_file(claim(0)), contrast([[1.0, 1.0, 1.0]]))
+    assert (found.verdict, found.p_value, found.detectable, found.below) == (Verdict.SHOWN, 0.0, None, None)
+
+
+def test_models_of_another_loss_are_not_tested_and_their_numbers_are_given():
+    file = claims_file(*FOUR[:2], claim(2, "no change within", margin=1.0), primary="c0")
+    found = answers(file, contrast(MOVES[:3], 0.02 + NOISE[3] / 1000, clusters=GRAMMARS))
+    assert {each.verdict for each in found} == {Verdict.NOT_TESTED}
+    assert all(each.p_value is each.p_adjusted is each.detectable is each.below is None for each in found)
+    assert [each.difference.value for each in found] == pytest.approx(MOVES[:3].mean(axis=1))
+    assert found[0].is_primary
+    gate = found[0].same_loss
+    assert not gate.shown
+    assert gate.difference.value == pytest.approx(0.02 + NOISE[3].mean() / 1000)
+    end = gate.difference.value + stats.t.ppf(0.95, 5) * gate.difference.stderr
+    assert gate.smallest_margin == pytest.approx(end)
+    for number in (f"{gate.difference}", "90 % interval", "smallest margin 0.02128", "p = 1"):
+        assert number in found[0].explanation
+    # a wider margin lets them through, and a claim about the loss itself is always tested
+    wide = answers(claims_file(*FOUR[:1], same_loss_nats=0.05), contrast(MOVES[:1], 0.02, clusters=GRAMMARS))
+    assert wide[0].verdict is Verdict.SHOWN
+    losses = 0.02 + NOISE[3] / 1000
+    about = claims_file(claim(0), claim(1, "no change within", margin=0.01))
+    of_loss = {"m0": {"": "m0"}, "m1": {"": "kl"}}
+    (first,), (second,) = (
+        r.answers for r in answer_all(about, {"sgd": [contrast(MOVES[:1], losses, clusters=GRAMMARS)]}, of_loss)
+    )
+    assert (first.verdict, second.verdict) == (Verdict.NOT_TESTED, Verdict.CONTRADICTED)
+    assert second.same_loss is None
+    assert second.p_adjusted == second.p_value  # the one test that was made
+
+
+def test_only_what_was_tested_counts_in_the_correction():
+    file = claims_file(*FOUR)
+    pair = contrast(MOVES, clusters=GRAMMARS), contrast(MOVES, 0.02, clusters=GRAMMARS, case="other")
+    measures = {f"m{i}": {"": f"m{i}"} for i in range(4)}
+    both = answer_all(file, {"sgd": list(pair)}, measures)
+    alone = answer_all(file, {"sgd": [pair[0]]}, measures)
+    assert [each.answer().p_adjusted for each in both] == [each.answer().p_adjusted for each in alone]
+
+
+def test_the_adjusted_difference_is_beside_the_verdict_and_does_not_make_it():
+    slope = Estimate(value=-20.0, stderr=3.0, samples=8, unit="points per nat", num_predictions=8, method="slope")
+    for loss in (0.002, 0.05):
+        losses = loss + NOISE[3] / 1000
+        slopes = {"m0": slope}
+        plain, adjusted = (
+            answers(claims_file(*FOUR[:2]), contrast(MOVES[:2], losses, clusters=GRAMMARS, slopes=given))
+            for given in ({}, slopes)
+        )
+        wanted = at_same_loss(
+            cluster_mean(MOVES[0], GRAMMARS, unit=""),
+            cluster_mean(losses, GRAMMARS, unit=""),
+            slope,
+            same_clusters=False,
+        )
+        assert adjusted[0].adjusted.value == pytest.approx(wanted.value)
+        assert adjusted[0].adjusted.stderr == pytest.approx(wanted.stderr)
+        assert adjusted[1].adjusted is None
+        assert [each.verdict for each in plain] == [each.verdict for each in adjusted]
+        assert (adjusted[0].verdict is Verdict.NOT_TESTED) == (loss == 0.05)
+
+
+def test_at_another_scale_no_verdict_is_given():
+    file = claims_file(*FOUR, primary="c1", primary_case="a case of the laptop", scales=("laptop",))
+    for loss in (0.0, 0.02):
+        found = answers(file, contrast(MOVES, loss, clusters=GRAMMARS), scale="smoke")
+        assert {each.verdict for each in found} == {Verdict.NO_VERDICT}
+        assert all(each.p_value is each.detectable is each.below is None for each in found)
+        assert [each.difference.value for each in found] == pytest.approx(MOVES.mean(axis=1))
+    with pytest.raises(
+        IsolossError, match=r"claims\.toml: primary_case: the claim c1 has no one case 'a case of the lap"
+    ):
+        answers(file, contrast(MOVES, clusters=GRAMMARS), scale="laptop")
+    at_home = claims_file(*FOUR, primary="c1", scales=("laptop",))
+    assert answers(at_home, contrast(MOVES, clusters=GRAMMARS), scale="laptop")[0].verdict is Verdict.SHOWN
+
+
+def test_a_summary_is_json():
+    one = contrast(MOVES, clusters=GRAMMARS)
+    file = claims_file(*FOUR, primary="c1")
+    results = answer_all(file, {"sgd": [one]}, {f"m{i}": {"": f"m{i}"} for i in range(4)})
+    document = json.loads(json.dumps(Summary((), results, file, "Mind.", ["So."]).to_dict(), allow_nan=False))
+    assert document["claims_file"] == {"name": "claims.toml", "sha256": "0", "same_loss_nats": 0.01}
+    assert (document["warning"], document["answer"]) == ("Mind.", ["So."])
+    shown, primary, *_ = (one["answers"][0] for one in document["claims"])
+    assert shown["p_adjusted"] == results[0].answer().p_adjusted
+    assert shown["interval95"] == list(results[0].answer().interval95)
+    assert primary["is_primary"]
+    assert primary["p_adjusted"] is None
+    assert primary["same_loss"]["shown"]
+
+
+def test_cases_of_other_models_or_units_say_which():
+    def one(case, unit, names, explanation):
+        numbers = {
+            name: Estimate(value=v, stderr=0.1, samples=9, unit=unit, num_predictions=9, method="")
+            for name, v in zip((*names, "difference"), (1, 3, 2), strict=True)
+        }
+        difference = numbers["difference"]
+        return Answer(
+            case=case,
+            numbers=numbers,
+            verdict=Verdict.SHOWN,
+            explanation=explanation,
+            difference=difference,
+            p_value=p_value(difference, "increase"),
+        )
+
+    several = one("a", "nats", ("d16", "d32"), "Why."), one("b", "bits", ("d32", "d64"), "So.")
+    columns, rows = claim_table(ClaimResult(claim=claim(0), answers=several))
+    assert columns == ["case", "verdict", "first", "second", "difference", "95 % interval", "p"]
+    assert [row[4] for row in rows] == ["2.00 ± 0.10 nats", "2.00 ± 0.10 bits"]
+    assert explanations(ClaimResult(claim=claim(0), answers=several)) == ["a: Why.", "b: So."]
+    same = one("a", "nats", ("d16", "d32"), "Why."), one("b", "nats", ("d16", "d32"), "Why.")
+    columns, rows = claim_table(ClaimResult(claim=claim(0, factor=0.5), answers=same))
+    assert columns[2:5] == ["d16 (nats)", "d32 (nats)", "d32 minus 0.5 times d16 (nats)"]
+    assert rows[0][:5] == ["a", "shown", "1.00 ± 0.10", "3.00 ± 0.10", "2.00 ± 0.10"]
+    assert explanations(ClaimResult(claim=claim(0), answers=same)) == ["Why."]

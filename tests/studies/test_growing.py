@@ -1,0 +1,231 @@
+"""Studies in blocks: the order of their units, and the page that grows with the blocks."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from isoloss.errors import IsolossError
+from isoloss.studies import growing
+from isoloss.studies.executors import local
+from isoloss.studies.folder import StudyFolder
+from isoloss.studies.plan import Unit, in_order
+from isoloss.studies.spec import load_study
+from studies_in_process import call
+
+
+@pytest.fixture
+def partly(finished, tmp_path):
+    """A copy in which the last block is not measured, and which has no page."""
+    shutil.copytree(finished, tmp_path / "out")
+    for name in ("plain-3", "dropped-3"):
+        shutil.rmtree(tmp_path / "out" / "runs" / name / "evaluations")
+    shutil.rmtree(tmp_path / "out" / "report")
+    return tmp_path / "out"
+
+
+def report(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in (folder / "report").rglob("*") if path.is_file()}
+
+
+def text_of(folder):
+    """The page without its scripts."""
+    return re.sub(r"<script.*?</script>", "", (folder / "report" / "index.html").read_text(), flags=re.DOTALL)
+
+
+# --- the order
+
+
+def unit(name, *after, cost=1.0, block=0):
+    return Unit(name=name, arguments=("ls",), done=lambda: False, after=after, cost=cost, block=block)
+
+
+def test_a_lower_block_comes_first_and_in_it_the_longest_chain():
+    units = [
+        unit("late long", cost=100, block=2),
+        unit("short", cost=2),
+        unit("then", "first", cost=5),
+        unit("first", cost=1),
+        unit("middle", "first", cost=50, block=1),
+    ]
+    assert [each.name for each in in_order(units)] == ["first", "then", "short", "middle", "late long"]
+
+
+def test_a_block_that_needs_a_later_one_is_refused():
+    with pytest.raises(IsolossError, match=r"'a' of block 0 waits for 'b' of block 1: a block must be complete"):
+        in_order([unit("a", "b"), unit("b", block=1)])
+
+
+def test_a_worker_without_work_in_its_block_starts_the_next_one(tmp_path):
+    """Two workers: the second unit of block 0 has to wait, so block 1 is begun beside the first; then it goes first."""
+
+    def command(name, *after, block):
+        done = (tmp_path / name).exists
+        return Unit(
+            name=name, arguments=("text", "python-docs", str(tmp_path / name)), done=done, after=after, block=block
+        )
+
+    units = [command("c", block=1), command("d", block=1), command("a", block=0), command("b", "a", block=0)]
+    said, done = [], []
+    local.run(in_order(units), workers=2, logs=tmp_path, say=said.append, on_done=lambda unit: done.append(unit.name))
+    started = [line.split(":")[0] for line in said if "started" in line]
+    assert started[:2] == ["a", "c"]
+    assert started.index("b") < started.index("d")
+    assert sorted(done) == ["a", "b", "c", "d"]
+
+
+def test_the_hook_is_called_when_the_workers_have_work_again(tmp_path):
+    events = []
+
+    def command(name, *after):
+        done = (tmp_path / name).exists
+        return Unit(name=name, arguments=("text", "python-docs", str(tmp_path / name)), done=done, after=after)
+
+    local.run(
+        [command("a"), command("b", "a")],
+        workers=1,
+        logs=tmp_path,
+        say=lambda line: events.append(line.partition(" ")[0] + " " + line.split(": ")[-1][:4]),
+        on_done=lambda unit: events.append(f"page after {unit.name}"),
+    )
+    assert events[1:] == ["a: star", "a: done", "b: star", "page after a", "b: done", "page after b"]
+
+
+# --- the page
+
+
+def test_pages_grow_with_the_blocks_and_the_last_is_as_if_they_had_not(
+    capsys, file, tmp_path, here, finished, monkeypatch
+):
+    monkeypatch.setattr(growing, "INTERVAL_SECONDS", 0.0)
+    seen = {}
+    write = StudyFolder.report
+
+    def watched(folder, complete=None):
+        path = write(folder, complete)
+        seen[complete] = text_of(folder.path)
+        return path
+
+    monkeypatch.setattr(StudyFolder, "report", watched)
+    call(capsys, "run", file, "--folder", tmp_path / "out", *here)
+    assert list(seen) == [(0, 1), None]
+    interim, final = seen.values()
+    assert "Interim: 2 of 3 blocks (grammars) are done. Verdicts are given once all are." in interim
+    assert "plain-2" in interim
+    assert "plain-3" not in interim
+    assert "Dropout makes a model flatter" not in interim
+    assert "badge" not in re.sub(r"<style.*?</style>", "", interim, flags=re.DOTALL)
+    assert "Interim" not in final
+    assert "Dropout makes a model flatter" in final
+    assert report(tmp_path / "out") == report(finished)
+
+
+def test_an_unfinished_study_is_reported_from_its_complete_blocks(capsys, file, partly, finished, here):
+    where = ("--folder", partly)
+    document = json.loads(call(capsys, "report", file, *where, "--json"))
+    assert (document["blocks_done"], document["blocks"], document["claims"]) == (2, 3, [])
+    assert "Interim: 2 of 3" in text_of(partly)
+    assert "interim: 2 of 3 blocks are done; verdicts once all are" in call(capsys, "report", file, *where)
+    (partly / "report" / "figures" / "no-longer-drawn.png").write_text("")
+    (partly / "report" / ".tmp-1-index.html").write_text("")
+    call(capsys, "run", file, *where, *here)
+    assert report(partly) == report(finished)
+
+
+def test_too_few_blocks_are_refused(capsys, file, partly):
+    shutil.rmtree(partly / "runs" / "plain-2" / "evaluations")
+    with pytest.raises(IsolossError, match=r"3 units are not done .* and 1 of 3 blocks are; .*study run"):
+        call(capsys, "report", file, "--folder", partly)
+    file.write_text(file.read_text().replace("first_page_blocks=2,", ""))
+    with pytest.raises(IsolossError, match="3 units are not done"):
+        call(capsys, "report", file, "--folder", partly)
+    assert not (partly / "report").exists()
+
+
+def test_a_page_that_fails_is_told_in_a_line_and_the_last_one_is_an_error(capsys, file, tmp_path, here, finished):
+    text = file.read_text()
+    broken = "def tables(results):\n    if results.blocks_done < results.blocks: raise ValueError('too\\nfew')\n"
+    file.write_text(text.replace("def tables(results):\n", broken))
+    call(capsys, "run", file, "--folder", tmp_path / "out", *here)
+    assert report(tmp_path / "out") == report(finished)
+    shutil.rmtree(tmp_path / "out" / "runs" / "plain-3" / "evaluations")
+    shutil.rmtree(tmp_path / "out" / "runs" / "dropped-3" / "evaluations")
+    (tmp_path / "out" / "report" / "index.html").unlink()
+    capsys.readouterr()
+    folder = StudyFolder(load_study(file), tmp_path / "out")
+    said = []
+    page = growing.GrowingPage(folder, folder.plan(), said.append)
+    page(folder.plan()[0])
+    page(folder.plan()[0])  # not tried again before there is another block
+    assert said == ["the page of 2 of 3 blocks could not be written: ValueError: too few"]
+    file.write_text(text.replace("def tables(results):\n", "def tables(results):\n    raise ValueError('never')\n"))
+    with pytest.raises(ValueError, match="never"):
+        call(capsys, "run", file, "--folder", tmp_path / "out", *here)
+
+
+def test_pages_keep_their_distance(file, tmp_path, monkeypatch):
+    file.write_text(file.read_text().replace("first_page_blocks=2", "first_page_blocks=1"))
+    folder = StudyFolder(load_study(file), tmp_path / "out")
+    written, now = [], [1000.0]
+    monkeypatch.setattr(StudyFolder, "report", lambda _, complete: written.append(complete))
+    monkeypatch.setattr(growing.time, "monotonic", lambda: now[0])
+    units = [unit(name, block=i // 2) for i, name in enumerate("abcdef")]
+    page = growing.GrowingPage(folder, units, lambda _: None)
+    for name, seconds in (("a", 0), ("b", 0), ("c", 60), ("d", 60), ("e", 119), ("f", 1)):
+        now[0] += seconds
+        page(next(each for each in units if each.name == name))
+    assert written == [(0,)]  # 239 s after it there is a second block, and then all are done
+    page = growing.GrowingPage(folder, units, lambda _: None)
+    for name, seconds in (("a", 0), ("b", 0), ("c", 60), ("d", 60), ("e", 120)):
+        now[0] += seconds
+        page(next(each for each in units if each.name == name))
+    assert written == [(0,), (0,), (0, 1)]  # when the next unit is done after 240 s
+    page = growing.GrowingPage(folder, units, lambda _: None)
+    for name, seconds in (("a", 0), ("b", 0), ("c", 300), ("e", 300)):
+        now[0] += seconds
+        page(next(each for each in units if each.name == name))
+    assert written[3:] == [(0,)]  # there is no other block
+
+
+def test_blocks_are_counted_from_one(file, tmp_path):
+    file.write_text(file.read_text().replace("first_page_blocks=2", "first_page_blocks=0"))
+    with pytest.raises(IsolossError, match="first_page_blocks of the study blocks is 0; it must be at least 1"):
+        StudyFolder(load_study(file), tmp_path / "out").prepare()
+
+
+KILLED = """
+import sys
+import studies_in_process
+from isoloss import registry
+from isoloss.cli import study
+registry.EXECUTORS.register("here", studies_in_process.run)
+study.main(["run", *sys.argv[1:], "--executor", "here"])
+"""
+
+
+def test_a_study_killed_after_its_first_page_ends_the_same(capsys, file, tmp_path, here, finished):
+    out = tmp_path / "out"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(file), "--folder", str(out)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not (out / "report" / "index.html").is_file():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert "Interim" in text_of(out)
+    assert any(not unit.done() for unit in StudyFolder(load_study(file), out).plan())
+    call(capsys, "run", file, "--folder", out, *here)
+    assert report(out) == report(finished)

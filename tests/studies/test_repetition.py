@@ -1,0 +1,304 @@
+"""A study with other seeds, its results in a folder of their own, and two of them compared."""
+
+import csv
+import json
+import math
+import shutil
+
+import pytest
+from scipy import stats
+
+from isoloss import config as configs
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
+from isoloss.runs import Run
+from isoloss.studies.folder import StudyFolder
+from isoloss.studies.repetition import compare
+from isoloss.studies.results import Results
+from isoloss.studies.spec import load_study
+from studies_in_process import call
+
+# --- other seeds
+
+
+def test_other_seeds_and_nothing_else(file):
+    study = load_study(file)
+    assert study.scale("tiny", seed_offset=0) is study.scale("tiny")
+    ours, theirs = (study.scale("tiny", seed_offset=n).experiments for n in (0, 2))
+    for (name, a), (other, b) in zip(ours.items(), theirs.items(), strict=True):
+        assert other == name.replace("-", "-20")
+        assert {line.partition(":")[0] for line in configs.differences(a.config, b.config)} == {"seed", "language.seed"}
+        assert b.measurements[0].settings == a.measurements[0].settings | {
+            "seed": a.measurements[0].settings["seed"] + 200
+        }
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS.scales))
+def test_a_repetition_of_the_algorithms_shares_no_seed_and_keeps_the_grammar(name):
+    drawn = []
+    for offset in range(4):
+        runs = ALGORITHMS.scale(name, seed_offset=offset).experiments
+        drawn.append(
+            {e.config.seed for e in runs.values()} | {e.measurements[0].settings["seed"] for e in runs.values()}
+        )
+        assert {e.config.language for e in runs.values()} == {ALGORITHMS.scales[name].language}
+        differing = [
+            {line.partition(":")[0] for line in configs.differences(a.config, b.config)}
+            for a, b in zip(ALGORITHMS.scale(name).experiments.values(), runs.values(), strict=True)
+        ]
+        assert all(keys == ({"seed"} if offset else set()) for keys in differing)
+    assert sum(map(len, drawn)) == len(set.union(*drawn))
+
+
+def test_a_study_without_other_seeds_is_refused(tmp_path):
+    plain = tmp_path / "plain.py"
+    plain.write_text(
+        "from isoloss.studies import Scale, Study\n"
+        "STUDY = Study(name='plain', scales={'tiny': Scale(description='', experiments={})})\n"
+    )
+    study = load_study(plain)
+    assert StudyFolder(study, tmp_path).scale is study.scale()
+    with pytest.raises(IsolossError, match=r"the study plain cannot be made with other seeds.* must be 0, not 1"):
+        StudyFolder(study, tmp_path, seed_offset=1)
+    with pytest.raises(IsolossError, match="the seed offset is -1; it must be at least 0"):
+        StudyFolder(study, tmp_path, seed_offset=-1)
+
+
+def test_the_offset_is_in_the_folder_and_on_the_page(capsys, file, tmp_path, monkeypatch, finished, repeated):
+    monkeypatch.chdir(tmp_path)
+    plan = json.loads(call(capsys, "plan", file, "--seed-offset", "1", "--json"))
+    assert plan["folder"] == "runs/blocks-tiny-seeds-1"
+    assert json.loads(call(capsys, "plan", file, "--json"))["folder"] == "runs/blocks-tiny"
+    assert files.read_json(repeated / "study.json")["seed_offset"] == 1
+    page = (repeated / "report" / "index.html").read_text()
+    assert "<dt>Seeds</dt><dd>offset 1</dd>" in page
+    assert "isoloss study run blocks --scale tiny --seed-offset 1" in page
+    assert "<dt>Seeds</dt>" not in (finished / "report" / "index.html").read_text()
+    with pytest.raises(IsolossError, match=r"another plan .they differ in seed_offset, runs, measured"):
+        call(capsys, "status", file, "--folder", repeated)
+    with pytest.raises(IsolossError, match="study status blocks --scale tiny --seed-offset 1 --folder"):
+        Run(repeated).record  # noqa: B018 - it is read
+
+
+def test_a_folder_that_names_no_offset_has_none(file, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "out", ignore=shutil.ignore_patterns("runs"))
+    document = files.read_json(tmp_path / "out" / "study.json")
+    del document["seed_offset"]
+    files.write_json(tmp_path / "out" / "study.json", document)
+    assert StudyFolder(load_study(file), tmp_path / "out").exists()
+
+
+# --- exports
+
+
+@pytest.fixture
+def exports(capsys, file, tmp_path, finished, repeated):
+    """The study and its repetition, exported."""
+    for offset, folder in enumerate((finished, repeated)):
+        where = ("--folder", folder, "--seed-offset", offset)
+        call(capsys, "export", file, *where, "--output", tmp_path / "results" / "ab"[offset])
+    return tmp_path / "results" / "a", tmp_path / "results" / "b"
+
+
+def test_an_export_has_the_numbers_and_how_they_were_made(capsys, file, exports, finished, tmp_path):
+    a, _ = exports
+    kept = {str(path.relative_to(a)) for path in a.rglob("*") if path.is_file()}
+    figures = {f"figures/{name}.png" for name in ("over-time", "against-loss")}
+    assert kept == {"values.csv", "summary.json", "provenance.json", "index.html", *figures}
+    with (a / "values.csv").open() as file_:
+        rows = list(csv.DictReader(file_))
+    results = Results.read(finished, load_study(file).scale())
+    assert len(rows) == sum(map(len, results.checkpoints.values())) == 6 * 2 * 4
+    for row in rows:
+        estimate = results.checkpoints[row["run"], int(row["step"])][row["estimate"]].estimate
+        numbers = float(row["value"]), float(row["standard error"]), row["unit"]
+        assert numbers == (estimate.value, estimate.stderr, estimate.unit)
+        assert row["run"] == f"{row['group']}-{int(row['block']) + 1}"
+        assert row["size"] == "d16"
+    summary = files.read_json(a / "summary.json")
+    printed = json.loads(call(capsys, "report", file, "--folder", finished, "--json"))
+    assert {key: summary[key] for key in ("means", "claims")} == {key: printed[key] for key in ("means", "claims")}
+    provenance = files.read_json(a / "provenance.json")
+    assert (provenance["study"], provenance["scale"], provenance["seed_offset"]) == ("blocks", "tiny", 0)
+    assert provenance["runs"] == files.read_json(finished / "study.json")["runs"]
+    (made,) = provenance["made_with"]
+    record = Run(finished / "runs" / "plain-1").record
+    assert (made["versions"], made["commit"]) == (record["versions"], record["commit"])
+    assert len(made["runs"]) == 6
+    assert provenance["units"] == 12
+    logs = (finished / "runs").glob("*/log.jsonl")
+    seconds = [json.loads(line).get("seconds", 0) for log in logs for line in log.read_text().splitlines()]
+    assert len([each for each in seconds if each]) == 6 + 6 * 4
+    assert provenance["unit_seconds"] == pytest.approx(sum(seconds), abs=0.06)
+
+
+def test_an_export_names_no_place_of_this_machine(exports, finished, repeated, tmp_path):
+    for folder in exports:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                content = path.read_bytes()
+                for place in (tmp_path, finished.parent, repeated.parent, tmp_path.parents[1]):
+                    assert str(place).encode() not in content, path
+        page = (folder / "index.html").read_text()
+        assert "../" not in page.partition("<main>")[2].partition("<script>")[0]
+        assert 'href="provenance.json"' in page
+        assert ".pdf" not in page.partition("<main>")[2].partition("</main>")[0]
+
+
+def test_the_same_study_is_exported_again_and_nothing_else_is_replaced(capsys, file, exports, finished, tmp_path):
+    a, b = exports
+    before = {path.name: path.read_bytes() for path in a.rglob("*") if path.is_file()}
+    (a / "values.csv").write_text("")
+    printed = call(capsys, "export", file, "--folder", finished, "--output", a)
+    assert printed == f"{a}: 6 files, {sum(map(len, before.values())) / 1e6:.1f} MB\n"
+    assert {path.name: path.read_bytes() for path in a.rglob("*") if path.is_file()} == before
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    for place, why in ((b, r"seed offset 1.* seed offset 0"), (other, "is not an empty folder")):
+        kept = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+        with pytest.raises(IsolossError, match=why):
+            call(capsys, "export", file, "--folder", finished, "--output", place)
+        assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == kept
+    with pytest.raises(IsolossError, match="--output is required for study export"):
+        call(capsys, "export", file, "--folder", finished)
+
+
+def test_what_is_not_finished_or_fails_exports_nothing(capsys, file, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "out")
+    broken = file.read_text().replace("def tables(results):\n", "def tables(results):\n    raise ValueError('no')\n")
+    kept = file.read_text()
+    file.write_text(broken)
+    with pytest.raises(ValueError, match="no"):
+        call(capsys, "export", file, "--folder", tmp_path / "out", "--output", tmp_path / "results" / "a")
+    file.write_text(kept)
+    shutil.rmtree(tmp_path / "out" / "runs" / "plain-3" / "evaluations")
+    with pytest.raises(IsolossError, match=r"1 units are not done .measure plain-3 first. and 2 of 3 blocks are"):
+        call(capsys, "export", file, "--folder", tmp_path / "out", "--output", tmp_path / "results" / "a")
+    assert list((tmp_path / "results").iterdir()) == []
+
+
+# --- comparisons
+
+
+def estimate(value, stderr, samples, unit="points", *, method="mean over pre-training seeds", **details):
+    known = {"num_predictions": 9, "num_probes": 0, "seconds": None, "details": details}
+    return {"value": value, "stderr": stderr, "samples": samples, "unit": unit, "method": method, **known}
+
+
+def answer(verdict, difference, case=""):
+    return {"case": case, "verdict": verdict, "difference": difference, "of": "the rest is not read"}
+
+
+def save(folder, offset, answers, rows=(), **provenance):
+    """Write an export by hand: the answers to each claim, and the rows of a table."""
+    claims = [{"claim": name, "answers": some} for name, some in answers.items()]
+    about = {"study": "s", "scale": "laptop", "seed_offset": offset}
+    files.write_json(folder / "summary.json", {**about, "table": list(rows), "claims": claims})
+    files.write_json(folder / "provenance.json", {**about, "claims_sha256": "0", **provenance})
+    return folder
+
+
+def test_numbers_by_hand(tmp_path):
+    untested = answer("not tested at this scale", None)
+    ours = {
+        "flatter": [
+            answer("shown", estimate(-3.0, 0.3, 4), "trace"),
+            answer("not shown", estimate(-1.0, 1, 4), "minimal"),
+        ],
+        "better": [untested],
+        "never": [untested],
+    }
+    theirs = {
+        "flatter": [answer("shown", estimate(-2.0, 0.4, 6), "trace"), answer("shown", estimate(-9.0, 1, 4), "minimal")],
+        "better": [answer("shown", estimate(2.0, 0.5, 4), "root")],
+        "never": [untested],
+    }
+    rows = [
+        {
+            "run": "a",
+            "step": 5,
+            "estimates": {
+                "kl": estimate(0.5, 0.05, 3, "accuracy"),
+                "by cluster": estimate(1.0, 0.5, 3, method="cluster mean", clusters="clusters", labels=["g"]),
+                "one run": estimate(1.0, 0.1, 99, method="trace", clusters="sequences"),
+            },
+        },
+        {"run": "only here", "step": 5, "estimates": {"kl": estimate(0.5, 0.1, 3)}},
+    ]
+    found = compare(save(tmp_path / "a", 0, ours, rows), save(tmp_path / "b", 3, theirs, rows[:1]))
+    names = [each.name for each in found.numbers]
+    assert names == [
+        ("flatter", "trace"),
+        ("flatter", "minimal"),
+        ("better", "root"),
+        ("table", "a", "5", "kl"),
+        ("table", "a", "5", "by cluster"),
+    ]
+    trace, minimal, root, kl, _ = found.numbers
+    assert (trace.difference.value, trace.difference.stderr) == (pytest.approx(1), pytest.approx(0.5))
+    freedom = 0.25**2 / (0.09**2 / 3 + 0.16**2 / 5)
+    half = stats.t.ppf(0.975, freedom) * 0.5
+    assert trace.difference.ci95 == pytest.approx((1 - half, 1 + half))
+    p = 2 * stats.t.sf(2, freedom), 2 * stats.t.sf(8 / math.sqrt(2), 6)
+    assert (trace.difference.p_value, minimal.difference.p_value) == pytest.approx(p)
+    assert minimal.p_holm == pytest.approx(4 * p[1])
+    assert trace.p_holm == pytest.approx(3 * p[0])
+    assert (trace.agree, minimal.agree, root.agree, kl.agree) == (True, False, False, None)
+    assert root.verdicts == ("not tested at this scale", "shown")
+    assert (root.difference, root.p_holm) == (None, None)
+    assert (kl.difference.unit, kl.difference.stderr) == ("percentage points", pytest.approx(5 * math.sqrt(2)))
+    assert found.conclusion == (
+        "1 of 3 verdicts agree; 1 of 4 differences are outside of their 95 % interval around 0 (expected: 5 %)"
+    )
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("offset", "other", "message"),
+    [
+        (1, {"study": "t"}, "different studies: s and t"),
+        (1, {"scale": "smoke"}, "different scales: laptop and smoke"),
+        (1, {"claims_sha256": "1"}, "different files of claims, which"),
+        (0, {}, "both have the seed offset 0: a repetition needs another"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path, offset, other, message):
+    with pytest.raises(IsolossError, match=message):
+        compare(save(tmp_path / "a", 0, {}), save(tmp_path / "b", offset, {}, **other))
+
+
+def test_a_study_and_its_repetition(capsys, exports, tmp_path):
+    printed = call(capsys, "compare", *exports)
+    assert printed.splitlines()[0] == "blocks at scale tiny: A with seed offset 0, B with 1"
+    assert "of 2 verdicts agree" in printed
+    assert "of 6 differences are outside" in " ".join(printed.split())
+    document = json.loads(call(capsys, "compare", *exports, "--json"))
+    a, b = (files.read_json(each / "summary.json") for each in exports)
+    for number, ours, theirs in zip(document["numbers"][:2], a["claims"], b["claims"], strict=True):
+        first, second = (claim["answers"][0] for claim in (ours, theirs))
+        assert number["first"]["value"] == first["difference"]["value"]
+        assert number["verdicts"] == [first["verdict"], second["verdict"]]
+        moved = second["difference"]["value"] - first["difference"]["value"]
+        assert number["difference"]["value"] == pytest.approx(moved)
+    assert [number["name"] for number in document["numbers"][2:]] == [
+        ["means", group, key] for group in ("plain", "dropped") for key in ("kl", "trace")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("compare", "a"), "compare takes two exports"),
+        (("compare", "a", "b", "--scale", "tiny"), "--scale is not for study compare"),
+        (("compare", "no-such", "b"), "no-such is no export of a study: it has no provenance.json"),
+        (("report", "same-loss", "b"), "unexpected argument b: study report takes one study"),
+        (("run", "same-loss", "--output", "b"), "--output is for study export: study run writes"),
+        (("export", "same-loss", "--output", "b", "--workers=2"), "--workers is for study run: study export starts"),
+    ],
+)
+def test_wrong_words_are_refused(capsys, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(IsolossError, match=message):
+        call(capsys, *words)

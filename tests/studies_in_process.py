@@ -1,0 +1,125 @@
+"""Studies carried out within the tests' own process, and one of a few seconds that has blocks, claims and seeds."""
+
+from isoloss.cli import study as command
+from isoloss.cli.main import main
+from isoloss.studies.folder import StudyFolder
+from isoloss.studies.spec import load_study
+
+BLOCKS = """
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from isoloss.languages.config import PCFGConfig
+from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.studies import Contrast, Experiment, Measurement, Study, SummaryTable
+from isoloss.studies.comparison import change, over_seeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    description: str = "seconds"
+    seeds: tuple[int, ...] = (1, 2, 3)
+
+    @property
+    def experiments(self):
+        return {
+            f"{group}-{seed}": Experiment(
+                config=config(seed, dropout), measurements=(measured(seed),), group=group, block=i
+            )
+            for group, dropout in (("plain", 0.0), ("dropped", 0.3))
+            for i, seed in enumerate(self.seeds)
+        }
+
+    def with_seed_offset(self, offset):
+        return replace(self, seeds=tuple(seed + 100 * offset for seed in self.seeds))
+
+
+def config(seed, dropout):
+    language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8, seed=seed)
+    model = ModelConfig(size="d16", dropout=dropout)
+    return TrainConfig(language=language, model=model, steps=6, batch_size=8, seed=seed, checkpoints=(3,))
+
+
+def measured(seed):
+    settings = {"loss_sentences": 16, "flatness_sentences": 8, "seed": 1000 + seed}
+    return Measurement(measures=("loss", "trace"), settings=settings)
+
+
+def pairs(results):
+    seeds = dict.fromkeys(one.config.seed for one in results.experiments.values())
+    return [(results.at(f"plain-{seed}"), results.at(f"dropped-{seed}")) for seed in seeds]
+
+
+def contrasts(results):
+    return {"dropout": [Contrast(names=("plain", "dropped"), pairs=pairs(results), at_same_loss=False)]}
+
+
+def tables(results):
+    rows = [
+        ((name,), {key: over_seeds([pair[i][key].estimate for pair in pairs(results)]) for key in ("kl", "trace")})
+        for i, name in enumerate(("plain", "dropped"))
+    ]
+    return (SummaryTable("means", "means over seeds", ("group",), rows, "Means over seeds."),)
+
+
+STUDY = Study(
+    name="blocks",
+    scales={"tiny": Scale()},
+    claims=Path(__file__).with_name("claims.toml"),
+    contrasts=contrasts,
+    tables=tables,
+    first_page_blocks=2,
+    block_name="grammars",
+)
+"""
+CLAIMS = """
+[[claims]]
+id = "dropout-flatter"
+statement = "Dropout makes a model flatter"
+paper = "none"
+compares = "dropout"
+measures = "trace"
+direction = "decrease"
+
+[[claims]]
+id = "dropout-same-loss"
+statement = "Dropout leaves the loss where it is"
+paper = "none"
+compares = "dropout"
+measures = "kl"
+direction = "no change within"
+margin = 0.5
+"""
+
+
+def write(folder):
+    """Write the study's file and its claims; return the file."""
+    (folder / "claims.toml").write_text(CLAIMS)
+    (folder / "blocks.py").write_text(BLOCKS)
+    return folder / "blocks.py"
+
+
+def run(units, *, workers, logs, say, on_done):
+    """An executor of a few lines: every unit in turn, in this process."""
+    todo = [unit for unit in units if not unit.done()]
+    for unit in todo:
+        say(unit.name)
+        assert main(list(unit.arguments)) == 0
+        on_done(unit)
+    return len(todo)
+
+
+def finish(folder, seed_offset=0):
+    """Make the study in blocks, without any page but the last; return its folder."""
+    made = StudyFolder(load_study(write(folder)), folder / "out", seed_offset=seed_offset)
+    made.prepare()
+    run(made.plan(), workers=1, logs=folder, say=lambda _: None, on_done=lambda _: None)
+    made.report()
+    return made.path
+
+
+def call(capsys, *words, status=0):
+    """Return what `isoloss study` prints."""
+    capsys.readouterr()
+    assert command.main([str(word) for word in words]) == status
+    return capsys.readouterr().out
