@@ -30,6 +30,18 @@ def process_settings(threads: int, device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def seed_dropout(seed: int, device: torch.device) -> None:
+    """Seed torch's default generators of the CPU and of `device`, which dropout draws from.
+
+    On a CPU, `torch.manual_seed` would also keep a call with its stack trace for every kind of GPU: 0.8 ms, each step.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+
+
 @contextlib.contextmanager
 def signals() -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether Ctrl-C or SIGTERM came; the second one is handled as if this were not here.

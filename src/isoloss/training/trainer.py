@@ -41,7 +41,7 @@ from isoloss.training.distributed import ProcessGroup, process_group
 from isoloss.training.loggers import Loggers
 from isoloss.training.objectives import TrainingBatch, prediction_loss, training_batch
 from isoloss.training.prefetching import Batches
-from isoloss.training.process import process_settings, signals
+from isoloss.training.process import process_settings, seed_dropout, signals
 from isoloss.training.stages import Stages
 from isoloss.training.throughput import Progress, Timing
 
@@ -316,7 +316,7 @@ class _Training:
         inputs, num_tokens = self.batches.of(number)
         batch = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         is_logged = number % self.config.log_every == 0 or number == self.stages.ends[index]
-        torch.manual_seed(derive(self.config.seed, "dropout", number, *self.group.stream))
+        seed_dropout(derive(self.config.seed, "dropout", number, *self.group.stream), self.device)
         of_stage = number - self.stages.begin(index)
         result = self.algorithms[0].step(of_stage, batch, self.loss, with_norm=is_logged)
         self.average.update()

@@ -31,7 +31,7 @@ from isoloss.runs import versions
 from isoloss.seeds import derive, generator
 from isoloss.text.masking import Batch
 from isoloss.training.algorithms.base import TrainingAlgorithm, TrainingContext
-from isoloss.training.process import process_settings, signals
+from isoloss.training.process import process_settings, seed_dropout, signals
 from isoloss.training.trainer import Interrupted
 from isoloss.transfer.config import FinetuneConfig
 from isoloss.transfer.features import backbone_of, check_sentences
@@ -251,7 +251,7 @@ class _Seed:
         batch = _trimmed(self.task.batch("train", rows), self.device)
         batch["labels"] = self.task.train_labels[rows].to(self.device)
         number = self.step + 1
-        torch.manual_seed(derive(self.config.seed, "finetune", "dropout", self.index, number))
+        seed_dropout(derive(self.config.seed, "finetune", "dropout", self.index, number), self.device)
         loss = self.algorithm.step(number, batch, self.classifier.loss).loss_nats
         self._check_finite(loss, f"the loss at step {number}")
         self.step = number
