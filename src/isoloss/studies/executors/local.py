@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoloss.errors import IsolossError
+from isoloss.studies.executors import warm
+from isoloss.studies.executors.warm import WarmCommand, WarmProcess
 from isoloss.studies.plan import Unit, check
 
 POLL_SECONDS = 0.1
@@ -23,7 +25,7 @@ GRACE_SECONDS = 60.0  # for workers to save after an interrupt
 @dataclass
 class _Worker:
     unit: Unit
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | WarmCommand
     log: Path
     start: float
 
@@ -38,7 +40,8 @@ def run(
 ) -> int:
     """Carry out what of the plan is not done yet, and return how many units were run.
 
-    Each unit is a process of its own with one thread. If this process ends, however it ends, so do they: the commands
+    Each unit is a process of its own with one thread; on Linux it is forked from one that has the imports behind it
+    (`isoloss.studies.executors.warm`). If this process ends, however it ends, so do they: the commands
     resume from their files. A failed unit stops the plan once the running ones have ended.
 
     Args:
@@ -62,6 +65,7 @@ def run(
     ended: list[Unit] = []  # of which `on_done` has not been told
     failed: _Worker | None = None
     heartbeat = time.monotonic()
+    parent = WarmProcess() if count and warm.IS_AVAILABLE else None
     if count:
         say(f"{count} of {total} units to do, {workers} at a time; what they say is in {logs}")
     try:
@@ -69,7 +73,7 @@ def run(
             ready = [unit for unit in todo if done.issuperset(unit.after)] if failed is None else []
             for unit in ready[: workers - len(running)]:
                 todo.remove(unit)
-                running.append(_start(unit, logs))
+                running.append(_start(unit, logs, parent))
                 say(f"{unit.name}: started")
             while ended:  # only now, when the workers have work again
                 on_done(ended.pop(0))
@@ -94,22 +98,26 @@ def run(
     except BaseException:
         _stop(running)
         raise
+    finally:
+        if parent is not None:
+            parent.close()
     if failed is not None:
         raise IsolossError(_failure(failed))
     return count
 
 
-def _start(unit: Unit, logs: Path) -> _Worker:
+def _start(unit: Unit, logs: Path, parent: WarmProcess | None) -> _Worker:
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', unit.name)}.log"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ISOLOSS_EXIT_WITH_STDIN": "1"}
+    if parent is not None:
+        return _Worker(unit, parent.start(unit.arguments, log), log, time.monotonic())
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "isoloss", *unit.arguments],
             stdin=subprocess.PIPE,  # never written to: its end tells the worker that the executor is gone
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**os.environ, **warm.ENVIRONMENT},
             start_new_session=True,  # Ctrl-C reaches the executor alone, which passes it on
         )
     return _Worker(unit, process, log, time.monotonic())
@@ -131,8 +139,9 @@ def _stop(running: list[_Worker]) -> None:
 
 
 def _close(worker: _Worker) -> None:
-    assert worker.process.stdin is not None
-    worker.process.stdin.close()
+    if isinstance(worker.process, subprocess.Popen):
+        assert worker.process.stdin is not None
+        worker.process.stdin.close()
 
 
 def _last_line(log: Path) -> str:

@@ -1,0 +1,203 @@
+"""Commands that start at once: a process that has the imports behind it is forked for each.
+
+`python -m isoloss.studies.executors.warm LIFELINE` reads commands from its standard input and says on its standard
+output how they go, a JSON document a line. A command is a fork of it that runs `python -m isoloss`. Its standard input
+is the pipe LIFELINE, into which nobody writes and which ends with the process that holds the other end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from isoloss.errors import IsolossError
+
+# what training and evaluating need. Imports start no threads as long as OpenMP has one: forks of threads could hang
+PRELOADED = (
+    "isoloss.cli.train",
+    "isoloss.cli.eval",
+    "isoloss.evaluation.evaluator",
+    "isoloss.evaluation.measures.flatness",
+    "isoloss.evaluation.measures.loss",
+    "isoloss.evaluation.measures.transfer",
+    "isoloss.evaluation.pretraining",
+    "isoloss.evaluation.context",
+    "isoloss.flatness.rescaling.minimal",
+    "isoloss.languages.hmm.language",
+    "isoloss.languages.pcfg.language",
+    "isoloss.models.architectures",
+    "isoloss.models.bert",
+    "isoloss.models.expansion",
+    "isoloss.models.fused",
+    "isoloss.training.trainer",
+    "isoloss.transfer.draws",
+    "isoloss.transfer.linear_probing",
+    "isoloss.transfer.whole_language",
+    "transformers.models.bert.modeling_bert",
+)
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ISOLOSS_EXIT_WITH_STDIN": "1"}  # of every unit
+_REAP_SECONDS = 0.05
+
+IS_AVAILABLE = sys.platform == "linux"  # elsewhere libraries that torch links to do not survive a fork
+
+
+class WarmProcess:
+    """The parent's side of the process that is forked."""
+
+    def __init__(self) -> None:
+        lifeline, self._held = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "isoloss.studies.executors.warm", str(lifeline)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[lifeline],
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
+        )
+        os.close(lifeline)
+        self._statuses: dict[int, int] = {}
+        self._buffer = b""
+
+    def start(self, arguments: Sequence[str], log: Path) -> WarmCommand:
+        """Start an `isoloss` command, with its output in `log`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"arguments": list(arguments), "log": str(log)}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise IsolossError(_GONE) from None
+        while True:
+            for document in self._read(None):
+                if "started" in document:
+                    return WarmCommand(self, document["started"])
+
+    def status(self, pid: int) -> int | None:
+        """Return the exit status of a command; None while it runs."""
+        self._read(0.0)
+        return self._statuses.get(pid)
+
+    def close(self) -> None:
+        """End the process, and what is left of its commands."""
+        os.close(self._held)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _read(self, seconds: float | None) -> list[dict[str, int]]:
+        """Return what the process has said, after waiting for at most `seconds`; None: until it says anything."""
+        assert self._process.stdout is not None
+        file = self._process.stdout.fileno()
+        documents = []
+        while select.select([file], [], [], seconds)[0]:
+            if not (more := os.read(file, 1 << 16)):
+                raise IsolossError(_GONE)
+            *lines, self._buffer = (self._buffer + more).split(b"\n")
+            for document in map(json.loads, lines):
+                documents.append(document)
+                if "ended" in document:
+                    self._statuses[document["ended"]] = document["status"]
+            seconds = 0.0
+        return documents
+
+
+@dataclass
+class WarmCommand:
+    """A command that was started, with those methods of `subprocess.Popen` that an executor needs."""
+
+    parent: WarmProcess
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self.parent.status(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float) -> None:
+        """Wait until it has ended; after `timeout` seconds `subprocess.TimeoutExpired` is raised."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("isoloss", timeout)
+            time.sleep(_REAP_SECONDS)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+_GONE = "the process from which the units are forked has ended: run the study again"
+
+
+def serve(lifeline: int) -> None:
+    """Fork a process for every command that standard input names, until it ends."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    running: set[int] = set()
+    buffer = b""
+    while True:
+        if select.select([0], [], [], _REAP_SECONDS)[0]:
+            if not (more := os.read(0, 1 << 16)):
+                return
+            *lines, buffer = (buffer + more).split(b"\n")
+            for document in map(json.loads, lines):
+                pid = os.fork()
+                if pid == 0:
+                    _become(document["arguments"], document["log"], lifeline)
+                running.add(pid)
+                _say(started=pid)
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                running.remove(pid)
+                _say(ended=pid, status=os.waitstatus_to_exitcode(status))
+
+
+def _become(arguments: Sequence[str], log: str, lifeline: int) -> None:
+    """Be `python -m isoloss` with these arguments, in the process that was forked for it, and end with it."""
+    status = 1
+    try:
+        os.setsid()
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for target, source in ((0, lifeline), (1, file), (2, file)):
+            os.dup2(source, target)
+        sys.argv = ["isoloss", *arguments]
+        runpy.run_module("isoloss", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _say(**document: int) -> None:
+    os.write(1, json.dumps(document).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
