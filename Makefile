@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install demo test test-all lint types docs bench-languages clean
 
 help:
-	@echo "make demo      the same-loss study at laptop scale: about five minutes on two cores, ends with a report"
+	@echo "make demo      the study same-loss at laptop scale: under twenty minutes on two cores, a page after five"
 	@echo "make test      the test suite"
 	@echo "make test-all  the test suite with the slow tests"
 	@echo "make lint types docs   style, type and documentation checks"

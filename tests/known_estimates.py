@@ -74,7 +74,7 @@ def save_evaluation(run, measure, step, given):
             measure=measure,
             step=step,
             weights="0",
-            settings=SETTINGS,
+            settings=next(iter(given.values())).settings,
             estimates={name: one.estimate for name, one in given.items()},
             inputs="the same",
             examples=hashlib.sha256(examples).hexdigest(),

@@ -69,6 +69,16 @@ TRANSFER_MEASURES = {
         "Lookup",
         "the same probe on the true conditionals: the look-up table, a model without parameters",
     ),
+    "log-lookup-TASK": ("LogLookup", "the same probe on their logarithms, of at least log 1e-4"),
+    "one-hot-TASK": ("OneHot", "the same probe on the tokens themselves"),
+    "few-shot-TASK-NUMBER": (
+        "FewShot",
+        "mean accuracy of convex probes fitted to few sentences each, over draws of these, e.g. few-shot-prefix-4-100",
+    ),
+    "projected-TASK-WIDTH": (
+        "Projected",
+        "accuracy of convex probes on random projections to a width, for models of several, e.g. projected-prefix-4-64",
+    ),
     "finetune-TASK": ("Finetune", "accuracy of the fine-tuned model, e.g. finetune-root"),
 }
 GLUE_TASKS = {
@@ -100,5 +110,6 @@ RESCALING_FAMILIES = {
     "roberta-prelayernorm": ("bert_pre_layer_norm", "RoBERTa-PreLayerNorm, which is isoloss's bert-pre-ln"),
 }
 
-SAME_LOSS = "models of the same pre-training loss: longer training, another optimizer, other sizes"
+SAME_LOSS = "models of the same pre-training loss that differ in flatness: do they differ in transfer?"
+PILOT = "what the study same-loss is planned with: slopes of transfer on the loss, and variances"
 COMPARED = "the paper's algorithms and others, several seeds of each: loss, flatness and transfer"

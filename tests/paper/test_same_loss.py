@@ -1,297 +1,427 @@
-"""The study same-loss: its plan, its verdicts on known numbers, and its page."""
+"""The study same-loss: its plan, its verdicts on known numbers, its answer and its page."""
 
 import dataclasses
 import hashlib
 import json
+import math
+import re
 
 import pytest
 
 import known_estimates as known
 from isoloss.errors import IsolossError
+from isoloss.evaluation.measures.base import settings_of
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
-from isoloss.paper.same_loss import page
-from isoloss.paper.same_loss import study as design
-from isoloss.paper.same_loss.study import STUDY
+from isoloss.paper.same_loss import page, pilot
+from isoloss.paper.same_loss.answer import answer
+from isoloss.paper.same_loss.design import BASE, GROUPS, UNTOUCHED, polished
+from isoloss.paper.same_loss.study import SCALES, STUDY, contrasts, factor, measures, tables
+from isoloss.statistics.estimate import Estimate
 from isoloss.studies.answers import answer_all
 from isoloss.studies.claims import read_claims
+from isoloss.studies.comparison import Measured
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
 from isoloss.studies.results import Results, common_measures, run_of
 from isoloss.studies.verdicts import Verdict
 
-SCALE = design.SCALES["smoke"]
-FOLDER_FILES = ["configs/adamw-d16.toml", "configs/adamw-d32.toml", "configs/sgd-d32.toml", "study.json"]
+SCALE = SCALES["laptop"]
+SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED, _ = Verdict
+PRIMARY = ("sgd-transfer", "prefix-4")
 
 
-def at(kl=0.04, trace=40.0, root=0.5, prefix=0.5, minimum=10.0):
-    return known.checkpoint(SCALE.tasks, kl, trace, (root, prefix), minimum)
+def value(key, arm, grammar, changes):
+    """The known value of an estimate: the same for all arms, but for a number of the grammar and for `changes`."""
+    by_kind = {"kl": 0.003, "trace": 80.0, "minimal-trace": 20.0}
+    kind = key.removesuffix("-rescaled-at-random")
+    base = by_kind.get(kind, 20.0 if "minimal" in key else 80.0 if "trace" in key else 0.6)
+    spread = {"kl": 1e-5}.get(key, 0.1 if base > 1 else 0.001)
+    noise = spread * math.sin(7 * grammar + len(arm) + len(key))
+    scale = 2.0 if key == "trace-rescaled-at-random" else 1.0
+    return scale * base + (0 if arm == UNTOUCHED and key != "kl" else noise) + changes.get((arm, key), 0.0)
 
 
-def known_results(tmp_path, *, lookup=0.5, expanded=None, **last):
-    """Results in which every checkpoint is the same but for the last ones of the named runs.
-
-    `expanded` gives the smaller size's trace in the larger one's architecture by scale, 40 unless given, and its
-    minimal trace by `minimum`, 10 unless given.
-    """
-    estimates = {(name, step): at() for name, experiment in SCALE.experiments.items() for step in experiment.kept_steps}
-    for name, changes in last.items():
-        run = name.replace("_", "-")
-        estimates[run, SCALE.experiments[run].config.steps] = at(**changes)
-    for size in SCALE.sizes[:-1]:
-        for name, measure in SCALE.expanded_traces.items():
-            trace = known.measured((expanded or {}).get(name, 40.0), 1.0)
-            estimates[design.adamw_run(size), SCALE.steps][measure] = trace
-        minimum = known.measured((expanded or {}).get("minimum", 10.0), 0.25)
-        estimates[design.adamw_run(size), SCALE.steps][SCALE.expanded_minimum] = minimum
-    for name, experiment in SCALE.experiments.items():
-        checkpoint = estimates[name, experiment.config.steps]
-        checkpoint |= known.control(checkpoint)
-    main = SCALE.main_run, SCALE.steps
-    estimates[main] |= {f"lookup-{task}": known.accuracy(lookup) for task in SCALE.tasks}
-    return Results(SCALE, estimates, tmp_path)
+def known_results(folder, scale=SCALE, **given):
+    """Results in which nothing differs but what is `given`: by arm, the change of each estimate at all checkpoints."""
+    changes = {(arm.replace("_", "-"), key): by for arm, some in given.items() for key, by in some.items()}
+    checkpoints = {}
+    for unit in scale.units:
+        names = {name: name.removeprefix(f"{unit.prefix}-") for name in scale.experiments}
+        for name, arm in names.items():
+            if not name.startswith(f"{unit.prefix}-"):
+                continue
+            experiment = scale.experiments[name]
+            for part in experiment.measurements:
+                for step in experiment.steps(part):
+                    at = checkpoints.setdefault((name, step), {})
+                    for measure in part.measures:
+                        at |= estimates(measure, part.settings, arm, unit.grammar, changes)
+    return Results(scale, checkpoints, folder)
 
 
-def claims(results):
+def estimates(measure, settings, arm, grammar, changes):
+    """The exact estimates of a measure, by their keys in the results."""
+    names = {
+        "loss": ("entropy", "kl", "loss"),
+        "rescaling-control": ("trace-rescaled-at-random", "minimal-trace-rescaled-at-random"),
+    }.get(measure, (measure,))
+    own = {} if measure == "rescaling-control" else settings_of(measure, settings)
+    return {
+        name: Measured(
+            estimate=Estimate(
+                value=value(name, arm, grammar, changes),
+                stderr=0.0,
+                samples=0,
+                unit="accuracy" if "-prefix-" in name else "nats per predicted token",
+                num_predictions=100,
+                method="known",
+                details={"majority_rate": 0.2, "bayes_accuracy": 1.0} if "-prefix-" in name else {},
+            ),
+            inputs="the same",
+            settings=own,
+            examples={},
+        )
+        for name in names
+    }
+
+
+def claims(results, scale="laptop"):
     """The result of every claim."""
-    return answer_all(read_claims(STUDY.claims), design.contrasts(results), design.measures(results.scale))
+    file = read_claims(STUDY.claims, scales=STUDY.scales)
+    return answer_all(file, contrasts(results), measures(results.scale), scale=scale)
 
 
 def verdicts(results):
     """The verdict of each case of each claim."""
-    return {(result.claim.id, answer.case): answer.verdict for result in claims(results) for answer in result.answers}
+    return {(result.claim.id, one.case): one.verdict for result in claims(results) for one in result.answers}
 
 
-SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED, _ = Verdict
-TASKS = ("root", "prefix-2")
-TRANSFER = ("sgd-transfer", "longer-transfer", "larger-transfer", "lookup-transfer")
+# --- the design ------------------------------------------------------------------------------------------------------
 
 
 def test_every_claim_compares_what_there_is_and_every_contrast_is_asked_of(tmp_path):
     found = known_results(tmp_path)
-    asked = [result.claim for result in claims(found) if not result.claim.not_tested]
-    assert {claim.compares for claim in asked} == set(design.contrasts(found))
-    assert {claim.measures for claim in asked} == {"kl", "flatness", "transfer", "flatness in one architecture"}
+    asked = read_claims(STUDY.claims, scales=STUDY.scales).claims
+    assert {claim.compares for claim in asked} == set(contrasts(found))
+    assert all(not claim.not_tested for claim in asked)
 
 
 @pytest.mark.parametrize("study", [STUDY, ALGORITHMS])
 def test_every_claim_about_flatness_is_asked_with_both_traces(study):
-    measures = (study.measures or common_measures)(study.scale())
+    known_measures = (study.measures or common_measures)(study.scale())
     for claim in read_claims(study.claims).claims:
         if "flat" in claim.id or "sharp" in claim.id:
-            assert claim.measures in ("flatness", "flatness in one architecture")
-            names = measures[claim.measures].values()
+            names = known_measures[claim.measures].values()
             assert {"minimal-trace" in name for name in names} == {True, False}
 
 
-@pytest.mark.parametrize("name", list(design.SCALES))
-def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name, monkeypatch):
-    """Also of one that a scale is given later: no claim names its tasks."""
-    scale = design.SCALES[name]
-    assert design.measures(scale)["transfer"] == {task: f"probe-{task}" for task in scale.tasks}
+@pytest.mark.parametrize("name", list(SCALES))
+def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name):
+    scale = SCALES[name]
     asked = {}
-    for claim, case in verdicts(known_results(tmp_path)):
-        asked.setdefault(claim, []).append(case)
-    for claim in TRANSFER:
-        suffix = " (d16 to d32)" if claim == "larger-transfer" else ""
-        assert asked[claim] == [f"{task}{suffix}" for task in TASKS]
-    more = dataclasses.replace(SCALE, tasks=(*SCALE.tasks, "prefix-1"))
-    extra = {"probe-prefix-1": known.accuracy(0.5), "lookup-prefix-1": known.accuracy(0.5)}
-    checkpoints = {place: {**one, **extra} for place, one in known_results(tmp_path).checkpoints.items()}
-    found = verdicts(Results(more, checkpoints, tmp_path))
-    cases = {case for claim, case in found if claim == "longer-transfer"}
-    assert cases == {*TASKS, "prefix-1"}
+    for result in claims(known_results(tmp_path, scale), name):
+        asked[result.claim.id] = [one.case for one in result.answers]
+    tasks = list(scale.tasks)
+    for claim in ("sgd", "noise", "longer", "adversary", "helper", "decay"):
+        assert asked[f"{claim}-transfer"] == tasks
+    kinds = ("probabilities", "logarithms")
+    assert asked["lookup-transfer"] == [f"{task} ({kind})" for kind in kinds for task in tasks]
+
+
+def test_no_grammar_is_the_pilots_and_no_two_units_share_a_seed():
+    from isoloss.paper.same_loss.pilot_study import SCALES as PILOTS
+
+    seeds = [config.seed for config in (e.config for e in SCALE.experiments.values())]
+    languages = {e.config.language.seed for e in SCALE.experiments.values()}
+    others = {e.config.language.seed for e in SCALE.with_seed_offset(3).experiments.values()}
+    pilots = {e.config.language.seed for e in PILOTS["laptop"].experiments.values()}
+    assert len(languages) == len(SCALE.grammars)
+    assert not languages & others
+    assert not pilots & (languages | others)
+    by_language = {}
+    for experiment, seed in zip(SCALE.experiments.values(), seeds, strict=True):
+        by_language.setdefault(experiment.config.language.seed, set()).add(seed)
+    every = [seed for some in by_language.values() for seed in some]
+    assert (
+        len(every) == len(set(every)) == 2 * len(SCALE.grammars)
+    )  # that of the base, and that of what goes on from it
+
+
+def test_all_arms_of_a_unit_have_the_same_polish_and_are_measured_alike():
+    unit = SCALE.units[0]
+    arms = [SCALE.experiments[unit.run(arm)] for arm in GROUPS]
+    polishes = {arm.config.stages[-1].applied_to(arm.config).optimizer for arm in arms}
+    assert {polish.weight_decay for polish in polishes} == {0.0, 0.1}
+    assert {arm.config.stages[-1].steps for arm in arms} == {SCALE.polish_steps}
+    assert len({str(arm.measurements[0].settings) for arm in SCALE.experiments.values() if arm.block == 0}) == 1
+    seeds = {arm.measurements[0].settings["seed"] for arm in arms}
+    assert not seeds & {arm.config.seed for arm in arms}  # no probe is fitted on the adversary's examples
+
+
+def test_the_plan_trains_before_it_measures_a_grammar_at_a_time(tmp_path):
+    units = StudyFolder(STUDY, tmp_path, "laptop").plan()
+    check(units)
+    after = {unit.name: unit.after for unit in units}
+    assert after["train g0-s0-untouched"] == ("train g0-s0-base",)
+    assert after[f"train g0-s0-{polished('label-noise', 1000)}"] == ("train g0-s0-label-noise",)
+    assert after["measure g0-s0-helper"] == ("train g0-s0-helper",)
+    assert {unit.block for unit in units} == set(range(len(SCALE.grammars)))
+    assert not any(unit.done() for unit in units)
+
+
+def test_sgd_warms_up_as_in_the_paper():
+    stage = SCALE.experiments["g0-s0-label-noise"].config.stages[0]
+    assert stage.optimizer.warmup_steps == 0.12 * stage.steps  # appendix B.2
+    assert (stage.labels, SCALE.experiments["g0-s0-no-noise"].config.stages[0].labels) == ("sampled", "exact")
+
+
+def test_the_slopes_are_those_of_the_pilot():
+    slopes = {slope.size: slope.value for slope in pilot.read() if slope.measure == "probe-prefix-4"}
+    assert set(slopes) == set(SCALE.sizes)
+    assert pilot.slopes("d32")["probe-prefix-4"].value == slopes["d32"]
+    both = pilot.slopes("d16", "d32")["probe-prefix-4"]
+    assert both.value == pytest.approx((slopes["d16"] + slopes["d32"]) / 2)
+    for key in (*SCALE.probes.values(), *SCALE.projected_probes.values()):
+        assert pilot.slopes("d32", "d64")[key].samples > 1
+
+
+def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
+    from isoloss.paper.same_loss.pilot_study import loss_margin
+
+    file = read_claims(STUDY.claims)
+    margin = loss_margin(pilot.slopes(SCALE.main_size)["probe-prefix-4"])
+    assert file.same_loss_nats == pytest.approx(margin, rel=0.02)
+    others = {claim.compares: claim.same_loss_nats for claim in file.claims if claim.same_loss_nats}
+    assert others == {"adversary": 5 * file.same_loss_nats, "helper": 5 * file.same_loss_nats}
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("last", "expected"),
+    ("given", "expected"),
     [
-        # nothing differs: the loss is the same, and nothing else is shown
+        ({}, {PRIMARY: NOT_SHOWN, ("sgd-flatter", "trace"): NOT_SHOWN, ("helper-transfer", "prefix-2"): NOT_SHOWN}),
+        # flatter and better, at the same loss
         (
-            {},
-            {("sgd-same-loss", ""): SHOWN, ("sgd-flatter", "trace"): CONTRADICTED, ("sgd-transfer", "root"): NOT_SHOWN},
-        ),
-        # less than half the trace, the same minimal trace, and better probes, at the same loss
-        (
-            {"sgd_d32": {"trace": 15.0, "root": 0.56, "prefix": 0.56}},
+            {"label_noise": {"trace": -40.0, "minimal-trace": -5.0, "probe-prefix-4": 0.02}},
             {
+                PRIMARY: SHOWN,
+                ("sgd-transfer", "prefix-2"): NOT_SHOWN,
                 ("sgd-flatter", "trace"): SHOWN,
-                ("sgd-flatter", "minimal-trace"): CONTRADICTED,
-                ("sgd-transfer", "root"): SHOWN,
-                ("sgd-transfer", "prefix-2"): SHOWN,
-                ("larger-flatter", "trace, scale paper (d16 to d32)"): NOT_SHOWN,
+                ("noise-flatter", "minimal-trace"): SHOWN,
+                ("noise-transfer", "prefix-4"): SHOWN,
             },
-        ),
-        # the same of the minimal trace alone
-        (
-            {"sgd_d32": {"minimum": 4.0}, "adamw_d32": {"minimum": 8.0}},
-            {
-                ("sgd-flatter", "trace"): CONTRADICTED,
-                ("sgd-flatter", "minimal-trace"): NOT_SHOWN,
-                ("longer-flatter", "trace"): NOT_SHOWN,
-                ("longer-flatter", "minimal-trace"): SHOWN,
-                ("larger-flatter", "minimal-trace (d16 to d32)"): SHOWN,
-            },
-        ),
-        # a trace that falls by less than half, and a probe that gains less than its error allows to say
-        (
-            {"sgd_d32": {"trace": 22.0, "root": 0.51}},
-            {("sgd-flatter", "trace"): NOT_SHOWN, ("sgd-transfer", "root"): NOT_SHOWN},
         ),
         # the loss moves: whatever else moves says nothing about models of the same loss
         (
-            {"sgd_d32": {"kl": 0.06, "trace": 5.0, "root": 0.7}},
+            {"longer": {"kl": -0.001, "trace": -40.0, "probe-prefix-4": 0.02}},
+            {("longer-transfer", "prefix-4"): NOT_TESTED, ("longer-flatter", "trace"): NOT_TESTED},
+        ),
+        # controls
+        (
+            {"helper": {"probe-prefix-4": 0.05}, "adversary": {"probe-prefix-4": 0.05}},
             {
-                ("sgd-same-loss", ""): CONTRADICTED,
-                ("sgd-flatter", "trace"): NOT_TESTED,
-                ("sgd-transfer", "root"): NOT_TESTED,
+                ("helper-transfer", "prefix-4"): SHOWN,
+                ("helper-flatter", "minimal-trace"): NOT_SHOWN,
+                ("adversary-transfer", "prefix-4"): CONTRADICTED,
+                ("rescaling", "trace"): CONTRADICTED,
+                ("rescaling", "minimal-trace"): SHOWN,
             },
         ),
-        # a larger model that transfers better than the smaller one of the same loss, on one task
-        (
-            {"adamw_d16": {"prefix": 0.44}},
-            {
-                ("larger-transfer", "prefix-2 (d16 to d32)"): SHOWN,
-                ("larger-transfer", "root (d16 to d32)"): NOT_SHOWN,
-                ("lookup-transfer", "root"): NOT_SHOWN,
-            },
-        ),
-        # what speaks against a claim on one task stands beside what speaks for it on the other
-        (
-            {"adamw_d32": {"root": 0.4, "prefix": 0.6}},
-            {
-                ("longer-transfer", "root"): CONTRADICTED,
-                ("longer-transfer", "prefix-2"): SHOWN,
-                ("lookup-transfer", "root"): CONTRADICTED,
-                ("lookup-transfer", "prefix-2"): SHOWN,
-            },
-        ),
-        # the trace of a smaller model in its own architecture says nothing of the sizes
+        # sizes: by features as many of each, and in one architecture
         (
             {
-                "adamw_d16": {"trace": 400.0, "minimum": 100.0},
-                "expanded": {"paper": 120.0, "exact": 10.0, "minimum": 5.0},
+                "d16": {
+                    "projected-prefix-4-64": -0.03,
+                    "probe-prefix-2": 0.3,
+                    "trace-in-d64-paper": 40.0,
+                    "minimal-trace-in-d64": -5.0,
+                }
             },
             {
+                ("larger-transfer", "prefix-4 (d16 to d32)"): SHOWN,
+                ("larger-transfer", "prefix-2 (d16 to d32)"): NOT_SHOWN,
                 ("larger-flatter", "trace, scale paper (d16 to d32)"): SHOWN,
-                ("larger-flatter", "trace, scale balanced (d16 to d32)"): NOT_SHOWN,
-                ("larger-flatter", "trace, scale exact (d16 to d32)"): CONTRADICTED,
                 ("larger-flatter", "minimal-trace (d16 to d32)"): CONTRADICTED,
+                ("larger-flatter", "minimal-trace (d32 to d64)"): NOT_SHOWN,
+            },
+        ),
+        # the tables
+        (
+            {"base": {"lookup-prefix-4": -0.05, "log-lookup-prefix-4": 0.05}},
+            {
+                ("lookup-transfer", "prefix-4 (probabilities)"): SHOWN,
+                ("lookup-transfer", "prefix-4 (logarithms)"): CONTRADICTED,
             },
         ),
     ],
 )
-def test_verdicts_on_known_numbers(tmp_path, last, expected):
-    judged = verdicts(known_results(tmp_path, **last))
+def test_verdicts_on_known_numbers(tmp_path, given, expected):
+    judged = verdicts(known_results(tmp_path, **given))
     assert {name: judged[name] for name in expected} == expected
-    assert judged["adversarial", ""] is judged["regularization", ""] is NOT_TESTED
 
 
-def test_the_verdict_of_a_claim_says_where_its_tasks_differ(tmp_path):
-    found = known_results(tmp_path, adamw_d32={"root": 0.4, "prefix": 0.6})
-    longer = next(result for result in claims(found) if result.claim.id == "longer-transfer")
-    assert longer.verdict == "shown for prefix-2; contradicted for root"
+def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
+    found = known_results(tmp_path, label_noise={"kl": -1e-4})
+    (primary, _), (longer, _) = (
+        next(result for result in claims(found) if result.claim.id == name).answers
+        for name in ("sgd-transfer", "longer-transfer")
+    )
+    assert (primary.difference.samples, longer.difference.samples) == (len(SCALE.grammars), SCALE.complete)
+    assert primary.is_primary
+    assert primary.p_adjusted is None
+    assert longer.p_adjusted >= longer.p_value
+    differences = [
+        100
+        * (
+            found.at(unit.run("label-noise"))["probe-prefix-4"].estimate.value
+            - found.at(unit.run(UNTOUCHED))["probe-prefix-4"].estimate.value
+        )
+        for unit in SCALE.units
+    ]
+    losses = [
+        found.at(unit.run("label-noise"))["kl"].estimate.value - found.at(unit.run(UNTOUCHED))["kl"].estimate.value
+        for unit in SCALE.units
+    ]
+    assert primary.difference.value == pytest.approx(sum(differences) / len(differences))
+    slope = pilot.slopes("d32")["probe-prefix-4"].value
+    adjusted = primary.difference.value - slope * sum(losses) / len(losses)
+    assert primary.adjusted.value == pytest.approx(adjusted)
 
 
-def test_the_plan_trains_before_it_measures(tmp_path):
-    units = StudyFolder(STUDY, tmp_path, "laptop").plan()
-    check(units)
-    after = {unit.name: unit.after for unit in units}
-    assert after["train sgd-d64"] == ("train adamw-d64",)
-    assert after["measure sgd-d64"] == ("train sgd-d64",)
-    assert not any(unit.done() for unit in units)
-    assert {unit.arguments[0] for unit in units} == {"train", "eval"}
+def test_the_answer_says_what_the_verdicts_say(tmp_path):
+    nothing = answer(claims(known_results(tmp_path)))
+    assert "That is not shown." in nothing[0]
+    assert "smaller than" in nothing[0]
+    better = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": 0.02, "trace": -40.0})))
+    assert re.search(r"Yes\. Prefix-4 better \(\+(1\.9|2\.0).*by trace flatter \(-(39\.9|40)", better[0])
+    worse = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": -0.02, "trace": 40.0})))
+    assert re.search(
+        r"No: the contrary is shown\. Prefix-4 worse \(-(1\.9|2\.0).*by trace sharper \(\+(39\.9|40)", worse[0]
+    )
+    other = answer(claims(known_results(tmp_path, label_noise={"kl": 0.01})))
+    assert "the models are not shown to have the same loss" in other[0]
+    assert "adjusted to the same loss" in other[0]
+    assert "the minimal-trace stays where it is" in nothing[-1]
+    assert "the trace does not stay where it is" in nothing[-1]
 
 
-def test_laptop_has_what_the_paper_compares():
-    scale = design.SCALES["laptop"]
-    runs = scale.experiments
-    assert {run.config.model.size for run in runs.values()} == {"d16", "d32", "d64"}
-    assert len({run.config.language for run in runs.values()}) == 1
-    sgd = runs["sgd-d64"].config
-    assert sgd.optimizer.warmup_steps == 0.12 * sgd.steps  # appendix B.2
+# --- tables and the page ---------------------------------------------------------------------------------------------
+
+
+def test_the_factor_of_a_trace_is_the_geometric_mean():
+    pairs = [({"trace": known.measured(10.0)}, {"trace": known.measured(each)}) for each in (20.0, 40.0)]
+    found = factor(pairs, "trace", ["a", "b"])
+    assert found.value == pytest.approx(math.sqrt(8))
+    assert found.stderr == pytest.approx(found.value * math.log(2) / 2)
+
+
+def test_tables_of_differences(tmp_path):
+    found = known_results(tmp_path, label_noise={"trace": -40.0, "kl": 1e-3, "few-shot-prefix-4-100": 0.1})
+    for run in (unit.run("label-noise") for unit in SCALE.units):
+        step = SCALE.sgd_steps
+        found.checkpoints[run, step]["kl"] = exactly(found.checkpoints[run, step]["kl"], 0.013)
+    by_name = {table.name: dict(table.rows) for table in tables_of(found)}
+    after, before = by_name["after"], by_name["before"]
+    label = GROUPS["label-noise"], len(SCALE.grammars)
+    assert after[label]["kl"].value == pytest.approx(1e-3, abs=5e-5)
+    assert after[label]["trace"].value == pytest.approx(0.5, abs=0.01)
+    assert after[label]["few-shot-prefix-4-100"].value == pytest.approx(10, abs=0.3)
+    assert before[label]["kl"].value == pytest.approx(1e-2, abs=5e-5)
+    polishes = by_name["polishes"]
+    assert [row[0] for row in polishes] == [0, *SCALE.other_polishes, SCALE.polish_steps]
+    baselines = by_name["baselines"]
+    assert baselines[("Bayes-optimal classifier",)]["probe-prefix-4"].value == 1.0
+    assert baselines[("Majority class",)]["probe-prefix-4"].value == pytest.approx(0.2)
+
+
+def exactly(one, value):
+    """The same with another value."""
+    return dataclasses.replace(one, estimate=dataclasses.replace(one.estimate, value=value))
+
+
+def tables_of(results):
+    """The tables; sizes are counted in the files of runs."""
+    for name, experiment in results.experiments.items():
+        run = run_of(results.folder, name)
+        if not run.exists:
+            run.create(experiment.config)
+            known.files.write_json(run.path / "result.json", {"num_parameters": 1000})
+    return tables(results)
 
 
 def test_a_folder_of_another_plan_is_refused_and_left_alone(tmp_path):
     StudyFolder(STUDY, tmp_path, "smoke").prepare()
     StudyFolder(STUDY, tmp_path, "smoke").prepare()
-    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == FOLDER_FILES
     before = (tmp_path / "study.json").read_bytes()
     with pytest.raises(IsolossError, match="another plan"):
         StudyFolder(STUDY, tmp_path, "laptop").prepare()
+    with pytest.raises(IsolossError, match="another plan"):
+        StudyFolder(STUDY, tmp_path, "smoke", seed_offset=1).prepare()
     assert (tmp_path / "study.json").read_bytes() == before
 
 
-def save(results, folder):
-    """Write results as the runs of a finished study."""
-    known.save(folder, SCALE.experiments, results.checkpoints, SCALE.tasks)
-    for task in SCALE.tasks:
-        lookup = {"accuracy": results.at(SCALE.main_run)[f"lookup-{task}"]}
-        known.save_evaluation(run_of(folder, SCALE.main_run), f"lookup-{task}", SCALE.steps, lookup)
-    for run in map(design.adamw_run, SCALE.sizes[:-1]):
-        for measure in SCALE.expanded_traces.values():
-            known.save_evaluation(run_of(folder, run), measure, SCALE.steps, {"trace": results.at(run)[measure]})
-        minimum = {"minimal-trace": results.at(run)[SCALE.expanded_minimum]}
-        known.save_evaluation(run_of(folder, run), SCALE.expanded_minimum, SCALE.steps, minimum)
-
-
-def test_results_are_what_the_files_say(tmp_path):
-    written = known_results(tmp_path, sgd_d32={"trace": 15.0})
-    save(written, tmp_path)
-    read = Results.read(tmp_path, SCALE)
-    assert read.checkpoints == written.checkpoints
-    assert read.keys == ("kl", "trace", "minimal-trace", "probe-root", "probe-prefix-2")
-    table = read.table()
-    assert table.height == len(written.checkpoints)
-    assert table.filter(run="sgd-d32", step=SCALE.sgd_steps)["trace"].item() == 15.0
-    over_time = page._over_time(read).filter(run="sgd-d32")
-    assert over_time["step"].to_list() == [SCALE.steps, SCALE.steps + 100, SCALE.steps + SCALE.sgd_steps]
-    assert over_time["trace"].to_list() == [40.0, 40.0, 15.0]
-
-
-def test_a_missing_evaluation_is_named(tmp_path):
-    save(known_results(tmp_path), tmp_path)
-    run_of(tmp_path, "sgd-d32").evaluation_path("trace", 100).unlink()
-    with pytest.raises(IsolossError, match="sgd-d32 has no evaluation trace at step 100"):
-        Results.read(tmp_path, SCALE)
-
-
-def test_the_page_says_it_and_is_the_same_every_time(tmp_path):
-    save(known_results(tmp_path, sgd_d32={"trace": 15.0}), tmp_path)
+def test_the_page_has_every_part_and_is_the_same_every_time(tmp_path):
+    smoke = SCALES["smoke"]
+    save(known_results(tmp_path, smoke, label_noise={"trace": -40.0}), tmp_path)
     folder = StudyFolder(STUDY, tmp_path, "smoke")
     index = folder.report()
     text = index.read_text()
     assert "Scale smoke: every part runs, no verdict is given, and no number means anything." in text
     assert f"claims.toml, SHA-256 {hashlib.sha256(STUDY.claims.read_bytes()).hexdigest()}" in text
-    assert "multiplies the trace by 0.375 ± 0.027" in text  # hypot(1 / 15, 1 / 40) of it
-    assert "the minimal trace by 1.000 ± 0.035" in text
     assert "The same models, rescaled at random" in text
-    assert "../runs/sgd-d32/run.json" in text
-    assert {p.suffix for p in (index.parent / "figures").iterdir()} == {".pdf", ".png"}
+    assert "../runs/g0-s0-helper/run.json" in text
+    assert {p.stem for p in (index.parent / "figures").iterdir()} == {
+        "arms",
+        "flatness-probe-prefix-4",
+        "flatness-probe-prefix-2",
+        "sizes",
+    }
     before = {path: path.read_bytes() for path in index.parent.rglob("*.*")}
     folder.report()
     assert {path: path.read_bytes() for path in index.parent.rglob("*.*")} == before
-    trace = {"trace": known.measured(30.0, 1.0)}
-    known.save_evaluation(run_of(tmp_path, "sgd-d32"), "trace", SCALE.sgd_steps, trace)
-    assert "multiplies the trace by 0.750 ± 0.031" in folder.report().read_text()
+    document = json.loads(json.dumps(folder.summary().to_dict(), allow_nan=False))
+    assert {one["verdict"] for claim in document["claims"] for one in claim["answers"]} == {"no verdict at this scale"}
 
 
-def test_the_summary_is_json(tmp_path):
-    save(known_results(tmp_path), tmp_path)
-    summary = StudyFolder(STUDY, tmp_path, "smoke").summary()
-    document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
-    answers = {claim["claim"]: [answer["case"] for answer in claim["answers"]] for claim in document["claims"]}
-    assert len(answers) == 10
-    assert answers["longer-transfer"] == list(TASKS)
-    verdicts = {answer["verdict"] for claim in document["claims"] for answer in claim["answers"]}
-    assert verdicts == {"no verdict at this scale", "not tested"}  # not tested: what the study does not have
-    checkpoints, sizes, controls = summary.tables
-    columns, rows = checkpoints.cells()
-    assert "trace (nats/token)" in columns
-    assert {len(row) for row in rows} == {len(columns)}
-    columns, rows = sizes.cells()
-    assert columns[1] == "raw, not comparable (nats/token)"
-    assert [row[0] for row in rows] == list(SCALE.sizes)
-    columns, rows = controls.cells()
-    assert columns[2:4] == ["trace (nats/token)", "trace-rescaled-at-random (nats/token)"]
-    assert [row[:2] for row in rows] == [[name, "300"] for name in SCALE.experiments]
-    assert "The trace is multiplied by 2 to 2; the minimal trace changes by at most 0e+00" in controls.caption
+def save(results, folder):
+    """Write results as the runs of a finished study."""
+    for name, experiment in results.experiments.items():
+        run = run_of(folder, name)
+        run.create(experiment.config)
+        known.files.write_json(
+            run.path / "result.json", {"num_parameters": 1000 * int(experiment.config.model.size[1:])}
+        )
+        for part in experiment.measurements:
+            for step in experiment.steps(part):
+                at = results.checkpoints[name, step]
+                for measure in part.measures:
+                    names = {
+                        "loss": ("entropy", "kl", "loss"),
+                        "rescaling-control": tuple(k for k in at if "random" in k),
+                    }
+                    own = names.get(measure, (measure,))
+                    known.save_evaluation(run, measure, step, {key: at[key] for key in own})
+
+
+def test_the_correlation_is_within_grammars_and_given_the_loss(tmp_path):
+    found = known_results(tmp_path)
+    for place, unit in enumerate(SCALE.units):
+        for number, arm in enumerate(arm for arm in GROUPS if unit.run(arm) in SCALE.experiments):
+            at = found.checkpoints[unit.run(arm), SCALE.experiments[unit.run(arm)].config.steps]
+            logs = number + 0.3 * math.sin(5 * number + place)
+            at["trace"] = exactly(at["trace"], math.exp(place + logs))
+            at["probe-prefix-4"] = exactly(at["probe-prefix-4"], 0.1 * place - 0.01 * number)
+    text = page._correlation(found, "trace", "probe-prefix-4", ())
+    assert text.startswith("-0.9")  # less the grammars' own means, which rise together
+    models = 3 * len(SCALE.grammars) + 4 * SCALE.complete
+    assert text.endswith(f"of {models} models")
+    assert "not known" in page._correlation(known_results(tmp_path, SCALES["smoke"]), "trace", "probe-prefix-4", ())
+
+
+def test_the_base_is_what_the_untouched_arm_has_before_its_polish(tmp_path):
+    unit = SCALE.units[0]
+    base = SCALE.experiments[unit.run(BASE)]
+    assert SCALE.experiments[unit.run(UNTOUCHED)].config.init_from == f"../{unit.run(BASE)}"
+    assert base.kept_steps == (0, SCALE.steps)

@@ -179,10 +179,20 @@ class RescalingControl(MinimalTrace):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceIn(Trace):
-    """The same trace after expanding the model to a larger size."""
+class _Expansion:
+    """The architecture that a model is expanded into."""
 
     size: str
+    expanded_layers: int | None = setting(None, minimum=1, omit_default=True)
+    """Layers of the larger architecture; default: those of the size."""
+    expanded_heads: int | None = setting(None, minimum=1, omit_default=True)
+    """Heads per layer of the larger architecture; default: those of the size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceIn(_Expansion, Trace):
+    """The same trace after expanding the model to a larger size."""
+
     embedding_scale: str
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
@@ -191,10 +201,8 @@ class TraceIn(Trace):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinimalTraceIn(MinimalTrace):
+class MinimalTraceIn(_Expansion, MinimalTrace):
     """The same minimum after expanding the model to a larger size, whatever the scale of the embeddings."""
-
-    size: str
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return the minimum over the rescalings of the larger model; its details say how far the logits differ."""
@@ -361,9 +369,10 @@ def _expanded(
 ) -> MeasureResult:
     """Return what a trace's `run` gives of the model in the larger size."""
     from isoloss.models.expansion import expand
-    from isoloss.models.sizes import shape
+    from isoloss.models.sizes import reshaped, shape
 
-    large = expand(model, shape(measure.size), embedding_scale=embedding_scale).model  # refuses an unknown scale
+    into = reshaped(shape(measure.size), layers=measure.expanded_layers, heads=measure.expanded_heads)
+    large = expand(model, into, embedding_scale=embedding_scale).model  # refuses an unknown scale
     result = run(large, context)
     batches = context.inputs(measure.flatness_sentences, measure.seed).batches
     more = {

@@ -6,7 +6,8 @@ from isoloss.paper.algorithms.study import ALGORITHMS, BASELINE, Scale, config_o
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Style, accuracy
 from isoloss.report.html import Figure, Finding
-from isoloss.studies.page import PageParts, signed, words
+from isoloss.statistics.estimate import signed
+from isoloss.studies.page import PageParts, words
 from isoloss.studies.results import Results
 
 

@@ -1,141 +1,222 @@
-"""What the page of the study shows: findings, figures, and how it was made."""
+"""What the page of the study shows: figures, correlations, and how it was made."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 import polars as pl
 
-from isoloss.paper.same_loss.study import Scale, adamw_run, lookups, sizes_expanded
+from isoloss.errors import IsolossError
+from isoloss.paper.same_loss.design import GROUPS, UNTOUCHED, WEIGHT_DECAY, Scale, Unit
+from isoloss.paper.same_loss.study import factor, grammars_of, last, sizes_expanded, units_with
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Column, Style, accuracy
 from isoloss.report.html import Figure, Finding
-from isoloss.statistics.estimate import rounded
-from isoloss.studies.comparison import difference, ratio
-from isoloss.studies.page import PageParts, signed
-from isoloss.studies.results import Results
+from isoloss.report.intervals import Interval, IntervalPanel, intervals
+from isoloss.statistics.correlation import correlation
+from isoloss.statistics.estimate import Estimate
+from isoloss.studies.comparison import Checkpoint, Pair, change
+from isoloss.studies.page import PageParts
+from isoloss.studies.results import RESCALED, Results
+from isoloss.training.algorithms.config import AdversarialConfig
+
+BAND = 5e-4  # nats: models whose KL is so near to that of the untouched arm's are in the band of the same loss
+TRAINED_WITH_TASK = ("adversary", "helper")
 
 
 def parts(results: Results) -> PageParts:
     """Return what the page shows beside tables and claims."""
-    return PageParts(figures=_figures(results), findings=_findings(results), settings=_settings(results))
+    return PageParts(figures=_figures(results), findings=_findings(results), settings=_settings(results.scale))
 
 
-def _findings(results: Results) -> tuple[Finding, ...]:
-    scale: Scale = results.scale
-    before, after = results.at(scale.main_run), results.at(scale.sgd_run)
-    times = {key: ratio(after[key], before[key]) for key in ("trace", "minimal-trace")}
-    by = {key: rounded(factor.value, factor.stderr) for key, factor in times.items()}
-    table = lookups(results)
-    transfer = "; ".join(
-        f"{task} {signed(difference(after[f'probe-{task}'], before[f'probe-{task}']))}" for task in scale.tasks
-    )
-    against_table = "; ".join(
-        f"{key.removeprefix('probe-')} {signed(difference(before[key], one))} ({before[key].estimate} against "
-        f"{one.estimate})"
-        for key, one in table.items()
-    )
-    return (
-        Finding(
-            headline=f"SGD multiplies the trace by {by['trace']}, the minimal trace by {by['minimal-trace']}, and "
-            f"moves the KL by {signed(difference(after['kl'], before['kl']))}",
-            detail=f"{scale.sgd_steps:,} steps of SGD after {scale.steps:,} of AdamW: the trace goes from "
-            f"{before['trace'].estimate} to {after['trace'].estimate}, the minimal trace from "
-            f"{before['minimal-trace'].estimate} to {after['minimal-trace'].estimate}, the KL from "
-            f"{before['kl'].estimate} to {after['kl'].estimate}.",
-        ),
-        Finding(
-            headline="What that does to the probes",
-            detail=f"Accuracy at SGD's last checkpoint minus that at AdamW's last: {transfer}.",
-        ),
-        Finding(
-            headline="The look-up table",
-            detail=f"The probe on AdamW's last checkpoint minus that on the true conditionals: {against_table}.",
-        ),
-    )
+# --- figures ---------------------------------------------------------------------------------------------------------
 
 
 def _figures(results: Results) -> list[Figure]:
     scale: Scale = results.scale
-    table, tasks = results.table(), [accuracy(task) for task in scale.tasks]
-    style = Style.of(table)
-    by_size, over_time = _by_size(results), _over_time(results)
-    traces = [Column("trace-own", "Raw trace, not comparable", "nats/token", log=True)]
-    for name, key in scale.expanded_traces.items():
-        traces.append(Column(key, f"Trace in {scale.sizes[-1]}, {name}", "nats/token", log=True))
-    traces.append(Column(scale.expanded_minimum, f"Minimal trace in {scale.sizes[-1]}", "nats/token", log=True))
-    scatters = [
-        Figure(
-            name=f"loss-and-trace-{task}",
-            title=f"Loss and flatness against transfer: {task}",
-            chart=charts.scatter(table, ((KL, column), (TRACE, column), (MINIMAL_TRACE, column)), style=style),
-            caption="Every checkpoint: its KL to the truth, the trace of its Fisher and the minimal trace against the "
-            f"accuracy of a linear probe on the task {task}. Compare traces within a size: those of different widths "
-            "are not comparable. The paper's figure 1.",
+    tasks = [accuracy(task) for task in scale.tasks]
+    ends = _ends(results)
+    figures = []
+    if panels := _panels(results):
+        figures.append(
+            Figure(
+                name="arms",
+                title="Every arm against the untouched one",
+                chart=intervals(
+                    panels,
+                    [title for arm, title in GROUPS.items() if arm != UNTOUCHED],
+                    note="Lines: 95 % confidence intervals over grammars, not corrected for the number of arms",
+                ),
+                caption="After the same polish, paired by grammar and seed: the difference in KL, the factors of both "
+                "traces, and the difference in the accuracy of the probes. If flatness told models of one loss apart, "
+                "arms with a smaller trace would transfer better.",
+            )
         )
-        for task, column in reversed(list(zip(scale.tasks, tasks, strict=True)))
-    ]
-    return [
-        *scatters,
-        Figure(
-            name="over-time",
-            title=f"Over time: {scale.sizes[-1]}",
-            chart=charts.curves(over_time, (KL, TRACE, MINIMAL_TRACE, *tasks), style=style),
-            caption=f"AdamW from random weights, then SGD from its last checkpoint (step {scale.steps:,}). The "
-            "paper's figures 2, 4 and 10.",
-        ),
+    style = Style.of(ends)
+    axes = [(across, task) for task in tasks for across in (KL, TRACE, MINIMAL_TRACE)]
+    for task in tasks:
+        figures.append(
+            Figure(
+                name=f"flatness-{task.name}",
+                title=f"Loss, flatness and transfer: {task.title.split(', ')[-1]}",
+                chart=charts.scatter(ends, [pair for pair in axes if pair[1] is task], style=style),
+                caption="The last checkpoint of every arm and grammar: its KL to the truth, the trace of its Fisher "
+                "and the minimal trace against the accuracy of a linear probe. Compare within a size. The paper's "
+                "figure 1.",
+            )
+        )
+    figures.append(
         Figure(
             name="sizes",
-            title=f"Sizes after {scale.steps:,} steps of AdamW: loss and transfer",
-            chart=charts.sizes(by_size, (KL, *tasks)),
-            caption="Loss and probes by the number of parameters. Compare only models of the same loss: see the KL. "
-            "The paper's figures 3 and 5.",
-        ),
-        Figure(
-            name="sizes-trace",
-            title=f"Sizes after {scale.steps:,} steps of AdamW: flatness",
-            chart=charts.sizes(by_size, traces),
-            caption="The trace by the number of parameters of the trained model. The first panel has the raw traces, "
-            "each in its own architecture: these are not comparable across widths. The others show each model expanded "
-            f"into the architecture of {scale.sizes[-1]}: the trace with the embeddings scaled in three ways, which "
-            "are explained with the table of sizes, and the minimal trace, the same for all three. The paper's "
-            "figure 5.",
-        ),
+            title="Sizes",
+            chart=charts.sizes(_by_size(results), _size_columns(scale), style=style),
+            caption="Every grammar's models by the number of parameters. Raw traces of different widths are not "
+            f"comparable; the minimal trace is measured in the architecture of {scale.sizes[-1]}, and the projected "
+            "probe reads as many features of every size. The paper's figures 3 and 5.",
+        )
+    )
+    return figures
+
+
+def _panels(results: Results) -> list[IntervalPanel]:
+    """Return the differences of the arms from the untouched one; none where there are too few grammars."""
+    scale: Scale = results.scale
+    loss, traces, probes = [], [], []
+    for arm, title in GROUPS.items():
+        units = units_with(results, UNTOUCHED, arm)
+        if arm == UNTOUCHED or len(set(clusters := grammars_of(units))) < 2:
+            continue
+        pairs: list[Pair] = [(last(results, unit, UNTOUCHED), last(results, unit, arm)) for unit in units]
+        loss.append(_interval(title, "KL", change(pairs, "kl", clusters=clusters)))
+        for key, column in (("trace", TRACE), ("minimal-trace", MINIMAL_TRACE)):
+            traces.append(_factor_interval(title, column.title, factor(pairs, key, clusters)))
+        for task, key in scale.probes.items():
+            probes.append(_interval(title, task, change(pairs, key, clusters=clusters)))
+    if not loss:
+        return []
+    return [
+        IntervalPanel(title="KL, difference (nats per token)", intervals=loss),
+        IntervalPanel(title="Trace, factor", intervals=traces, reference=1.0, log=True),
+        IntervalPanel(title="Probe accuracy, difference (points)", intervals=probes),
     ]
+
+
+def _interval(row: str, series: str, estimate: Estimate) -> Interval:
+    low, high = estimate.ci95
+    return Interval(row=row, series=series, value=estimate.value, low=low, high=high, text=str(estimate))
+
+
+def _factor_interval(row: str, series: str, estimate: Estimate) -> Interval:
+    """Return the interval of a geometric mean: that of its logarithm."""
+    low, high = estimate.ci95
+    reach = (high - low) / 2 / estimate.value
+    value = estimate.value
+    ends = {"low": value * math.exp(-reach), "high": value * math.exp(reach)}
+    return Interval(row=row, series=series, value=value, **ends, text=str(estimate))
+
+
+def _ends(results: Results) -> pl.DataFrame:
+    """Return the rows of the last checkpoints of all arms of all grammars."""
+    scale: Scale = results.scale
+    keys = ["kl", *RESCALED, *scale.probes.values()]
+    arms = [*GROUPS, *(size for size in scale.sizes if size != scale.main_size)]
+    rows = []
+    for arm in arms:
+        for unit in units_with(results, arm):
+            run = unit.run(arm)
+            rows.append(results.row(run, results.experiments[run].config.steps, last(results, unit, arm), keys))
+    return pl.DataFrame(rows)
+
+
+def _size_columns(scale: Scale) -> list[Column]:
+    raw = Column("trace-own", "Raw trace, not comparable", "nats/token", log=True)
+    minimum = Column(scale.expanded_minimum, f"Minimal trace in {scale.sizes[-1]}", "nats/token", log=True)
+    task, projected = next(iter(scale.projected_probes.items()))
+    return [KL, raw, minimum, Column(projected, f"Projected probe, {task}", "%", percent=True)]
 
 
 def _by_size(results: Results) -> pl.DataFrame:
-    """Return the rows of AdamW's last checkpoints, with their traces in the largest size's architecture."""
+    """Return the rows of the untouched models of all sizes."""
     scale: Scale = results.scale
-    expanded = [*scale.expanded_traces.values(), scale.expanded_minimum]
-    keys = [key for key in results.keys if key != "trace"] + ["trace-own", *expanded]
+    keys = [column.name for column in _size_columns(scale)]
     rows = []
-    for size, one in sizes_expanded(results).items():
-        rows.append(results.row(adamw_run(size), scale.steps, {**one, "trace-own": one["trace"]}, keys))
+    for size in scale.sizes:
+        arm = scale.arm_of_size(size)
+        for unit in units_with(results, arm):
+            if unit.is_complete:
+                run, own = unit.run(arm), sizes_expanded(scale, size, last(results, unit, arm))
+                own = {**own, "trace-own": own["trace"]}
+                rows.append(results.row(run, results.experiments[run].config.steps, own, keys))
     return pl.DataFrame(rows)
 
 
-def _over_time(results: Results) -> pl.DataFrame:
-    """Return the rows of the main run and of SGD on from it, whose steps count on from the main run's last.
-
-    SGD's first row is the checkpoint that it started from.
-    """
-    scale: Scale = results.scale
-    main, sgd, start = results.of_run(scale.main_run), results.of_run(scale.sgd_run), scale.steps
-    rows = [results.row(scale.main_run, step, one, results.keys) for step, one in main.items()]
-    for step, one in {0: main[start], **sgd}.items():
-        rows.append(results.row(scale.sgd_run, start + step, one, results.keys))
-    return pl.DataFrame(rows)
+# --- findings --------------------------------------------------------------------------------------------------------
 
 
-def _settings(results: Results) -> dict[str, str]:
-    scale: Scale = results.scale
+def _findings(results: Results) -> tuple[Finding, ...]:
+    return tuple(
+        Finding(
+            headline=f"Correlation of flatness with transfer at the same loss, {which}",
+            detail="; ".join(
+                f"{column.title} and {task}: {_correlation(results, column.name, key, left_out)}"
+                for column in (TRACE, MINIMAL_TRACE)
+                for task, key in results.scale.probes.items()
+            )
+            + f". Over last checkpoints of the main size whose KL is within {BAND:g} nats of the untouched arm's; "
+            "logarithms of traces; less the means of each grammar and given the KL; 95 % interval by the jackknife "
+            "over grammars. If flatter models transferred better, it would be below 0.",
+        )
+        for which, left_out in (("all arms", ()), ("without adversary and helper", TRAINED_WITH_TASK))
+    )
+
+
+def _correlation(results: Results, trace: str, probe: str, left_out: Collection[str]) -> str:
+    """Return the partial correlation of a trace with a probe in the band of the same loss, in words."""
+    columns: dict[str, list[float]] = {"trace": [], "probe": [], "kl": []}
+    clusters: list[str] = []
+    for unit in results.scale.units:
+        arms = [arm for arm in GROUPS if arm not in left_out and unit.run(arm) in results.experiments]
+        ends = [end for end in (last(results, unit, arm) for arm in arms) if _in_band(results, unit, end)]
+        own = {
+            "trace": [math.log(end[trace].estimate.value) for end in ends],
+            "probe": [end[probe].estimate.value for end in ends],
+            "kl": [end["kl"].estimate.value for end in ends],
+        }
+        for name, values in own.items():
+            columns[name] += [value - sum(values) / len(values) for value in values]
+        clusters += [f"grammar {unit.grammar}"] * len(ends)
+    try:
+        found = correlation(columns["trace"], columns["probe"], clusters, given={"KL": columns["kl"]})
+    except IsolossError as error:
+        return f"not known ({error})"
+    low, high = found.interval95
+    return f"{found.value:+.2f} [{low:+.2f}, {high:+.2f}] of {found.observations} models"
+
+
+def _in_band(results: Results, unit: Unit, end: Checkpoint) -> bool:
+    untouched = last(results, unit, UNTOUCHED)["kl"].estimate.value
+    return abs(end["kl"].estimate.value - untouched) <= BAND
+
+
+# --- how it was made -------------------------------------------------------------------------------------------------
+
+
+def _settings(scale: Scale) -> dict[str, str]:
+    weight = AdversarialConfig.weight
     return {
-        "Entropy of the truth": str(results.at(scale.main_run)["entropy"].estimate),
-        "AdamW": f"{scale.steps:,} steps of {scale.batch_size} sentences, one masked token each; learning rate "
-        f"{scale.adamw.learning_rate:g} after {scale.adamw.num_warmup_steps(scale.steps):,} steps of warm-up, weight "
-        f"decay {scale.adamw.weight_decay:g}, no dropout",
-        "SGD": f"{scale.sgd_steps:,} steps of {scale.sgd_batch_size} sentences; learning rate "
-        f"{scale.sgd.learning_rate:g} after {scale.sgd.num_warmup_steps(scale.sgd_steps):,} steps of warm-up, no "
-        "momentum, no weight decay",
-        "Seeds": "one pre-training run each. Errors of differences are paired over the sentences, which are the same "
-        "for all checkpoints; they cover the measurement, not the variation between pre-training seeds",
+        "Grammars": f"{len(scale.grammars)}, of which {scale.complete} have all arms and the others those of the "
+        f"primary claim; pre-training runs for each: {scale.seeds_per_grammar}",
+        "Model": f"BERT {scale.main_size} with {scale.layers} layers, no dropout; {scale.batch_size} sentences a "
+        "step, one masked token each",
+        "Base": f"{scale.steps:,} steps of AdamW on exact labels, learning rate {scale.learning_rate:g}, decayed to 0 "
+        "by a cosine, no weight decay",
+        "Polish": f"{scale.polish_steps:,} steps of the same",
+        "SGD": f"{scale.sgd_steps:,} steps, learning rate {scale.sgd_learning_rate:g} after a warm-up of 12 %, on "
+        "sampled or exact labels",
+        "Longer": f"{scale.longer_steps:,} steps of AdamW as for the base",
+        "Adversary, helper": f"{scale.task_steps:,} steps of AdamW with the loss of a head for {scale.tasks[0]}, "
+        f"weight {weight:g} and {-weight:g}",
+        "Weight decay": f"{WEIGHT_DECAY:g}, in base and polish",
+        "Errors": "over grammars, with Student's t; losses and accuracies have no error of measurement",
     }

@@ -1,173 +1,198 @@
-"""The study: which models are pre-trained, what is measured of them, and which checkpoints its claims compare."""
+"""The study: its scales, which checkpoints its claims compare, and its tables."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
-from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
+from isoloss.languages.config import PCFGConfig
+from isoloss.paper.same_loss import pilot
+from isoloss.paper.same_loss.answer import answer
+from isoloss.paper.same_loss.design import BASE, BASELINES, GROUPS, UNTOUCHED, Scale, Unit, polished
+from isoloss.statistics.clusters import cluster_mean
+from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Contrast
-from isoloss.studies.comparison import Checkpoint, Measured
-from isoloss.studies.results import Results, SummaryTable, checkpoint_tables, common_measures
-from isoloss.studies.spec import Experiment, Measurement, Study
-
-EXPANSIONS = ("paper", "balanced", "exact")  # all values of isoloss expand --embedding-scale
-SMOKE_LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
-SMOKE_SETTINGS = {
-    **{"loss_sentences": 256, "flatness_sentences": 64},
-    **{"num_train": 256, "num_test": 256, "probe_epochs": 10},
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """How large the study is."""
-
-    description: str  # what it is for and how long it takes
-    language: PCFGConfig  # the grammar
-    # model sizes, ascending; the last is the main one, which is watched over time and continued with SGD
-    sizes: tuple[str, ...]
-    adamw: OptimizerConfig  # AdamW's optimizer settings, the paper's but for the warm-up (appendix A.5)
-    steps: int  # AdamW steps
-    watched: tuple[int, ...]  # steps at which the main run is measured, besides the last
-    batch_size: int  # sentences in an AdamW step
-    sgd: OptimizerConfig  # SGD's settings; its warm-up is 12 % of its steps (appendix B.2)
-    sgd_steps: int  # SGD steps, from the last AdamW checkpoint
-    sgd_watched: tuple[int, ...]  # steps at which they are measured, besides the last
-    sgd_batch_size: int  # sentences in an SGD step
-    tasks: tuple[str, ...]  # downstream tasks
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
-
-    @property
-    def main_run(self) -> str:
-        """The AdamW run that is watched over time."""
-        return adamw_run(self.sizes[-1])
-
-    @property
-    def sgd_run(self) -> str:
-        """Its continuation with SGD."""
-        return f"sgd-{self.sizes[-1]}"
-
-    @property
-    def expanded_traces(self) -> dict[str, str]:
-        """By each of `EXPANSIONS`: the measure of a trace after expanding a model into the largest size."""
-        return {scale: f"trace-in-{self.sizes[-1]}-{scale}" for scale in EXPANSIONS}
-
-    @property
-    def expanded_minimum(self) -> str:
-        """The measure of the minimal trace after expanding a model into the largest size."""
-        return f"minimal-trace-in-{self.sizes[-1]}"
-
-    @functools.cached_property
-    def experiments(self) -> dict[str, Experiment]:
-        """AdamW at every size, and SGD on from the main run."""
-        adamw = TrainConfig(
-            language=self.language,
-            optimizer=self.adamw,
-            steps=self.steps,
-            batch_size=self.batch_size,
-            checkpoints=self.watched,
-            device="cpu",
-            threads=1,
-        )
-        models = {size: ModelConfig(size=size, dropout=0.0) for size in self.sizes}
-        runs = {adamw_run(size): dataclasses.replace(adamw, model=model) for size, model in models.items()}
-        runs[self.sgd_run] = dataclasses.replace(
-            runs[self.main_run],
-            optimizer=self.sgd,
-            steps=self.sgd_steps,
-            batch_size=self.sgd_batch_size,
-            checkpoints=self.sgd_watched,
-            init_from=f"../{self.main_run}/checkpoints/step-{self.steps}",
-            seed=1,
-        )
-        return {name: self._experiment(name, config) for name, config in runs.items()}
-
-    def _experiment(self, name: str, config: TrainConfig) -> Experiment:
-        measures = ("loss", "trace", "minimal-trace", *(f"probe-{task}" for task in self.tasks))
-        at_last = ["rescaling-control"]
-        if name == self.main_run:  # once: the look-up table is a function of the language alone
-            at_last += [f"lookup-{task}" for task in self.tasks]
-        elif name != self.sgd_run:
-            at_last += [*self.expanded_traces.values(), self.expanded_minimum]
-        last = (config.steps,)
-        return Experiment(
-            config=config,
-            measurements=(
-                Measurement(measures=measures, settings=self.settings),
-                Measurement(measures=tuple(at_last), steps=last, settings=self.settings, name="measure the last of"),
-            ),
-            after=(self.main_run,) if name == self.sgd_run else (),
-            group="SGD from AdamW's last" if name == self.sgd_run else "AdamW",
-        )
-
-
-def adamw_run(size: str) -> str:
-    """The name of the AdamW run of a size."""
-    return f"adamw-{size}"
-
-
-def sgd(steps: int, learning_rate: float) -> OptimizerConfig:
-    """Return plain SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
-    return OptimizerConfig(name="sgd", learning_rate=learning_rate, warmup_steps=round(0.12 * steps), weight_decay=0.0)
-
+from isoloss.studies.comparison import Checkpoint, Measured, Pair, change
+from isoloss.studies.results import RESCALED, Results, SummaryTable, common_measures
+from isoloss.studies.spec import Study
 
 SCALES = {
     "laptop": Scale(
-        description="about five minutes on two cores",
-        language=LAPTOP_PCFG,
+        description="under twenty minutes on two cores",
+        language=PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16),
+        grammars=tuple(range(13)),
+        complete=5,
         sizes=("d16", "d32", "d64"),
-        adamw=OptimizerConfig(warmup_steps=400),
-        steps=16_000,
-        watched=(500, 1_000, 2_000, 4_000, 8_000),
-        batch_size=128,
-        sgd=sgd(8_000, 0.4),
-        sgd_steps=8_000,
-        sgd_watched=(1_000, 2_000, 4_000),
-        sgd_batch_size=128,
-        tasks=("root", "prefix-4"),
+        main_size="d32",
+        steps=3_000,
+        sgd_steps=2_000,
+        longer_steps=2_000,
+        task_steps=600,
+        polish_steps=2_000,
+        other_polishes=(1_000,),
+        tasks=("prefix-4", "prefix-2"),
+        shots=(100, 1_000),
+        settings={
+            **{"loss_sentences": "all", "flatness_sentences": 1_024},
+            **{"num_train": 8_192, "num_test": "all", "probe_solver": "convex"},
+        },
     ),
     "smoke": Scale(
-        description="a minute on two cores: every part runs, no result means anything",
-        language=SMOKE_LANGUAGE,
+        description="two minutes on two cores: every part runs, no verdict is given",
+        language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
+        grammars=(0, 1),
+        complete=2,
         sizes=("d16", "d32"),
-        adamw=OptimizerConfig(warmup_steps=20),
-        steps=300,
-        watched=(100,),
-        batch_size=32,
-        sgd=sgd(300, 0.2),
-        sgd_steps=300,
-        sgd_watched=(100,),
-        sgd_batch_size=16,
-        tasks=("root", "prefix-2"),
-        settings=SMOKE_SETTINGS,
+        main_size="d32",
+        layers=1,
+        steps=60,
+        sgd_steps=40,
+        longer_steps=40,
+        task_steps=20,
+        polish_steps=40,
+        other_polishes=(20,),
+        tasks=("prefix-4", "prefix-2"),
+        shots=(20, 50),
+        settings={
+            **{"loss_sentences": "all", "flatness_sentences": 64},
+            **{"num_train": 256, "num_test": "all", "probe_solver": "convex"},
+        },
     ),
 }
 
+OVER = "mean ± standard error over grammars"
 
-def lookups(results: Results) -> dict[str, Measured]:
-    """Return the accuracy of the look-up table on each task, by the key of the probe."""
-    last = results.at(results.scale.main_run)
-    return {f"probe-{task}": last[f"lookup-{task}"] for task in results.scale.tasks}
+# --- what is compared ------------------------------------------------------------------------------------------------
 
 
-def sizes_expanded(results: Results) -> dict[str, Checkpoint]:
-    """Return AdamW's last checkpoints by size, each with its trace in the largest size's architecture.
+def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
+    """Return the pairs of checkpoints that are compared, by what claims.toml calls them.
 
-    The largest is in that architecture as it is.
+    The pair of a grammar and seed has the same initial weights and sentences up to the end of the base.
     """
     scale: Scale = results.scale
-    checkpoints = {size: results.at(adamw_run(size)) for size in scale.sizes}
-    last = checkpoints[scale.sizes[-1]]
-    own = dict.fromkeys(scale.expanded_traces.values(), last["trace"])
-    minimum = {scale.expanded_minimum: last["minimal-trace"]}
-    return {**checkpoints, scale.sizes[-1]: {**last, **own, **minimum}}
+    slopes = pilot.slopes(scale.main_size)
+    arms = {
+        "sgd": (UNTOUCHED, "label-noise"),
+        "label noise": ("no-noise", "label-noise"),
+        "longer": (UNTOUCHED, "longer"),
+        "adversary": (UNTOUCHED, "adversary"),
+        "helper": (UNTOUCHED, "helper"),
+        "weight decay": (UNTOUCHED, "weight-decay"),
+    }
+    where = f"Both after the same polish of {scale.polish_steps:,} steps."
+    task = f"The task that is trained with is {scale.tasks[0]}."
+    by_name = {
+        name: [
+            Contrast(
+                names=(GROUPS[first], GROUPS[second]),
+                pairs=_pairs(results, units := units_with(results, first, second), first, second),
+                clusters=grammars_of(units),
+                where=f"{where} {task}" if name in ("adversary", "helper") else where,
+                slopes=slopes,
+            )
+        ]
+        for name, (first, second) in arms.items()
+    }
+    all_units = units_with(results, BASE, UNTOUCHED)
+    by_name["larger"] = [
+        _sizes_contrast(results, smaller, larger, where) for smaller, larger in itertools.pairwise(scale.sizes)
+    ]
+    by_name["look-up table"] = [
+        Contrast(
+            names=("Look-up table", GROUPS[UNTOUCHED]),
+            pairs=_against_tables(results, all_units, kind),
+            clusters=grammars_of(all_units),
+            where=f"The look-up table has the true conditionals as features, as {words}; its KL is 0.",
+            case=words,
+            at_same_loss=False,
+        )
+        for kind, words in (("lookup", "probabilities"), ("log-lookup", "logarithms"))
+    ]
+    by_name["random rescaling"] = [
+        Contrast(
+            names=(GROUPS[UNTOUCHED], "rescaled at random"),
+            pairs=_rescaled(results, all_units),
+            clusters=grammars_of(all_units),
+            where="The same models, with factors of 2 to 3 that leave every prediction as it is.",
+            at_same_loss=False,
+        )
+    ]
+    return by_name
+
+
+def units_with(results: Results, *arms: str) -> list[Unit]:
+    """Return the units whose runs of these arms are among the results."""
+    scale: Scale = results.scale
+    return [unit for unit in scale.units if all(unit.run(arm) in results.experiments for arm in arms)]
+
+
+def last(results: Results, unit: Unit, arm: str) -> Checkpoint:
+    """Return the last checkpoint of an arm, after the polish; that of the base is the untouched arm's before it."""
+    return results.at(unit.run(arm))
+
+
+def before_polish(results: Results, unit: Unit, arm: str) -> Checkpoint:
+    """Return the checkpoint that an arm's polish begins with; the untouched arm's is the base's last."""
+    if arm == UNTOUCHED:
+        return results.at(unit.run(BASE))
+    run = unit.run(arm)
+    return results.at(run, results.experiments[run].config.steps - results.scale.polish_steps)
+
+
+def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> Contrast:
+    """Return two sizes, each with its traces in the largest size's architecture."""
+    scale: Scale = results.scale
+    arms = {size: scale.arm_of_size(size) for size in (smaller, larger)}
+    units = [unit for unit in units_with(results, *arms.values()) if unit.is_complete]
+    first, second = (
+        [sizes_expanded(scale, size, last(results, unit, arm)) for unit in units] for size, arm in arms.items()
+    )
+    return Contrast(
+        names=(smaller, larger),
+        pairs=list(zip(first, second, strict=True)),
+        clusters=grammars_of(units),
+        where=f"{where} Slopes are the mean of those of the two sizes.",
+        case=f"{smaller} to {larger}",
+        slopes=pilot.slopes(smaller, larger),
+    )
+
+
+def _pairs(results: Results, units: Sequence[Unit], first: str, second: str) -> list[Pair]:
+    """Return the last checkpoints of two arms, by unit."""
+    return [(last(results, unit, first), last(results, unit, second)) for unit in units]
+
+
+def _against_tables(results: Results, units: Sequence[Unit], kind: str) -> list[Pair]:
+    """Return a baseline's accuracies, under the names of the probes, and the untouched model, by unit."""
+    probes: dict[str, str] = results.scale.probes
+    pairs: list[Pair] = []
+    for unit in units:
+        tables = results.at(unit.run(BASE), 0)
+        pairs.append(({key: tables[f"{kind}-{task}"] for task, key in probes.items()}, last(results, unit, UNTOUCHED)))
+    return pairs
+
+
+def _rescaled(results: Results, units: Sequence[Unit]) -> list[Pair]:
+    """Return the untouched model, and the same with the traces after a random rescaling, by unit."""
+    pairs: list[Pair] = []
+    for unit in units:
+        model = last(results, unit, UNTOUCHED)
+        # on the same sentences: the setting that differs says how the model was rescaled
+        pairs.append((model, {**model, **{key: _as(model[other], model[key]) for key, other in RESCALED.items()}}))
+    return pairs
+
+
+def _as(measured: Measured, like: Measured) -> Measured:
+    return dataclasses.replace(measured, settings=like.settings)
+
+
+def grammars_of(units: Sequence[Unit]) -> list[str]:
+    """Return the grammar of each unit, as the clusters that errors are over."""
+    return [f"grammar {unit.grammar}" for unit in units]
 
 
 def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
@@ -175,65 +200,175 @@ def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
     expanded = {f"trace, scale {name}": key for name, key in scale.expanded_traces.items()}
     return {
         **common_measures(scale),
+        "projected transfer": scale.projected_probes,
         "flatness in one architecture": {**expanded, "minimal-trace": scale.expanded_minimum},
     }
 
 
-def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
-    """Return the pairs of checkpoints that are compared, by what claims.toml calls them."""
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def tables(results: Results) -> tuple[SummaryTable, ...]:
+    """Return the arms, their differences from the untouched one, the lengths of polish, the sizes and the baselines."""
+    made = (
+        _arms(results),
+        _differences(results, "after", "after the polish", last),
+        _differences(results, "before", "before the polish", before_polish),
+        _polishes(results),
+        _sizes(results),
+        _baselines(results),
+    )
+    return tuple(table for table in made if table.rows)
+
+
+def _arms(results: Results) -> SummaryTable:
     scale: Scale = results.scale
-    earlier = scale.watched[-1]
-    before, last = results.at(scale.main_run, earlier), results.at(scale.main_run)
-    by_size = sizes_expanded(results)
+    keys = ("kl", *RESCALED, *scale.probes.values(), *scale.few_shot_probes.values())
+    rows = []
+    for arm, title in GROUPS.items():
+        if _number(units := units_with(results, arm)) > 1:
+            ends = [last(results, unit, arm) for unit in units]
+            rows.append(((title, _number(units)), {key: _mean(units, [end[key] for end in ends]) for key in keys}))
+    caption = (
+        f"Every arm ends in the same polish: {scale.polish_steps:,} steps of AdamW on exact labels, with a rate that "
+        f"decays to 0. Probes are fitted on {scale.settings['num_train']:,} sentences, few-shot probes on as many as "
+        "their names say; all are tested on every sentence of the language. Accuracies are in percent."
+    )
+    return SummaryTable("arms", f"the arms, {OVER}", ("arm", "grammars"), rows, caption)
+
+
+def _differences(
+    results: Results, name: str, when: str, at: Callable[[Results, Unit, str], Checkpoint]
+) -> SummaryTable:
+    """Return the arms minus the untouched one, or over it, at one checkpoint of each."""
+    scale: Scale = results.scale
+    keys = ["kl", *RESCALED, *scale.probes.values()]
+    if at is last:  # the base, which is the untouched arm before its polish, has no few-shot probes
+        keys += scale.few_shot_probes.values()
+    rows = []
+    for arm, title in GROUPS.items():
+        units = units_with(results, UNTOUCHED, arm)
+        if arm != UNTOUCHED and _number(units) > 1:
+            pairs = [(at(results, unit, UNTOUCHED), at(results, unit, arm)) for unit in units]
+            rows.append(((title, _number(units)), _changes(units, pairs, keys)))
+    caption = (
+        "Paired by grammar and seed: the KL and the probes as differences from the untouched arm, the traces as "
+        "factors (geometric means)."
+    )
+    if at is before_polish:
+        caption += " The untouched arm is the base here: it has nothing else before the polish."
+    return SummaryTable(name, f"against the untouched arm, {when}, {OVER}", ("arm", "grammars"), rows, caption)
+
+
+def _polishes(results: Results) -> SummaryTable:
+    """Return SGD with sampled labels against the untouched arm, by the length of the polish."""
+    scale: Scale = results.scale
+    keys, rows = ["kl", *RESCALED, *scale.probes.values()], []
+    for steps in (0, *scale.other_polishes, scale.polish_steps):
+        pairs, units = [], [unit for unit in units_with(results, UNTOUCHED, "label-noise") if unit.is_complete]
+        for unit in units:
+            if steps == 0:
+                pair = [before_polish(results, unit, arm) for arm in (UNTOUCHED, "label-noise")]
+            elif steps == scale.polish_steps:
+                pair = [last(results, unit, arm) for arm in (UNTOUCHED, "label-noise")]
+            else:
+                pair = [last(results, unit, polished(arm, steps)) for arm in (UNTOUCHED, "label-noise")]
+            pairs.append((pair[0], pair[1]))
+        if _number(units) > 1:
+            rows.append(((steps, _number(units)), _changes(units, pairs, keys)))
+    caption = "SGD with sampled labels against the untouched arm. Both had a polish of this many steps, 0 being none."
+    return SummaryTable("polishes", f"by the length of the polish, {OVER}", ("polish", "grammars"), rows, caption)
+
+
+def _sizes(results: Results) -> SummaryTable:
+    scale: Scale = results.scale
+    keys = ["kl", "trace", *scale.expanded_traces.values(), scale.expanded_minimum]
+    keys += [*scale.probes.values(), *scale.projected_probes.values()]
+    rows = []
+    for size in scale.sizes:
+        arm = scale.arm_of_size(size)
+        units = [unit for unit in units_with(results, arm) if unit.is_complete]
+        if _number(units) > 1:
+            own = [sizes_expanded(scale, size, last(results, unit, arm)) for unit in units]
+            label = (size, results.run(units[0].run(arm)).result()["num_parameters"], _number(units))
+            rows.append((label, {key: _mean(units, [one[key] for one in own]) for key in keys}))
+    caption = (
+        "Raw traces of different widths are sums over different parameters and are not comparable. "
+        f"The others are measured after expanding each model into the architecture of {scale.sizes[-1]}, with its "
+        "function unchanged (isoloss expand --embedding-scale); the minimal trace is the same for all three scales. "
+        "Projected probes read as many features of every size. Accuracies are in percent."
+    )
+    return SummaryTable("sizes", f"the sizes, {OVER}", ("size", "parameters", "grammars"), rows, caption)
+
+
+def _baselines(results: Results) -> SummaryTable:
+    """Return what else the accuracies of the probes can be compared with."""
+    scale: Scale = results.scale
+    units = units_with(results, BASE, UNTOUCHED)
+    starts = [results.at(unit.run(BASE), 0) for unit in units]
+    models = [last(results, unit, UNTOUCHED) for unit in units]
+
+    def row(title: str, estimates: Mapping[str, Sequence[Measured | float]]) -> tuple[tuple[str], dict[str, Estimate]]:
+        return (title,), {probe: _mean(units, estimates[task]) for task, probe in scale.probes.items()}
+
+    def detail(name: str) -> dict[str, list[float]]:
+        # sums of probabilities, which rounding takes a little off 1
+        return {t: [round(one[key].estimate.details[name], 12) for one in starts] for t, key in scale.probes.items()}
+
+    rows = []
+    if _number(units) > 1:
+        rows = [
+            row("Majority class", detail("majority_rate")),
+            *(
+                row(title, {task: [one[f"{kind}-{task}"] for one in starts] for task in scale.tasks})
+                for kind, title in BASELINES.items()
+            ),
+            row("Untrained model", {task: [one[key] for one in starts] for task, key in scale.probes.items()}),
+            row("Trained model (untouched)", {t: [one[key] for one in models] for t, key in scale.probes.items()}),
+            row("Bayes-optimal classifier", detail("bayes_accuracy")),
+        ]
+    caption = "The same probe on other features, on the same sentences. Accuracies are in percent."
+    return SummaryTable("baselines", f"what the probes can be held against, {OVER}", ("features",), rows, caption)
+
+
+def sizes_expanded(scale: Scale, size: str, checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with its traces in the largest size's architecture; the largest is there as it is."""
+    if size != scale.sizes[-1]:
+        return checkpoint
+    into = scale.model(size)
+    shape = {"expanded_layers": into.layers, "expanded_heads": into.heads}
+    plain, minimum = (
+        dataclasses.replace(checkpoint[key], settings={**checkpoint[key].settings, **shape}) for key in RESCALED
+    )
+    return {**checkpoint, **dict.fromkeys(scale.expanded_traces.values(), plain), scale.expanded_minimum: minimum}
+
+
+def _number(units: Sequence[Unit]) -> int:
+    """Return the number of grammars."""
+    return len({unit.grammar for unit in units})
+
+
+def _mean(units: Sequence[Unit], values: Sequence[Measured | float]) -> Estimate:
+    """Return the mean over grammars of an estimate, or of accuracies, of each unit."""
+    numbers = [value.estimate.value if isinstance(value, Measured) else value for value in values]
+    unit = values[0].estimate.unit if isinstance(values[0], Measured) else "accuracy"
+    return cluster_mean(numbers, grammars_of(units), unit=unit)
+
+
+def _changes(units: Sequence[Unit], pairs: Sequence[Pair], keys: Sequence[str]) -> dict[str, Estimate]:
+    """Return what is between the two of each pair, by key: differences, but factors of traces."""
+    clusters = grammars_of(units)
     return {
-        "sgd": [Contrast(names=("AdamW's last", "SGD's last"), pairs=[(last, results.at(scale.sgd_run))])],
-        "longer": [Contrast(names=(f"step {earlier:,}", f"step {scale.steps:,}"), pairs=[(before, last)])],
-        "larger": [
-            Contrast(names=(small, large), pairs=[(by_size[small], by_size[large])], case=f"{small} to {large}")
-            for small, large in itertools.pairwise(scale.sizes)
-        ],
-        "look-up table": [
-            Contrast(
-                names=("look-up table", "AdamW's last"),
-                pairs=[(lookups(results), last)],
-                where=f"The model's KL is {last['kl'].estimate}, the table's is 0.",
-                at_same_loss=False,
-            )
-        ],
+        key: factor(pairs, key, clusters) if key in RESCALED else change(pairs, key, clusters=clusters) for key in keys
     }
 
 
-def tables(results: Results) -> Sequence[SummaryTable]:
-    """Return every checkpoint, and the traces of the sizes in their own architectures and in the largest."""
-    scale: Scale = results.scale
-    rows = []
-    for size, checkpoint in sizes_expanded(results).items():
-        traces = {"raw, not comparable": checkpoint["trace"].estimate}
-        for name, key in scale.expanded_traces.items():
-            traces[f"in {scale.sizes[-1]}, scale {name}"] = checkpoint[key].estimate
-        traces[f"minimal, in {scale.sizes[-1]}"] = checkpoint[scale.expanded_minimum].estimate
-        rows.append(((size,), traces))
-    title = f"traces of the sizes after {scale.steps:,} steps, value ± standard error"
-    return *checkpoint_tables(results), SummaryTable("sizes", title, ("size",), rows, expansion_caption(results))
-
-
-def expansion_caption(results: Results) -> str:
-    """Return how the sizes' traces were brought into one architecture."""
-    scale: Scale = results.scale
-    traces = [one[key].estimate for one in sizes_expanded(results).values() for key in scale.expanded_traces.values()]
-    differ = max(trace.details.get("logits_differ_by", 0.0) for trace in traces)
-    return (
-        "A trace is a sum over parameters. Models of different widths, each in its own architecture, have sums over "
-        "different things: those traces are not comparable. To compare the sizes, each smaller model is expanded into "
-        f"the architecture of {scale.sizes[-1]}, with its function unchanged: r copies of every unit side by side, r "
-        "the ratio of the widths, and matrices divided by r (section 4 and appendix B.4 of the paper; isoloss expand "
-        f"--embedding-scale). Its trace is measured there, on the same {traces[0].num_predictions:,} sentences with "
-        f"the same Rademacher probes. The logits differ by at most {differ:.0e} of the largest. The function does not "
-        "say what the copies of the embeddings are divided by, and the trace depends on it. Scale paper divides them "
-        "by r, as the paper prints, and multiplies their part of the trace by r; balanced divides by the root of r and "
-        "keeps it; exact divides by 1, and divides that part by r. All three are shown, and the claim is tested with "
-        "each. The minimal trace is the same for all three, as they differ by an exact rescaling."
-    )
+def factor(pairs: Sequence[Pair], key: str, clusters: Sequence[str]) -> Estimate:
+    """Return the geometric mean of second over first; its error is that of the mean logarithm, times the value."""
+    logs = [math.log(second[key].estimate.value / first[key].estimate.value) for first, second in pairs]
+    mean = cluster_mean(logs, clusters, unit="times")
+    value = math.exp(mean.value)
+    return dataclasses.replace(mean, value=value, stderr=value * mean.stderr, influence=None)
 
 
 STUDY = Study(
@@ -241,19 +376,22 @@ STUDY = Study(
     scales=SCALES,
     title="Same loss, different models",
     lead=(
-        "Language models are compared by their pre-training loss, yet models of the same loss differ in what they "
-        "transfer. This study trains small masked language models on sentences of a random grammar. Its true "
-        "conditionals are known exactly, so the loss is measured as the KL divergence from the truth, and “the same "
-        "loss” is a fact rather than an impression.",
-        "One model is trained with AdamW and watched over time; plain SGD goes on from its last checkpoint; smaller "
-        "models are trained alike. Each checkpoint gets its KL, the trace of the Fisher of its loss (its flatness: "
-        "smaller is flatter), and linear probes for symbols of the grammar. Rescaling weights can change the trace "
-        "without changing any prediction, so the minimal trace, its minimum over such rescalings, is reported "
-        "beside it.",
+        "Language models are compared by their pre-training loss, yet models of the same loss may differ in what they "
+        "transfer, and flatness is said to tell them apart. This study asks whether it does. It trains small masked "
+        "language models on random grammars whose sentences are so few that the loss (as KL to the truth) and the "
+        "accuracy of every probe are sums over all of them, without sampling error.",
+        "Every model goes through one arm: SGD with sampled or exact labels, more AdamW, an adversary or a helper of a "
+        "downstream task, weight decay, another size. All arms, the untouched one too, end in the same polish, which "
+        "brings the losses together. Differences are paired by grammar and seed, and errors are over grammars.",
+        "Flatness is measured by the trace of the Fisher of the loss, where smaller is flatter, and by its minimum "
+        "over the rescalings of weights that leave every prediction as it is.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,
     measures=measures,
     tables=tables,
+    answer=answer,
     page="isoloss.paper.same_loss.page:parts",
+    first_page_blocks=2,
+    block_name="grammars",
 )

@@ -1,0 +1,294 @@
+"""The design of the study: grammars, seeds, the arms that each model goes through, and what is measured of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Self
+
+from isoloss.languages.config import PCFGConfig
+from isoloss.models.sizes import shape
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
+from isoloss.studies.spec import Experiment, Measurement
+from isoloss.training.algorithms.config import AdversarialConfig
+
+EMBEDDING_SCALES = ("paper", "balanced", "exact")  # all values of isoloss expand --embedding-scale
+OFFSET = 1000  # numbers of grammars between two seed offsets
+
+BASE, UNTOUCHED = "base", "untouched"
+# what the runs are called in figures and tables
+GROUPS: Mapping[str, str] = MappingProxyType(
+    {
+        UNTOUCHED: "Untouched",
+        "label-noise": "SGD, sampled labels",
+        "no-noise": "SGD, exact labels",
+        "longer": "AdamW for longer",
+        "adversary": "Adversary",
+        "helper": "Helper",
+        "weight-decay": "Weight decay",
+    }
+)
+HEAD_WIDTH = 8
+WEIGHT_DECAY = 0.1
+# what is probed beside models, functions of the language alone
+BASELINES: Mapping[str, str] = MappingProxyType(
+    {
+        "one-hot": "Tokens, one-hot",
+        "lookup": "Look-up table: true conditionals",
+        "log-lookup": "Look-up table: their logarithms",
+    }
+)
+# what is added to a unit's seed: for the stages after the base, and for the measures. The adversary and the helper draw
+# examples of their task with the seed of training
+CONTINUED, MEASURED = 30, 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A grammar and a pre-training seed: what every arm has in common."""
+
+    grammar: int  # the seed of the grammar
+    seed: int  # of pre-training and of the measures; different for every unit
+    is_complete: bool  # whether it has all arms, or those of the primary claim alone
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its runs begin with."""
+        return f"g{self.grammar}-s{self.seed}"
+
+    def run(self, arm: str) -> str:
+        """Return the name of the run of an arm."""
+        return f"{self.prefix}-{arm}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large the study is."""
+
+    description: str  # what it is for and how long it takes
+    language: PCFGConfig  # the grammars, but for their seeds
+    grammars: tuple[int, ...]  # their seeds
+    complete: int  # how many of them, from the first, have all arms; the others have those of the primary claim
+    seeds_per_grammar: int = 1  # pre-training runs
+    sizes: tuple[str, ...]  # model sizes, ascending
+    main_size: str  # the size of all arms but those of size
+    layers: int = 2
+    batch_size: int = 64
+    steps: int  # of the base: AdamW with exact labels
+    learning_rate: float = 3e-3  # AdamW's highest, in base and polish
+    sgd_steps: int
+    sgd_learning_rate: float = 0.2
+    longer_steps: int  # of AdamW after the base
+    task_steps: int  # with the adversary or the helper
+    polish_steps: int  # of the polish that ends every arm
+    other_polishes: tuple[int, ...]  # its other lengths
+    tasks: tuple[str, ...]  # downstream tasks; the first is the primary one, which adversary and helper train with
+    shots: tuple[int, ...]  # training examples of few-shot probes
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
+
+    def with_seed_offset(self, offset: int) -> Self:
+        """Return the study on other grammars, with other seeds."""
+        return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Every grammar with every seed."""
+        return tuple(
+            Unit(grammar=grammar, seed=100 * grammar + index, is_complete=place < self.complete)
+            for place, grammar in enumerate(self.grammars)
+            for index in range(self.seeds_per_grammar)
+        )
+
+    @property
+    def probes(self) -> dict[str, str]:
+        """By task: the measure of its probe on all training examples."""
+        return {task: f"probe-{task}" for task in self.tasks}
+
+    @property
+    def few_shot_probes(self) -> dict[str, str]:
+        """By task and number of training examples: the measure of the probe on so few."""
+        return {f"{task}, {n} examples": f"few-shot-{task}-{n}" for task in self.tasks for n in self.shots}
+
+    @property
+    def projected_probes(self) -> dict[str, str]:
+        """By task: the measure of the probe on features projected to as many as the smallest size has."""
+        features = 2**self.language.levels * shape(self.sizes[0]).d_model
+        return {task: f"projected-{task}-{features}" for task in self.tasks}
+
+    @property
+    def expanded_traces(self) -> dict[str, str]:
+        """By each of `EMBEDDING_SCALES`: the measure of a trace after expanding a model into the largest size."""
+        return {scale: f"trace-in-{self.sizes[-1]}-{scale}" for scale in EMBEDDING_SCALES}
+
+    @property
+    def expanded_minimum(self) -> str:
+        """The measure of the minimal trace after expanding a model into the largest size."""
+        return f"minimal-trace-in-{self.sizes[-1]}"
+
+    def model(self, size: str) -> ModelConfig:
+        """Return the model of a size: heads are of one width in all sizes, so that one can be expanded into another."""
+        heads = shape(size).d_model // HEAD_WIDTH
+        return ModelConfig(size=size, layers=self.layers, heads=heads, dropout=0.0)
+
+    def arm_of_size(self, size: str) -> str:
+        """Return the arm whose model has that size and is otherwise untouched."""
+        return UNTOUCHED if size == self.main_size else size
+
+    @functools.cached_property
+    def experiments(self) -> dict[str, Experiment]:
+        """Every arm of every unit; a grammar is a block of the study."""
+        blocks = {grammar: place for place, grammar in enumerate(self.grammars)}
+        return {
+            unit.run(arm): dataclasses.replace(experiment, block=blocks[unit.grammar])
+            for unit in self.units
+            for arm, experiment in Arms(self, unit).experiments().items()
+        }
+
+
+@dataclass(frozen=True)
+class Arms:
+    """The runs of one unit, and what is measured of each."""
+
+    scale: Scale  # what decides their settings
+    unit: Unit  # the grammar and the seed
+
+    def experiments(self) -> dict[str, Experiment]:
+        """Return the runs by the names of their arms."""
+        scale = self.scale
+        arms = {BASE: self._base(), UNTOUCHED: self._from_base(UNTOUCHED), **self._polishes(UNTOUCHED)}
+        arms["label-noise"] = self._from_base("label-noise", self.sgd_stage("sampled"))
+        arms |= self._polishes("label-noise")
+        arms["no-noise"] = self._from_base("no-noise", self.sgd_stage("exact"))
+        if not self.unit.is_complete:
+            return arms
+        arms["longer"] = self._from_base("longer", StageConfig(steps=scale.longer_steps))
+        arms["adversary"] = self._from_base("adversary", self._with_task(AdversarialConfig.weight))
+        arms["helper"] = self._from_base("helper", self._with_task(-AdversarialConfig.weight))
+        decayed = self.from_scratch(scale.main_size, weight_decay=WEIGHT_DECAY)
+        arms["weight-decay"] = self._measured("weight-decay", decayed)
+        for size in scale.sizes:
+            if size != scale.main_size:
+                arms[size] = self._measured(size, self.from_scratch(size))
+        return arms
+
+    # --- what is trained ---------------------------------------------------------------------------------------------
+
+    def _config(self, size: str, optimizer: OptimizerConfig, **more: Any) -> TrainConfig:
+        scale, unit = self.scale, self.unit
+        return TrainConfig(
+            language=dataclasses.replace(scale.language, seed=unit.grammar),
+            model=scale.model(size),
+            objective=ObjectiveConfig(labels="exact"),
+            optimizer=optimizer,
+            batch_size=scale.batch_size,
+            seed=unit.seed,
+            device="cpu",
+            threads=1,
+            **more,
+        )
+
+    def _adamw(self, weight_decay: float = 0.0) -> OptimizerConfig:
+        """AdamW with a rate that decays to 0, so that every stage ends in a model at rest."""
+        return OptimizerConfig(learning_rate=self.scale.learning_rate, schedule="cosine", weight_decay=weight_decay)
+
+    def _base(self) -> Experiment:
+        config = self._config(self.scale.main_size, self._adamw(), steps=self.scale.steps, checkpoints=(0,))
+        tables = [f"{kind}-{task}" for kind in BASELINES for task in self.scale.tasks]
+        parts = (
+            self.measurement(self.common()),
+            self.measurement(tables, steps=(0,), name="measure the baselines of"),
+        )
+        return Experiment(config=config, measurements=parts, group=GROUPS[UNTOUCHED])
+
+    def _from_base(self, arm: str, *stages: StageConfig) -> Experiment:
+        """Return an arm that goes on from the base, with the polish as its last stage."""
+        start = self.unit.run(BASE)
+        return self._measured(arm, self.continued(f"../{start}", *stages), after=(start,))
+
+    def continued(self, start: str, *stages: StageConfig, polish_steps: int | None = None) -> TrainConfig:
+        """Return what a model is trained with on from another, on other sentences, with the polish as its last stage.
+
+        Args:
+            start: The run or checkpoint that it goes on from, relative to the folder of the run.
+            stages: The stages before the polish.
+            polish_steps: The length of the polish; None: that of all arms.
+        """
+        polish = StageConfig(steps=polish_steps or self.scale.polish_steps)
+        config = self._config(self.scale.main_size, self._adamw(), stages=(*stages, polish), init_from=start)
+        return dataclasses.replace(config, seed=self.unit.seed + CONTINUED)
+
+    def from_scratch(self, size: str, *, steps: int | None = None, weight_decay: float = 0.0) -> TrainConfig:
+        """Return what a model is trained with from the start, with the polish as its last stage."""
+        stages = (StageConfig(steps=steps or self.scale.steps), StageConfig(steps=self.scale.polish_steps))
+        return self._config(size, self._adamw(weight_decay), stages=stages)
+
+    def sgd_stage(self, labels: Any) -> StageConfig:
+        """SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
+        steps = self.scale.sgd_steps
+        return StageConfig(steps=steps, labels=labels, optimizer=sgd(steps, self.scale.sgd_learning_rate))
+
+    def _with_task(self, weight: float) -> StageConfig:
+        algorithm = AdversarialConfig(task=self.scale.tasks[0], weight=weight)
+        return StageConfig(steps=self.scale.task_steps, algorithm=algorithm)
+
+    def _polishes(self, arm: str) -> dict[str, Experiment]:
+        """Return the arm with polishes of other lengths, by name; they branch off before the polish."""
+        if not self.unit.is_complete:
+            return {}
+        branches = {}
+        for steps in self.scale.other_polishes:
+            start = self.unit.run(BASE if arm == UNTOUCHED else arm)
+            before = self.scale.steps if arm == UNTOUCHED else self.scale.sgd_steps
+            branches[polished(arm, steps)] = Experiment(
+                config=self.continued(f"../{start}/checkpoints/step-{before}", polish_steps=steps),
+                measurements=(self.measurement(self.common()),),
+                after=(start,),
+                group=GROUPS[arm],
+            )
+        return branches
+
+    # --- what is measured --------------------------------------------------------------------------------------------
+
+    def common(self) -> list[str]:
+        """Return what is measured of every checkpoint but the untrained one."""
+        return ["loss", "trace", "minimal-trace", *self.scale.probes.values()]
+
+    def _measured(self, arm: str, config: TrainConfig, after: tuple[str, ...] = ()) -> Experiment:
+        """Return an arm that is measured before and after its polish; one of another size only after it."""
+        scale, measures = self.scale, [*self.common(), *self.scale.few_shot_probes.values()]
+        if size := self.unit.is_complete and {scale.arm_of_size(size): size for size in scale.sizes}.get(arm):
+            measures += scale.projected_probes.values()
+            if size != scale.sizes[-1]:
+                measures += [*scale.expanded_traces.values(), scale.expanded_minimum]
+        if arm in (UNTOUCHED, "label-noise"):
+            measures.append("rescaling-control")
+        return Experiment(
+            config=config,
+            measurements=(self.measurement(measures, steps=(config.steps,) if arm in scale.sizes else ()),),
+            after=after,
+            group=GROUPS.get(arm, GROUPS[UNTOUCHED]),
+        )
+
+    def measurement(self, measures: list[str], **more: Any) -> Measurement:
+        """Return what is measured of a run, with the settings of this unit."""
+        largest = self.scale.model(self.scale.sizes[-1])
+        settings = {
+            **self.scale.settings,
+            "seed": self.unit.seed + MEASURED,  # other sentences than the adversary and the helper have
+            "expanded_layers": largest.layers,
+            "expanded_heads": largest.heads,
+        }
+        return Measurement(measures=tuple(measures), settings=settings, **more)
+
+
+def polished(arm: str, steps: int) -> str:
+    """Return the name of an arm with a polish of another length."""
+    return f"{arm}-polished-{steps}"
+
+
+def sgd(steps: int, learning_rate: float) -> OptimizerConfig:
+    """Return plain SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
+    return OptimizerConfig(name="sgd", learning_rate=learning_rate, warmup_steps=round(0.12 * steps), weight_decay=0.0)

@@ -1,0 +1,69 @@
+"""The pilot of the study: slopes of transfer on the loss by size, and how much the primary difference varies.
+
+Its runs are other ones than the study's, on grammars of their own. What it found is in pilot.toml, and claims.toml
+rests on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from isoloss import config
+from isoloss.statistics.estimate import Estimate
+
+PATH = Path(__file__).with_name("pilot.toml")
+UNIT = "percentage points per nat"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slope:
+    """The slope of one accuracy on the KL, within grammars, of models of one size.
+
+    Attributes:
+        size: The models' size.
+        measure: The accuracy's measure.
+        value: In percentage points per nat.
+        stderr: Its standard error over grammars.
+        grammars: How many there were.
+    """
+
+    size: str
+    measure: str
+    value: float
+    stderr: float
+    grammars: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pilot:
+    slopes: tuple[Slope, ...]
+
+
+@functools.cache
+def read() -> tuple[Slope, ...]:
+    """Return the slopes that the pilot found."""
+    return config.read_toml(_Pilot, PATH).slopes
+
+
+def slopes(*sizes: str) -> dict[str, Estimate]:
+    """Return the slope of each accuracy on the KL, by its measure: the mean of those of the sizes."""
+    by_measure: dict[str, list[Slope]] = {}
+    for slope in read():
+        if slope.size in sizes:
+            by_measure.setdefault(slope.measure, []).append(slope)
+    return {measure: _mean(some) for measure, some in by_measure.items() if len(some) == len(sizes)}
+
+
+def _mean(some: list[Slope]) -> Estimate:
+    grammars = min(slope.grammars for slope in some)
+    return Estimate(
+        value=sum(slope.value for slope in some) / len(some),
+        stderr=math.hypot(*(slope.stderr for slope in some)) / len(some),
+        samples=grammars,
+        unit=UNIT,
+        num_predictions=grammars,
+        method="slope on the KL in the pilot",
+    )

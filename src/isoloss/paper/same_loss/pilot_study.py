@@ -1,0 +1,173 @@
+"""The pilot of the study same-loss: slopes of transfer on the loss, and how much the primary difference varies.
+
+It runs on grammars of its own. What it found is in pilot.toml, from which the study's claims.toml follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from isoloss.paper.same_loss import study as design
+from isoloss.paper.same_loss.design import GROUPS, OFFSET, UNTOUCHED, Arms, Scale, Unit
+from isoloss.paper.same_loss.pilot import UNIT
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.power import pairs_for_equivalence, pairs_for_power, sd_upper_bound
+from isoloss.statistics.slope import slope_within
+from isoloss.studies.comparison import Pair, change, difference
+from isoloss.studies.results import RESCALED, Results, SummaryTable
+from isoloss.studies.spec import Experiment, Study
+
+NOISE = "label-noise"
+EFFECT = 0.5  # percentage points: the smallest effect of interest
+
+
+@dataclass(frozen=True, kw_only=True)
+class PilotScale:
+    """How large the pilot is."""
+
+    description: str  # what it is for and how long it takes
+    like: Scale  # the study's scale, whose settings it has
+    grammars: tuple[int, ...]  # the seeds of its grammars, which are none of the study's
+    lengths: tuple[int, ...]  # steps of AdamW before the polish: they spread the loss
+
+    def with_seed_offset(self, offset: int) -> Self:
+        """Return the pilot on other grammars, with other seeds."""
+        return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Every grammar, with one seed."""
+        return tuple(Unit(grammar=g, seed=100 * g, is_complete=True) for g in self.grammars)
+
+    @property
+    def accuracies(self) -> tuple[str, ...]:
+        """The measures whose slope on the loss is estimated."""
+        like = self.like
+        return (*like.probes.values(), *like.few_shot_probes.values(), *like.projected_probes.values())
+
+    @functools.cached_property
+    def experiments(self) -> dict[str, Experiment]:
+        """Every size after every length of training; and SGD with sampled labels, from the study's length."""
+        runs = {}
+        for block, unit in enumerate(self.units):
+            arms = Arms(self.like, unit)
+            for size in self.like.sizes:
+                for steps in self.lengths:
+                    config = arms.from_scratch(size, steps=steps)
+                    measured = arms.measurement(["loss", *RESCALED, *self.accuracies], steps=(config.steps,))
+                    runs[unit.run(f"{size}-{steps}")] = Experiment(
+                        config=config, measurements=(measured,), group=f"{steps:,} steps", block=block
+                    )
+            start = unit.run(self.main)
+            config = arms.continued(f"../{start}/checkpoints/step-{self.like.steps}", arms.sgd_stage("sampled"))
+            for name, one in (
+                (NOISE, config),
+                (UNTOUCHED, arms.continued(f"../{start}/checkpoints/step-{self.like.steps}")),
+            ):
+                measured = arms.measurement(["loss", *RESCALED, *self.like.probes.values()], steps=(one.steps,))
+                runs[unit.run(name)] = Experiment(
+                    config=one, measurements=(measured,), after=(start,), group=GROUPS[name], block=block
+                )
+        return runs
+
+    @property
+    def main(self) -> str:
+        """The arm that has the length and the size of the study's base."""
+        return f"{self.like.main_size}-{self.like.steps}"
+
+
+SCALES: Mapping[str, PilotScale] = {
+    "laptop": PilotScale(
+        description="ten minutes on two cores",
+        like=design.SCALES["laptop"],
+        grammars=tuple(range(500, 506)),
+        lengths=(300, 1_000, 3_000),
+    ),
+    "smoke": PilotScale(
+        description="a minute on two cores: every part runs, no number means anything",
+        like=design.SCALES["smoke"],
+        grammars=(500, 501),
+        lengths=(30, 60),
+    ),
+}
+
+
+def tables(results: Results) -> Sequence[SummaryTable]:
+    """Return the slopes, and the difference that the study's primary claim is about."""
+    scale: PilotScale = results.scale
+    units = [unit for unit in scale.units if unit.run(NOISE) in results.experiments]
+    rows = []
+    for size in scale.like.sizes:
+        ends = [(unit, results.at(unit.run(f"{size}-{steps}"))) for unit in units for steps in scale.lengths]
+        clusters = design.grammars_of([unit for unit, _ in ends])
+        losses = [one["kl"].estimate.value for _, one in ends]
+        for measure in scale.accuracies:
+            values = [100 * one[measure].estimate.value for _, one in ends]
+            rows.append(((size, measure), {"slope": slope_within(values, losses, clusters, unit=UNIT)}))
+    slopes = SummaryTable(
+        "slopes",
+        "slopes of transfer on the KL, mean ± standard error over grammars",
+        ("size", "accuracy"),
+        rows,
+        f"Within grammars, over models after {', '.join(map(str, scale.lengths))} steps before the polish.",
+    )
+    pairs, clusters = primary_pairs(results, units), design.grammars_of(units)
+    keys = ("kl", *scale.like.probes.values())
+    slope = next(one["slope"] for label, one in rows if label == (scale.like.main_size, keys[1]))
+    differences = SummaryTable(
+        "primary",
+        f"{GROUPS[NOISE]} minus {GROUPS[UNTOUCHED].lower()}, mean ± standard error over grammars",
+        ("grammars",),
+        [((len(units),), {key: change(pairs, key, clusters=clusters) for key in keys})],
+        power_in_words(results, units, slope),
+    )
+    return slopes, differences
+
+
+def primary_pairs(results: Results, units: Sequence[Unit]) -> list[Pair]:
+    """Return the untouched model and that after SGD with sampled labels, by grammar."""
+    return [(results.at(unit.run(UNTOUCHED)), results.at(unit.run(NOISE))) for unit in units]
+
+
+def power_in_words(results: Results, units: Sequence[Unit], slope: Estimate) -> str:
+    """Return how many grammars find the smallest effect of interest, and the margin of equivalence of the loss.
+
+    The margin is a fifth of that effect over the slope of the primary accuracy on the KL: over the end of the slope's
+    95 % interval that is farther from 0, as the slope is not known well.
+    """
+    scale: PilotScale = results.scale
+    pairs, task = primary_pairs(results, units), scale.like.tasks[0]
+    moves, losses = ([difference(b[key], a[key]).value for a, b in pairs] for key in (f"probe-{task}", "kl"))
+    sd = statistics.stdev(moves)
+    bound = sd_upper_bound(sd, len(units))
+    margin = loss_margin(slope)
+    loss_sd = sd_upper_bound(statistics.stdev(losses), len(units))
+    return (
+        f"Over {len(units)} grammars the difference in {task} has a standard deviation of {sd:.2f} points, below "
+        f"{bound:.2f} with 80 % confidence. With that, {pairs_for_power(EFFECT, bound)} grammars find {EFFECT:g} "
+        f"points with 80 % power. A fifth of {EFFECT:g} points is worth {margin:.6f} nats; "
+        f"{pairs_for_equivalence(margin, loss_sd)} grammars show a loss that is the same to be so within that margin."
+    )
+
+
+def loss_margin(slope: Estimate) -> float:
+    """Return the difference in KL, in nats, that changes the accuracy by at most a fifth of the effect of interest."""
+    return EFFECT / 5 / max(map(abs, slope.ci95))
+
+
+STUDY = Study(
+    name="same-loss-pilot",
+    scales=SCALES,
+    title="Pilot of the study same-loss",
+    lead=(
+        "What the study same-loss is planned with: the slopes of transfer on the loss, by size, and how much its "
+        "primary difference varies between grammars. Its grammars and seeds are none of the study's.",
+    ),
+    tables=tables,
+    block_name="grammars",
+)

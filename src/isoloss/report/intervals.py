@@ -1,0 +1,106 @@
+"""A chart of differences: rows that are named once, a panel for each quantity, a marker and an interval in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+from isoloss.errors import IsolossError
+from isoloss.report import charts, data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """One marker with its interval.
+
+    Attributes:
+        row: The row that it is in.
+        series: Which of several markers of a row and panel it is, by color; one name throughout: no legend.
+        value: Where the marker is.
+        low: The lower end of the interval.
+        high: Its upper end.
+        text: What pointing at it shows.
+    """
+
+    row: str
+    series: str
+    value: float
+    low: float
+    high: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalPanel:
+    """One quantity.
+
+    Attributes:
+        title: Its name with its unit.
+        intervals: What is in it.
+        reference: Where no difference is, marked by a line.
+        log: Whether its axis is logarithmic; all ends are then above 0.
+    """
+
+    title: str
+    intervals: Sequence[Interval]
+    reference: float = 0.0
+    log: bool = False
+
+
+def intervals(panels: Sequence[IntervalPanel], rows: Sequence[str], *, note: str) -> alt.ConcatChart:
+    """Return panels beside each other, with the same rows in the order given.
+
+    Args:
+        panels: The quantities.
+        rows: The names of the rows, from top to bottom.
+        note: What markers and lines are, in print below the panels.
+
+    Raises:
+        IsolossError: A panel is empty, an interval is in none of the rows, or there are more series than colors.
+    """
+    series = list(dict.fromkeys(each.series for panel in panels for each in panel.intervals))
+    if len(series) > len(data.COLORS):
+        raise IsolossError(f"there are {len(series)} series and {len(data.COLORS)} colors: show fewer")
+    scale = alt.Scale(domain=series, range=list(data.COLORS[: len(series)]))
+    legend = alt.Undefined if len(series) > 1 else None
+    color = alt.Color(field="series", type="nominal", title=None, scale=scale, legend=legend)
+    drawn = [_panel(panel, rows, series, color, named=panel is panels[0]) for panel in panels]
+    return charts.concat(drawn, note)
+
+
+def _panel(
+    panel: IntervalPanel, rows: Sequence[str], series: list[str], color: alt.Color, *, named: bool
+) -> alt.LayerChart:
+    """Return the chart of one quantity; only the first of a row of panels names the rows."""
+    if not panel.intervals:
+        raise IsolossError(f"the panel {panel.title!r} has no interval")
+    if missing := [each.row for each in panel.intervals if each.row not in rows]:
+        raise IsolossError(f"the panel {panel.title!r} has the row {missing[0]!r}, which is none of {', '.join(rows)}")
+    ends = data.ends(
+        [panel.reference, *(end for each in panel.intervals for end in (each.low, each.high))], log=panel.log
+    )
+    base = alt.Chart(alt.InlineData(values=[vars(each) for each in panel.intervals]))
+    axis: dict[str, Any] = {"labelLimit": 220, "ticks": False, "domain": False, "labels": named}
+    y = alt.Y(
+        field="row",
+        type="nominal",
+        title=None,
+        sort=list(rows),
+        axis=alt.Axis(**axis),
+        scale=alt.Scale(domain=list(rows)),
+    )
+    offset = alt.YOffset(field="series", type="nominal", sort=series)
+    x = charts.axis(alt.X, "value", panel.title, ends, log=panel.log)
+    reference = alt.Chart(alt.InlineData(values=[{"value": panel.reference}])).mark_rule(strokeDash=[4, 4], opacity=0.5)
+    return alt.LayerChart(
+        layer=[
+            reference.encode(x),
+            base.mark_rule(strokeWidth=charts.LINE).encode(y, offset, color, x=charts.of_field(x, "low"), x2="high:Q"),
+            base.mark_point(filled=True, size=charts.POINT, opacity=1).encode(
+                x, y, offset, color, tooltip=[alt.Tooltip("row:N"), alt.Tooltip("series:N"), alt.Tooltip("text:N")]
+            ),
+        ]
+    )
