@@ -7,6 +7,7 @@ is the pipe LIFELINE, into which nobody writes and which ends with the process t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -92,7 +93,8 @@ class WarmProcess:
         os.close(self._held)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended before
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 
