@@ -163,8 +163,8 @@ def test_a_plan_says_what_follows_what_and_where_the_commands_are(capsys, monkey
     assert max(map(len, lines)) <= 80
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:4]] == [
         ["unit", "state", "after"],
-        ["train g0-s0-base", "to do"],
-        ["measure g0-s0-base", "to do", "train g0-s0-base"],
+        ["train g100-s10000-base", "to do"],
+        ["measure g100-s10000-base", "to do", "train g100-s10000-base"],
     ]
     assert lines[-1].endswith("--json has the command of each")
 

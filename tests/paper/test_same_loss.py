@@ -27,7 +27,7 @@ from isoloss.studies.verdicts import Verdict
 
 SCALE = SCALES["laptop"]
 SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED, _ = Verdict
-PRIMARY = ("sgd-transfer", "prefix-4")
+PRIMARY = ("noise-transfer", "prefix-4")
 
 
 def value(key, arm, grammar, changes):
@@ -162,17 +162,17 @@ def test_the_plan_trains_before_it_measures_a_grammar_at_a_time(tmp_path):
     units = StudyFolder(STUDY, tmp_path, "laptop").plan()
     check(units)
     after = {unit.name: unit.after for unit in units}
-    assert after["train g0-s0-untouched"] == ("train g0-s0-base",)
-    assert after[f"train g0-s0-{polished('label-noise', 1000)}"] == ("train g0-s0-label-noise",)
-    assert after["measure g0-s0-helper"] == ("train g0-s0-helper",)
+    assert after["train g100-s10000-untouched"] == ("train g100-s10000-base",)
+    assert after[f"train g100-s10000-{polished('no-noise', 1000)}"] == ("train g100-s10000-no-noise",)
+    assert after["measure g100-s10000-helper"] == ("train g100-s10000-helper",)
     assert {unit.block for unit in units} == set(range(len(SCALE.grammars)))
     assert not any(unit.done() for unit in units)
 
 
 def test_sgd_warms_up_as_in_the_paper():
-    stage = SCALE.experiments["g0-s0-label-noise"].config.stages[0]
+    stage = SCALE.experiments["g100-s10000-label-noise"].config.stages[0]
     assert stage.optimizer.warmup_steps == 0.12 * stage.steps  # appendix B.2
-    assert (stage.labels, SCALE.experiments["g0-s0-no-noise"].config.stages[0].labels) == ("sampled", "exact")
+    assert (stage.labels, SCALE.experiments["g100-s10000-no-noise"].config.stages[0].labels) == ("sampled", "exact")
 
 
 def test_the_slopes_are_those_of_the_pilot():
@@ -207,10 +207,10 @@ def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
             {"label_noise": {"trace": -40.0, "minimal-trace": -5.0, "probe-prefix-4": 0.02}},
             {
                 PRIMARY: SHOWN,
-                ("sgd-transfer", "prefix-2"): NOT_SHOWN,
+                ("noise-transfer", "prefix-2"): NOT_SHOWN,
                 ("sgd-flatter", "trace"): SHOWN,
                 ("noise-flatter", "minimal-trace"): SHOWN,
-                ("noise-transfer", "prefix-4"): SHOWN,
+                ("sgd-transfer", "prefix-4"): SHOWN,
             },
         ),
         # the loss moves: whatever else moves says nothing about models of the same loss
@@ -266,7 +266,7 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
     found = known_results(tmp_path, label_noise={"kl": -1e-4})
     (primary, _), (longer, _) = (
         next(result for result in claims(found) if result.claim.id == name).answers
-        for name in ("sgd-transfer", "longer-transfer")
+        for name in ("noise-transfer", "longer-transfer")
     )
     assert (primary.difference.samples, longer.difference.samples) == (len(SCALE.grammars), SCALE.complete)
     assert primary.is_primary
@@ -276,12 +276,12 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
         100
         * (
             found.at(unit.run("label-noise"))["probe-prefix-4"].estimate.value
-            - found.at(unit.run(UNTOUCHED))["probe-prefix-4"].estimate.value
+            - found.at(unit.run("no-noise"))["probe-prefix-4"].estimate.value
         )
         for unit in SCALE.units
     ]
     losses = [
-        found.at(unit.run("label-noise"))["kl"].estimate.value - found.at(unit.run(UNTOUCHED))["kl"].estimate.value
+        found.at(unit.run("label-noise"))["kl"].estimate.value - found.at(unit.run("no-noise"))["kl"].estimate.value
         for unit in SCALE.units
     ]
     assert primary.difference.value == pytest.approx(sum(differences) / len(differences))
@@ -324,7 +324,7 @@ def test_tables_of_differences(tmp_path):
         found.checkpoints[run, step]["kl"] = exactly(found.checkpoints[run, step]["kl"], 0.013)
     by_name = {table.name: dict(table.rows) for table in tables_of(found)}
     after, before = by_name["after"], by_name["before"]
-    label = GROUPS["label-noise"], len(SCALE.grammars)
+    label = GROUPS["label-noise"], GROUPS[UNTOUCHED], len(SCALE.grammars)
     assert after[label]["kl"].value == pytest.approx(1e-3, abs=5e-5)
     assert after[label]["trace"].value == pytest.approx(0.5, abs=0.01)
     assert after[label]["few-shot-prefix-4-100"].value == pytest.approx(10, abs=0.3)
@@ -371,7 +371,7 @@ def test_the_page_has_every_part_and_is_the_same_every_time(tmp_path):
     assert "Scale smoke: every part runs, no verdict is given, and no number means anything." in text
     assert f"claims.toml, SHA-256 {hashlib.sha256(STUDY.claims.read_bytes()).hexdigest()}" in text
     assert "The same models, rescaled at random" in text
-    assert "../runs/g0-s0-helper/run.json" in text
+    assert "../runs/g100-s10000-helper/run.json" in text
     assert {p.stem for p in (index.parent / "figures").iterdir()} == {
         "arms",
         "flatness-probe-prefix-4",

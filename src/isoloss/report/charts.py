@@ -190,7 +190,7 @@ def axis(
         type="quantitative",
         title=title,
         scale=alt.Scale(type="log" if log else "linear", domain=list(ends), nice=False),
-        axis=alt.Axis(labelOverlap="greedy", **{**marks, **shown}),
+        axis=alt.Axis(labelOverlap="greedy", labelSeparation=6, **{**marks, **shown}),
     )
 
 

@@ -23,12 +23,23 @@ BASE, UNTOUCHED = "base", "untouched"
 GROUPS: Mapping[str, str] = MappingProxyType(
     {
         UNTOUCHED: "Untouched",
-        "label-noise": "SGD, sampled labels",
         "no-noise": "SGD, exact labels",
+        "label-noise": "SGD, sampled labels",
         "longer": "AdamW for longer",
         "adversary": "Adversary",
         "helper": "Helper",
         "weight-decay": "Weight decay",
+    }
+)
+# the arms that are compared, the control first: but for what is asked about, both have the same steps of training
+CONTRASTS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "label noise": ("no-noise", "label-noise"),
+        "sgd": (UNTOUCHED, "label-noise"),
+        "longer": (UNTOUCHED, "longer"),
+        "adversary": ("longer", "adversary"),
+        "helper": ("longer", "helper"),
+        "weight decay": (UNTOUCHED, "weight-decay"),
     }
 )
 HEAD_WIDTH = 8
@@ -81,8 +92,7 @@ class Scale:
     learning_rate: float = 3e-3  # AdamW's highest, in base and polish
     sgd_steps: int
     sgd_learning_rate: float = 0.2
-    longer_steps: int  # of AdamW after the base
-    task_steps: int  # with the adversary or the helper
+    more_steps: int  # of AdamW after the base: alone, with the adversary, or with the helper
     polish_steps: int  # of the polish that ends every arm
     other_polishes: tuple[int, ...]  # its other lengths
     tasks: tuple[str, ...]  # downstream tasks; the first is the primary one, which adversary and helper train with
@@ -158,13 +168,12 @@ class Arms:
     def experiments(self) -> dict[str, Experiment]:
         """Return the runs by the names of their arms."""
         scale = self.scale
-        arms = {BASE: self._base(), UNTOUCHED: self._from_base(UNTOUCHED), **self._polishes(UNTOUCHED)}
-        arms["label-noise"] = self._from_base("label-noise", self.sgd_stage("sampled"))
-        arms |= self._polishes("label-noise")
-        arms["no-noise"] = self._from_base("no-noise", self.sgd_stage("exact"))
+        arms = {BASE: self._base(), UNTOUCHED: self._from_base(UNTOUCHED)}
+        for arm, labels in (("label-noise", "sampled"), ("no-noise", "exact")):
+            arms |= {arm: self._from_base(arm, self.sgd_stage(labels)), **self._polishes(arm)}
         if not self.unit.is_complete:
             return arms
-        arms["longer"] = self._from_base("longer", StageConfig(steps=scale.longer_steps))
+        arms["longer"] = self._from_base("longer", StageConfig(steps=scale.more_steps))
         arms["adversary"] = self._from_base("adversary", self._with_task(AdversarialConfig.weight))
         arms["helper"] = self._from_base("helper", self._with_task(-AdversarialConfig.weight))
         decayed = self.from_scratch(scale.main_size, weight_decay=WEIGHT_DECAY)
@@ -232,23 +241,21 @@ class Arms:
 
     def _with_task(self, weight: float) -> StageConfig:
         algorithm = AdversarialConfig(task=self.scale.tasks[0], weight=weight)
-        return StageConfig(steps=self.scale.task_steps, algorithm=algorithm)
+        return StageConfig(steps=self.scale.more_steps, algorithm=algorithm)
 
     def _polishes(self, arm: str) -> dict[str, Experiment]:
-        """Return the arm with polishes of other lengths, by name; they branch off before the polish."""
-        if not self.unit.is_complete:
-            return {}
-        branches = {}
-        for steps in self.scale.other_polishes:
-            start = self.unit.run(BASE if arm == UNTOUCHED else arm)
-            before = self.scale.steps if arm == UNTOUCHED else self.scale.sgd_steps
-            branches[polished(arm, steps)] = Experiment(
-                config=self.continued(f"../{start}/checkpoints/step-{before}", polish_steps=steps),
+        """Return an arm of SGD with polishes of other lengths, by name; they branch off before the polish."""
+        start = self.unit.run(arm)
+        before = f"../{start}/checkpoints/step-{self.scale.sgd_steps}"
+        return {
+            polished(arm, steps): Experiment(
+                config=self.continued(before, polish_steps=steps),
                 measurements=(self.measurement(self.common()),),
                 after=(start,),
                 group=GROUPS[arm],
             )
-        return branches
+            for steps in (self.scale.other_polishes if self.unit.is_complete else ())
+        }
 
     # --- what is measured --------------------------------------------------------------------------------------------
 

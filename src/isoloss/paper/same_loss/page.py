@@ -8,7 +8,7 @@ from collections.abc import Collection
 import polars as pl
 
 from isoloss.errors import IsolossError
-from isoloss.paper.same_loss.design import GROUPS, UNTOUCHED, WEIGHT_DECAY, Scale, Unit
+from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, WEIGHT_DECAY, Scale, Unit
 from isoloss.paper.same_loss.study import factor, grammars_of, last, sizes_expanded, units_with
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Column, Style, accuracy
@@ -21,7 +21,7 @@ from isoloss.studies.page import PageParts
 from isoloss.studies.results import RESCALED, Results
 from isoloss.training.algorithms.config import AdversarialConfig
 
-BAND = 5e-4  # nats: models whose KL is so near to that of the untouched arm's are in the band of the same loss
+BAND = 1e-3  # nats: models whose KL is so near to that of the untouched arm's are in the band of the same loss
 TRAINED_WITH_TASK = ("adversary", "helper")
 
 
@@ -42,10 +42,10 @@ def _figures(results: Results) -> list[Figure]:
         figures.append(
             Figure(
                 name="arms",
-                title="Every arm against the untouched one",
+                title="Every arm against its control",
                 chart=intervals(
                     panels,
-                    [title for arm, title in GROUPS.items() if arm != UNTOUCHED],
+                    [_contrast_title(*arms) for arms in CONTRASTS.values()],
                     note="Lines: 95 % confidence intervals over grammars, not corrected for the number of arms",
                 ),
                 caption="After the same polish, paired by grammar and seed: the difference in KL, the factors of both "
@@ -80,14 +80,14 @@ def _figures(results: Results) -> list[Figure]:
 
 
 def _panels(results: Results) -> list[IntervalPanel]:
-    """Return the differences of the arms from the untouched one; none where there are too few grammars."""
+    """Return the differences between arms and their controls; none where there are too few grammars."""
     scale: Scale = results.scale
     loss, traces, probes = [], [], []
-    for arm, title in GROUPS.items():
-        units = units_with(results, UNTOUCHED, arm)
-        if arm == UNTOUCHED or len(set(clusters := grammars_of(units))) < 2:
+    for control, arm in CONTRASTS.values():
+        units, title = units_with(results, control, arm), _contrast_title(control, arm)
+        if len(set(clusters := grammars_of(units))) < 2:
             continue
-        pairs: list[Pair] = [(last(results, unit, UNTOUCHED), last(results, unit, arm)) for unit in units]
+        pairs: list[Pair] = [(last(results, unit, control), last(results, unit, arm)) for unit in units]
         loss.append(_interval(title, "KL", change(pairs, "kl", clusters=clusters)))
         for key, column in (("trace", TRACE), ("minimal-trace", MINIMAL_TRACE)):
             traces.append(_factor_interval(title, column.title, factor(pairs, key, clusters)))
@@ -100,6 +100,10 @@ def _panels(results: Results) -> list[IntervalPanel]:
         IntervalPanel(title="Trace, factor", intervals=traces, reference=1.0, log=True),
         IntervalPanel(title="Probe accuracy, difference (points)", intervals=probes),
     ]
+
+
+def _contrast_title(control: str, arm: str) -> str:
+    return f"{GROUPS[arm]} − {GROUPS[control]}"
 
 
 def _interval(row: str, series: str, estimate: Estimate) -> Interval:
@@ -214,9 +218,9 @@ def _settings(scale: Scale) -> dict[str, str]:
         "Polish": f"{scale.polish_steps:,} steps of the same",
         "SGD": f"{scale.sgd_steps:,} steps, learning rate {scale.sgd_learning_rate:g} after a warm-up of 12 %, on "
         "sampled or exact labels",
-        "Longer": f"{scale.longer_steps:,} steps of AdamW as for the base",
-        "Adversary, helper": f"{scale.task_steps:,} steps of AdamW with the loss of a head for {scale.tasks[0]}, "
-        f"weight {weight:g} and {-weight:g}",
+        "Longer": f"{scale.more_steps:,} steps of AdamW as for the base",
+        "Adversary, helper": f"the same with the loss of a head for {scale.tasks[0]}, weight {weight:g} and "
+        f"{-weight:g}",
         "Weight decay": f"{WEIGHT_DECAY:g}, in base and polish",
         "Errors": "over grammars, with Student's t; losses and accuracies have no error of measurement",
     }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from isoloss.paper.same_loss import study as design
-from isoloss.paper.same_loss.design import GROUPS, OFFSET, UNTOUCHED, Arms, Scale, Unit
+from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, OFFSET, Arms, Scale, Unit
 from isoloss.paper.same_loss.pilot import UNIT
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import pairs_for_equivalence, pairs_for_power, sd_upper_bound
@@ -22,7 +22,7 @@ from isoloss.studies.comparison import Pair, change, difference
 from isoloss.studies.results import RESCALED, Results, SummaryTable
 from isoloss.studies.spec import Experiment, Study
 
-NOISE = "label-noise"
+PRIMARY = CONTRASTS["label noise"]  # what the primary claim compares
 EFFECT = 0.5  # percentage points: the smallest effect of interest
 
 
@@ -52,7 +52,7 @@ class PilotScale:
 
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
-        """Every size after every length of training; and SGD with sampled labels, from the study's length."""
+        """Every size after every length of training; and SGD with exact and sampled labels, from the study's length."""
         runs = {}
         for block, unit in enumerate(self.units):
             arms = Arms(self.like, unit)
@@ -64,14 +64,11 @@ class PilotScale:
                         config=config, measurements=(measured,), group=f"{steps:,} steps", block=block
                     )
             start = unit.run(self.main)
-            config = arms.continued(f"../{start}/checkpoints/step-{self.like.steps}", arms.sgd_stage("sampled"))
-            for name, one in (
-                (NOISE, config),
-                (UNTOUCHED, arms.continued(f"../{start}/checkpoints/step-{self.like.steps}")),
-            ):
-                measured = arms.measurement(["loss", *RESCALED, *self.like.probes.values()], steps=(one.steps,))
-                runs[unit.run(name)] = Experiment(
-                    config=one, measurements=(measured,), after=(start,), group=GROUPS[name], block=block
+            for arm, labels in zip(PRIMARY, ("exact", "sampled"), strict=True):
+                config = arms.continued(f"../{start}/checkpoints/step-{self.like.steps}", arms.sgd_stage(labels))
+                measured = arms.measurement(["loss", *RESCALED, *self.like.probes.values()], steps=(config.steps,))
+                runs[unit.run(arm)] = Experiment(
+                    config=config, measurements=(measured,), after=(start,), group=GROUPS[arm], block=block
                 )
         return runs
 
@@ -100,7 +97,7 @@ SCALES: Mapping[str, PilotScale] = {
 def tables(results: Results) -> Sequence[SummaryTable]:
     """Return the slopes, and the difference that the study's primary claim is about."""
     scale: PilotScale = results.scale
-    units = [unit for unit in scale.units if unit.run(NOISE) in results.experiments]
+    units = [unit for unit in scale.units if unit.run(PRIMARY[1]) in results.experiments]
     rows = []
     for size in scale.like.sizes:
         ends = [(unit, results.at(unit.run(f"{size}-{steps}"))) for unit in units for steps in scale.lengths]
@@ -121,7 +118,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     slope = next(one["slope"] for label, one in rows if label == (scale.like.main_size, keys[1]))
     differences = SummaryTable(
         "primary",
-        f"{GROUPS[NOISE]} minus {GROUPS[UNTOUCHED].lower()}, mean ± standard error over grammars",
+        f"{GROUPS[PRIMARY[1]]} minus {GROUPS[PRIMARY[0]]}, mean ± standard error over grammars",
         ("grammars",),
         [((len(units),), {key: change(pairs, key, clusters=clusters) for key in keys})],
         power_in_words(results, units, slope),
@@ -130,8 +127,9 @@ def tables(results: Results) -> Sequence[SummaryTable]:
 
 
 def primary_pairs(results: Results, units: Sequence[Unit]) -> list[Pair]:
-    """Return the untouched model and that after SGD with sampled labels, by grammar."""
-    return [(results.at(unit.run(UNTOUCHED)), results.at(unit.run(NOISE))) for unit in units]
+    """Return the models after SGD with exact and with sampled labels, by grammar."""
+    control, treated = PRIMARY
+    return [(results.at(unit.run(control)), results.at(unit.run(treated))) for unit in units]
 
 
 def power_in_words(results: Results, units: Sequence[Unit], slope: Estimate) -> str:

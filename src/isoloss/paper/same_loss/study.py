@@ -11,7 +11,7 @@ from pathlib import Path
 from isoloss.languages.config import PCFGConfig
 from isoloss.paper.same_loss import pilot
 from isoloss.paper.same_loss.answer import answer
-from isoloss.paper.same_loss.design import BASE, BASELINES, GROUPS, UNTOUCHED, Scale, Unit, polished
+from isoloss.paper.same_loss.design import BASE, BASELINES, CONTRASTS, GROUPS, UNTOUCHED, Scale, Unit, polished
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Contrast
@@ -23,14 +23,13 @@ SCALES = {
     "laptop": Scale(
         description="under twenty minutes on two cores",
         language=PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16),
-        grammars=tuple(range(13)),
+        grammars=tuple(range(100, 113)),
         complete=5,
         sizes=("d16", "d32", "d64"),
         main_size="d32",
         steps=3_000,
         sgd_steps=2_000,
-        longer_steps=2_000,
-        task_steps=600,
+        more_steps=1_000,
         polish_steps=2_000,
         other_polishes=(1_000,),
         tasks=("prefix-4", "prefix-2"),
@@ -43,15 +42,14 @@ SCALES = {
     "smoke": Scale(
         description="two minutes on two cores: every part runs, no verdict is given",
         language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
-        grammars=(0, 1),
+        grammars=(100, 101),
         complete=2,
         sizes=("d16", "d32"),
         main_size="d32",
         layers=1,
         steps=60,
         sgd_steps=40,
-        longer_steps=40,
-        task_steps=20,
+        more_steps=20,
         polish_steps=40,
         other_polishes=(20,),
         tasks=("prefix-4", "prefix-2"),
@@ -75,14 +73,6 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     """
     scale: Scale = results.scale
     slopes = pilot.slopes(scale.main_size)
-    arms = {
-        "sgd": (UNTOUCHED, "label-noise"),
-        "label noise": ("no-noise", "label-noise"),
-        "longer": (UNTOUCHED, "longer"),
-        "adversary": (UNTOUCHED, "adversary"),
-        "helper": (UNTOUCHED, "helper"),
-        "weight decay": (UNTOUCHED, "weight-decay"),
-    }
     where = f"Both after the same polish of {scale.polish_steps:,} steps."
     task = f"The task that is trained with is {scale.tasks[0]}."
     by_name = {
@@ -95,7 +85,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
                 slopes=slopes,
             )
         ]
-        for name, (first, second) in arms.items()
+        for name, (first, second) in CONTRASTS.items()
     }
     all_units = units_with(results, BASE, UNTOUCHED)
     by_name["larger"] = [
@@ -240,44 +230,47 @@ def _arms(results: Results) -> SummaryTable:
 def _differences(
     results: Results, name: str, when: str, at: Callable[[Results, Unit, str], Checkpoint]
 ) -> SummaryTable:
-    """Return the arms minus the untouched one, or over it, at one checkpoint of each."""
+    """Return what is between the two arms of each contrast, at one checkpoint of each."""
     scale: Scale = results.scale
     keys = ["kl", *RESCALED, *scale.probes.values()]
     if at is last:  # the base, which is the untouched arm before its polish, has no few-shot probes
         keys += scale.few_shot_probes.values()
     rows = []
-    for arm, title in GROUPS.items():
-        units = units_with(results, UNTOUCHED, arm)
-        if arm != UNTOUCHED and _number(units) > 1:
-            pairs = [(at(results, unit, UNTOUCHED), at(results, unit, arm)) for unit in units]
-            rows.append(((title, _number(units)), _changes(units, pairs, keys)))
+    for control, arm in CONTRASTS.values():
+        units = units_with(results, control, arm)
+        if _number(units) > 1:
+            pairs = [(at(results, unit, control), at(results, unit, arm)) for unit in units]
+            rows.append(((GROUPS[arm], GROUPS[control], _number(units)), _changes(units, pairs, keys)))
     caption = (
-        "Paired by grammar and seed: the KL and the probes as differences from the untouched arm, the traces as "
-        "factors (geometric means)."
+        "Paired by grammar and seed: the KL and the probes as differences, arm minus control, the traces as factors, "
+        "arm over control (geometric means)."
     )
     if at is before_polish:
         caption += " The untouched arm is the base here: it has nothing else before the polish."
-    return SummaryTable(name, f"against the untouched arm, {when}, {OVER}", ("arm", "grammars"), rows, caption)
+    return SummaryTable(name, f"arms against controls, {when}, {OVER}", ("arm", "control", "grammars"), rows, caption)
 
 
 def _polishes(results: Results) -> SummaryTable:
-    """Return SGD with sampled labels against the untouched arm, by the length of the polish."""
+    """Return SGD with sampled labels against that with exact labels, by the length of the polish."""
     scale: Scale = results.scale
-    keys, rows = ["kl", *RESCALED, *scale.probes.values()], []
+    keys, rows, arms = ["kl", *RESCALED, *scale.probes.values()], [], CONTRASTS["label noise"]
+    units = [unit for unit in units_with(results, *arms) if unit.is_complete]
     for steps in (0, *scale.other_polishes, scale.polish_steps):
-        pairs, units = [], [unit for unit in units_with(results, UNTOUCHED, "label-noise") if unit.is_complete]
+        pairs: list[Pair] = []
         for unit in units:
-            if steps == 0:
-                pair = [before_polish(results, unit, arm) for arm in (UNTOUCHED, "label-noise")]
-            elif steps == scale.polish_steps:
-                pair = [last(results, unit, arm) for arm in (UNTOUCHED, "label-noise")]
-            else:
-                pair = [last(results, unit, polished(arm, steps)) for arm in (UNTOUCHED, "label-noise")]
-            pairs.append((pair[0], pair[1]))
+            control, treated = (_after_polish(results, unit, arm, steps) for arm in arms)
+            pairs.append((control, treated))
         if _number(units) > 1:
             rows.append(((steps, _number(units)), _changes(units, pairs, keys)))
-    caption = "SGD with sampled labels against the untouched arm. Both had a polish of this many steps, 0 being none."
+    caption = "SGD with sampled labels against SGD with exact labels, both after a polish of so many steps."
     return SummaryTable("polishes", f"by the length of the polish, {OVER}", ("polish", "grammars"), rows, caption)
+
+
+def _after_polish(results: Results, unit: Unit, arm: str, steps: int) -> Checkpoint:
+    """Return an arm's checkpoint after a polish of this length; 0: before it."""
+    if steps == 0:
+        return before_polish(results, unit, arm)
+    return last(results, unit, arm if steps == results.scale.polish_steps else polished(arm, steps))
 
 
 def _sizes(results: Results) -> SummaryTable:
