@@ -15,13 +15,13 @@ Direction = Literal["decrease", "increase", "no change within"]
 ALPHA = 0.05  # the level of all tests
 
 RULE = (
-    "A claim is shown if p < 0.05 and the measured difference is on the claimed side of the margin, and contradicted if "
-    "p < 0.05 and it is on the other side. Otherwise it is not shown: the measurement is too imprecise to tell. For a "
-    "claim of no change, the claimed side is inside the margin around 0. p is two-sided, by Student's t, for the null "
-    "hypothesis that the true difference is at the edge of the margin. It is below 0.05 exactly when the 95 % interval "
-    "lies on one side of that edge.",
-    "Multiple testing: the primary test, which the claims file names in advance, is judged by its own p. All other p of "
-    "the file are adjusted by Holm's method, so the chance of any wrong verdict among these tests is at most 5 %.",
+    "A claim is shown if p < 0.05 and the measured difference is on the claimed side of the margin, and contradicted "
+    "if p < 0.05 and it is on the other side. Otherwise it is not shown: the measurement is too imprecise to tell. For "
+    "a claim of no change, the claimed side is inside the margin around 0. p is two-sided, by Student's t, for the "
+    "null hypothesis that the true difference is at the edge of the margin. It is below 0.05 exactly when the 95 % "
+    "interval lies on one side of that edge.",
+    "Multiple testing: the primary test, which the claims file names in advance, is judged by its own p. All other p "
+    "of the file are adjusted by Holm's method, so the chance of any wrong verdict among these tests is at most 5 %.",
     "A claim about two models of the same loss is tested only if two one-sided tests at 5 % show that the mean "
     "difference in loss is within its margin. Otherwise it is not tested, and the numbers are given without a verdict.",
     "“Found with 80 % power” is the smallest true difference that four in five such studies would find. “Smaller than” "
