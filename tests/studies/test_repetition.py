@@ -250,7 +250,7 @@ def test_numbers_by_hand(tmp_path):
     assert (root.difference, root.p_holm) == (None, None)
     assert (kl.difference.unit, kl.difference.stderr) == ("percentage points", pytest.approx(5 * math.sqrt(2)))
     assert found.conclusion == (
-        "1 of 3 verdicts agree; 1 of 4 differences are outside of their 95 % interval around 0 (expected: 5 %)"
+        "1 of 3 verdicts agree; the 95 % interval of 1 of 4 differences excludes 0 (expected: 5 %)"
     )
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -260,8 +260,8 @@ def test_numbers_by_hand(tmp_path):
     [
         (1, {"study": "t"}, "different studies: s and t"),
         (1, {"scale": "smoke"}, "different scales: laptop and smoke"),
-        (1, {"claims_sha256": "1"}, "different files of claims, which"),
-        (0, {}, "both have the seed offset 0: a repetition needs another"),
+        (1, {"claims_sha256": "1"}, "different claims files, which"),
+        (0, {}, "both have the seed offset 0: a repetition needs a different one"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, offset, other, message):
