@@ -174,8 +174,7 @@ def _claiming(file: ClaimsFile | None) -> dict[str, str]:
         return {}
     return {
         "Claims": str(file),
-        "Primary test": " for ".join(filter(None, (file.primary, file.primary_case)))
-        or "none: all p are adjusted",
+        "Primary test": " for ".join(filter(None, (file.primary, file.primary_case))) or "none: all p are adjusted",
         "Same loss": f"mean difference shown to be within {file.same_loss_nats:g} nats by two one-sided tests at 5 %, "
         "unless a claim sets another margin",
     }
