@@ -273,7 +273,7 @@ def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
         ),
         (
             ["--measures", "loss", "--loss-sentences", "all"],
-            ["PCFG has about 10^12 strings of tokens, and all are summed over only up to 65,536: give a number of"],
+            ["PCFG has about 10^12 strings of tokens, more than the 65,536 that can be enumerated: give a number of"],
         ),
         (["--measures", "probe-root", "--probe-regularization", "1"], ["no effect with the solver adamw"]),
     ],

@@ -203,7 +203,12 @@ def test_other_probabilities_are_other_inputs(run):
         (PARSED, ONE, "al", "num_sentences is 'al'; it must be a whole number or all"),
         (PARSED, ObjectiveConfig(masking="fraction"), "all", "masks a fraction of 0.15: give a number of sentences to"),
         (PARSED, ObjectiveConfig(kind="causal"), "all", "gives exact conditionals of masked tokens, not of next ones"),
-        (PCFGConfig(), ONE, "all", "about 10^12 strings of tokens, and all are summed over only up to 65,536: give a"),
+        (
+            PCFGConfig(),
+            ONE,
+            "all",
+            "about 10^12 strings of tokens, more than the 65,536 that can be enumerated: give a",
+        ),
     ],
 )
 def test_what_cannot_be_summed_is_refused(config, objective, num, sentence):

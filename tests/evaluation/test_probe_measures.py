@@ -229,7 +229,7 @@ def test_a_projected_probe_is_the_probe_of_the_projected_features(model, languag
         assert result.details["accuracies"] == pytest.approx(expected, abs=0.005)
         assert (result.samples, result.details["projections"]) == (2, 2)
         assert result.details["given"] == "the training sentences"
-    with pytest.raises(IsolossError, match="the width is 65, and the model has 64 features: choose at most these"):
+    with pytest.raises(IsolossError, match="the width is 65, but the model has 64 features: choose at most 64"):
         accuracy("projected-prefix-2-65", settings, model, context)
 
 
@@ -383,9 +383,9 @@ def test_settings_that_cannot_be_are_refused(name, settings, sentence):
         make_measure(name, settings)
 
 
-def test_languages_whose_sentences_cannot_be_gone_through_are_refused():
+def test_languages_that_cannot_be_enumerated_are_refused():
     wide = context_of(PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=17).build())
-    assert "sentences are too many to go through" in make_measure("probe-root", WHOLE).why_not_applicable(wide)
+    assert "too many sentences to enumerate" in make_measure("probe-root", WHOLE).why_not_applicable(wide)
     brackets = context_of(BracketsConfig(length=4).build())
     reason = make_measure("probe-mismatch", WHOLE).why_not_applicable(brackets)
-    assert reason == "num_test is all, and the sentences of task mismatch are not the language's: give a number"
+    assert reason == "num_test is all, but the task mismatch has sentences of its own: give num_test as a number"

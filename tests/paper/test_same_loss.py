@@ -292,19 +292,42 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
 
 def test_the_answer_says_what_the_verdicts_say(tmp_path):
     nothing = answer(claims(known_results(tmp_path)))
-    assert "That is not shown." in nothing[0]
-    assert "smaller than" in nothing[0]
-    better = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": 0.02, "trace": -40.0})))
-    assert re.search(r"Yes\. Prefix-4 better \(\+(1\.9|2\.0).*by trace flatter \(-(39\.9|40)", better[0])
-    worse = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": -0.02, "trace": 40.0})))
+    assert "improve transfer at the same loss? Not shown. Probe accuracy on prefix-4 differs by +0.0" in nothing[0]
+    assert re.search(r"the true difference is below 0\.\d+ points", nothing[0])
     assert re.search(
-        r"No: the contrary is shown\. Prefix-4 worse \(-(1\.9|2\.0).*by trace sharper \(\+(39\.9|40)", worse[0]
+        r"Probe accuracy: no significant difference \(true differences below 0\.\d+ points\)\.", nothing[1]
     )
+    assert "transfer differently? Not shown." in nothing[2]
+    better = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": 0.02, "trace": -40.0})))
+    assert re.search(r"\? Yes\. Probe accuracy on prefix-4 differs by \+(1\.9|2\.0)", better[0])
+    assert re.search(r"accuracy: higher on prefix-4 \(\+(1\.9|2\.0).*flatter by trace \(-(39\.9|40)", better[1])
+    assert "no significant difference on prefix-2 (true difference below" in better[1]
+    worse = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": -0.02, "trace": 40.0})))
+    assert re.search(r"No, it makes transfer worse\. Probe accuracy on prefix-4 differs by -(1\.9|2\.0)", worse[0])
+    assert re.search(r"lower on prefix-4 \(-(1\.9|2\.0).*sharper by trace \(\+(39\.9|40)", worse[1])
     other = answer(claims(known_results(tmp_path, label_noise={"kl": 0.01})))
-    assert "the models are not shown to have the same loss" in other[0]
+    assert "Not tested: the two arms are not shown to have the same loss." in other[0]
     assert "adjusted to the same loss" in other[0]
-    assert "the minimal-trace stays where it is" in nothing[-1]
-    assert "the trace does not stay where it is" in nothing[-1]
+    assert other[1].endswith("exact labels. Not tested: the losses are not shown to be the same.")
+    assert "the trace changes by more than 0.1 nats/token" in nothing[-1]
+    assert "the minimal trace changes by less than 0.1 nats/token" in nothing[-1]
+
+
+@pytest.mark.parametrize(
+    ("arm", "moves", "expected"),
+    [
+        ("adversary", {"probe-prefix-4": -0.05, "trace": 40.0}, "lower on prefix-4.*sharper by trace"),
+        ("adversary", {"probe-prefix-2": 0.05, "trace": -40.0}, "higher on prefix-2.*flatter by trace"),
+        ("helper", {"probe-prefix-4": 0.05, "trace": 40.0}, "higher on prefix-4.*sharper by trace"),
+    ],
+)
+def test_models_of_the_same_loss_transfer_differently_only_if_a_control_does(tmp_path, arm, moves, expected):
+    found = answer(claims(known_results(tmp_path, **{arm: moves})))
+    assert "transfer differently? Yes." in found[2]
+    assert re.search(expected, found[2])
+    losses = {"helper": {"kl": 0.01}, "adversary": {"kl": 0.01}}
+    untested = answer(claims(known_results(tmp_path, **losses | {arm: {"kl": 0.01, **moves}})))
+    assert "transfer differently? Not tested." in untested[2]
 
 
 # --- tables and the page ---------------------------------------------------------------------------------------------

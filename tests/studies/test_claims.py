@@ -96,7 +96,7 @@ def test_what_holds_for_all_claims_is_read(tmp_path):
         ('paper = "3.204 and 3.206"', "", "paper"),
         ("[[claims]]", "[[claim]]", "claim"),
         ("\n[[", 'primary = "other"\n[[', "primary is 'other'; the claims are flatter, same"),
-        ("\n[[", 'primary_case = "root"\n[[', "primary_case is 'root', and primary does not name its claim"),
+        ("\n[[", 'primary_case = "root"\n[[', "primary_case is 'root', but primary names no claim"),
         ("\n[[", "same_loss_nats = 0.0\n[[", r"same_loss_nats is 0\.0; it must be finite and above 0"),
         ("\n[[", "same_loss_nats = -1.0\n[[", r"same_loss_nats is -1\.0"),
         ("\n[[", 'scales = ["lapdog"]\n[[', "scales has 'lapdog'; the study's scales are laptop, smoke"),
@@ -117,5 +117,5 @@ def test_a_claim_about_what_the_study_does_not_have_is_refused(tmp_path):
 
 
 def test_slopes_take_clusters():
-    with pytest.raises(IsolossError, match="the contrast of a and b has slopes and no clusters"):
+    with pytest.raises(IsolossError, match="the contrast of a and b has slopes but no clusters"):
         Contrast(names=("a", "b"), pairs=[], slopes={"trace": estimate(1.0, 0.1)})

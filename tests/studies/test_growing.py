@@ -117,7 +117,7 @@ def test_pages_grow_with_the_blocks_and_the_last_is_as_if_they_had_not(
     call(capsys, "run", file, "--folder", tmp_path / "out", *here)
     assert list(seen) == [(0, 1), None]
     interim, final = seen.values()
-    assert "Interim: 2 of 3 blocks (grammars) are done. Verdicts are given once all are." in interim
+    assert "Interim: 2 of 3 blocks (grammars) are done. Verdicts follow when all are." in interim
     assert "plain-2" in interim
     assert "plain-3" not in interim
     assert "Dropout makes a model flatter" not in interim
@@ -132,7 +132,7 @@ def test_an_unfinished_study_is_reported_from_its_complete_blocks(capsys, file, 
     document = json.loads(call(capsys, "report", file, *where, "--json"))
     assert (document["blocks_done"], document["blocks"], document["claims"]) == (2, 3, [])
     assert "Interim: 2 of 3" in text_of(partly)
-    assert "interim: 2 of 3 blocks are done; verdicts once all are" in call(capsys, "report", file, *where)
+    assert "interim: 2 of 3 blocks are done; verdicts follow when all are" in call(capsys, "report", file, *where)
     (partly / "report" / "figures" / "no-longer-drawn.png").write_text("")
     (partly / "report" / ".tmp-1-index.html").write_text("")
     call(capsys, "run", file, *where, *here)

@@ -36,7 +36,7 @@ def test_a_plan_is_carried_out_once(tmp_path):
     said: list[str] = []
     assert local.run(units, workers=2, logs=tmp_path / "logs", say=said.append) == 2
     assert [line for line in said if "started" in line] == ["train a: started", "measure a: started"]
-    assert said[0] == f"2 of 2 units to do, 2 at a time; what they say is in {tmp_path / 'logs'}"
+    assert said[0] == f"2 of 2 units to do, 2 at a time; their output is in {tmp_path / 'logs'}"
     assert all(unit.done() for unit in units)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     assert local.run(units, workers=2, logs=tmp_path / "logs", say=said.append) == 0
@@ -64,7 +64,7 @@ def test_a_unit_that_says_nothing_is_said_to_be_at_work(tmp_path, monkeypatch):
     local.run([training(tmp_path / "a", 5)], workers=1, logs=tmp_path / "logs", say=said.append)
     quiet = [line for line in said if line.startswith("  ")]
     assert quiet
-    assert re.fullmatch(r"  train a: at work for \d+ s", quiet[0])
+    assert re.fullmatch(r"  train a: running for \d+ s", quiet[0])
 
 
 def test_at_least_one_worker(tmp_path):

@@ -201,7 +201,7 @@ def save(folder, offset, answers, rows=(), **provenance):
 
 
 def test_numbers_by_hand(tmp_path):
-    untested = answer("not tested at this scale", None)
+    untested = answer("not tested", None)
     ours = {
         "flatter": [
             answer("shown", estimate(-3.0, 0.3, 4), "trace"),
@@ -246,11 +246,11 @@ def test_numbers_by_hand(tmp_path):
     assert minimal.p_holm == pytest.approx(4 * p[1])
     assert trace.p_holm == pytest.approx(3 * p[0])
     assert (trace.agree, minimal.agree, root.agree, kl.agree) == (True, False, False, None)
-    assert root.verdicts == ("not tested at this scale", "shown")
+    assert root.verdicts == ("not tested", "shown")
     assert (root.difference, root.p_holm) == (None, None)
     assert (kl.difference.unit, kl.difference.stderr) == ("percentage points", pytest.approx(5 * math.sqrt(2)))
     assert found.conclusion == (
-        "1 of 3 verdicts agree; 1 of 4 differences are outside of their 95 % interval around 0 (expected: 5 %)"
+        "1 of 3 verdicts agree; the 95 % interval of 1 of 4 differences excludes 0 (expected: 5 %)"
     )
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -260,8 +260,8 @@ def test_numbers_by_hand(tmp_path):
     [
         (1, {"study": "t"}, "different studies: s and t"),
         (1, {"scale": "smoke"}, "different scales: laptop and smoke"),
-        (1, {"claims_sha256": "1"}, "different files of claims, which"),
-        (0, {}, "both have the seed offset 0: a repetition needs another"),
+        (1, {"claims_sha256": "1"}, "different claims files, which"),
+        (0, {}, "both have the seed offset 0: a repetition needs a different one"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, offset, other, message):
@@ -273,7 +273,7 @@ def test_a_study_and_its_repetition(capsys, exports, tmp_path):
     printed = call(capsys, "compare", *exports)
     assert printed.splitlines()[0] == "blocks at scale tiny: A with seed offset 0, B with 1"
     assert "of 2 verdicts agree" in printed
-    assert "of 6 differences are outside" in " ".join(printed.split())
+    assert "of 6 differences excludes 0" in " ".join(printed.split())
     document = json.loads(call(capsys, "compare", *exports, "--json"))
     a, b = (files.read_json(each / "summary.json") for each in exports)
     for number, ours, theirs in zip(document["numbers"][:2], a["claims"], b["claims"], strict=True):

@@ -191,7 +191,7 @@ def test_a_claim_is_judged_by_the_spread_over_seeds():
     result = answer(FLATTER, TRACE, steady, "All last.")
     assert result.verdict is Verdict.SHOWN
     assert result.explanation == (
-        "other against plain, paired by seed, 95 % interval over 3 seeds (t with 2 degrees of freedom). All last."
+        "other vs. plain, paired by seed, 95 % interval over 3 seeds (t with 2 degrees of freedom). All last."
     )
     assert str(result.numbers["difference"]) == "-3.100 ± 0.058 nats per predicted token"
     assert list(result.numbers) == ["plain", "other", "difference"]
@@ -205,14 +205,14 @@ def test_a_claim_is_judged_by_the_spread_over_seeds():
 
 def test_a_claim_of_one_seed_says_what_it_is_paired_over():
     pair = at(root=0.5), at(root=0.6)
-    assert "other against plain, paired over 1,024 sentences." in answer(FLATTER, TRACE, [pair]).explanation
+    assert "other vs. plain, paired over 1,024 sentences." in answer(FLATTER, TRACE, [pair]).explanation
     found = answer(BETTER, ROOT, [pair])
     assert (found.case, found.verdict) == ("root", Verdict.SHOWN)
     each = [(one["probe-root"].examples["predictions"][0] == one["probe-root"].examples["labels"]) for one in pair]
     won, lost = int((each[1] & ~each[0]).sum()), int((each[0] & ~each[1]).sum())
     p = stats.binomtest(won, won + lost).pvalue
     assert found.explanation == (
-        "other against plain, paired over 4,000 test sentences and 2 probes; McNemar's test on "
+        "other vs. plain, paired over 4,000 test sentences and 2 probes; McNemar's test on "
         f"the probes' plurality votes: {won} sentences gained, {lost} lost, p = {p:.2g}."
     )
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 EXAMPLES = [
     ("isoloss study run same-loss --scale laptop", "everything, ending with a report; the same command resumes"),
     ("isoloss study run my_study.py", "a study of your own: a Python file that has an isoloss.studies.Study"),
-    ("isoloss study status same-loss --scale laptop", "what is done, what is begun and what is not"),
+    ("isoloss study status same-loss --scale laptop", "which units are done, which have started"),
     ("isoloss study verify same-loss --scale laptop", "check every file against what it was made from"),
     ("isoloss study run algorithms --seed-offset 1", "a repetition with other seeds, in a folder of its own"),
-    ("isoloss study export algorithms --output results/a", "what is worth keeping of a finished study, in one folder"),
-    ("isoloss study compare results/a results/b", "two exports that differ in their seeds"),
+    ("isoloss study export algorithms --output results/a", "the results of a finished study, in one small folder"),
+    ("isoloss study compare results/a results/b", "compare a study with its repetition"),
 ]
 
 Action = Literal["plan", "run", "status", "report", "verify", "export", "compare"]
@@ -40,24 +40,24 @@ class Args:
     """Plan, run, look at, report, verify, export or compare a study. Its whole state is in its folder."""
 
     action: tyro.conf.Positional[Action]
-    """plan: what would be done; run: do it; status: how far it is; report: write the page; verify: check the files;
-    export: write what is worth keeping to --output; compare: two exports."""
+    """plan: list the units; run: run them; status: show progress; report: write the page; verify: check the files;
+    export: write the results to --output; compare: compare two exports."""
     name: tyro.conf.Positional[str]
-    """The study (isoloss ls studies), or the path of a Python file that has one; for compare, an export."""
+    """The study (isoloss ls studies), or the path of a Python file that defines one; for compare, an export."""
     other: tyro.conf.Positional[Path | None] = None
     """For compare: another export of the same study, with other seeds."""
     scale: str | None = None
     """Scale of the study (isoloss ls studies); default: the study's first scale."""
     seed_offset: int = 0
-    """The study with other seeds: 1, 2, ... are repetitions of it, for studies that have them."""
+    """Repetition of the study with other seeds: 1, 2, ...; 0 is the study itself."""
     folder: Path | None = None
     """Folder of the study; default: runs/NAME-SCALE, or runs/NAME-SCALE-seeds-N for a seed offset of N."""
     output: Path | None = None
-    """For export: folder for the results. One that holds them already is replaced."""
+    """For export: folder for the results. An earlier export of the same results is replaced."""
     workers: int = 2
     """Units run at the same time, one thread each."""
     executor: str = "local"
-    """What runs the units: local, or one that an installed package registers."""
+    """What runs the units: local, or an executor that an installed package registers."""
     json: bool = False
     """Print one JSON document."""
 
@@ -85,10 +85,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_options(args: Args, arguments: list[str]) -> None:
-    """Refuse what the action has no use for."""
+    """Refuse options that the action does not use."""
     for option in (word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")):
         if args.action == "compare" and option != "--json":
-            raise IsolossError(f"{option} is not for study compare, which reads two exports and nothing else")
+            raise IsolossError(f"{option} is not for study compare, which only reads two exports")
         if args.action in ("report", "verify", "export") and option in ("--executor", "--workers"):
             raise IsolossError(f"{option} is for study run: study {args.action} starts no units")
         if args.action != "export" and option == "--output":
@@ -98,7 +98,7 @@ def _check_options(args: Args, arguments: list[str]) -> None:
 
 
 def _show_units(args: Args, folder: StudyFolder) -> int:
-    """Print each unit and how far it is, for `plan` and `status`; refuse a folder that holds something else."""
+    """Print each unit and its state, for `plan` and `status`; refuse a folder that holds something else."""
     if not folder.exists() and args.action == "status":
         start = f"{_run_command(args, folder)} starts one"
         raise IsolossError(f"{folder.path} holds no study: {start}{files.nearest(folder.path)}")
@@ -149,7 +149,7 @@ def _run(args: Args, folder: StudyFolder) -> int:
         folder.prepare()
         units = folder.plan()
         if args.executor == "local" and args.workers > (os.cpu_count() or 1):
-            common.note(f"{args.workers} workers share {os.cpu_count()} cores: they will not be faster than those")
+            common.note(f"{args.workers} workers share {os.cpu_count()} cores: more workers than cores are no faster")
         try:
             count = execute(
                 in_order(units),
@@ -207,12 +207,12 @@ def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:
 
 
 def _unfinished(args: Args, folder: StudyFolder) -> IsolossError:
-    """Return why nothing can be said of a study yet."""
+    """Return the error for a study without enough results yet."""
     missing, complete = _progress(folder)
     blocks = len({experiment.block for experiment in folder.scale.experiments.values()})
     done = f" and {len(complete)} of {blocks} blocks are" if blocks > 1 else ""
     return IsolossError(
-        f"{len(missing)} units are not done ({missing[0]} first){done}; {_run_command(args, folder)} goes on with them"
+        f"{len(missing)} units are not done ({missing[0]} first){done}; {_run_command(args, folder)} resumes"
     )
 
 
@@ -226,7 +226,7 @@ def _emit_summary(args: Args, folder: StudyFolder, page: Path, complete: Collect
         return 0
     print_summary(f"{folder.study.name} at scale {folder.scale_name}", summary)
     if results.blocks_done < results.blocks:
-        common.say(f"interim: {results.blocks_done} of {results.blocks} blocks are done; verdicts once all are")
+        common.say(f"interim: {results.blocks_done} of {results.blocks} blocks are done; verdicts follow when all are")
     common.say(f"report: {page}")
     for sentence in summary.answer:
         common.say_wrapped(sentence)

@@ -1,4 +1,4 @@
-"""`isoloss study export` and `isoloss study compare`: results that are kept, and those of a repetition beside them."""
+"""`isoloss study export` and `isoloss study compare`: keep the results, and compare them with a repetition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def export(folder: StudyFolder, output: Path, *, as_json: bool) -> int:
-    """Write the results of a finished study, and say how large they are."""
+    """Write the results of a finished study, and print their size."""
     from isoloss.studies.export import export as write
 
     write(folder, output)
@@ -28,7 +28,7 @@ def export(folder: StudyFolder, output: Path, *, as_json: bool) -> int:
 
 
 def compare(first: Path, second: Path | None, *, as_json: bool) -> int:
-    """Print two exports of a study that differ in their seeds, number by number."""
+    """Compare two exports of a study with different seeds, number by number."""
     from isoloss.studies.repetition import compare as compared
 
     if second is None:

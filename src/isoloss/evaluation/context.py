@@ -83,16 +83,17 @@ class MeasureContext:
         )
 
     def all_sentences(self) -> tuple[Sentences, torch.Tensor] | None:
-        """Return all sentences of the language and their probabilities (n,); None: too many, or unknown."""
+        """Return all sentences of the language and their probabilities (n,); None if too many, or not known."""
         return self._once(
             "all sentences",
             lambda: None if why_not_enumerable(self.language) else all_sentences(self.language),
         )
 
     def features(self, model: torch.nn.Module | None, make: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-        """Return `make(*inputs)`: features of all sentences, which are kept for the measures of one checkpoint.
+        """Return `make(*inputs)`, the features of all sentences, cached for the other measures of the checkpoint.
 
-        Those of the last model are kept, not the model. Without one they are the language's own and kept for all.
+        Only the last model's features are cached, and not the model. Features without a model depend on the language
+        alone and stay cached.
         """
         if model is None:
             return self._once(("features", make), lambda: make(*inputs))

@@ -73,7 +73,7 @@ def pretraining_loss(
     `loss` have influences (`entropy` says nothing of the model), for the paired difference of two models on one truth
     (`isoloss.statistics.paired.paired_difference`), whose error is far smaller than these errors combined.
 
-    Of a truth of all masked sentences the three are exact sums: their error is 0, and they have no subsets and no
+    If the truth has all masked sentences, the three are exact sums: their error is 0, and they have no subsets and no
     influences.
 
     Arguments and errors are those of `kl_values`.

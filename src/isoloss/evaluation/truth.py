@@ -1,4 +1,4 @@
-"""What a perfect model would say of masked sentences: their true conditionals, and the entropies of these.
+"""What a perfect model would predict for masked sentences: their true conditionals, and the entropies of these.
 
 Shapes: n sentences, T positions, m masked positions, V tokens of the language.
 """
@@ -31,7 +31,7 @@ _PART = 1 << 17  # sentences handed to a language at a time, at most
 
 @dataclass(frozen=True)
 class Truth:
-    """Masked sentences of an exact language, drawn or all, and what a perfect model would say about them.
+    """Masked sentences of an exact language, sampled or all of them, and what a perfect model would predict.
 
     A function of the language, the number of sentences, the objective and the seed alone: made once, it serves every
     checkpoint, and the values of two checkpoints on it are paired.
@@ -43,9 +43,9 @@ class Truth:
     entropy: torch.Tensor
     counts: torch.Tensor  # (n,) masked positions of each sentence, at least 1
     objective: ObjectiveConfig  # how they were drawn
-    seed: int  # what the sentences and masks were drawn with; of no effect on all of them
+    seed: int  # of the draw of sentences and masks; no effect if these are all
     kept: torch.Tensor | None  # all that `log_conditionals` returns, where it has at most 512 MiB; else None
-    weights: torch.Tensor | None = None  # (n,) float64, the probability of each, if these are all; None if drawn
+    weights: torch.Tensor | None = None  # (n,) float64, probabilities, if these are all sentences; None if sampled
 
     def __len__(self) -> int:
         return len(self.entropy)
@@ -84,8 +84,8 @@ def why_no_truth(
     if num_sentences == "all":
         if objective.masking != "one":
             return (
-                "the loss over all sentences is that of one masked token, and this objective masks a fraction of "
-                f"{objective.fraction:g}: give a number of sentences to draw"
+                "the loss over all sentences needs one masked token per sentence, but this objective masks a fraction "
+                f"of {objective.fraction:g}: give a number of sentences to draw"
             )
         reason = why_not_enumerable(language)
         return reason and f"{reason}: give a number of sentences to draw"
@@ -108,8 +108,8 @@ def why_no_truth(
 def truth(language: Language, *, num_sentences: int | Literal["all"], objective: ObjectiveConfig, seed: int) -> Truth:
     """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
 
-    With `num_sentences="all"` nothing is drawn: the sentences are every distinct one with one masked token, each with
-    its probability as its weight (`isoloss.languages.enumeration.masked_sentences`).
+    With `num_sentences="all"` nothing is drawn: it takes every distinct sentence with one masked token, weighted by its
+    probability (`isoloss.languages.enumeration.masked_sentences`).
 
     Each conditional is given the visible tokens, as the model's prediction is: with several tokens of a sentence masked
     it is a sum over all tokens at the other masked positions. Where the conditionals take more than 512 MiB, their

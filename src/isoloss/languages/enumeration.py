@@ -1,4 +1,4 @@
-"""Every sentence of a small language with its probability: what is estimated elsewhere from drawn sentences is a sum.
+"""Every sentence of a small language with its probability, for exact sums instead of estimates from a sample.
 
 Shapes: n sentences padded to T tokens.
 """
@@ -14,28 +14,27 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Sentences
 from isoloss.text.masking import maskable
 
-MOST_STRINGS = 1 << 16  # of tokens, sentences or not, that are enumerated
+MOST_STRINGS = 1 << 16  # of tokens, sentences or not: the most that are enumerated
 _BATCH = 8192  # strings whose probabilities are computed at once
 
 
 def why_not_enumerable(language: Language) -> str | None:
-    """Return why the sentences of a language cannot all be summed over, or None where they can."""
+    """Return why the sentences of a language cannot be enumerated, or None if they can."""
     name = type(language).__name__
     if not language.is_exact:
         return f"{name} has no exact probabilities to sum over"
     count = sum(language.vocab_size**length for length in _possible_lengths(language))
     if count > MOST_STRINGS:
         told = f"{count:,}" if count < 10**9 else f"about 10^{math.log10(count):.0f}"
-        return f"{name} has {told} strings of tokens, and all are summed over only up to {MOST_STRINGS:,}"
+        return f"{name} has {told} strings of tokens, more than the {MOST_STRINGS:,} that can be enumerated"
     return None
 
 
 def all_sentences(language: Language) -> tuple[Sentences, torch.Tensor]:
-    """Return every sentence that has a probability above 0, and (n,) float64 its probability; their sum is 1.
+    """Return all n sentences with a probability above 0, and (n,) float64 their probabilities, which sum to 1.
 
-    They are on the CPU, by length and then in the order of their tokens. Whether the language's `log_prob` includes
-    that of the length makes no difference: within a length the probabilities are normalized, then multiplied by the
-    language's `length_probs`.
+    They are on the CPU, sorted by length and then by tokens. The language's `log_prob` may include the probability of
+    the length or not: probabilities are normalized within each length, then multiplied by `length_probs`.
 
     Raises:
         IsolossError: The language has no exact probabilities, or more than 65,536 strings.
@@ -68,14 +67,14 @@ def all_sentences(language: Language) -> tuple[Sentences, torch.Tensor]:
 
 
 def masked_sentences(language: Language) -> tuple[Sentences, torch.Tensor, torch.Tensor]:
-    """Return every distinct sentence with one masked token, as the objective `masking="one"` draws them.
+    """Return every distinct sentence with one masked token, with the probability of drawing it under `masking="one"`.
 
-    A sentence x is drawn and one of its k(x) tokens that are not special, uniformly. So a masked sentence has the
-    probability sum_x Pr(x) / k(x), over the sentences x that differ from it at the masked token alone.
+    A sentence x is drawn, then one of its k(x) non-special tokens, uniformly. So a masked sentence has the probability
+    sum_x Pr(x) / k(x), over the sentences x that agree with it everywhere but at the masked token.
 
     Returns:
-        The sentences, at the masked position the first token with which there is such a sentence; (n,) int64 masked
-        positions; (n,) float64 probabilities, whose sum is 1.
+        The sentences, with the lowest possible token at the masked position; (n,) int64 masked positions; (n,) float64
+        probabilities, which sum to 1.
 
     Raises:
         IsolossError: As for `all_sentences`.

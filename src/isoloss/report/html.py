@@ -71,7 +71,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimSection:
-    """What the paper claims and what a study says to it."""
+    """A claim of the paper and a study's verdict on it."""
 
     id: str
     statement: str
@@ -89,15 +89,15 @@ class Page:
     title: str  # heading
     lead: tuple[str, ...]  # what this is, a paragraph each
     findings: tuple[Finding, ...]  # the key findings, the most important first
-    claims: tuple[ClaimSection, ...]  # what the paper claims and what the study says to it
+    claims: tuple[ClaimSection, ...]  # the paper's claims and the study's verdicts
     figures: tuple[Figure, ...]  # the charts
     checkpoints: Table  # every evaluated checkpoint
     command: str  # what makes the page again
-    settings: Mapping[str, str]  # how it was made, by name: scale, seeds, versions, device, threads,
+    settings: Mapping[str, str]  # how it was made, by name: scale, seeds, versions, device, threads
     rule: tuple[str, ...] = ()  # how the verdicts on the claims are reached, a paragraph each
-    warning: str = ""  # what to mind in reading any of it, above all else
+    warning: str = ""  # shown at the top, e.g. that no verdict is given
     answer: tuple[str, ...] = ()  # what the study answers, in sentences
-    interim: str = ""  # what to mind while the study is not finished
+    interim: str = ""  # how much of the study is done; empty: all
     tables: Mapping[str, Table] = field(default_factory=dict)  # what was compared, by heading
 
 

@@ -1,4 +1,4 @@
-"""A chart of differences: rows that are named once, a panel for each quantity, a marker and an interval in each."""
+"""A forest plot of differences: a row for each comparison, a panel for each quantity, intervals in each."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Interval:
 
     Attributes:
         row: The row that it is in.
-        series: Which of several markers of a row and panel it is, by color; one name throughout: no legend.
+        series: Its series, shown by color: which of several markers in one row and panel. With one series, no legend.
         value: Where the marker is.
         low: The lower end of the interval.
         high: Its upper end.
-        text: What pointing at it shows.
+        text: The tooltip.
     """
 
     row: str
@@ -40,8 +40,8 @@ class IntervalPanel:
     Attributes:
         title: Its name with its unit.
         intervals: What is in it.
-        reference: Where no difference is, marked by a line.
-        log: Whether its axis is logarithmic; all ends are then above 0.
+        reference: The value that means no difference, marked by a line.
+        log: Whether its axis is logarithmic; then all ends are above 0.
     """
 
     title: str
@@ -56,10 +56,10 @@ def intervals(panels: Sequence[IntervalPanel], rows: Sequence[str], *, note: str
     Args:
         panels: The quantities.
         rows: The names of the rows, from top to bottom.
-        note: What markers and lines are, in print below the panels.
+        note: What markers and lines mean, printed below the panels.
 
     Raises:
-        IsolossError: A panel is empty, an interval is in none of the rows, or there are more series than colors.
+        IsolossError: A panel is empty, an interval names none of the rows, or there are more series than colors.
     """
     series = list(dict.fromkeys(each.series for panel in panels for each in panel.intervals))
     if len(series) > len(data.COLORS):

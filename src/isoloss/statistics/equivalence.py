@@ -1,4 +1,4 @@
-"""Whether a mean difference is shown to be as good as zero, and how large it may still be."""
+"""Whether a mean difference is shown to be equivalent to zero, and how large it could still be."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Studies: plans of many runs and measures, the executors that carry them out, and what they conclude.
+"""Studies: plans of many runs and measures, executors that run them, and verdicts on claims.
 
-A study is a Python file that returns a `Study`:
+A study is a Python file that defines a `Study`:
 
     from isoloss.languages.config import LAPTOP_PCFG
     from isoloss.run_config import ModelConfig, TrainConfig
@@ -15,8 +15,8 @@ A study is a Python file that returns a `Study`:
     }
     STUDY = Study(name="dropout", scales={"laptop": Scale(description="five minutes", experiments=RUNS)})
 
-`isoloss study run dropout.py` trains, measures and writes the page. The file has the study as `STUDY`, or a function
-`study()` that returns it.
+`isoloss study run dropout.py` trains, measures and writes the page. The file assigns the study to `STUDY`, or defines
+a function `study()` that returns it.
 """
 
 from isoloss.lazy import exports

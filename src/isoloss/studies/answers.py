@@ -1,4 +1,4 @@
-"""What a finished study says to the claims of a file: differences, tests and verdicts."""
+"""The results of the claims of a file: differences, tests and verdicts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def answer_all(
 
     Args:
         file: The claims.
-        contrasts: The pairs of models, by what claims call them in `compares`.
-        measures: The keys of the estimates to compare, by case (a task, say; empty where there is one), by what claims
-            call them in `measures`.
-        scale: The scale of the study, at which the file may give no verdicts; None: verdicts are given.
+        contrasts: The contrasts, by the name in `Claim.compares`.
+        measures: The keys of the estimates to compare, by the name in `Claim.measures` and then by case, e.g. the task
+            (empty if there is only one).
+        scale: The scale of the study, at which the file may rule out verdicts; None: verdicts are given.
 
     Raises:
-        IsolossError: A claim compares or measures what the study does not have, or the primary case is none of its
-            claim's.
+        IsolossError: A claim compares or measures something that the study does not have, or the primary claim has no
+            such case.
     """
     results = []
     for claim in file.claims:
@@ -56,16 +56,16 @@ def answer_all(
 def answer(
     claim: Claim, contrast: Contrast, keys: Mapping[str, str], *, margin: float = SAME_LOSS_NATS
 ) -> list[Answer]:
-    """Return the answers to a claim for one contrast: by second - factor * first of each estimate.
+    """Return the answers to a claim for one contrast, from second - factor * first of each estimate.
 
-    Each is judged at 5 % by itself. A claim that is not about the loss needs two models of the same loss, unless the
-    contrast says otherwise.
+    Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss,
+    unless the contrast says otherwise.
 
     Args:
         claim: The claim.
         contrast: The two models.
         keys: The key of the estimate to compare, by case.
-        margin: Within which the mean difference of the loss counts as none, in nats.
+        margin: Equivalence margin of the mean difference in loss, in nats.
     """
     gate = None
     if contrast.at_same_loss and loss_key(contrast.pairs) not in keys.values():
@@ -74,11 +74,11 @@ def answer(
 
 
 def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: float = SAME_LOSS_NATS) -> Equivalence:
-    """Test whether the mean difference of the loss over the pairs is 0 within a margin: two one-sided tests at 5 %.
+    """Test whether the mean difference in loss over the pairs is within a margin of 0: two one-sided tests at 5 %.
 
     Args:
         pairs: The pairs of checkpoints.
-        clusters: The cluster of each, as of `isoloss.studies.comparison.change`.
+        clusters: The cluster of each pair, as for `isoloss.studies.comparison.change`.
         margin: In nats, above 0.
     """
     return equivalence(change(pairs, loss_key(pairs), clusters=clusters), margin, alpha=ALPHA)
@@ -87,7 +87,7 @@ def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: fl
 def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equivalence | None) -> Answer:
     (first, second), pairs, factor = contrast.names, contrast.pairs, claim.factor
     measured = change(pairs, key, factor=factor, clusters=contrast.clusters)
-    explanation = f"{second} against {first}, {_paired_over(measured, contrast, key)}."
+    explanation = f"{second} vs. {first}, {_paired_over(measured, contrast, key)}."
     if gate is not None and not gate.shown:
         loss = "KL" if loss_key(pairs) == "kl" else "loss"
         explanation = (
@@ -115,7 +115,7 @@ def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equival
 
 
 def _judged(claim: Claim, tested: Answer, *, tests: int, p_adjusted: float | None = None) -> Answer:
-    """Return a tested answer with its verdict, and what it could find as one of so many tests."""
+    """Return a tested answer with its verdict and its power as one of this many tests."""
     difference = tested.difference
     assert difference is not None
     verdict = judge(difference, claim.direction, claim.margin, p_adjusted=p_adjusted)
@@ -128,13 +128,13 @@ def _judged(claim: Claim, tested: Answer, *, tests: int, p_adjusted: float | Non
 
 
 def _unjudged(each: Answer) -> Answer:
-    """Return an answer as it is given at a scale without verdicts: the numbers, and no test."""
+    """Return an answer at a scale without verdicts: the numbers and no test."""
     verdict = Verdict.NOT_TESTED if each.difference is None else Verdict.NO_VERDICT
     return dataclasses.replace(each, verdict=verdict, p_value=None, detectable=None, below=None)
 
 
 def _corrected(results: Sequence[ClaimResult], primary: Answer | None) -> tuple[ClaimResult, ...]:
-    """Return the results with the verdicts by p-values that are adjusted for their number, the primary one's aside."""
+    """Return the results with verdicts by Holm-adjusted p-values, except for the primary one."""
     others = {
         str((i, j)): each.p_value
         for i, result in enumerate(results)
@@ -181,7 +181,7 @@ def _at_same_loss(contrast: Contrast, key: str, measured: Estimate) -> Estimate 
 
 
 def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
-    """What the error of a difference is over; of one pair of probes with McNemar's test."""
+    """Return what the error of a difference is over, with McNemar's test for a single pair of probes."""
     pairs = contrast.pairs
     if contrast.clusters:
         return (

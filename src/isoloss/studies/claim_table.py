@@ -1,4 +1,4 @@
-"""What a study says to a claim as a table of text, for the page and the command line."""
+"""The result of a claim as a table of text, for the page and the command line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ VERDICT = "verdict"  # the column of the verdicts; this and the one before it, t
 
 
 def claim_table(result: ClaimResult) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows, a row for each case; columns in which there is nothing are left out.
+    """Return columns and rows, one row per case; empty columns are left out.
 
-    A unit is in the heading of a column if all its numbers have the same, else behind each. The interval and what
-    follows it are in the unit of the difference.
+    A unit stands in the heading of a column if all its numbers share it, otherwise after each number. The interval and
+    the columns after it are in the unit of the difference.
     """
     headings = _headings(result)
     rows = [_cells(answer) for answer in result.answers]
@@ -71,7 +71,7 @@ def _size(size: float, error: float) -> str:
 
 
 def explanations(result: ClaimResult) -> list[str]:
-    """Return what was compared in each case, or why nothing was; each once, with its cases where they differ."""
+    """Return each explanation once, preceded by its cases if there are several explanations."""
     cases: dict[str, list[str]] = {}
     for answer in result.answers:
         cases.setdefault(answer.explanation, []).append(answer.case)

@@ -1,4 +1,4 @@
-"""Claims of a paper, the file that states them, and what a study says to each."""
+"""Claims of a paper, the file that states them, and a study's result for each."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.studies.comparison import Pair
 from isoloss.studies.verdicts import Direction, Verdict, check_margin
 
-SAME_LOSS_NATS = 0.01  # how much the losses of two models may differ that count as of the same loss
+SAME_LOSS_NATS = 0.01  # default margin within which two models have the same loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """One sentence of a paper that can be measured: a `[[claims]]` table of a study's claims.toml.
 
-    It says what is compared and what is measured, not on which tasks: these are all that the study has.
+    It says what is compared and measured, but not on which tasks: it is tested on all tasks of the study.
 
     Attributes:
         id: Short name, e.g. `flatter-with-sgd`.
         statement: What is claimed, in plain words.
         paper: The paper's own figure with its setting.
-        direction: Which way the measured difference goes if the claim holds.
-        margin: How far beyond zero the difference must go, or how far from zero it may be; in the difference's unit.
-        compares: Which two models are compared, as the study calls the contrast.
-        measures: What is measured of them, as the study calls it, e.g. `kl`, or `transfer`: the probes of all tasks.
-        factor: What the first of the two is multiplied by before it is subtracted from the second.
-        same_loss_nats: The margin within which the loss counts as the same for this claim; None: the file's. A claim
-            whose smallest effect of interest is larger allows for a larger difference.
-        not_tested: Why the study cannot test it; then nothing is compared.
+        direction: Direction of the measured difference if the claim holds.
+        margin: How far beyond 0 the difference must be, or, for no change, how far from 0 it may be; in its unit.
+        compares: The study's name of the contrast: which two models are compared.
+        measures: The study's name of what is measured, e.g. `kl`, or `transfer`: the probes of all tasks.
+        factor: Factor of the first model's value before it is subtracted from the second's.
+        same_loss_nats: Equivalence margin of the loss for this claim; None: the file's. A claim with a larger smallest
+            effect of interest can have a larger margin.
+        not_tested: Why the study cannot test the claim; then nothing is compared.
     """
 
     id: str
@@ -67,10 +67,10 @@ class ClaimsFile(_Document):
         name: The file's name.
         sha256: Of its bytes.
         claims: The claims, in order.
-        primary: The id of the claim that is tested at 5 % by itself; empty: none is.
-        primary_case: The case of it that is; empty where it has one.
-        same_loss_nats: The margin within which the mean difference of two models' loss counts as none.
-        scales: The scales of the study at which verdicts are given; empty: all.
+        primary: The id of the claim that is tested at 5 % without adjustment; empty: none.
+        primary_case: Its case that is; empty if it has only one.
+        same_loss_nats: Equivalence margin of the mean difference in loss between two models.
+        scales: The scales at which verdicts are given; empty: all.
     """
 
     name: str
@@ -80,11 +80,11 @@ class ClaimsFile(_Document):
         return f"{self.name}, SHA-256 {self.sha256}"
 
     def judged_at(self, scale: str | None) -> bool:
-        """Whether verdicts are given at a scale; None is one that needs no leave."""
+        """Whether verdicts are given at a scale; always if it is None."""
         return scale is None or not self.scales or scale in self.scales
 
     def warning(self, scale: str) -> str:
-        """Return what to say of a scale at which no verdict is given; empty where verdicts are."""
+        """Return the warning for a scale without verdicts; empty for one with verdicts."""
         if self.judged_at(scale):
             return ""
         return (
@@ -98,11 +98,11 @@ def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsF
 
     Args:
         path: The file.
-        scales: The scales of the study; None: those that the file names are not checked.
+        scales: The scales of the study; None: the scales that the file names are not checked.
 
     Raises:
         IsolossError: The file cannot be read, a key is unknown, missing or of the wrong type, a margin does
-            not fit, two claims share an id, or the primary claim or a scale is none that there is.
+            not fit, two claims share an id, or the primary claim or a scale does not exist.
     """
     document = config.read_toml(_Document, path)
     ids = [claim.id for claim in document.claims]
@@ -116,7 +116,7 @@ def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsF
     if document.primary and document.primary not in ids:
         raise IsolossError(f"{path}: primary is {document.primary!r}; the claims are {', '.join(ids) or 'none'}")
     if document.primary_case and not document.primary:
-        raise IsolossError(f"{path}: primary_case is {document.primary_case!r}, and primary does not name its claim")
+        raise IsolossError(f"{path}: primary_case is {document.primary_case!r}, but primary names no claim")
     for scale in document.scales:
         if scales is not None and scale not in scales:
             raise IsolossError(f"{path}: scales has {scale!r}; the study's scales are {', '.join(scales)}")
@@ -130,14 +130,14 @@ class Contrast:
     Attributes:
         names: What the first and the second are called.
         pairs: One pair of checkpoints, or several.
-        where: A sentence on which checkpoints these are, for the explanation.
-        case: Which of several contrasts of the same kind.
-        at_same_loss: Whether a claim about anything but the loss needs the two to have the same.
+        where: A sentence that says which checkpoints these are, for the explanation.
+        case: Distinguishes contrasts of the same kind, e.g. `d16 to d32`.
+        at_same_loss: Whether claims about anything but the loss need the two to have the same loss.
         clusters: The independent unit of each pair, such as its grammar: errors are over these. Empty: over pairs, or
-            over the examples of the only one.
+            over the examples of a single pair.
         clusters_are: What the clusters are, in the plural.
-        slopes: By the key of an estimate, its slope on the loss, in its difference's unit per nat, estimated on other
-            runs: with it the difference at the same loss is given as well. It takes clusters.
+        slopes: Slope on the loss of each estimate, by key, from other runs, in the difference's unit per nat. With it
+            the difference at the same loss is given as well. Needs clusters.
     """
 
     names: tuple[str, str]
@@ -152,30 +152,30 @@ class Contrast:
     def __post_init__(self) -> None:
         if self.slopes and not self.clusters:
             raise IsolossError(
-                f"the contrast of {self.names[0]} and {self.names[1]} has slopes and no clusters: name the cluster of "
+                f"the contrast of {self.names[0]} and {self.names[1]} has slopes but no clusters: give the cluster of "
                 "each pair"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a study says to a claim in one case, and the verdict.
+    """The result of a claim in one case, with its verdict.
 
     Attributes:
-        case: Which of several, e.g. the task; empty where there is one.
+        case: The case, e.g. the task; empty if there is only one.
         numbers: The estimates behind the verdict by name, in the order shown: the first model's, the second's and
-            their difference; empty where the study cannot test the claim.
-        verdict: How the claim fared.
+            their difference; empty if the study cannot test the claim.
+        verdict: The verdict.
         explanation: One or two sentences: what was compared, or why nothing was.
-        difference: What the verdict rests on; None where nothing was compared.
-        same_loss: The test of whether the two models have the same loss; None where that does not matter.
-        p_value: Of the difference (`isoloss.studies.verdicts.p_value`); None where it was not tested.
-        p_adjusted: By Holm's method over all tests of the file but the primary one; None for that, or not tested.
+        difference: The difference that is judged; None if nothing was compared.
+        same_loss: The test of equivalence of the two losses; None if the claim does not need it.
+        p_value: Of the difference (`isoloss.studies.verdicts.p_value`); None if it was not tested.
+        p_adjusted: By Holm's method over all tests of the file but the primary one; None for that, or if not tested.
         is_primary: Whether it is the file's primary test.
-        detectable: The smallest size of a true difference that is found with 80 % power, in the difference's unit:
-            beyond 0, and beyond the margin if there is one. None where it was not tested, or is exact.
-        below: Where nothing is shown, what the size of the true difference is below, with 95 % confidence.
-        adjusted: The difference as it would be at the same loss; None where the contrast has no slope for it.
+        detectable: The smallest true difference that is found with 80 % power, in the difference's unit; it includes
+            the margin if there is one. None if it was not tested, or is exact.
+        below: If nothing is shown: upper bound on the size of the true difference, with 95 % confidence.
+        adjusted: The difference adjusted to the same loss; None if the contrast has no slope for it.
     """
 
     case: str
@@ -199,7 +199,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimResult:
-    """A claim, and what a study says to it in each case."""
+    """A claim and its result in each case."""
 
     claim: Claim  # the claim
     answers: tuple[Answer, ...]  # one for each case, at least one

@@ -1,4 +1,4 @@
-"""Differences of checkpoints: paired over the examples of one pair, or over pre-training seeds."""
+"""Differences between checkpoints: paired over the examples of one pair, or over seeds or clusters."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """An estimate of one checkpoint, and what each example adds to it."""
+    """An estimate of one checkpoint, with the influence of each example."""
 
     estimate: Estimate  # the estimate
     inputs: str  # the SHA-256 of what it was measured on
-    settings: Mapping[str, Any]  # the settings of the measure. Two estimates of the same inputs and settings are paired
+    settings: Mapping[str, Any]  # of the measure. Estimates with the same inputs and settings can be paired
     # `influence`, or `predictions` and `labels`; see `isoloss.runs.Run.examples`
     examples: Mapping[str, np.ndarray[Any, Any]] = field(compare=False)
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether it is the accuracy of probes, which give each example a class."""
+        """Whether it is the accuracy of probes on sampled examples, with a predicted class for each."""
         return "predictions" in self.examples
 
     @property
@@ -43,21 +43,21 @@ class Measured:
 
     @property
     def votes(self) -> torch.Tensor:
-        """(n,) bool: whether the class that most probes give to an example is the right one."""
+        """(n,) bool: whether the class that most probes predict for an example is correct."""
         import torch
 
         predictions = torch.from_numpy(self.examples["predictions"].astype(np.int64))
         return predictions.mode(dim=0).values == torch.from_numpy(self.examples["labels"].astype(np.int64))
 
 
-OVER_SEEDS = "mean over pre-training seeds"  # the method of an estimate whose error is over runs
+OVER_SEEDS = "mean over pre-training seeds"  # the method of an estimate whose error is over seeds
 
 Checkpoint = Mapping[str, Measured]  # what was measured of one checkpoint: kl, trace, probe-root, ...
 Pair = tuple[Checkpoint, Checkpoint]  # what is compared: control and treated, or earlier and later
 
 
 def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
-    """Return the estimates of an evaluation by name; one that is missing is an error that names it."""
+    """Return the estimates of an evaluation by name; a missing evaluation is an error that names it."""
     evaluation = run.evaluation(measure, step)
     if evaluation is None:
         raise IsolossError(f"{run.path} has no evaluation {measure} at step {step}: run the study first")
@@ -76,19 +76,19 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
 def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Estimate:
     """Return later - factor * earlier, with the error of the difference on the same examples.
 
-    Accuracies become percentage points; on sampled test examples with the error of
-    `isoloss.transfer.comparing.paired_difference` over these and probes. For all else the squared error is the sum of
-    (psi_i - factor psi'_i)^2 over n (n - 1), with psi_i what example i adds to the first (or, of an accuracy over all
-    sentences, draw i of training sentences) and psi'_i what it adds to the second. That of exact values is exact.
+    Differences of accuracies are in percentage points; on sampled test examples, with the error of
+    `isoloss.transfer.comparing.paired_difference` over examples and probes. Otherwise the squared error is the sum of
+    (psi_i - factor psi'_i)^2 over n (n - 1), where psi_i and psi'_i are the influences of example i (or, for an
+    accuracy over all sentences, of draw i) on later and earlier. The difference of exact values is exact.
 
     Raises:
-        IsolossError: The two were not measured on the same examples under the same settings.
+        IsolossError: The two were not measured on the same examples with the same settings.
     """
     same_inputs = (later.inputs, later.settings) == (earlier.inputs, earlier.settings)
     is_exact = later.estimate.is_exact and earlier.estimate.is_exact
     if not same_inputs or later.examples.keys() != earlier.examples.keys() or not (later.examples or is_exact):
         raise IsolossError(
-            "two evaluations were not made on the same examples under the same settings, so that their difference has "
+            "two evaluations were not made on the same examples under the same settings, so their difference has "
             "no paired error: measure both checkpoints again with one version of isoloss"
         )
     of_accuracy = later.estimate.unit == "accuracy"
@@ -169,7 +169,7 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def mean(estimates: Sequence[Estimate], *, clusters: Sequence[str] = ()) -> Estimate:
-    """Return the mean over clusters, or, without any, over seeds; without clusters the only estimate is as it is."""
+    """Return the mean over clusters or, without clusters, over seeds; of a single one, the estimate itself."""
     if not clusters:
         return estimates[0] if len(estimates) == 1 else over_seeds(estimates)
     from isoloss.statistics.clusters import cluster_mean
@@ -194,5 +194,5 @@ def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0, clusters: Se
 
 
 def loss_key(pairs: Sequence[Pair]) -> str:
-    """Return which estimate is the loss: the KL to the truth, or, where that is not known, the loss itself."""
+    """Return which estimate is the loss: the KL to the truth, or, if that is not known, the loss itself."""
     return "kl" if "kl" in pairs[0][0] else "loss"

@@ -1,4 +1,4 @@
-"""What is worth keeping of a finished study: its numbers, how they were made, and its page, in one folder."""
+"""Export of a finished study: its numbers, how they were made, and its page, in one small folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from isoloss.studies.results import Results
 
 VALUES, SUMMARY, PROVENANCE = "values.csv", "summary.json", "provenance.json"
 COLUMNS = ("run", "group", "block", "size", "step", "estimate", "value", "standard error", "unit")
-SAME = ("study", "scale", "seed_offset")  # what an export is of
+SAME = ("study", "scale", "seed_offset")  # what identifies an export
 
 
 def export(folder: StudyFolder, output: Path) -> None:
@@ -58,7 +58,7 @@ def export(folder: StudyFolder, output: Path) -> None:
 
 
 def _check(output: Path, provenance: dict[str, Any]) -> None:
-    """Refuse to replace anything but an earlier export of the same."""
+    """Refuse to replace anything but an earlier export of the same results."""
     if (output / PROVENANCE).is_file():
         found = files.read_json(output / PROVENANCE)
         held, ours = (
@@ -66,8 +66,8 @@ def _check(output: Path, provenance: dict[str, Any]) -> None:
         )
         if held != ours:
             raise IsolossError(
-                f"{output} holds other results ({held}), which those of this study ({ours}) do not replace: choose "
-                "another --output"
+                f"{output} holds other results ({held}), which this export ({ours}) does not replace: choose another "
+                "--output"
             )
     else:
         files.check_new(output)
@@ -109,7 +109,7 @@ def _provenance(folder: StudyFolder) -> dict[str, Any]:
 
 
 def _seconds(run: Run) -> Iterator[float]:
-    """Yield how long training and each evaluation of a run took, as far as they got to say so."""
+    """Yield the seconds that training and each evaluation of a run took, as logged."""
     log = run.path / "log.jsonl"
     for line in log.read_text().splitlines() if log.is_file() else ():
         yield json.loads(line).get("seconds", 0.0)

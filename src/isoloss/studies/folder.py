@@ -33,7 +33,7 @@ class StudyFolder:
         seed_offset: Not 0: the study with other seeds.
 
     Raises:
-        IsolossError: There is no such scale, or it cannot be had with other seeds.
+        IsolossError: There is no such scale, or it has no repetitions.
     """
 
     def __init__(self, study: Study, path: Path, scale: str | None = None, seed_offset: int = 0) -> None:
@@ -43,12 +43,12 @@ class StudyFolder:
 
     @property
     def page(self) -> Path:
-        """The page, there or not."""
+        """The path of the page, which need not exist."""
         return self.path / "report" / "index.html"
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What names its scale and its seeds on the command line."""
+        """The command-line options of its scale and seed offset."""
         offset = ("--seed-offset", str(self.seed_offset)) if self.seed_offset else ()
         return "--scale", self.scale_name, *offset
 
@@ -78,7 +78,7 @@ class StudyFolder:
         folder, path = self.path, self.path / "study.json"
         planned = self.document()
         if path.is_file():
-            document = {"seed_offset": 0, **files.read_json(path)}  # where the file does not say, it is 0
+            document = {"seed_offset": 0, **files.read_json(path)}  # 0 if the file does not say
             if document != planned:
                 keys = [key for key in planned if document.get(key) != planned[key]]
                 raise IsolossError(
@@ -116,8 +116,8 @@ class StudyFolder:
             configs.check(experiment.config)
             if any(stage.target for stage in experiment.config.stages):
                 raise IsolossError(
-                    f"the run {name} has a stage with a target, and a study names the steps that it measures before "
-                    "they are made: give the stage a number of steps alone"
+                    f"the run {name} has a stage with a target, but a study must know in advance which steps it "
+                    "measures: give the stage only a number of steps"
                 )
             for part in experiment.measurements:
                 for measure in part.measures:
@@ -175,7 +175,7 @@ class StudyFolder:
     def claims(self, results: Results) -> tuple[ClaimResult, ...]:
         """Return the result of every claim of the study; none before the study is finished.
 
-        To look at verdicts while results come in would make errors more likely than the verdicts say.
+        Looking at verdicts while results come in would inflate their error rates.
         """
         study, file = self.study, self.claims_file()
         if file is None or results.blocks_done < results.blocks:
@@ -184,7 +184,7 @@ class StudyFolder:
         return answer_all(file, contrasts, (study.measures or common_measures)(self.scale), scale=self.scale_name)
 
     def summary(self, results: Results | None = None) -> Summary:
-        """Return what the study found, the finished one if no results are given; the answer only with verdicts."""
+        """Return the summary of these results, by default of the finished study; only verdicts come with an answer."""
         study, results = self.study, results or self.results()
         tables = (study.tables or checkpoint_tables)(results)
         file, claims = self.claims_file(), self.claims(results)
@@ -193,7 +193,7 @@ class StudyFolder:
         return Summary((*tables, *control_tables(results)), claims, file, warning, answer)
 
     def report(self, complete: Collection[int] | None = None) -> Path:
-        """Write report/index.html and its figures, of the finished study or of its complete blocks; return the page.
+        """Write report/index.html and its figures, for the finished study or its complete blocks; return the page.
 
         Call it only while holding the folder's lock.
         """

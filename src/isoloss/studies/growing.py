@@ -1,4 +1,4 @@
-"""The page of a study that is not finished: written again while blocks are completed."""
+"""The interim page of an unfinished study, updated as blocks are completed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def complete_blocks(units: Sequence[Unit], done: Collection[str]) -> tuple[int, 
 class GrowingPage:
     """Writes the page of the complete blocks: what an executor calls after each unit.
 
-    The first page is written when `Study.first_page_blocks` blocks are complete, the next ones when more are and
-    `INTERVAL_SECONDS` have passed. A page that cannot be written is told in one line, and the study goes on. The page
-    of the finished study is not written here.
+    The first page is written when `Study.first_page_blocks` blocks are complete. It is updated when more are and
+    `INTERVAL_SECONDS` have passed. If a page cannot be written, one line says so and the study continues. The page of
+    the finished study is not written here.
 
     Args:
         folder: The study, whose lock is held.
         units: Its plan.
-        say: Told in one line of each page.
+        say: Called with one line for each page.
     """
 
     def __init__(self, folder: StudyFolder, units: Sequence[Unit], say: Callable[[str], None]) -> None:
@@ -59,6 +59,6 @@ class GrowingPage:
         try:
             page = self._folder.report(complete)
             self._say(f"{what}: {page}, written in {time.monotonic() - start:.0f} s")
-        except Exception as error:  # whatever a study's own functions do with a part of its results
+        except Exception as error:  # a study's own functions may raise anything on part of its results
             self._say(f"{what} could not be written: {type(error).__name__}: {' '.join(str(error).split())}")
         self._shown, self._written = len(complete), time.monotonic()

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PageParts:
-    """What a study says on its page.
+    """What a study adds to its page.
 
     Attributes:
         figures: The figures.
         findings: The key findings, the most important first.
-        settings: How the study was made, by name, before what every page says of that.
+        settings: How the study was made, by name; listed before what every page says about that.
     """
 
     figures: Sequence[Figure]
@@ -42,9 +42,9 @@ class PageParts:
 
 
 def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str, ...] = ("pdf", "png")) -> Path:
-    """Write the page of a study's results to `path`, and beside it the figures, all that there are; return `path`.
+    """Write the page of a study's results to `path`, and its figures beside it; return `path`.
 
-    The page of an unfinished study has tables and figures, and neither findings nor claims.
+    The page of an unfinished study has tables and figures, but no findings and no claims.
     """
     study, interim = folder.study, _interim(folder.study, results)
     summary = folder.summary(results)
@@ -86,15 +86,15 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
 
 
 def _interim(study: Study, results: Results) -> str:
-    """Return what the page of an unfinished study says above all else; empty where all blocks are done."""
+    """Return the note at the top of an unfinished study's page; empty when all blocks are done."""
     if results.blocks_done == results.blocks:
         return ""
     blocks = f"blocks ({study.block_name})" if study.block_name else "blocks"
-    return f"Interim: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts are given once all are."
+    return f"Interim: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts follow when all are."
 
 
 def _seeds(offset: int, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return which repetition with other seeds this is, before what the study says of its seeds."""
+    """Return the seed offset, followed by what the study says about its seeds; nothing for offset 0."""
     return {"Seeds": "; ".join([f"offset {offset}", *filter(None, [settings.get("Seeds")])])} if offset else {}
 
 
@@ -114,7 +114,7 @@ def default_parts(results: Results) -> PageParts:
     others = [column for column in measures if column != loss]
     if loss and others:
         chart = charts.scatter(table, [(loss, other) for other in others], style=style)
-        caption = f"Every checkpoint: its {loss.title} against what else was measured."
+        caption = f"Every checkpoint: each other measure against its {loss.title}."
         figures.append(Figure(name="against-loss", title="At the same loss", chart=chart, caption=caption))
     return PageParts(figures=figures)
 
@@ -169,19 +169,19 @@ def _measuring(results: Results) -> dict[str, str]:
 
 
 def _claiming(file: ClaimsFile | None) -> dict[str, str]:
-    """Return what states the claims, and what of it holds for all of them."""
+    """Return the claims file and its settings that hold for all claims."""
     if file is None:
         return {}
     return {
         "Claims": str(file),
-        "Primary test": " for ".join(filter(None, (file.primary, file.primary_case))) or "none: all are adjusted",
-        "Same loss": f"a mean difference shown to be within {file.same_loss_nats:g} nats, unless the claim has another "
-        "margin, by two one-sided tests at 5 %",
+        "Primary test": " for ".join(filter(None, (file.primary, file.primary_case))) or "none: all p are adjusted",
+        "Same loss": f"mean difference shown to be within {file.same_loss_nats:g} nats by two one-sided tests at 5 %, "
+        "unless a claim sets another margin",
     }
 
 
 def _making(results: Results) -> dict[str, str]:
-    """Return with what the runs were made, as the first of them says."""
+    """Return the device, versions and commit of the runs, from the first of them."""
     record = results.run(next(iter(results.experiments))).record
     return {
         "Device": "CPU, one thread per process",

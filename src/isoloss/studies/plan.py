@@ -1,4 +1,4 @@
-"""What an executor carries out: commands on directories, with what each has to wait for."""
+"""The plan of a study: commands on directories, and which each has to wait for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Unit:
         name: What it is called, unique in a plan.
         arguments: Of the `isoloss` command.
         done: Whether its result is there; reads files only.
-        progress: How far a unit is that was begun and is not done, e.g. `step 100 of 300`; empty: not begun.
+        progress: Progress of a started unit that is not done, e.g. `step 100 of 300`; empty: not started.
         after: Names of the units whose results it needs.
         cost: Expected duration, in any one unit of time for the whole plan; decides the order within a block.
-        block: Which part of the study it belongs to; units of a lower one are started first.
+        block: Number of its block; units of lower blocks start first.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Executor(Protocol):
         """Carry out the units that are not done, each after those it waits for.
 
         Args:
-            units: The plan, in the order in which to start its units: of those that need not wait, the first. Each
-                stands behind those it waits for.
-            workers: How many units at a time.
+            units: The plan, in the order in which to start its units; each comes after those it waits for. Whenever a
+                worker is free, start the first unit that need not wait.
+            workers: How many units run at a time.
             logs: Folder for the units' output.
-            say: Told in one line what starts, ends and goes on.
-            on_done: Called in this process after each unit that was run and is done. It may take seconds, for the
-                page of what there is so far; units that run go on meanwhile.
+            say: Called with one line when a unit starts or ends, and on progress.
+            on_done: Called in this process after each unit that was run and is done. It may take seconds, to write the
+                interim page; other units keep running.
 
         Returns:
             How many units were run.

@@ -1,4 +1,4 @@
-"""A study and its repetition with other seeds: do they find the same?"""
+"""Comparison of a study with its repetition on other seeds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NUMBERS = ("value", "stderr", "samples", "unit")  # what is read of an estimate
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """One number that both have: a claim's difference, or an estimate of a table.
+    """One number in both exports: a claim's difference, or an entry of a table.
 
     Attributes:
         name: Claim and case, or table, row and estimate.
-        first: Of the first; None where it was not tested there.
-        second: Of the second.
-        difference: The second minus the first; None where either is.
+        first: In the first export; None where it was not tested there.
+        second: The same in the second.
+        difference: The second minus the first; None where either is None.
         p_holm: Its p-value against 0 by Holm's method over all differences.
         verdicts: The verdicts of the first and the second; None for an estimate of a table.
     """
@@ -47,7 +47,7 @@ class Repeated:
 
     @property
     def is_outside(self) -> bool:
-        """Whether 0 is outside of the 95 % interval of the difference."""
+        """Whether the 95 % interval of the difference excludes 0."""
         if self.difference is None:
             return False
         low, high = self.difference.ci95
@@ -93,12 +93,12 @@ class Repetition:
 
     @property
     def conclusion(self) -> str:
-        """How many verdicts agree, and how many differences are outside of their interval around 0."""
+        """How many verdicts agree, and how many 95 % intervals of differences exclude 0."""
         verdicts = [each.agree for each in self.numbers if each.agree is not None]
         outside = [each.is_outside for each in self.numbers if each.difference is not None]
         return (
-            f"{sum(verdicts)} of {len(verdicts)} verdicts agree; {sum(outside)} of {len(outside)} differences are "
-            "outside of their 95 % interval around 0 (expected: 5 %)"
+            f"{sum(verdicts)} of {len(verdicts)} verdicts agree; the 95 % interval of {sum(outside)} of {len(outside)} "
+            "differences excludes 0 (expected: 5 %)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,22 +113,21 @@ class Repetition:
 def compare(first: Path, second: Path) -> Repetition:
     """Compare two exports of one study and scale that differ in their seeds.
 
-    Of each claim in each case it takes the difference behind the verdict, and of tables each estimate that both have
-    in a row of the same labels and whose error is over seeds or clusters. A claim that was tested in neither is left
-    out.
+    It compares the difference behind the verdict of each claim and case, and each table entry that both have in a row
+    of the same labels and whose error is over seeds or clusters. A claim that was tested in neither is left out.
 
     Raises:
         IsolossError: A folder is no export, or the two are of different studies, scales or claims, or of the same
             seeds.
     """
     ours, theirs = (_provenance(path) for path in (first, second))
-    for key, what in (("study", "studies"), ("scale", "scales"), ("claims_sha256", "files of claims")):
+    for key, what in (("study", "studies"), ("scale", "scales"), ("claims_sha256", "claims files")):
         if ours[key] != theirs[key]:
             found = "" if key == "claims_sha256" else f": {ours[key]} and {theirs[key]}"
             raise IsolossError(f"{first} and {second} are results of different {what}{found}, which cannot be compared")
     if ours["seed_offset"] == theirs["seed_offset"]:
         raise IsolossError(
-            f"{first} and {second} both have the seed offset {ours['seed_offset']}: a repetition needs another"
+            f"{first} and {second} both have the seed offset {ours['seed_offset']}: a repetition needs a different one"
         )
     a, b = (files.read_json(path / SUMMARY) for path in (first, second))
     numbers = [*_claims(a, b), *_cells(a, b)]

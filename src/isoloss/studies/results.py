@@ -1,4 +1,4 @@
-"""What a finished study found: the estimates of every checkpoint, read from its files, and tables of them."""
+"""Results of a study: the estimates of every checkpoint, read from its files, and tables of them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Results:
         scale: The scale of the study.
         checkpoints: The estimates of each checkpoint by key, by run and step.
         folder: The study's folder.
-        complete: The blocks that these are the results of; None: all.
-        link: Where the page finds what a run was made with, `{run}` for its name.
+        complete: The blocks that these results cover; None: all.
+        link: The page's link to a run's config, with `{run}` for its name.
     """
 
     scale: Any  # an `AnyScale`; a study knows its own class
@@ -68,19 +68,19 @@ class Results:
 
     @property
     def blocks_done(self) -> int:
-        """How many of them these results are of: all, or the study is not finished."""
+        """How many of them these results cover: fewer than all if the study is not finished."""
         return len({experiment.block for experiment in self.experiments.values()})
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The estimates that every checkpoint has; entropy and loss are left out where the KL says as much."""
+        """The estimates that every checkpoint has; entropy and loss are left out if there is a KL."""
         first, *rest = self.checkpoints.values()
         common = [key for key in first if all(key in other for other in rest)]
         return tuple(key for key in common if "kl" not in common or key not in ("entropy", "loss"))
 
     @property
     def loss_key(self) -> str:
-        """Which estimate is the loss: `kl`, or `loss` where the truth is not known."""
+        """Which estimate is the loss: `kl`, or `loss` if the truth is not known."""
         first = next(iter(self.checkpoints.values()))
         return loss_key([(first, first)])
 
@@ -141,9 +141,9 @@ class SummaryTable:
     Attributes:
         name: Its key in JSON, a plural word.
         title: What is printed above it.
-        labels: What names a row, e.g. run and step.
-        rows: For each row its labels and its estimates, the same names in all.
-        caption: What to mind in reading it, for the page.
+        labels: Headings of the columns that name a row, e.g. run and step.
+        rows: The labels and estimates of each row, with the same keys in all.
+        caption: Its caption on the page.
     """
 
     name: str
@@ -175,13 +175,13 @@ class SummaryTable:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a study found."""
+    """Summary of a study's results."""
 
     tables: Sequence[SummaryTable]  # tables of estimates
-    claims: Sequence[ClaimResult]  # how each claim fared
-    claims_file: ClaimsFile | None = None  # what stated them
+    claims: Sequence[ClaimResult]  # the result of each claim
+    claims_file: ClaimsFile | None = None  # the file that states them
     warning: str = ""  # that no verdict is given at this scale
-    answer: Sequence[str] = ()  # what the study answers, in sentences
+    answer: Sequence[str] = ()  # the study's answer, in sentences
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""
@@ -230,13 +230,13 @@ def _answer_to_dict(answer: Answer) -> dict[str, Any]:
 
 
 def checkpoint_tables(results: Results) -> tuple[SummaryTable, ...]:
-    """Return the table of every checkpoint: the tables of a study that names no others."""
+    """Return the table of every checkpoint, the default of a study without tables of its own."""
     rows = [(label, {key: each[key].estimate for key in results.keys}) for label, each in results.checkpoints.items()]
     return (SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),)
 
 
 def control_tables(results: Results) -> tuple[SummaryTable, ...]:
-    """Return the table of the checkpoints that were measured once more, rescaled at random; none if none was."""
+    """Return the table of the checkpoints that were also measured after a random rescaling; empty if none was."""
     rows: list[tuple[tuple[str | int, ...], Mapping[str, Estimate]]] = []
     for label, each in results.checkpoints.items():
         if all(key in each and rescaled in each for key, rescaled in RESCALED.items()):
@@ -250,15 +250,15 @@ def control_tables(results: Results) -> tuple[SummaryTable, ...]:
     }
     plain, off = factors["trace"], max(abs(factor - 1) for factor in factors["minimal-trace"])
     caption = (
-        "In each of these models, some weights are multiplied and others divided by random factors between 2 and 3, so "
-        f"that every prediction is unchanged. The trace is multiplied by {min(plain):.3g} to {max(plain):.3g}; the "
-        f"minimal trace changes by at most {off:.0e} of its value."
+        "In each of these models, some weights are multiplied and others divided by random factors between 2 and 3, "
+        f"which leaves every prediction unchanged. The trace is multiplied by {min(plain):.3g} to {max(plain):.3g}; "
+        f"the minimal trace changes by at most {off:.0e} of its value."
     )
     return (SummaryTable("controls", "the same models, rescaled at random", ("run", "step"), rows, caption),)
 
 
 def common_measures(scale: AnyScale) -> dict[str, dict[str, str]]:
-    """Return what claims of any study can measure: each measure by its name, `flatness`, and `transfer`, all probes."""
+    """Return what any study's claims can measure: each measure, `flatness` (both traces), `transfer` (all probes)."""
     measures = [measure for one in scale.experiments.values() for part in one.measurements for measure in part.measures]
     probes = {m.removeprefix("probe-"): m for m in dict.fromkeys(measures) if m.startswith("probe-")}
     by_name = {m: {"": m} for m in dict.fromkeys(measures)}

@@ -1,4 +1,4 @@
-"""What a study is: runs, what is measured of them, claims, and how its page looks; and how a study is found.
+"""What a study consists of: runs, their measurements, claims, and a page; and how to load one.
 
 Nothing here needs torch.
 """
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one unit of work measures of a run.
+    """The measurement of a run by one unit of work.
 
     Attributes:
         measures: Names of registered measures (`isoloss ls measures`).
         steps: Steps that have a checkpoint; empty: every checkpoint that the run keeps.
         settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss eval`.
-        name: The unit is called by it and the run.
+        name: First part of the unit's name; the second is the run.
     """
 
     measures: tuple[str, ...]
@@ -49,8 +49,8 @@ class Experiment:
         measurements: What is measured, a unit of work each.
         after: The runs of the study that must be trained before it.
         group: What the run is called in figures and tables, the same for all seeds of one setting; empty: its name.
-        block: Which part of the study it belongs to. A block is complete in itself, e.g. one grammar with all its runs;
-            lower ones are made first, and a page of the complete ones can be had before the study ends.
+        block: The number of its block: a part of the study that is complete in itself, e.g. one grammar with all its
+            runs. Lower blocks run first, and an interim page can show the complete ones.
     """
 
     config: TrainConfig
@@ -65,15 +65,15 @@ class Experiment:
         return tuple(sorted({*self.config.checkpoints, *self.config.stage_ends()}))
 
     def steps(self, measurement: Measurement) -> tuple[int, ...]:
-        """The steps that a measurement is made at."""
+        """The steps at which a measurement is made."""
         return measurement.steps or self.kept_steps
 
 
 class AnyScale(Protocol):
     """A scale of a study: `Scale`, or a study's own class with settings from which its experiments are made.
 
-    It may have a method `with_seed_offset(offset: int) -> AnyScale`: the same with seeds that no other offset has, of
-    runs, of what they are measured on and of what else is drawn. 0 is the scale itself, and 1, 2, ... are repetitions.
+    It may have a method `with_seed_offset(offset: int) -> AnyScale` that returns the same scale with other seeds for
+    runs, measures and everything else that is drawn. No two offsets share a seed; 0 is the scale itself.
     """
 
     @property
@@ -108,14 +108,15 @@ class Study:
         title: The page's heading; empty: the name.
         lead: What the study is about, a paragraph each, for the page.
         claims: A `claims.toml` (`isoloss.studies.claims.Claim`); None: the study tests no claims.
-        contrasts: The pairs of checkpoints that claims compare, by what the claims call them.
-        measures: The keys of the estimates by case, by what claims call a measure; None: `common_measures`.
-        answer: What the results of the claims say, in sentences; they open the page and end what the command prints.
+        contrasts: The pairs of checkpoints that claims compare, by the name in `Claim.compares`.
+        measures: The keys of the estimates, by the name in `Claim.measures` and by case; None: `common_measures`.
+        answer: The study's answer in sentences, from the results of the claims; it opens the page and ends the
+            command's output.
         tables: The tables of the summary; None: every checkpoint.
         page: What the page shows, or where the function is, `"module:attribute"`; None: a curve of every estimate over
             the steps, and each against the loss.
-        first_page_blocks: After how many complete blocks there is a page, of these; None: only once all are.
-        block_name: What a block is, in the plural, e.g. `grammars`; for the page of an unfinished study.
+        first_page_blocks: Number of complete blocks for the first interim page; None: no interim page.
+        block_name: What the blocks are, in the plural, e.g. `grammars`; for the interim page.
 
     Example:
         >>> from isoloss.languages.config import PCFGConfig
@@ -143,7 +144,7 @@ class Study:
         """Return the scale called `name`, by default the first; with other seeds if `seed_offset` is not 0.
 
         Raises:
-            IsolossError: There is no such scale, or it cannot be had with other seeds.
+            IsolossError: There is no such scale, or it has no repetitions.
         """
         chosen = next(iter(self.scales)) if name is None else name
         if chosen not in self.scales:

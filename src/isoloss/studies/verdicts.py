@@ -15,26 +15,24 @@ Direction = Literal["decrease", "increase", "no change within"]
 ALPHA = 0.05  # the level of all tests
 
 RULE = (
-    "A claim is shown when the measured difference lies on the claimed side of the margin, with a p-value below 0.05, "
-    "and contradicted when it lies on the other side, with one below 0.05. Otherwise it is not shown: the measurement "
-    "is too imprecise to say. The claimed side of a claim of no change is inside the margin around zero. p is "
-    "two-sided, by Student's t: how likely a difference at least as far from the edge of the margin is, if the true "
-    "one is at the edge. It is below 0.05 just where the 95 % interval lies wholly on one side of the edge.",
-    "A primary test, which the file of claims names in advance, is judged by its own p. All other tests of the file "
-    "are judged by p adjusted for their number (Holm): the chance of one or more wrong verdicts among them is at most "
-    "5 %.",
-    "A claim that needs two models of the same loss is tested only where theirs is shown to be the same: where two "
-    "one-sided tests at 5 % show the mean difference of the loss to be within its margin. Where they do not, the "
-    "numbers are given all the same.",
-    "A true difference of the size “found with 80 % power” is found by four of five such studies. Where nothing is "
-    "shown, the size of the true difference is “smaller than” the bound given, with 95 % confidence. The difference "
-    "“at the same loss” is less what the difference in loss accounts for, by a slope from other runs; no verdict rests "
-    "on it.",
+    "A claim is shown if p < 0.05 and the measured difference is on the claimed side of the margin, and contradicted "
+    "if p < 0.05 and it is on the other side. Otherwise it is not shown: the measurement is too imprecise to tell. For "
+    "a claim of no change, the claimed side is inside the margin around 0. p is two-sided, by Student's t, for the "
+    "null hypothesis that the true difference is at the edge of the margin. It is below 0.05 exactly when the 95 % "
+    "interval lies on one side of that edge.",
+    "Multiple testing: the primary test, which the claims file names in advance, is judged by its own p. All other p "
+    "of the file are adjusted by Holm's method, so the chance of any wrong verdict among these tests is at most 5 %.",
+    "A claim about two models of the same loss is tested only if two one-sided tests at 5 % show that the mean "
+    "difference in loss is within its margin. Otherwise it is not tested, and the numbers are given without a verdict.",
+    "“Found with 80 % power” is the smallest true difference that four in five such studies would find. “Smaller than” "
+    "is an upper bound, with 95 % confidence, on the size of the true difference where nothing is shown. “At the same "
+    "loss” is the difference minus the part that the difference in loss explains, by a slope from other runs; no "
+    "verdict uses it.",
 )
 
 
 class Verdict(StrEnum):
-    """How a claim fared."""
+    """The verdict on a claim."""
 
     SHOWN = "shown"
     NOT_SHOWN = "not shown"
@@ -79,7 +77,7 @@ def judge(
 def p_value(difference: Estimate, direction: Direction, margin: float = 0.0) -> float:
     """Return the two-sided p-value of a difference against the nearest edge of the claim's margin.
 
-    It is below alpha just where the interval of level 1 - alpha shows or contradicts the claim. For no change within
+    It is below alpha exactly when the interval of level 1 - alpha shows or contradicts the claim. For no change within
     the margin, it is twice the smallest of two p-values: that of being within, the larger one of two one-sided tests,
     and that of being outside on the side where the difference is. Arguments and errors are those of `judge`.
 

@@ -1,4 +1,4 @@
-"""Convex probes of several draws of training sentences, or of several random projections of one draw's features.
+"""Convex probes on several draws of training sentences, or on several random projections of the features.
 
 Shape letters: R draws or projections, n examples, D features.
 """
@@ -28,10 +28,10 @@ def over_draws(
     classes: int,
     draws: int,
 ) -> Fitted:
-    """Return the predictions of a probe of each of `draws` equal slices of the training examples, or of its seeds.
+    """Return the predictions of one probe per draw, where the draws are equal slices of the training examples.
 
-    Each probe is that of `isoloss.transfer.linear_probing.fit_linear_probe` on its slice; a class that the slice lacks
-    is never predicted.
+    Each probe is that of `isoloss.transfer.linear_probing.fit_linear_probe` on its slice; a single draw can have a
+    probe per seed. A class missing from the slice is never predicted.
 
     Args:
         train_x: (R n_train, D) features, the first n_train of them the first draw.
@@ -39,10 +39,10 @@ def over_draws(
         test_x: (n_test, D) features.
         config: How a probe is fitted.
         classes: Number of classes.
-        draws: R, 1 where the config has several seeds.
+        draws: R; 1 if the config has several seeds.
 
     Returns:
-        (R, n_test) predictions, or one row for each seed of a single draw; and what is known of the fits.
+        (R, n_test) predictions, or one row per seed of a single draw; and details of the fits.
 
     Raises:
         IsolossError: A feature is not finite.
@@ -70,9 +70,9 @@ def over_projections(
     projections: int,
     seed: int,
 ) -> Fitted:
-    """Return the predictions of a probe on each of some random projections of the features to `width` columns.
+    """Return the predictions of one probe per random projection of the features to `width` columns.
 
-    The matrices are those of `isoloss.transfer.features.projection_matrix`: the same for all features of one width.
+    The matrices are those of `isoloss.transfer.features.projection_matrix`, the same for all models of one width.
 
     Args:
         train_x: (n_train, D) features.
@@ -82,16 +82,18 @@ def over_projections(
         classes: Number of classes.
         width: Columns of a projection.
         projections: R.
-        seed: Decides the matrices.
+        seed: Seed of the matrices.
 
     Returns:
-        (R, n_test) predictions, and what is known of the fits.
+        (R, n_test) predictions, and details of the fits.
 
     Raises:
         IsolossError: The features have fewer columns than `width`, or one is not finite.
     """
     if width > train_x.shape[1]:
-        raise IsolossError(f"the width is {width}, and the model has {train_x.shape[1]} features: choose at most these")
+        raise IsolossError(
+            f"the width is {width}, but the model has {train_x.shape[1]} features: choose at most that many"
+        )
     train_y = _checked(train_x, train_y, test_x)
     predictions, probes = [], []
     for number in range(projections):
@@ -110,7 +112,7 @@ def _checked(train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor)
 
 
 def _told(probes: Sequence[Probe], labels: Sequence[torch.Tensor], classes: int) -> dict[str, Any]:
-    """Return the details of the fits, once where all have the same, and how many classes each draw lacks."""
+    """Return the details of the fits, a single value where all agree, and how many classes each draw lacks."""
     told = {}
     for name, first in probes[0].details.items():
         values = [probe.details[name] for probe in probes]

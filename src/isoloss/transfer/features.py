@@ -15,7 +15,7 @@ from isoloss.languages.api import Language, Sentences
 from isoloss.transfer.config import Pooling
 from isoloss.transfer.stored_features import StoredFeatures, store
 
-LEAST_PROBABILITY = 1e-4  # below which the logarithms of the look-up table do not go
+LEAST_PROBABILITY = 1e-4  # the logarithms of the look-up table are clipped here
 _LOOKUP_CHUNK = 4096  # sentences whose conditionals are computed at once
 
 
@@ -104,7 +104,7 @@ def extract(
 def projection_matrix(width: int, columns: int, seed: int, *draw: int) -> torch.Tensor:
     """Return the (width, columns) matrix of a random projection, normal numbers with variance 1 / columns.
 
-    It is a function of the arguments; a `draw` is the number of one of several matrices.
+    It depends only on the arguments; `draw` numbers several matrices.
 
     Example:
         >>> projection_matrix(8, 4, 0).shape, bool((projection_matrix(8, 4, 0) == projection_matrix(8, 4, 0, 1)).any())
@@ -181,9 +181,9 @@ def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
 def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
     r"""Return the logarithms of the true conditionals, side by side: `log max(Pr(x_t = c | x_-t), LEAST_PROBABILITY)`.
 
-    Of an impossible token the logarithm is minus infinity, and a floor far below all other probabilities would be as
-    useless: features are divided by one number, and next to a few huge ones the others vanish. So all below
-    `LEAST_PROBABILITY`, 1e-4, count as that. (With 4,096 + 4,096 sentences of the language `pcfg-laptop` and task
+    Probabilities are clipped at `LEAST_PROBABILITY`, 1e-4, from below. An impossible token has the logarithm minus
+    infinity. A much lower floor would be no better: all features are divided by one number, so a few huge ones would
+    make the others vanish. (With 4,096 + 4,096 sentences of the language `pcfg-laptop` and task
     `prefix-4` the convex probe reaches 61.2 %; with a floor of 1e-3 62.0 %, of 1e-6 60.5 %, of 1e-9 59.0 %, with the
     smallest normal number of float64 29.2 %, each ± 0.8 %. On the probabilities themselves it reaches 50.1 %.)
 
@@ -199,7 +199,7 @@ def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tenso
 
 
 def one_hot_features(language: Language, sentences: Sentences) -> torch.Tensor:
-    """Return the tokens, one-hot, position by position: what a probe can do without any model.
+    """Return the one-hot tokens, position by position: the features of a probe without a model.
 
     Returns:
         (n, T * vocab_size) float32 of the n sentences padded to T tokens, zeros at padding.

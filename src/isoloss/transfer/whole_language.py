@@ -1,4 +1,4 @@
-"""A downstream task on all sentences of a language: accuracies are sums over these, with no test sentences to draw.
+"""A downstream task tested on all sentences of a language: accuracies are exact sums, not estimates from a sample.
 
 Shape letters: n sentences, C classes, R classifiers (draws, projections or seeds).
 """
@@ -24,8 +24,8 @@ class WholeTask:
     """A downstream task of a language, tested on every sentence that has a label, by its probability.
 
     Attributes:
-        task: The task with all n sentences of the language as its test sentences, those without a label too, each with
-            its most likely label; its rates are those of the sentences with a label, by their probability.
+        task: The task with all n sentences of the language as test sentences, each with its most likely label.
+            Sentences without a label are among them; the rates leave these out and weight the others by probability.
         probabilities: (n, C) float64, `Pr(sentence, label | there is a label)`: their sum is 1.
         train_rows: (num_train,) int64, which of the test sentences the training sentences are.
     """
@@ -43,7 +43,7 @@ class WholeTask:
         return int((self.probabilities.sum(dim=1) > 0).sum())
 
     def accuracies(self, predictions: torch.Tensor) -> torch.Tensor:
-        """Return (R,) float64: the probability that each of R classifiers is right, of their predictions (R, n)."""
+        """Return (R,) float64: the probability that each of R classifiers is right, from predictions (R, n)."""
         return self.probabilities.gather(1, predictions.cpu().T).sum(dim=0)
 
     def estimate(
@@ -56,19 +56,19 @@ class WholeTask:
         details: Mapping[str, Any],
         seconds: float | None = None,
     ) -> Estimate:
-        """Return the mean accuracy of R classifiers, with the error of drawing these; of one it is exact.
+        """Return the mean accuracy of R classifiers, with its standard error over them; a single one is exact.
 
         Args:
             predictions: (R, n) int64.
-            method: What made them.
-            over: What the classifiers are, in the plural: draws, projections or seeds.
-            given: What the accuracy is conditional on: it says nothing of other training sentences, for example.
-            details: More of the estimate's details.
+            method: How they were made.
+            over: What the classifiers differ in, in the plural: draws, projections or seeds.
+            given: What the accuracy is conditional on, e.g. the training sentences.
+            details: Further details of the estimate.
             seconds: Wall-clock time.
 
         Returns:
             The accuracy, with `accuracies`, `majority_rate`, `bayes_accuracy` and `given` among its details. Its
-            influences are the classifiers' accuracies less their mean.
+            influences are the classifiers' accuracies minus their mean.
         """
         accuracies = self.accuracies(predictions)
         count, value = len(accuracies), float(accuracies.mean())
@@ -104,18 +104,17 @@ def whole_task(
     num_train: int,
     seed: int,
 ) -> WholeTask:
-    """Return the downstream task `name` with all sentences of the language as its test sentences.
+    """Return the downstream task `name` with all sentences of the language as test sentences.
 
     Args:
         language: A language that has the task.
         name: The task, as for `isoloss.make_task`.
-        every: All sentences of the language and their probabilities (n,); None: there are too many, or they are not
-            known.
-        num_train: Training sentences, those of `make_task`.
+        every: All sentences of the language and their probabilities (n,); None: too many, or not known.
+        num_train: Number of training sentences, drawn as by `make_task`.
         seed: Their seed.
 
     Raises:
-        IsolossError: As `make_task`; `every` is None; or the task is about other sentences than the language's.
+        IsolossError: As `make_task`; `every` is None; or the task has sentences of its own.
 
     Example:
         >>> from isoloss.languages.config import PCFGConfig
@@ -127,12 +126,12 @@ def whole_task(
     drawn = make_task(language, name, num_train=num_train, num_test=1, seed=seed)
     if every is None:
         raise IsolossError(
-            "num_test is all, and the language's sentences are too many to go through, or their probabilities are not "
+            "num_test is all, but the language has too many sentences to enumerate, or their probabilities are not "
             "known: give num_test as a number"
         )
     asked = labeling(language, name)
     if asked.draw is not None:
-        raise IsolossError(f"num_test is all, and the sentences of task {name} are not the language's: give a number")
+        raise IsolossError(f"num_test is all, but the task {name} has sentences of its own: give num_test as a number")
     sentences, probabilities = every
     if asked.scores is not None:
         joint = asked.scores(sentences).cpu().double()

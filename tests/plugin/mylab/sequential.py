@@ -26,6 +26,6 @@ def run(
         result = subprocess.run([sys.executable, "-m", "isoloss", *unit.arguments], capture_output=True, text=True)
         if result.returncode != 0:
             raise IsolossError(f"{unit.name} failed: {result.stderr.strip()}")
-        on_done(unit)  # time for the page of what there is so far
+        on_done(unit)  # may write the interim page
         count += 1
     return count

@@ -202,7 +202,7 @@ class TraceIn(_Expansion, Trace):
 
 @dataclass(frozen=True, kw_only=True)
 class MinimalTraceIn(_Expansion, MinimalTrace):
-    """The same minimum after expanding the model to a larger size, whatever the scale of the embeddings."""
+    """The same minimum after expanding the model to a larger size; it does not depend on the embedding scale."""
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return the minimum over the rescalings of the larger model; its details say how far the logits differ."""

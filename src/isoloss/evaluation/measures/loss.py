@@ -20,7 +20,7 @@ class Loss(SeededMeasure):
 
     loss_sentences: int | Literal["all"] = setting(4096, minimum=1)
     """Sentences for the loss; for text, held-out sequences at most. all: the exact sum over all masked sentences of a
-    language with at most 65,536 strings."""
+    language with at most 65,536 strings of tokens."""
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why the loss cannot be known: an exact language gives no conditionals under this objective."""

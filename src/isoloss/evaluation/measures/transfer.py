@@ -1,4 +1,4 @@
-"""Accuracy on a downstream task of the language, as a measure: of probes, of fine-tuning, of tables without a model."""
+"""Measures of accuracy on a downstream task of the language: probes, fine-tuning, and baselines without a model."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class _TaskMeasure(SeededMeasure):
     """A measure on a task of the language."""
 
     num_test: int | Literal["all"] = setting(4096, minimum=1)
-    """Test sentences; all: every sentence of the language that has a label, by its probability, for an exact accuracy
-    (of languages with at most 65,536 strings of tokens)."""
+    """Test sentences; all: every labeled sentence of the language, weighted by its probability, for an exact accuracy
+    (for languages with at most 65,536 strings of tokens)."""
     task: str
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
@@ -56,7 +56,7 @@ class _TaskMeasure(SeededMeasure):
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return `accuracy`, with the class that each seed's classifier predicts for each test example.
 
-        With all sentences as the test, it comes instead with what each draw, projection or seed adds to it.
+        Tested on all sentences, it comes instead with the influence of each draw, projection or seed.
         """
         from isoloss.transfer.whole_language import WholeTask
 
@@ -97,10 +97,10 @@ class _ProbeMeasure(_TaskMeasure):
     """A measure that fits linear probes to the last hidden states of all tokens, concatenated."""
 
     probe_regularization: tuple[float, ...] = setting((1e-3,), above=0, below=math.inf, omit_default=True)
-    """The convex probe's regularization strength; of several, the best on held-out training examples."""
+    """Regularization strength of the convex probe; of several, the best on held-out training examples is used."""
     probe_draws: int | None = setting(None, minimum=1, omit_default=True)
-    """Convex probes, whose mean it is: each with its own training sentences, or its own projection. Default: 1; 5 of
-    few-shot probes, 3 of projected ones."""
+    """Number of convex probes to average, each with its own training sentences, or its own projection. Default: 1; 5
+    for few-shot probes, 3 for projected ones."""
 
     default_draws: ClassVar[int] = 1
     over: ClassVar[str] = "draws"
@@ -231,7 +231,7 @@ class Probe(_ProbeMeasure, _Trained):
 
 @dataclass(frozen=True, kw_only=True)
 class FewShot(_ProbeMeasure):
-    """Mean accuracy of convex probes on few training sentences each, over draws of these."""
+    """Mean accuracy of convex probes with few training sentences each, over several draws."""
 
     number: int = setting(minimum=1)
 
@@ -286,7 +286,7 @@ class Lookup(Probe):
 
 @dataclass(frozen=True, kw_only=True)
 class LogLookup(Lookup):
-    """Accuracy of the same probe on the logarithms of the true conditionals, those below 1e-4 taken as 1e-4."""
+    """Accuracy of the same probe on the logarithms of the true conditionals, clipped at 1e-4 from below."""
 
     table: ClassVar[str] = "log_lookup_features"
 

@@ -1,71 +1,144 @@
-"""The study's answer in a few sentences, written from its verdicts."""
+"""The study's answer in a few short paragraphs, written from its verdicts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
-from isoloss.statistics.estimate import interval, rounded, signed
-from isoloss.studies.claims import Answer, ClaimResult
+from isoloss.statistics.estimate import Estimate, interval, number, rounded
+from isoloss.studies.claims import Answer, Claim, ClaimResult
+from isoloss.studies.results import UNITS
 from isoloss.studies.verdicts import Verdict
+
+# what else is compared at the same loss: each with its claims about transfer and flatness
+_OTHERS = (
+    ("SGD with sampled labels vs. untouched", "sgd-transfer", "sgd-flatter"),
+    ("AdamW for longer vs. untouched", "longer-transfer", "longer-flatter"),
+    ("Weight decay vs. untouched", "decay-transfer", "decay-flatter"),
+    ("The larger of two sizes vs. the smaller", "larger-transfer", "larger-flatter"),
+)
 
 
 def answer(claims: Sequence[ClaimResult]) -> Sequence[str]:
-    """Return what the study answers, from the result of every claim of its claims.toml."""
+    """Return what the study answers, a paragraph each, from the result of every claim of its claims.toml.
+
+    Differences are given where they are significant, and for the primary test; the claims have the others.
+    """
     by_id = {result.claim.id: result for result in claims}
-
-    def each(claim: str, better: str, worse: str) -> str:
-        return "; ".join(_told(one, better, worse) for one in by_id[claim].answers)
-
-    primary = by_id["sgd-transfer"].answers[0]
-    flatter, sharper = ("flatter", "sharper"), ("sharper", "flatter")
-    better, worse = ("better", "worse"), ("worse", "better")
+    primary = by_id["noise-transfer"].answers[0]
+    controls = [one.verdict for name in ("helper", "adversary") for one in by_id[f"{name}-transfer"].answers]
     return (
-        "Does SGD's label noise, which is to make models flatter, make them transfer better at the same loss? "
-        + f"{_YES_OR_NO[primary.verdict]} {_capital(each('sgd-transfer', *better))}. Its model against the untouched "
-        + f"one, by {each('sgd-flatter', *flatter)}.",
-        f"Models of the same loss can transfer differently. With the helper: {each('helper-transfer', *better)}. "
-        + f"With the adversary: {each('adversary-transfer', *worse)}. Flatness of the helper's model, by "
-        + f"{each('helper-flatter', *flatter)}; of the adversary's, by {each('adversary-sharper', *sharper)}.",
-        f"After AdamW for longer: {each('longer-transfer', *better)}; by {each('longer-flatter', *flatter)}.",
-        f"The larger of two sizes: {each('larger-transfer', *better)}; by {each('larger-flatter', *flatter)}.",
-        f"The model against the look-up table, whose loss is perfect: {each('lookup-transfer', *better)}.",
-        "After a random rescaling that changes no prediction: "
-        + "; ".join(f"the {one.case} {_RESCALED[one.verdict]} ({_numbers(one)})" for one in by_id["rescaling"].answers)
-        + ".",
+        "Does SGD's label noise, which should flatten the model, improve transfer at the same loss? "
+        f"{_PRIMARY[primary.verdict]} {_primary_in_numbers(primary)}",
+        f"SGD with sampled vs. exact labels. {_both(by_id, 'noise-transfer', 'noise-flatter')}",
+        f"Can models of the same loss transfer differently? {_can_differ(controls)} Helper (positive control) vs. "
+        f"as much AdamW without it. {_both(by_id, 'helper-transfer', 'helper-flatter')} Adversary vs. as much AdamW "
+        f"without it. {_both(by_id, 'adversary-transfer', 'adversary-sharper')}",
+        *(f"{what}. {_both(by_id, transfer, flatness)}" for what, transfer, flatness in _OTHERS),
+        "Untouched vs. the look-up table, whose KL is 0. "
+        f"Probe accuracy: {_words(by_id['lookup-transfer'], 'higher', 'lower', 'on')}.",
+        "Negative control, a random rescaling that leaves every prediction unchanged: "
+        f"{'; '.join(_rescaled(one, by_id['rescaling'].claim) for one in by_id['rescaling'].answers)}.",
     )
 
 
-_YES_OR_NO = {
+_PRIMARY = {
     Verdict.SHOWN: "Yes.",
-    Verdict.NOT_SHOWN: "That is not shown.",
-    Verdict.CONTRADICTED: "No: the contrary is shown.",
-    Verdict.NOT_TESTED: "It cannot be said: the models are not shown to have the same loss.",
+    Verdict.NOT_SHOWN: "Not shown.",
+    Verdict.CONTRADICTED: "No, it makes transfer worse.",
+    Verdict.NOT_TESTED: "Not tested: the two arms are not shown to have the same loss.",
 }
 _RESCALED = {
-    Verdict.SHOWN: "stays where it is",
-    Verdict.NOT_SHOWN: "is not shown to stay where it is",
-    Verdict.CONTRADICTED: "does not stay where it is",
+    Verdict.SHOWN: "changes by less than",
+    Verdict.NOT_SHOWN: "is not shown to change by less than",
+    Verdict.CONTRADICTED: "changes by more than",
 }
 
 
-def _told(one: Answer, claimed: str, contrary: str) -> str:
-    """Return what is said of one case: its verdict in words, with the difference."""
-    if one.verdict is Verdict.SHOWN:
-        return f"{one.case} {claimed} ({_numbers(one)})"
-    if one.verdict is Verdict.CONTRADICTED:
-        return f"{one.case} {contrary} ({_numbers(one)})"
-    if one.verdict is Verdict.NOT_TESTED:
-        at_same = f"; adjusted to the same loss {signed(one.adjusted)}" if one.adjusted is not None else ""
-        return f"{one.case} not judged, as the loss is not shown to be the same ({_numbers(one)}{at_same})"
+def _can_differ(verdicts: Sequence[Verdict]) -> str:
+    """Return whether any difference in transfer at the same loss is significant, in either direction."""
+    if {Verdict.SHOWN, Verdict.CONTRADICTED} & set(verdicts):
+        return "Yes."
+    return "Not shown." if Verdict.NOT_SHOWN in verdicts else "Not tested."
+
+
+def _both(by_id: Mapping[str, ClaimResult], transfer: str, flatness: str) -> str:
+    """Return what a comparison says of transfer and of flatness; a larger trace is sharper."""
+    accuracy, trace = by_id[transfer], by_id[flatness]
+    if {one.verdict for one in (*accuracy.answers, *trace.answers)} == {Verdict.NOT_TESTED}:
+        return "Not tested: the losses are not shown to be the same."
+    return (
+        f"Probe accuracy: {_words(accuracy, 'higher', 'lower', 'on')}. "
+        f"Flatness: {_words(trace, 'sharper', 'flatter', 'by')}."
+    )
+
+
+def _words(result: ClaimResult, above: str, below: str, preposition: str) -> str:
+    """Return the verdict on each case in words; neighboring cases of one verdict share the words.
+
+    Args:
+        result: A claim of a decrease or an increase.
+        above: What the second model is if the difference is above 0.
+        below: What it is if the difference is below 0.
+        preposition: What joins these with a case.
+    """
+    parts = []
+    for verdict, group in itertools.groupby(result.answers, key=lambda one: one.verdict):
+        cases = list(group)
+        names = "" if len(cases) == len(result.answers) else f" {preposition} {', '.join(map(_case, cases))}"
+        if verdict is Verdict.NOT_TESTED:
+            parts.append(f"not tested{names}, as the losses are not shown to be the same")
+        elif verdict is Verdict.NOT_SHOWN:
+            parts.append(f"no significant difference{names}{_bound(cases)}")
+        else:
+            word = above if (verdict is Verdict.SHOWN) == (result.claim.direction == "increase") else below
+            parts.append(f"{word} {preposition} {', '.join(f'{_case(one)} ({_difference(one)})' for one in cases)}")
+    return "; ".join(parts)
+
+
+def _bound(cases: Sequence[Answer]) -> str:
+    """Return what each of some true differences is smaller than, if that is known."""
+    bounds = [(one.below, one.difference) for one in cases if one.below is not None and one.difference is not None]
+    if not bounds:
+        return ""
+    below, difference = max(bounds, key=lambda one: one[0])
+    return f" (true difference{'s' * (len(cases) > 1)} below {_rounded(below, difference)})"
+
+
+def _primary_in_numbers(one: Answer) -> str:
+    """Return the difference of the primary test with its interval, and what else is known of it."""
     assert one.difference is not None
-    below = "" if one.below is None else f"; smaller than {rounded(one.below, one.difference.stderr).split(' ±')[0]}"
-    return f"{one.case} no difference shown ({_numbers(one)}{below})"
+    text = f"Probe accuracy on {one.case} differs by {_difference(one)}, 95 % interval {interval(one.difference)}"
+    if one.adjusted is not None:
+        text += f"; adjusted to the same loss, by {_signed(one.adjusted)}"
+    if one.below is not None:
+        text += f"; with 95 % confidence, the true difference is below {_rounded(one.below, one.difference)}"
+    return f"{text}."
 
 
-def _numbers(one: Answer) -> str:
+def _rescaled(one: Answer, claim: Claim) -> str:
     assert one.difference is not None
-    return f"{signed(one.difference)}, 95 % interval {interval(one.difference)}"
+    edge = f"{claim.margin:g} {_unit(one.difference)}"
+    return f"the {_case(one)} {_RESCALED[one.verdict]} {edge} ({_difference(one)})"
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
+def _case(one: Answer) -> str:
+    return one.case.replace("minimal-trace", "minimal trace")
+
+
+def _difference(one: Answer) -> str:
+    assert one.difference is not None
+    return _signed(one.difference)
+
+
+def _signed(difference: Estimate) -> str:
+    return f"{'+' if difference.value > 0 else ''}{number(difference)} {_unit(difference)}"
+
+
+def _rounded(size: float, difference: Estimate) -> str:
+    """Return a size in the unit of a difference, with as many digits as its error has."""
+    return f"{rounded(size, difference.stderr).split(' ±')[0]} {_unit(difference)}"
+
+
+def _unit(difference: Estimate) -> str:
+    return UNITS.get(difference.unit, difference.unit)

@@ -1,4 +1,4 @@
-"""What the page of the study shows: figures, correlations, and how it was made."""
+"""The page of the study same-loss: figures, correlations, and how it was made."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from isoloss.studies.page import PageParts
 from isoloss.studies.results import RESCALED, Results
 from isoloss.training.algorithms.config import AdversarialConfig
 
-BAND = 1e-3  # nats: models whose KL is so near to that of the untouched arm's are in the band of the same loss
+BAND = 1e-3  # nats: models whose KL is this close to the untouched arm's count as of the same loss in correlations
 TRAINED_WITH_TASK = ("adversary", "helper")
 
 
 def parts(results: Results) -> PageParts:
-    """Return what the page shows beside tables and claims."""
+    """Return what the page shows besides tables and claims."""
     return PageParts(figures=_figures(results), findings=_findings(results), settings=_settings(results.scale))
 
 
@@ -42,15 +42,15 @@ def _figures(results: Results) -> list[Figure]:
         figures.append(
             Figure(
                 name="arms",
-                title="Every arm against its control",
+                title="Every arm vs. its control",
                 chart=intervals(
                     panels,
                     [_contrast_title(*arms) for arms in CONTRASTS.values()],
-                    note="Lines: 95 % confidence intervals over grammars, not corrected for the number of arms",
+                    note="Lines: 95 % confidence intervals over grammars, not adjusted for the number of arms",
                 ),
-                caption="After the same polish, paired by grammar and seed: the difference in KL, the factors of both "
-                "traces, and the difference in the accuracy of the probes. If flatness told models of one loss apart, "
-                "arms with a smaller trace would transfer better.",
+                caption="After the same polish, paired by grammar and seed: the difference in KL, the factor by which "
+                "each trace changes, and the difference in probe accuracy. If flatness predicted transfer at the same "
+                "loss, arms with a smaller trace would transfer better.",
             )
         )
     style = Style.of(ends)
@@ -61,19 +61,19 @@ def _figures(results: Results) -> list[Figure]:
                 name=f"flatness-{task.name}",
                 title=f"Loss, flatness and transfer: {task.title.split(', ')[-1]}",
                 chart=charts.scatter(ends, [pair for pair in axes if pair[1] is task], style=style),
-                caption="The last checkpoint of every arm and grammar: its KL to the truth, the trace of its Fisher "
-                "and the minimal trace against the accuracy of a linear probe. Compare within a size. The paper's "
-                "figure 1.",
+                caption="The last checkpoint of every arm and grammar: probe accuracy against the KL to the truth, the "
+                "trace of the Fisher information and the minimal trace. Compare models of one size only. "
+                "Corresponds to the paper's figure 1.",
             )
         )
     figures.append(
         Figure(
             name="sizes",
-            title="Sizes",
+            title="Model sizes",
             chart=charts.sizes(_by_size(results), _size_columns(scale), style=style),
-            caption="Every grammar's models by the number of parameters. Raw traces of different widths are not "
-            f"comparable; the minimal trace is measured in the architecture of {scale.sizes[-1]}, and the projected "
-            "probe reads as many features of every size. The paper's figures 3 and 5.",
+            caption="Untouched models of every grammar by number of parameters. Raw traces of different widths are not "
+            f"comparable; the minimal trace is measured in the architecture of {scale.sizes[-1]}, and projected probes "
+            "use the same number of features for every size. Corresponds to the paper's figures 3 and 5.",
         )
     )
     return figures
@@ -167,16 +167,16 @@ def _findings(results: Results) -> tuple[Finding, ...]:
                 for column in (TRACE, MINIMAL_TRACE)
                 for task, key in results.scale.probes.items()
             )
-            + f". Over last checkpoints of the main size whose KL is within {BAND:g} nats of the untouched arm's; "
-            "logarithms of traces; less the means of each grammar and given the KL; 95 % interval by the jackknife "
-            "over grammars. If flatter models transferred better, it would be below 0.",
+            + ". If flatter models transferred better, it would be negative. Partial correlation of the log trace with "
+            "probe accuracy, given the KL, within grammars; 95 % intervals by the jackknife over grammars. Models: the "
+            f"last checkpoints of the main size whose KL is within {BAND:g} nats of the untouched arm's.",
         )
         for which, left_out in (("all arms", ()), ("without adversary and helper", TRAINED_WITH_TASK))
     )
 
 
 def _correlation(results: Results, trace: str, probe: str, left_out: Collection[str]) -> str:
-    """Return the partial correlation of a trace with a probe in the band of the same loss, in words."""
+    """Return the partial correlation of a trace with a probe among models of about the same loss, as text."""
     columns: dict[str, list[float]] = {"trace": [], "probe": [], "kl": []}
     clusters: list[str] = []
     for unit in results.scale.units:
@@ -209,18 +209,18 @@ def _in_band(results: Results, unit: Unit, end: Checkpoint) -> bool:
 def _settings(scale: Scale) -> dict[str, str]:
     weight = AdversarialConfig.weight
     return {
-        "Grammars": f"{len(scale.grammars)}, of which {scale.complete} have all arms and the others those of the "
-        f"primary claim; pre-training runs for each: {scale.seeds_per_grammar}",
-        "Model": f"BERT {scale.main_size} with {scale.layers} layers, no dropout; {scale.batch_size} sentences a "
-        "step, one masked token each",
-        "Base": f"{scale.steps:,} steps of AdamW on exact labels, learning rate {scale.learning_rate:g}, decayed to 0 "
-        "by a cosine, no weight decay",
-        "Polish": f"{scale.polish_steps:,} steps of the same",
+        "Grammars": f"{len(scale.grammars)}, {scale.complete} with all arms and the others with the SGD arms only; "
+        f"pre-training seeds per grammar: {scale.seeds_per_grammar}",
+        "Model": f"BERT {scale.main_size} with {scale.layers} layers, no dropout; {scale.batch_size} sentences "
+        "per step, one masked token each",
+        "Base": f"{scale.steps:,} steps of AdamW on exact labels, learning rate {scale.learning_rate:g} with cosine "
+        "decay to 0, no weight decay",
+        "Polish": f"{scale.polish_steps:,} steps, settings as for the base",
         "SGD": f"{scale.sgd_steps:,} steps, learning rate {scale.sgd_learning_rate:g} after a warm-up of 12 %, on "
         "sampled or exact labels",
-        "Longer": f"{scale.more_steps:,} steps of AdamW as for the base",
-        "Adversary, helper": f"the same with the loss of a head for {scale.tasks[0]}, weight {weight:g} and "
+        "AdamW for longer": f"{scale.more_steps:,} more steps, settings as for the base",
+        "Adversary, helper": f"the same steps with the loss of a head for {scale.tasks[0]}, weighted {weight:g} and "
         f"{-weight:g}",
         "Weight decay": f"{WEIGHT_DECAY:g}, in base and polish",
-        "Errors": "over grammars, with Student's t; losses and accuracies have no error of measurement",
+        "Errors": "over grammars, with Student's t; losses and accuracies have no measurement error",
     }

@@ -1,7 +1,6 @@
-"""The pilot of the study: slopes of transfer on the loss by size, and how much the primary difference varies.
+"""Results of the pilot: the slopes of transfer on the loss, by size.
 
-Its runs are other ones than the study's, on grammars of their own. What it found is in pilot.toml, and claims.toml
-rests on it.
+The pilot has its own grammars and runs. Its results are in pilot.toml, and claims.toml rests on them.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ UNIT = "percentage points per nat"
 
 @dataclass(frozen=True, kw_only=True)
 class Slope:
-    """The slope of one accuracy on the KL, within grammars, of models of one size.
+    """The slope of one accuracy on the KL, within grammars, for models of one size.
 
     Attributes:
-        size: The models' size.
-        measure: The accuracy's measure.
+        size: Size of the models.
+        measure: The measure of the accuracy.
         value: In percentage points per nat.
-        stderr: Its standard error over grammars.
-        grammars: How many there were.
+        stderr: Standard error over grammars.
+        grammars: Number of grammars.
     """
 
     size: str

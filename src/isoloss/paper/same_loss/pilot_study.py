@@ -1,6 +1,6 @@
 """The pilot of the study same-loss: slopes of transfer on the loss, and how much the primary difference varies.
 
-It runs on grammars of its own. What it found is in pilot.toml, from which the study's claims.toml follows.
+It runs on grammars of its own. Its results are in pilot.toml; the study's claims.toml rests on them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PilotScale:
     """How large the pilot is."""
 
     description: str  # what it is for and how long it takes
-    like: Scale  # the study's scale, whose settings it has
-    grammars: tuple[int, ...]  # the seeds of its grammars, which are none of the study's
+    like: Scale  # the study's scale, for its settings
+    grammars: tuple[int, ...]  # the seeds of its grammars, none of which the study has
     lengths: tuple[int, ...]  # steps of AdamW before the polish: they spread the loss
 
     def with_seed_offset(self, offset: int) -> Self:
@@ -52,7 +52,7 @@ class PilotScale:
 
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
-        """Every size after every length of training; and SGD with exact and sampled labels, from the study's length."""
+        """Every size at every length of training, and SGD with exact and sampled labels from the study's base."""
         runs = {}
         for block, unit in enumerate(self.units):
             arms = Arms(self.like, unit)
@@ -111,7 +111,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         "slopes of transfer on the KL, mean ± standard error over grammars",
         ("size", "accuracy"),
         rows,
-        f"Within grammars, over models after {', '.join(map(str, scale.lengths))} steps before the polish.",
+        f"Within grammars, over models with {', '.join(map(str, scale.lengths))} steps before the polish.",
     )
     pairs, clusters = primary_pairs(results, units), design.grammars_of(units)
     keys = ("kl", *scale.like.probes.values())
@@ -133,10 +133,10 @@ def primary_pairs(results: Results, units: Sequence[Unit]) -> list[Pair]:
 
 
 def power_in_words(results: Results, units: Sequence[Unit], slope: Estimate) -> str:
-    """Return how many grammars find the smallest effect of interest, and the margin of equivalence of the loss.
+    """Return as text the grammars needed for the smallest effect of interest, and the equivalence margin of the loss.
 
-    The margin is a fifth of that effect over the slope of the primary accuracy on the KL: over the end of the slope's
-    95 % interval that is farther from 0, as the slope is not known well.
+    The margin is a fifth of that effect divided by the slope of the primary accuracy on the KL. It takes the steeper
+    end of the slope's 95 % interval, as the slope is uncertain.
     """
     scale: PilotScale = results.scale
     pairs, task = primary_pairs(results, units), scale.like.tasks[0]
@@ -147,9 +147,9 @@ def power_in_words(results: Results, units: Sequence[Unit], slope: Estimate) -> 
     loss_sd = sd_upper_bound(statistics.stdev(losses), len(units))
     return (
         f"Over {len(units)} grammars the difference in {task} has a standard deviation of {sd:.2f} points, below "
-        f"{bound:.2f} with 80 % confidence. With that, {pairs_for_power(EFFECT, bound)} grammars find {EFFECT:g} "
-        f"points with 80 % power. A fifth of {EFFECT:g} points is worth {margin:.6f} nats; "
-        f"{pairs_for_equivalence(margin, loss_sd)} grammars show a loss that is the same to be so within that margin."
+        f"{bound:.2f} points with 80 % confidence. At that bound, {pairs_for_power(EFFECT, bound)} grammars find "
+        f"{EFFECT:g} points with 80 % power. A fifth of {EFFECT:g} points is worth {margin:.6f} nats; if the losses "
+        f"are the same, {pairs_for_equivalence(margin, loss_sd)} grammars show it within that margin with 80 % power."
     )
 
 
@@ -163,8 +163,8 @@ STUDY = Study(
     scales=SCALES,
     title="Pilot of the study same-loss",
     lead=(
-        "What the study same-loss is planned with: the slopes of transfer on the loss, by size, and how much its "
-        "primary difference varies between grammars. Its grammars and seeds are none of the study's.",
+        "The study same-loss is planned from this pilot: the slopes of transfer on the loss, by size, and how much "
+        "its primary difference varies between grammars. The two share no grammars and no seeds.",
     ),
     tables=tables,
     block_name="grammars",

@@ -1,4 +1,4 @@
-"""The study: its scales, which checkpoints its claims compare, and its tables."""
+"""The study same-loss: its scales, the checkpoints that its claims compare, and its tables."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     scale: Scale = results.scale
     slopes = pilot.slopes(scale.main_size)
     where = f"Both after the same polish of {scale.polish_steps:,} steps."
-    task = f"The task that is trained with is {scale.tasks[0]}."
+    task = f"The task used in training is {scale.tasks[0]}."
     by_name = {
         name: [
             Contrast(
@@ -96,7 +96,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
             names=("Look-up table", GROUPS[UNTOUCHED]),
             pairs=_against_tables(results, all_units, kind),
             clusters=grammars_of(all_units),
-            where=f"The look-up table has the true conditionals as features, as {words}; its KL is 0.",
+            where=f"The features of the look-up table are the true conditionals, as {words}; its KL is 0.",
             case=words,
             at_same_loss=False,
         )
@@ -107,7 +107,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
             names=(GROUPS[UNTOUCHED], "rescaled at random"),
             pairs=_rescaled(results, all_units),
             clusters=grammars_of(all_units),
-            where="The same models, with factors of 2 to 3 that leave every prediction as it is.",
+            where="The same models, their weights rescaled by factors of 2 to 3; every prediction is unchanged.",
             at_same_loss=False,
         )
     ]
@@ -115,18 +115,18 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
 
 
 def units_with(results: Results, *arms: str) -> list[Unit]:
-    """Return the units whose runs of these arms are among the results."""
+    """Return the units that have results for all of these arms."""
     scale: Scale = results.scale
     return [unit for unit in scale.units if all(unit.run(arm) in results.experiments for arm in arms)]
 
 
 def last(results: Results, unit: Unit, arm: str) -> Checkpoint:
-    """Return the last checkpoint of an arm, after the polish; that of the base is the untouched arm's before it."""
+    """Return the last checkpoint of an arm, which is after the polish, except for the base."""
     return results.at(unit.run(arm))
 
 
 def before_polish(results: Results, unit: Unit, arm: str) -> Checkpoint:
-    """Return the checkpoint that an arm's polish begins with; the untouched arm's is the base's last."""
+    """Return the checkpoint from which an arm's polish starts; for the untouched arm, the last of the base."""
     if arm == UNTOUCHED:
         return results.at(unit.run(BASE))
     run = unit.run(arm)
@@ -134,7 +134,7 @@ def before_polish(results: Results, unit: Unit, arm: str) -> Checkpoint:
 
 
 def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> Contrast:
-    """Return two sizes, each with its traces in the largest size's architecture."""
+    """Return the contrast of two sizes, with traces measured in the largest size's architecture."""
     scale: Scale = results.scale
     arms = {size: scale.arm_of_size(size) for size in (smaller, larger)}
     units = [unit for unit in units_with(results, *arms.values()) if unit.is_complete]
@@ -145,7 +145,7 @@ def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> 
         names=(smaller, larger),
         pairs=list(zip(first, second, strict=True)),
         clusters=grammars_of(units),
-        where=f"{where} Slopes are the mean of those of the two sizes.",
+        where=f"{where} The slope on the loss is the mean of the two sizes' slopes.",
         case=f"{smaller} to {larger}",
         slopes=pilot.slopes(smaller, larger),
     )
@@ -199,7 +199,7 @@ def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
 
 
 def tables(results: Results) -> tuple[SummaryTable, ...]:
-    """Return the arms, their differences from the untouched one, the lengths of polish, the sizes and the baselines."""
+    """Return the tables: arms, differences from the untouched arm, lengths of the polish, sizes and baselines."""
     made = (
         _arms(results),
         _differences(results, "after", "after the polish", last),
@@ -220,17 +220,17 @@ def _arms(results: Results) -> SummaryTable:
             ends = [last(results, unit, arm) for unit in units]
             rows.append(((title, _number(units)), {key: _mean(units, [end[key] for end in ends]) for key in keys}))
     caption = (
-        f"Every arm ends in the same polish: {scale.polish_steps:,} steps of AdamW on exact labels, with a rate that "
-        f"decays to 0. Probes are fitted on {scale.settings['num_train']:,} sentences, few-shot probes on as many as "
-        "their names say; all are tested on every sentence of the language. Accuracies are in percent."
+        f"Every arm ends in the same polish: {scale.polish_steps:,} steps of AdamW on exact labels, with a learning "
+        f"rate that decays to 0. Probes are fitted on {scale.settings['num_train']:,} sentences, few-shot probes on "
+        "the number in their name. All are tested on every sentence of the language."
     )
-    return SummaryTable("arms", f"the arms, {OVER}", ("arm", "grammars"), rows, caption)
+    return SummaryTable("arms", f"all arms after the polish, {OVER}", ("arm", "grammars"), rows, caption)
 
 
 def _differences(
     results: Results, name: str, when: str, at: Callable[[Results, Unit, str], Checkpoint]
 ) -> SummaryTable:
-    """Return what is between the two arms of each contrast, at one checkpoint of each."""
+    """Return the differences between arms and their controls, and the factors of the traces, at one checkpoint each."""
     scale: Scale = results.scale
     keys = ["kl", *RESCALED, *scale.probes.values()]
     if at is last:  # the base, which is the untouched arm before its polish, has no few-shot probes
@@ -242,16 +242,16 @@ def _differences(
             pairs = [(at(results, unit, control), at(results, unit, arm)) for unit in units]
             rows.append(((GROUPS[arm], GROUPS[control], _number(units)), _changes(units, pairs, keys)))
     caption = (
-        "Paired by grammar and seed: the KL and the probes as differences, arm minus control, the traces as factors, "
-        "arm over control (geometric means)."
+        "Paired by grammar and seed. KL and probe accuracies: arm minus control. Traces: arm over control, as "
+        "geometric means."
     )
     if at is before_polish:
-        caption += " The untouched arm is the base here: it has nothing else before the polish."
-    return SummaryTable(name, f"arms against controls, {when}, {OVER}", ("arm", "control", "grammars"), rows, caption)
+        caption += " Before the polish the untouched arm is the base."
+    return SummaryTable(name, f"arms vs. controls, {when}, {OVER}", ("arm", "control", "grammars"), rows, caption)
 
 
 def _polishes(results: Results) -> SummaryTable:
-    """Return SGD with sampled labels against that with exact labels, by the length of the polish."""
+    """Return SGD with sampled vs. exact labels, by the length of the polish."""
     scale: Scale = results.scale
     keys, rows, arms = ["kl", *RESCALED, *scale.probes.values()], [], CONTRASTS["label noise"]
     units = [unit for unit in units_with(results, *arms) if unit.is_complete]
@@ -262,8 +262,12 @@ def _polishes(results: Results) -> SummaryTable:
             pairs.append((control, treated))
         if _number(units) > 1:
             rows.append(((steps, _number(units)), _changes(units, pairs, keys)))
-    caption = "SGD with sampled labels against SGD with exact labels, both after a polish of so many steps."
-    return SummaryTable("polishes", f"by the length of the polish, {OVER}", ("polish", "grammars"), rows, caption)
+    caption = (
+        "KL and probe accuracies as differences, traces as factors. Both arms had a polish of this many steps; 0 is no "
+        "polish."
+    )
+    title = f"SGD with sampled vs. exact labels, by length of the polish, {OVER}"
+    return SummaryTable("polishes", title, ("polish", "grammars"), rows, caption)
 
 
 def _after_polish(results: Results, unit: Unit, arm: str, steps: int) -> Checkpoint:
@@ -286,16 +290,16 @@ def _sizes(results: Results) -> SummaryTable:
             label = (size, results.run(units[0].run(arm)).result()["num_parameters"], _number(units))
             rows.append((label, {key: _mean(units, [one[key] for one in own]) for key in keys}))
     caption = (
-        "Raw traces of different widths are sums over different parameters and are not comparable. "
-        f"The others are measured after expanding each model into the architecture of {scale.sizes[-1]}, with its "
-        "function unchanged (isoloss expand --embedding-scale); the minimal trace is the same for all three scales. "
-        "Projected probes read as many features of every size. Accuracies are in percent."
+        "Raw traces (column trace) of different widths are not comparable: they are sums over different parameters. "
+        f"The other traces are measured after expanding each model into the architecture of {scale.sizes[-1]}, which "
+        "leaves its function unchanged (isoloss expand --embedding-scale). The minimal trace is the same for all three "
+        "embedding scales. Projected probes use the same number of features for every size."
     )
-    return SummaryTable("sizes", f"the sizes, {OVER}", ("size", "parameters", "grammars"), rows, caption)
+    return SummaryTable("sizes", f"model sizes, {OVER}", ("size", "parameters", "grammars"), rows, caption)
 
 
 def _baselines(results: Results) -> SummaryTable:
-    """Return what else the accuracies of the probes can be compared with."""
+    """Return the accuracies of the same probe on other features, and of the majority class and Bayes' classifier."""
     scale: Scale = results.scale
     units = units_with(results, BASE, UNTOUCHED)
     starts = [results.at(unit.run(BASE), 0) for unit in units]
@@ -320,8 +324,11 @@ def _baselines(results: Results) -> SummaryTable:
             row("Trained model (untouched)", {t: [one[key] for one in models] for t, key in scale.probes.items()}),
             row("Bayes-optimal classifier", detail("bayes_accuracy")),
         ]
-    caption = "The same probe on other features, on the same sentences. Accuracies are in percent."
-    return SummaryTable("baselines", f"what the probes can be held against, {OVER}", ("features",), rows, caption)
+    caption = (
+        "The same probe on other features of the same sentences, with the majority class and Bayes' classifier for "
+        "reference."
+    )
+    return SummaryTable("baselines", f"baselines of the probes, {OVER}", ("features",), rows, caption)
 
 
 def sizes_expanded(scale: Scale, size: str, checkpoint: Checkpoint) -> Checkpoint:
@@ -349,7 +356,7 @@ def _mean(units: Sequence[Unit], values: Sequence[Measured | float]) -> Estimate
 
 
 def _changes(units: Sequence[Unit], pairs: Sequence[Pair], keys: Sequence[str]) -> dict[str, Estimate]:
-    """Return what is between the two of each pair, by key: differences, but factors of traces."""
+    """Return the mean difference over pairs by key; of traces, the mean factor."""
     clusters = grammars_of(units)
     return {
         key: factor(pairs, key, clusters) if key in RESCALED else change(pairs, key, clusters=clusters) for key in keys
@@ -369,15 +376,17 @@ STUDY = Study(
     scales=SCALES,
     title="Same loss, different models",
     lead=(
-        "Language models are compared by their pre-training loss, yet models of the same loss may differ in what they "
-        "transfer, and flatness is said to tell them apart. This study asks whether it does. It trains small masked "
-        "language models on random grammars whose sentences are so few that the loss (as KL to the truth) and the "
-        "accuracy of every probe are sums over all of them, without sampling error.",
-        "Every model goes through one arm: SGD with sampled or exact labels, more AdamW, an adversary or a helper of a "
-        "downstream task, weight decay, another size. All arms, the untouched one too, end in the same polish, which "
-        "brings the losses together. Differences are paired by grammar and seed, and errors are over grammars.",
-        "Flatness is measured by the trace of the Fisher of the loss, where smaller is flatter, and by its minimum "
-        "over the rescalings of weights that leave every prediction as it is.",
+        "Models of the same pre-training loss can transfer differently, and the paper claims that the flatter ones "
+        "transfer better. This study tests that. It trains small masked language models on random grammars with so few "
+        "sentences that the loss (as KL to the truth) and the accuracy of every probe are exact sums over all of them, "
+        "without sampling error.",
+        "Each arm treats the model differently: SGD with sampled or exact labels, more AdamW, an adversary or a helper "
+        "that makes a downstream task harder or easier to decode, weight decay, or another size. The untouched arm is "
+        "the control. Every arm ends in the same polish, which is meant to bring all to the same loss; whether the "
+        "losses are the same is tested. Differences are paired by grammar and seed, and standard errors are over "
+        "grammars.",
+        "Flatness is measured by the trace of the Fisher information (smaller is flatter), and by its minimum over all "
+        "rescalings of the weights that leave every prediction unchanged.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,

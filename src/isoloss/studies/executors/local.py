@@ -1,4 +1,4 @@
-"""The local executor: carries out a plan with a few worker processes of this machine."""
+"""The local executor: runs a plan with a few worker processes on this machine."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def run(
     say: Callable[[str], None],
     on_done: Callable[[Unit], None] = lambda _: None,
 ) -> int:
-    """Carry out what of the plan is not done yet, and return how many units were run.
+    """Run the units of the plan that are not done yet, and return how many were run.
 
-    Each unit is a process of its own with one thread; on Linux it is forked from one that has the imports behind it
-    (`isoloss.studies.executors.warm`). If this process ends, however it ends, so do they: the commands
-    resume from their files. A failed unit stops the plan once the running ones have ended.
+    Each unit is a process of its own with one thread; on Linux it is forked from a process that has already imported
+    everything (`isoloss.studies.executors.warm`). If this process ends, however it ends, so do they, and the commands
+    resume from their files. After a unit fails, no other starts; the running ones are finished first.
 
     Args:
-        units: The plan; of the units that can start, the first does.
-        workers: Processes at a time.
+        units: The plan; the first unit that can start does.
+        workers: Number of processes at a time.
         logs: Folder for the units' output.
-        say: Told in one line what starts, ends and goes on.
-        on_done: Called after each unit that was run; the workers go on meanwhile, with the next units.
+        say: Called with one line when a unit starts or ends, and on progress.
+        on_done: Called after each unit that was run; the workers keep running, on the next units.
 
     Raises:
         IsolossError: A unit failed; the message has the last lines of its log.
@@ -62,12 +62,12 @@ def run(
     todo = [unit for unit in units if unit.name not in done]
     count, total = len(todo), len(units)
     running: list[_Worker] = []
-    ended: list[Unit] = []  # of which `on_done` has not been told
+    ended: list[Unit] = []  # `on_done` has not been called for these
     failed: _Worker | None = None
     heartbeat = time.monotonic()
     parent = WarmProcess() if count and warm.IS_AVAILABLE else None
     if count:
-        say(f"{count} of {total} units to do, {workers} at a time; what they say is in {logs}")
+        say(f"{count} of {total} units to do, {workers} at a time; their output is in {logs}")
     try:
         while todo or running or ended:
             ready = [unit for unit in todo if done.issuperset(unit.after)] if failed is None else []
@@ -75,7 +75,7 @@ def run(
                 todo.remove(unit)
                 running.append(_start(unit, logs, parent))
                 say(f"{unit.name}: started")
-            while ended:  # only now, when the workers have work again
+            while ended:  # only now, when the workers are busy again
                 on_done(ended.pop(0))
             if not running:
                 break
@@ -94,7 +94,7 @@ def run(
                 heartbeat = time.monotonic()
                 for worker in running:
                     seconds = time.monotonic() - worker.start
-                    say(f"  {_last_line(worker.log) or f'{worker.unit.name}: at work for {seconds:.0f} s'}")
+                    say(f"  {_last_line(worker.log) or f'{worker.unit.name}: running for {seconds:.0f} s'}")
     except BaseException:
         _stop(running)
         raise

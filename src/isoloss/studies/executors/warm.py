@@ -1,8 +1,8 @@
-"""Commands that start at once: a process that has the imports behind it is forked for each.
+"""Commands that start at once: each is forked from a process that has already imported everything.
 
-`python -m isoloss.studies.executors.warm LIFELINE` reads commands from its standard input and says on its standard
-output how they go, a JSON document a line. A command is a fork of it that runs `python -m isoloss`. Its standard input
-is the pipe LIFELINE, into which nobody writes and which ends with the process that holds the other end.
+`python -m isoloss.studies.executors.warm LIFELINE` reads commands from standard input and reports on standard output
+when they start and end, one JSON document per line. A command is a fork that runs `python -m isoloss`. Its standard
+input is the pipe LIFELINE, to which nobody writes: it closes when the process that holds the other end does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from isoloss.errors import IsolossError
 
-# what training and evaluating need. Imports start no threads as long as OpenMP has one: forks of threads could hang
+# what training and evaluation need. With one OpenMP thread, imports start no threads; forking threads could hang
 PRELOADED = (
     "isoloss.cli.train",
     "isoloss.cli.eval",
@@ -50,11 +50,11 @@ PRELOADED = (
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ISOLOSS_EXIT_WITH_STDIN": "1"}  # of every unit
 _REAP_SECONDS = 0.05
 
-IS_AVAILABLE = sys.platform == "linux"  # elsewhere libraries that torch links to do not survive a fork
+IS_AVAILABLE = sys.platform == "linux"  # elsewhere, libraries that torch links to do not survive a fork
 
 
 class WarmProcess:
-    """The parent's side of the process that is forked."""
+    """The executor's side of the process from which units are forked."""
 
     def __init__(self) -> None:
         lifeline, self._held = os.pipe()
@@ -89,7 +89,7 @@ class WarmProcess:
         return self._statuses.get(pid)
 
     def close(self) -> None:
-        """End the process, and what is left of its commands."""
+        """End the process and all its commands."""
         os.close(self._held)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -117,7 +117,7 @@ class WarmProcess:
 
 @dataclass
 class WarmCommand:
-    """A command that was started, with those methods of `subprocess.Popen` that an executor needs."""
+    """A started command, with the methods of `subprocess.Popen` that an executor needs."""
 
     parent: WarmProcess
     pid: int
@@ -151,7 +151,7 @@ _GONE = "the process from which the units are forked has ended: run the study ag
 
 
 def serve(lifeline: int) -> None:
-    """Fork a process for every command that standard input names, until it ends."""
+    """Fork a process for every command on standard input, until that is closed."""
     for name in PRELOADED:
         importlib.import_module(name)
     running: set[int] = set()
@@ -175,7 +175,7 @@ def serve(lifeline: int) -> None:
 
 
 def _become(arguments: Sequence[str], log: str, lifeline: int) -> None:
-    """Be `python -m isoloss` with these arguments, in the process that was forked for it, and end with it."""
+    """Run `python -m isoloss` with these arguments in the forked process, then exit."""
     status = 1
     try:
         os.setsid()
