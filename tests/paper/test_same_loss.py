@@ -292,7 +292,7 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
 
 def test_the_answer_says_what_the_verdicts_say(tmp_path):
     nothing = answer(claims(known_results(tmp_path)))
-    assert "improve transfer at the same loss? Not shown. Probe accuracy on prefix-4 differs by +0.0" in nothing[0]
+    assert "improve transfer at the same loss? Not shown. Probe accuracy on prefix-4 differs by -0.0" in nothing[0]
     assert re.search(r"the true difference is below 0\.\d+ points", nothing[0])
     assert re.search(
         r"Probe accuracy: no significant difference \(true differences below 0\.\d+ points\)\.", nothing[1]
