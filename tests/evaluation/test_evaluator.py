@@ -148,6 +148,16 @@ def test_the_minimal_trace_of_an_expanded_model_does_not_depend_on_the_scale_of_
     assert evaluation.inputs == run.evaluation("trace", 60).inputs
 
 
+def test_the_larger_architecture_may_have_other_layers_and_heads(run, models):
+    own = {"expanded_layers": 2, "expanded_heads": 4}
+    evaluation, _ = Evaluator(run, {**SETTINGS, **own}).measure("trace-in-d64-exact", 60)
+    batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_sequences=96, seed=7).batches
+    into = dataclasses.replace(SIZES["d64"], num_layers=2, num_heads=4)
+    expected = fisher_trace(expand(models[60], into, embedding_scale="exact").model, batches, seed=7)
+    assert evaluation.estimates["trace"].value == pytest.approx(expected.value)
+    assert own.items() <= evaluation.settings.items()
+
+
 def test_other_sentences_are_other_inputs(run):
     other = Evaluator(run, {**SETTINGS, "seed": 8})
     for measure in MEASURES:

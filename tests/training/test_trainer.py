@@ -142,6 +142,20 @@ def test_a_run_of_every_architecture_goes_on_bit_for_bit(tmp_path, architecture,
     assert content(stopped) == content(whole)
 
 
+def test_seeding_dropout_seeds_torch_and_keeps_nothing():
+    from torch.cuda import _queued_calls
+
+    from isoloss.training.process import seed_dropout
+
+    queued = len(_queued_calls)
+    with torch.random.fork_rng(devices=[]):
+        seed_dropout(7, torch.device("cpu"))
+        drawn = torch.rand(5)
+        assert len(_queued_calls) == queued  # as torch.manual_seed would, for each step, where there is no GPU
+        torch.manual_seed(7)
+        assert torch.equal(torch.rand(5), drawn)
+
+
 def test_dropout_is_on_and_follows_the_seed(tmp_path):
     runs = [
         trained(tmp_path / str(i), small(model=ModelConfig(size="d16", dropout=rate), seed=seed))

@@ -83,7 +83,7 @@ def _panel(
         [panel.reference, *(end for each in panel.intervals for end in (each.low, each.high))], log=panel.log
     )
     base = alt.Chart(alt.InlineData(values=[vars(each) for each in panel.intervals]))
-    axis: dict[str, Any] = {"labelLimit": 220, "ticks": False, "domain": False, "labels": named}
+    axis: dict[str, Any] = {"labelLimit": 320, "ticks": False, "domain": False, "labels": named}
     y = alt.Y(
         field="row",
         type="nominal",
