@@ -20,17 +20,18 @@ PANELS = [
 ]
 
 
+def values(spec, layer):
+    """The rows of a layer, which altair keeps once for the whole chart."""
+    return spec["datasets"][layer["data"]["name"]]
+
+
 def test_every_interval_is_drawn_in_its_row_and_panel():
     spec = intervals(PANELS, ["b", "a"], note="95 %").to_dict()
     assert [len(panel["layer"]) for panel in spec["concat"]] == [3, 3]
     for panel, given in zip(spec["concat"], PANELS, strict=True):
         reference, lines, points = panel["layer"]
-        assert reference["data"]["values"] == [{"value": given.reference}]
-        assert (
-            lines["data"]["values"]
-            == points["data"]["values"]
-            == [dataclasses.asdict(each) for each in given.intervals]
-        )
+        assert values(spec, reference) == [{"value": given.reference}]
+        assert values(spec, lines) == values(spec, points) == [dataclasses.asdict(each) for each in given.intervals]
         assert (lines["encoding"]["x"]["field"], lines["encoding"]["x2"]["field"]) == ("low", "high")
         assert points["encoding"]["y"]["sort"] == ["b", "a"]
         low, high = points["encoding"]["x"]["scale"]["domain"]
