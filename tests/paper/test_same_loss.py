@@ -300,6 +300,11 @@ def test_the_answer_says_what_the_verdicts_say(tmp_path):
     assert re.search(
         r"No: the contrary is shown\. Prefix-4 worse \(-(1\.9|2\.0).*by trace sharper \(\+(39\.9|40)", worse[0]
     )
+    sgd = {"probe-prefix-4": 0.02}
+    both = answer(claims(known_results(tmp_path, label_noise=sgd, no_noise=sgd)))  # SGD, and not its noise
+    assert "That is not shown. Prefix-4 no difference shown" in both[0]
+    assert "against no SGD: prefix-4 better" in both[0]
+    assert not any("can transfer differently" in sentence for sentence in nothing)
     other = answer(claims(known_results(tmp_path, label_noise={"kl": 0.01})))
     assert "the models are not shown to have the same loss" in other[0]
     assert "adjusted to the same loss" in other[0]

@@ -201,7 +201,7 @@ def save(folder, offset, answers, rows=(), **provenance):
 
 
 def test_numbers_by_hand(tmp_path):
-    untested = answer("not tested at this scale", None)
+    untested = answer("not tested", None)
     ours = {
         "flatter": [
             answer("shown", estimate(-3.0, 0.3, 4), "trace"),
@@ -246,7 +246,7 @@ def test_numbers_by_hand(tmp_path):
     assert minimal.p_holm == pytest.approx(4 * p[1])
     assert trace.p_holm == pytest.approx(3 * p[0])
     assert (trace.agree, minimal.agree, root.agree, kl.agree) == (True, False, False, None)
-    assert root.verdicts == ("not tested at this scale", "shown")
+    assert root.verdicts == ("not tested", "shown")
     assert (root.difference, root.p_holm) == (None, None)
     assert (kl.difference.unit, kl.difference.stderr) == ("percentage points", pytest.approx(5 * math.sqrt(2)))
     assert found.conclusion == (

@@ -16,14 +16,16 @@ def answer(claims: Sequence[ClaimResult]) -> Sequence[str]:
     def each(claim: str, better: str, worse: str) -> str:
         return "; ".join(_told(one, better, worse) for one in by_id[claim].answers)
 
-    primary = by_id["sgd-transfer"].answers[0]
+    (primary,) = (one for result in claims for one in result.answers if one.is_primary)
     flatter, sharper = ("flatter", "sharper"), ("sharper", "flatter")
     better, worse = ("better", "worse"), ("worse", "better")
     return (
         "Does SGD's label noise, which is to make models flatter, make them transfer better at the same loss? "
-        + f"{_YES_OR_NO[primary.verdict]} {_capital(each('sgd-transfer', *better))}. Its model against the untouched "
-        + f"one, by {each('sgd-flatter', *flatter)}.",
-        f"Models of the same loss can transfer differently. With the helper: {each('helper-transfer', *better)}. "
+        + f"{_YES_OR_NO[primary.verdict]} {_capital(each('noise-transfer', *better))}; by "
+        + f"{each('noise-flatter', *flatter)}. SGD with label noise against no SGD: {each('sgd-transfer', *better)}; by "
+        + f"{each('sgd-flatter', *flatter)}.",
+        "Can models of the same loss be made to transfer differently? With the helper: "
+        + f"{each('helper-transfer', *better)}. "
         + f"With the adversary: {each('adversary-transfer', *worse)}. Flatness of the helper's model, by "
         + f"{each('helper-flatter', *flatter)}; of the adversary's, by {each('adversary-sharper', *sharper)}.",
         f"After AdamW for longer: {each('longer-transfer', *better)}; by {each('longer-flatter', *flatter)}.",
