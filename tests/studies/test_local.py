@@ -67,6 +67,13 @@ def test_a_unit_that_says_nothing_is_said_to_be_at_work(tmp_path, monkeypatch):
     assert re.fullmatch(r"  train a: running for \d+ s", quiet[0])
 
 
+def test_logs_that_cannot_be_written_are_refused(tmp_path):
+    (tmp_path / "logs").write_text("a file")
+    unit = Unit(name="a", arguments=("--version",), done=lambda: False)
+    with pytest.raises(IsolossError, match=r"cannot write .*logs/a\.log"):
+        local.run([unit], workers=1, logs=tmp_path / "logs", say=lambda _: None)
+
+
 def test_at_least_one_worker(tmp_path):
     with pytest.raises(IsolossError, match="0 workers"):
         local.run([], workers=0, logs=tmp_path, say=lambda _: None)

@@ -38,6 +38,14 @@ def file(tmp_path):
     return path
 
 
+def test_a_setting_may_have_several_values(capsys, file, tmp_path, here):
+    several = '"num_train": 64, "num_test": "all", "probe_solver": "convex", "probe_regularization": (1e-3, 1e-2)'
+    text = FILE.replace('"flatness_sentences": 8', several).replace('"trace"', '"probe-prefix-4"')
+    file.write_text(text.replace(', "with": run(0.1)', ""))
+    call(capsys, "run", file, "--folder", tmp_path / "out", *here)
+    assert "probe regularization 0.001 or 0.01" in (tmp_path / "out" / "report" / "index.html").read_text()
+
+
 def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_path, here):
     where = ("--folder", tmp_path / "out")
     plan = json.loads(call(capsys, "plan", file, *where, "--json"))["units"]

@@ -58,6 +58,7 @@ def test_what_a_command_says_and_its_status_are_kept(tmp_path, parent):
     version.wait(60)
     wrong.wait(60)
     assert (version.returncode, wrong.returncode) == (0, 2)
+    assert parent.status(version.pid) is None  # what has its number later has not ended
     assert (tmp_path / "version.log").read_text().startswith("isoloss ")
     assert "no language 'no-such-language'" in (tmp_path / "wrong.log").read_text()
 

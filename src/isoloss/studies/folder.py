@@ -230,7 +230,11 @@ class StudyFolder:
 
 
 def _eval_arguments(run: Run, experiment: Experiment, part: Measurement) -> tuple[str, ...]:
-    settings = [word for name, value in part.settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    settings = [
+        word
+        for name, value in part.settings.items()
+        for word in (f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list | tuple) else [value]))
+    ]
     steps = map(str, experiment.steps(part))
     return ("eval", str(run.path), "--measures", *part.measures, "--steps", *steps, *settings, *DEVICE)
 

@@ -162,10 +162,15 @@ def _measuring(results: Results) -> dict[str, str]:
     lines = {}
     for key in results.keys:
         settings = {name: value for name, value in first[key].settings.items() if name != "seed"}
-        told = {name: value if isinstance(value, str) else f"{value:,}" for name, value in settings.items()}
-        words = [f"{name.replace('_', ' ')} {value}" for name, value in told.items()]
+        words = [f"{name.replace('_', ' ')} {_told(value)}" for name, value in settings.items()]
         lines[column_of(key).title] = "; ".join([first[key].estimate.method, *words])
     return lines
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " or ".join(map(_told, value))
+    return value if isinstance(value, str) else f"{value:,}"
 
 
 def _claiming(file: ClaimsFile | None) -> dict[str, str]:

@@ -181,7 +181,7 @@ def _table_cells(summary: dict[str, Any]) -> dict[tuple[str, ...], Estimate]:
     """Return the estimates of a summary's tables whose error is over seeds or clusters, by table, labels and name."""
     cells = {}
     for table, rows in summary.items():
-        for row in rows if isinstance(rows, list) and table != "claims" else ():
+        for row in rows if isinstance(rows, list) and table not in ("claims", "answer") else ():
             labels = (str(label) for name, label in row.items() if name != "estimates")
             where = (table, *labels)
             for key, document in row["estimates"].items():

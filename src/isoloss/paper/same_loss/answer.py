@@ -25,7 +25,7 @@ def answer(claims: Sequence[ClaimResult]) -> Sequence[str]:
     Differences are given where they are significant, and for the primary test; the claims have the others.
     """
     by_id = {result.claim.id: result for result in claims}
-    primary = by_id["noise-transfer"].answers[0]
+    (primary,) = (one for result in claims for one in result.answers if one.is_primary)
     controls = [one.verdict for name in ("helper", "adversary") for one in by_id[f"{name}-transfer"].answers]
     return (
         "Does SGD's label noise, which should flatten the model, improve transfer at the same loss? "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.studies.executors import warm
 from isoloss.studies.executors.warm import WarmCommand, WarmProcess
@@ -107,8 +108,8 @@ def run(
 
 
 def _start(unit: Unit, logs: Path, parent: WarmProcess | None) -> _Worker:
-    logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', unit.name)}.log"
+    files.write_bytes(log, b"")  # now, as it is read from here on
     if parent is not None:
         return _Worker(unit, parent.start(unit.arguments, log), log, time.monotonic())
     with log.open("wb") as file:

@@ -84,9 +84,9 @@ class WarmProcess:
                     return WarmCommand(self, document["started"])
 
     def status(self, pid: int) -> int | None:
-        """Return the exit status of a command; None while it runs."""
+        """Return the exit status of a command, once; None while it runs."""
         self._read(0.0)
-        return self._statuses.get(pid)
+        return self._statuses.pop(pid, None)  # the number may be that of another command later
 
     def close(self) -> None:
         """End the process and all its commands."""
