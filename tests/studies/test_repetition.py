@@ -13,6 +13,7 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.runs import Run
+from isoloss.studies.export import _seconds
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.repetition import compare
 from isoloss.studies.results import Results
@@ -177,6 +178,11 @@ def test_what_is_not_finished_or_fails_exports_nothing(capsys, file, finished, t
     with pytest.raises(IsolossError, match=r"1 units are not done .measure plain-3 first. and 2 of 3 blocks are"):
         call(capsys, "export", file, "--folder", tmp_path / "out", "--output", tmp_path / "results" / "a")
     assert list((tmp_path / "results").iterdir()) == []
+
+
+def test_a_line_of_the_log_that_was_cut_short_is_passed_over(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"event": "a", "seconds": 2.0}\n{"event": "b", "sec{"event": "c"}\n')
+    assert list(_seconds(Run(tmp_path))) == [2.0]
 
 
 # --- comparisons

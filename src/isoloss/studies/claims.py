@@ -32,7 +32,7 @@ class Claim:
         margin: How far beyond 0 the difference must be, or, for no change, how far from 0 it may be; in its unit.
         compares: The study's name of the contrast: which two models are compared.
         measures: The study's name of what is measured, e.g. `kl`, or `transfer`: the probes of all tasks.
-        factor: Factor of the first model's value before it is subtracted from the second's.
+        factor: Factor of the first model's value before it is subtracted from the second's; above 0.
         same_loss_nats: Equivalence margin of the loss for this claim; None: the file's. A claim with a larger smallest
             effect of interest can have a larger margin.
         not_tested: Why the study cannot test the claim; then nothing is compared.
@@ -101,13 +101,14 @@ def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsF
         scales: The scales of the study; None: the scales that the file names are not checked.
 
     Raises:
-        IsolossError: The file cannot be read, a key is unknown, missing or of the wrong type, a margin does
-            not fit, two claims share an id, or the primary claim or a scale does not exist.
+        IsolossError: The file cannot be read, a key is unknown, missing or of the wrong type, a margin or
+            factor does not fit, two claims share an id, or the primary claim or a scale does not exist.
     """
     document = config.read_toml(_Document, path)
     ids = [claim.id for claim in document.claims]
     for claim in document.claims:
         check_margin(claim.direction, claim.margin)
+        positive(f"{path}: factor of the claim {claim.id}", claim.factor)
         if ids.count(claim.id) > 1:
             raise IsolossError(f"{path} has two claims with the id {claim.id!r}")
     for name, margin in [("", document.same_loss_nats), *((each.id, each.same_loss_nats) for each in document.claims)]:

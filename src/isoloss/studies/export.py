@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -112,7 +113,8 @@ def _seconds(run: Run) -> Iterator[float]:
     """Yield the seconds that training and each evaluation of a run took, as logged."""
     log = run.path / "log.jsonl"
     for line in log.read_text().splitlines() if log.is_file() else ():
-        yield json.loads(line).get("seconds", 0.0)
+        with contextlib.suppress(ValueError):  # of a line cut short by a full disk or a power failure
+            yield json.loads(line).get("seconds", 0.0)
 
 
 def processor() -> str:
