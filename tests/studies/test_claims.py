@@ -92,7 +92,11 @@ def test_what_holds_for_all_claims_is_read(tmp_path):
         ('id = "same"', 'id = "flatter"', "two claims with the id 'flatter'"),
         ("margin = 0.01", "margin = 0.0", "needs a margin above 0"),
         ("margin = 0.01", "margins = 0.01", "margins"),
-        ("margin = 0.01", "margin = 0.01\nfactor = nan", "factor of the claim same is nan; it must be finite and above"),
+        (
+            "margin = 0.01",
+            "margin = 0.01\nfactor = nan",
+            "factor of the claim same is nan; it must be finite and above",
+        ),
         ("margin = 0.01", "margin = 0.01\nfactor = 0", r"factor of the claim same is 0\.0; it must be"),
         ("no change within", "down", r"claims\[1\].direction"),
         ('paper = "3.204 and 3.206"', "", "paper"),

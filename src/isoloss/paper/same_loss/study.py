@@ -222,8 +222,8 @@ def _arms(results: Results) -> SummaryTable:
     caption = (
         f"Every arm ends in the same polish: {scale.polish_steps:,} steps of AdamW on exact labels, with a learning "
         f"rate that decays to 0. Probes are fitted on {scale.settings['num_train']:,} sentences, few-shot probes on "
-        "the number in their name. All are tested on every sentence of the language. Arms with fewer grammars are means "
-        "over other languages: compare them in the tables of pairs."
+        "the number in their name. All are tested on every sentence of the language. Arms with fewer grammars are "
+        "means over other languages: compare them in the tables of pairs."
     )
     return SummaryTable("arms", f"all arms after the polish, {OVER}", ("arm", "grammars"), rows, caption)
 
