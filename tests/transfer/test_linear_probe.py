@@ -15,10 +15,10 @@ from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.languages.pcfg.language import PCFG
 from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig
-from isoloss.transfer.config import Solver
+from isoloss.transfer.config import ClassifierConfig, Solver
 from isoloss.transfer.features import extract
 from isoloss.transfer.fits.convex import fit
-from isoloss.transfer.fits.probe import _folds
+from isoloss.transfer.fits.probe import _folds, fit_probe
 from isoloss.transfer.linear_probing import fit_linear_probe, linear_probe
 from isoloss.transfer.results import TransferResult
 from isoloss.transfer.stored_features import store
@@ -372,3 +372,10 @@ def test_a_model_is_probed_through_a_file_where_memory_is_short() -> None:
     projected = linear_probe(model, task, projection=5, **settings)
     assert projected.accuracy.details["num_features"] == 5
     assert projected.classes == task.classes
+
+
+def test_where_no_class_has_two_examples_the_largest_strength_is_taken():
+    x, config = torch.eye(3), ClassifierConfig(solver="convex", seeds=1, regularization=(1e-3, 1e-1))
+    details = fit_probe(x, torch.arange(3), 3, config).details
+    assert details["regularization"] == 1e-1
+    assert details["held_out_accuracies"] == [0.0, 0.0]  # as a number, which JSON can have

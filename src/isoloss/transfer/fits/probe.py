@@ -203,7 +203,7 @@ def _fit_convex(
     if folds is not None:
         right = fits.predict(x)[1:] == targets  # (folds, R, n)
         held_out = torch.stack([folds == k for k in range(_FOLDS)])[:, None].to(right.device)
-        accuracies = ((right & held_out).sum(dim=(0, 2)).double() / held_out.sum()).tolist()
+        accuracies = ((right & held_out).sum(dim=(0, 2)).double() / held_out.sum().clamp(min=1)).tolist()
         best = max(range(len(strengths)), key=lambda index: (accuracies[index], strengths[index]))
         details = {"regularization_strengths": strengths, "held_out_accuracies": accuracies}
     weight[0, present] = fits.weights[0, best].T
