@@ -293,15 +293,15 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
 def test_the_answer_says_what_the_verdicts_say(tmp_path):
     nothing = answer(claims(known_results(tmp_path)))
     assert "improve transfer at the same loss? Not shown. Probe accuracy on prefix-4 differs by -0.0" in nothing[0]
-    assert re.search(r"the true difference is below 0\.\d+ points", nothing[0])
+    assert re.search(r"the true difference is within ± 0\.\d+ points", nothing[0])
     assert re.search(
-        r"Probe accuracy: no significant difference \(true differences below 0\.\d+ points\)\.", nothing[1]
+        r"Probe accuracy: no significant difference \(true differences within ± 0\.\d+ points\)\.", nothing[1]
     )
     assert "transfer differently? Not shown." in nothing[2]
     better = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": 0.02, "trace": -40.0})))
     assert re.search(r"\? Yes\. Probe accuracy on prefix-4 differs by \+(1\.9|2\.0)", better[0])
     assert re.search(r"accuracy: higher on prefix-4 \(\+(1\.9|2\.0).*flatter by trace \(-(39\.9|40)", better[1])
-    assert "no significant difference on prefix-2 (true difference below" in better[1]
+    assert "no significant difference on prefix-2 (true difference within ±" in better[1]
     worse = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": -0.02, "trace": 40.0})))
     assert re.search(r"No, it makes transfer worse\. Probe accuracy on prefix-4 differs by -(1\.9|2\.0)", worse[0])
     assert re.search(r"lower on prefix-4 \(-(1\.9|2\.0).*sharper by trace \(\+(39\.9|40)", worse[1])

@@ -102,7 +102,7 @@ def _bound(cases: Sequence[Answer]) -> str:
     if not bounds:
         return ""
     below, difference = max(bounds, key=lambda one: one[0])
-    return f" (true difference{'s' * (len(cases) > 1)} below {_rounded(below, difference)})"
+    return f" (true difference{'s' * (len(cases) > 1)} within ± {_rounded(below, difference)})"
 
 
 def _primary_in_numbers(one: Answer) -> str:
@@ -112,7 +112,7 @@ def _primary_in_numbers(one: Answer) -> str:
     if one.adjusted is not None:
         text += f"; adjusted to the same loss, by {_signed(one.adjusted)}"
     if one.below is not None:
-        text += f"; with 95 % confidence, the true difference is below {_rounded(one.below, one.difference)}"
+        text += f"; with 95 % confidence, the true difference is within ± {_rounded(one.below, one.difference)}"
     return f"{text}."
 
 
