@@ -97,7 +97,7 @@ def test_a_verb_that_keeps_nothing(tmp_path):
 def test_a_study_ends_with_its_workers(tmp_path, number, status):
     words = ("study", "run", "same-loss", "--scale", "smoke", "--folder", "study", "--workers", "1")
     process = start(tmp_path, *words)
-    wait_for(lambda: any((tmp_path / "study").glob("runs/*/run.json")), process)
+    wait_for(lambda: any((tmp_path / "study").glob("runs/*/checkpoints/step-*")), process)
     parents = children_of(process.pid)  # what the workers are forked from
     workers = [*parents, *(pid for parent in parents for pid in children_of(parent))]
     assert len(workers) == 2

@@ -159,12 +159,12 @@ def test_a_row_of_a_wide_list_keeps_its_ranges_and_paths(capsys, monkeypatch, tm
 
 def test_a_plan_says_what_follows_what_and_where_the_commands_are(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "same-loss"]))
+    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "algorithms"]))
     assert max(map(len, lines)) <= 80
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:4]] == [
         ["unit", "state", "after"],
-        ["train g100-s10000-base", "to do"],
-        ["measure g100-s10000-base", "to do", "train g100-s10000-base"],
+        ["train adamw-1", "to do"],
+        ["measure adamw-1", "to do", "train adamw-1"],
     ]
     assert lines[-1].endswith("--json has the command of each")
 

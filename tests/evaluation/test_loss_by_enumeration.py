@@ -22,8 +22,10 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.paired import paired_difference
-from isoloss.studies.claims import Claim, Contrast, Verdict, answer
+from isoloss.studies.answers import answer
+from isoloss.studies.claims import Claim, Contrast
 from isoloss.studies.comparison import difference, measured, ratio
+from isoloss.studies.verdicts import Verdict
 from isoloss.studies.verify import verify_run
 from isoloss.training.trainer import train
 
