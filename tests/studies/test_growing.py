@@ -14,6 +14,7 @@ import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.studies import growing
+from isoloss.runs import Run
 from isoloss.studies.executors import local
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import Unit, in_order
@@ -72,7 +73,14 @@ def test_a_worker_without_work_in_its_block_starts_the_next_one(tmp_path):
             name=name, arguments=("text", "python-docs", str(tmp_path / name)), done=done, after=after, block=block
         )
 
-    units = [command("c", block=1), command("d", block=1), command("a", block=0), command("b", "a", block=0)]
+    few = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--device", "cpu", "--threads", "1")
+    slow = Unit(  # still running when the first has ended
+        name="c",
+        arguments=("train", str(tmp_path / "c"), *few, "--steps", "1500"),
+        done=lambda: Run(tmp_path / "c").complete,
+        block=1,
+    )
+    units = [slow, command("d", block=1), command("a", block=0), command("b", "a", block=0)]
     said, done = [], []
     local.run(in_order(units), workers=2, logs=tmp_path, say=said.append, on_done=lambda unit: done.append(unit.name))
     started = [line.split(":")[0] for line in said if "started" in line]
