@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.studies import growing
 from isoloss.runs import Run
+from isoloss.studies import growing
 from isoloss.studies.executors import local
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import Unit, in_order
