@@ -127,6 +127,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    replaced = path.with_name(f"{TEMPORARY}{os.getpid()}-replaced-{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -136,8 +137,9 @@ def new_directory(path: Path) -> Iterator[Path]:
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
         if path.exists():
-            shutil.rmtree(path)
+            path.rename(replaced)  # deleting it in place would leave part of it under its name if killed
         temporary.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

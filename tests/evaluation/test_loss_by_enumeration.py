@@ -179,7 +179,7 @@ def test_differences_and_ratios_of_exact_values_are_exact(run):
         claim, Contrast(names=("early", "late"), pairs=((earlier, later),), at_same_loss=False), {"": "kl"}
     )
     assert found.verdict is Verdict.SHOWN
-    assert "early, both exact." in found.explanation
+    assert "early, both exact: " in found.explanation
     others = replace(earlier["kl"], inputs="others")
     with pytest.raises(IsolossError, match="not made on the same examples"):
         difference(later["kl"], others)

@@ -118,8 +118,10 @@ def test_bad_claims_are_refused(tmp_path, old, new, message):
 def test_a_claim_about_what_the_study_does_not_have_is_refused(tmp_path):
     file = tmp_path / "claims.toml"
     file.write_text(TOML)
-    with pytest.raises(IsolossError, match="compares of the claim flatter is ''; the study has sgd, longer"):
+    with pytest.raises(IsolossError, match="measures of the claim flatter is ''; the study has none"):
         answer_all(read_claims(file), {"sgd": [], "longer": []}, {})
+    with pytest.raises(IsolossError, match="compares of the claim flatter is ''; the study has sgd, longer"):
+        answer_all(read_claims(file), {"sgd": [], "longer": []}, {"": {}})
 
 
 def test_slopes_take_clusters():

@@ -158,3 +158,58 @@ def test_what_could_not_be_carried_out_is_refused_before_anything_is_trained(fil
     with pytest.raises(IsolossError, match=message):
         StudyFolder(load_study(file), tmp_path / "out").prepare()
     assert not (tmp_path / "out").exists()
+
+
+CLAIMS = """
+[[claims]]
+id = "flatter"
+statement = "Dropout flattens"
+paper = "not tried"
+compares = "dropout"
+measures = "flatness"
+direction = "decrease"
+"""
+
+
+@pytest.fixture
+def claiming(file):
+    claims = file.with_name("claims.toml")
+    claims.write_text(CLAIMS)
+    text = FILE.replace("import Experiment", "import Contrast, Experiment")
+    text += f"""
+import dataclasses
+from pathlib import Path
+
+def contrasts(results):
+    pair = results.at("without", 6), results.at("with", 6)
+    return {{"dropout": [Contrast(names=("without", "with"), pairs=[pair], at_same_loss=False)]}}
+
+STUDY = dataclasses.replace(STUDY, claims=Path({str(claims)!r}), contrasts=contrasts)
+"""
+    file.write_text(text)
+    return claims
+
+
+def test_claims_that_change_after_the_start_are_said_to_have_changed(capsys, file, claiming, tmp_path, here):
+    where = ("--folder", tmp_path / "out")
+    call(capsys, "run", file, *where, *here)
+    started = json.loads(call(capsys, "report", file, *where, "--json"))
+    assert (started["warning"], started["claims"][0]["claim"]) == ("", "flatter")
+    claiming.write_text(CLAIMS.replace("decrease", "increase"))
+    changed = json.loads(call(capsys, "report", file, *where, "--json"))
+    was, now = started["claims_file"]["sha256"], changed["claims_file"]["sha256"]
+    assert was != now
+    assert changed["warning"] == f"claims.toml was changed after this study was started: its SHA-256 was {was}."
+    assert changed["warning"] in (tmp_path / "out" / "report" / "index.html").read_text()
+    # a study begun before the hash was written down
+    document = json.loads((tmp_path / "out" / "study.json").read_text())
+    del document["claims_sha256"]
+    (tmp_path / "out" / "study.json").write_text(json.dumps(document))
+    assert json.loads(call(capsys, "report", file, *where, "--json"))["warning"] == ""
+
+
+def test_a_claim_about_something_else_is_refused_before_training(file, claiming, tmp_path):
+    claiming.write_text(CLAIMS.replace('"flatness"', '"flattness"'))
+    with pytest.raises(IsolossError, match=r"measures of the claim flatter is 'flattness'; the study has kl"):
+        StudyFolder(load_study(file), tmp_path / "out").prepare()
+    assert not (tmp_path / "out").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.equivalence import Equivalence, equivalence, largest_size
@@ -36,21 +36,32 @@ def answer_all(
         IsolossError: A claim compares or measures something that the study does not have, or the primary claim has no
             such case.
     """
+    check_measures(file, measures)
     results = []
     for claim in file.claims:
         if claim.not_tested:
             answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=claim.not_tested)]
         else:
-            for word, choices in (("compares", contrasts), ("measures", measures)):
-                if (name := getattr(claim, word)) not in choices:
-                    has = ", ".join(choices) or "none"
-                    raise IsolossError(f"{file.name}: {word} of the claim {claim.id} is {name!r}; the study has {has}")
+            _check(file, claim, "compares", contrasts)
             keys, margin = measures[claim.measures], claim.same_loss_nats or file.same_loss_nats
             answers = [a for each in contrasts[claim.compares] for a in answer(claim, each, keys, margin=margin)]
         results.append(ClaimResult(claim=claim, answers=tuple(answers)))
     if file.judged_at(scale):
         return _corrected(results, _primary(file, results))
     return tuple(_replaced(result, [_unjudged(each) for each in result.answers]) for result in results)
+
+
+def check_measures(file: ClaimsFile, measures: Collection[str]) -> None:
+    """Refuse a claim that measures something that the study does not have."""
+    for claim in file.claims:
+        if not claim.not_tested:
+            _check(file, claim, "measures", measures)
+
+
+def _check(file: ClaimsFile, claim: Claim, key: str, choices: Collection[str]) -> None:
+    if (name := getattr(claim, key)) not in choices:
+        has = ", ".join(choices) or "none"
+        raise IsolossError(f"{file.name}: {key} of the claim {claim.id} is {name!r}; the study has {has}")
 
 
 def answer(
@@ -191,7 +202,7 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
     if len(pairs) > 1:
         return f"paired by seed, 95 % interval over {len(pairs)} seeds (t with {len(pairs) - 1} degrees of freedom)"
     if measured.is_exact:
-        return "both exact"
+        return "both exact: the verdict is on these two models, not on others that are trained alike"
     first, second = (checkpoint[key] for checkpoint in pairs[0])
     if not first.is_accuracy:
         return f"paired over {len(first.examples['influence']):,} sentences"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import pending
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.runs import Run
-from isoloss.studies.answers import answer_all
+from isoloss.studies.answers import answer_all, check_measures
 from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims
 from isoloss.studies.plan import Unit
 from isoloss.studies.results import Results, Summary, checkpoint_tables, common_measures, control_tables, run_of
 from isoloss.studies.spec import Experiment, Measurement, Study
 
 CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
+CLAIMS = "claims_sha256"  # the key in study.json of the hash that the file of claims had at the start
 DEVICE = ("--device", "cpu", "--threads", "1")
 
 
@@ -79,8 +80,8 @@ class StudyFolder:
         planned = self.document()
         if path.is_file():
             document = {"seed_offset": 0, **files.read_json(path)}  # 0 if the file does not say
-            if document != planned:
-                keys = [key for key in planned if document.get(key) != planned[key]]
+            keys = [key for key in planned if document.get(key) != planned[key]]
+            if keys:
                 raise IsolossError(
                     f"{folder} was made by another plan (they differ in {', '.join(keys)}); choose another --folder"
                 )
@@ -100,7 +101,8 @@ class StudyFolder:
 
         Raises:
             IsolossError: As for `exists`; a config that cannot be trained, an unknown measure or setting, a file of
-                claims that cannot be read, or more groups of runs than figures have colors.
+                claims that cannot be read or names what the study does not measure, or more groups of runs than figures
+                have colors.
         """
         from isoloss.report.data import COLORS
 
@@ -122,12 +124,15 @@ class StudyFolder:
             for part in experiment.measurements:
                 for measure in part.measures:
                     settings_of(measure, part.settings)
-        self.claims_file()
+        claims = self.claims_file()
+        if claims is not None:
+            check_measures(claims, self._measures())
         if self.exists():
             return
         for name, experiment in self.scale.experiments.items():
             files.write_text(self._config(name), configs.to_toml(experiment.config))
-        files.write_json(self.path / "study.json", self.document())
+        started = {} if claims is None else {CLAIMS: claims.sha256}
+        files.write_json(self.path / "study.json", self.document() | started)
 
     def plan(self) -> list[Unit]:
         """Return the study's units: for each run its training, and the measuring of its checkpoints."""
@@ -181,15 +186,16 @@ class StudyFolder:
         if file is None or results.blocks_done < results.blocks:
             return ()
         contrasts = {} if study.contrasts is None else study.contrasts(results)
-        return answer_all(file, contrasts, (study.measures or common_measures)(self.scale), scale=self.scale_name)
+        return answer_all(file, contrasts, self._measures(), scale=self.scale_name)
 
     def summary(self, results: Results | None = None) -> Summary:
         """Return the summary of these results, by default of the finished study; only verdicts come with an answer."""
         study, results = self.study, results or self.results()
         tables = (study.tables or checkpoint_tables)(results)
         file, claims = self.claims_file(), self.claims(results)
-        warning = "" if file is None else file.warning(self.scale_name)
-        answer = () if study.answer is None or warning or not claims else tuple(study.answer(claims))
+        unjudged = "" if file is None else file.warning(self.scale_name)
+        answer = () if study.answer is None or unjudged or not claims else tuple(study.answer(claims))
+        warning = " ".join(filter(None, (unjudged, self._claims_warning(file))))
         return Summary((*tables, *control_tables(results)), claims, file, warning, answer)
 
     def report(self, complete: Collection[int] | None = None) -> Path:
@@ -223,6 +229,18 @@ class StudyFolder:
                     if check not in said:  # several measurements of one run look at the same files
                         said.add(check)
                         yield check
+
+    def _measures(self) -> Mapping[str, Mapping[str, str]]:
+        """What claims can name in `Claim.measures`."""
+        return (self.study.measures or common_measures)(self.scale)
+
+    def _claims_warning(self, file: ClaimsFile | None) -> str:
+        """The warning that the claims are not those that the study was started with; empty if they are."""
+        path = self.path / "study.json"
+        started = files.read_json(path).get(CLAIMS) if path.is_file() else None
+        if file is None or started in (None, file.sha256):
+            return ""
+        return f"{file.name} was changed after this study was started: its SHA-256 was {started}."
 
     def _config(self, name: str) -> Path:
         """The TOML file that a run is made from."""
