@@ -163,8 +163,8 @@ def test_a_plan_says_what_follows_what_and_where_the_commands_are(capsys, monkey
     assert max(map(len, lines)) <= 80
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:4]] == [
         ["unit", "state", "after"],
-        ["train adamw-1", "to do"],
-        ["measure adamw-1", "to do", "train adamw-1"],
+        ["train g200-s20000-adamw", "to do"],
+        ["measure g200-s20000-adamw", "to do", "train g200-s20000-adamw"],
     ]
     assert lines[-1].endswith("--json has the command of each")
 

@@ -1,7 +1,10 @@
 """The study algorithms: its plan, which checkpoints it compares, its verdicts on known numbers, and its page."""
 
 import dataclasses
+import itertools
 import json
+import math
+import statistics
 
 import pytest
 
@@ -18,6 +21,7 @@ from isoloss.studies.verdicts import Verdict
 from isoloss.transfer.tasks import make_task
 
 SCALE = design.SCALES["laptop"]
+FIRST = SCALE.units[0]
 STEPS = (*SCALE.watched, SCALE.steps)
 EARLY = dict.fromkeys(SCALE.early, 0.2)  # KL of the runs with exact labels
 KLS = (0.09, 0.08, 0.07, 0.06, 0.055, 0.05)  # of every run, unless told
@@ -25,20 +29,20 @@ SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED, _ = Verdict
 
 
 def known_results(folder, **algorithms):
-    """Results in which runs differ by their seed alone; `algorithms` gives kls, traces or accuracies by seed."""
+    """Results in which runs differ by their grammar alone; `algorithms` gives kls, accuracies or traces by grammar."""
     estimates = {}
     for algorithm in design.ALGORITHMS:
         own = algorithms.get(algorithm.replace("-", "_"), {})
-        for i, seed in enumerate(SCALE.seeds):
+        for i, unit in enumerate(SCALE.units):
             shift = i / 100
             kls = dict(zip(STEPS, own.get("kls", KLS), strict=True))
             for step, kl in {**(EARLY if algorithm == "exact" else {}), **kls}.items():
-                trace = own.get("traces", (40.0, 40.1, 40.3))[i]
+                trace = own.get("traces", (40.0, 40.1, 40.3, 40.2, 40.1))[i]
                 accuracies = [share + shift for share in own.get("accuracies", (0.5, 0.6, 0.7))]
                 at = known.checkpoint(SCALE.tasks, kl, trace, accuracies, trace / 4)
-                if (seed, step) == (SCALE.seeds[0], SCALE.steps):
+                if (i, step) == (0, SCALE.steps):
                     at |= known.control(at)
-                estimates[design.run_name(algorithm, seed), step] = at
+                estimates[unit.run(algorithm), step] = at
     return Results(SCALE, estimates, folder)
 
 
@@ -85,24 +89,24 @@ def test_every_claim_is_asked_of_every_task(tmp_path):
             {"adversarial-transfer: prefix-4": CONTRADICTED, "sam-transfer: prefix-4": NOT_SHOWN},
         ),
         (
-            {"adversarial": {"traces": (50.0, 51.0, 50.5)}},
+            {"adversarial": {"traces": (50.0, 51.0, 50.5, 50.2, 50.7)}},
             {"adversarial-sharper: trace": SHOWN, "exact-sharper: trace": NOT_SHOWN},
         ),
-        # flatter on average, but not by three seeds that disagree
-        ({"sam": {"traces": (30.0, 39.0, 39.5)}}, {"sam-flatter: trace": NOT_SHOWN}),
+        # flatter on average, but not by grammars that disagree
+        ({"sam": {"traces": (30.0, 39.0, 39.5, 39.4, 39.2)}}, {"sam-flatter: trace": NOT_SHOWN}),
         (
-            {"sam": {"traces": (30.0, 30.5, 31.0)}},
+            {"sam": {"traces": (30.0, 30.5, 31.0, 30.2, 30.8)}},
             {"sam-flatter: trace": SHOWN, "regularized-flatter: trace": NOT_SHOWN},
         ),
         (
-            {"regularized": {"traces": (30.0, 30.5, 31.0)}},
+            {"regularized": {"traces": (30.0, 30.5, 31.0, 30.2, 30.8)}},
             {"regularized-flatter: trace": SHOWN, "penalty-flatter: trace": NOT_SHOWN},
         ),
         (
-            {"fisher_penalty": {"traces": (30.0, 30.5, 31.0)}},
+            {"fisher_penalty": {"traces": (30.0, 30.5, 31.0, 30.2, 30.8)}},
             {"penalty-flatter: trace": SHOWN, "sam-flatter: trace": NOT_SHOWN},
         ),
-        ({"exact": {"traces": (30.0, 30.5, 31.0)}}, {"exact-sharper: trace": CONTRADICTED}),
+        ({"exact": {"traces": (30.0, 30.5, 31.0, 30.2, 30.8)}}, {"exact-sharper: trace": CONTRADICTED}),
         *(
             (
                 {algorithm: {"accuracies": (share, 0.6, 0.7)}},
@@ -150,15 +154,19 @@ def test_verdicts_on_known_numbers(tmp_path, algorithms, expected):
     ],
 )
 def test_which_checkpoints_are_compared(tmp_path, kls, steps):
-    found = known_results(tmp_path, sam={"kls": kls, "traces": (30.0, 31.0, 32.0)})
+    found = known_results(tmp_path, sam={"kls": kls, "traces": (30.0, 31.0, 32.0, 31.5, 30.5)})
     matched = design.matched(found, "sam")
-    assert matched.steps == (steps,) * 3
+    assert matched.steps == (steps,) * 5
     assert matched.ranges() == (f"{steps[1]:,}", f"{steps[0]:,}")
-    for seed, (control, own) in zip(SCALE.seeds, matched.pairs, strict=True):
-        assert control is found.checkpoints[f"adamw-{seed}", steps[0]]
-        assert own is found.checkpoints[f"sam-{seed}", steps[1]]
-    # AdamW's traces are 40.0, 40.1, 40.3
-    assert design.differences(found, "sam")["trace"].value == pytest.approx((-10.0 - 9.1 - 8.3) / 3)
+    for unit, (control, own) in zip(SCALE.units, matched.pairs, strict=True):
+        assert control is found.checkpoints[f"{unit.prefix}-adamw", steps[0]]
+        assert own is found.checkpoints[f"{unit.prefix}-sam", steps[1]]
+    # AdamW's traces are 40.0, 40.1, 40.3, 40.2, 40.1
+    moves = [-10.0, -9.1, -8.3, -8.7, -9.6]
+    found = design.differences(found, "sam")["trace"]
+    assert (found.value, found.stderr) == pytest.approx(
+        (statistics.fmean(moves), statistics.stdev(moves) / math.sqrt(5))
+    )
 
 
 def test_a_pair_of_another_loss_is_marked(tmp_path):
@@ -170,14 +178,15 @@ def test_a_pair_of_another_loss_is_marked(tmp_path):
 
 def test_exact_labels_are_compared_early():
     runs = SCALE.experiments
-    assert runs["exact-1"].steps(runs["exact-1"].measurements[0]) == (200, 300, 400, 500, *STEPS)
-    assert runs["sgd-1"].kept_steps == STEPS
+    exact = runs[FIRST.run("exact")]
+    assert exact.steps(exact.measurements[0]) == (200, 300, 400, 500, *STEPS)
+    assert runs[FIRST.run("sgd")].kept_steps == STEPS
 
 
 def test_an_algorithm_changes_one_thing():
     changed = {}
     for algorithm in design.ALGORITHMS:
-        lines = configs.differences(design.config_of(SCALE, design.BASELINE, 1), design.config_of(SCALE, algorithm, 1))
+        lines = configs.differences(*(design.config_of(SCALE, name, FIRST) for name in (design.BASELINE, algorithm)))
         changed[algorithm] = {line.split(":")[0].split(".")[0] for line in lines}
     assert changed == {
         "adamw": set(),
@@ -188,21 +197,34 @@ def test_an_algorithm_changes_one_thing():
         "fisher-penalty": {"algorithm"},
         "sgd": {"optimizer"},
     }
-    plain = design.config_of(SCALE, design.BASELINE, 1)
+    plain = design.config_of(SCALE, design.BASELINE, FIRST)
     assert (plain.model.dropout, plain.optimizer.weight_decay) == (0, 0)
-    assert design.config_of(SCALE, "adversarial", 1).algorithm.task == SCALE.tasks[0]
+    assert design.config_of(SCALE, "adversarial", FIRST).algorithm.task == SCALE.tasks[0]
 
 
 @pytest.mark.parametrize("name", list(design.SCALES))
-def test_seeds_are_measured_on_sentences_of_their_own(name):
-    scale = design.SCALES[name]
-    runs = scale.experiments
-    measured = {run: experiment.measurements[0].settings["seed"] for run, experiment in runs.items()}
-    trained = {experiment.config.seed for experiment in runs.values()}
-    assert trained == set(scale.seeds)
-    assert not trained & set(measured.values())
-    for seed in scale.seeds:
-        assert {measured[design.run_name(a, seed)] for a in design.ALGORITHMS} == {scale.first_seed + seed}
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_units_are_measured_on_sentences_of_their_own(name, seeds):
+    scale = dataclasses.replace(design.SCALES[name], seeds_per_grammar=seeds)
+    measured, trained, grammars = {}, {}, {}
+    for run, experiment in scale.experiments.items():
+        unit = run.rpartition("-")[0] if not run.endswith("fisher-penalty") else run.removesuffix("-fisher-penalty")
+        measured.setdefault(unit, set()).add(experiment.measurements[0].settings["seed"])
+        trained.setdefault(unit, set()).add(experiment.config.seed)
+        grammars.setdefault(unit, set()).add((experiment.config.language.seed, scale.grammars[experiment.block]))
+    assert len(trained) == len(scale.grammars) * seeds
+    assert all(len(each) == 1 for by_unit in (measured, trained, grammars) for each in by_unit.values())
+    every = [*itertools.chain(*measured.values()), *itertools.chain(*trained.values())]
+    assert len(set(every)) == len(every)
+    assert {each for (each,) in grammars.values()} == {(grammar, grammar) for grammar in scale.grammars}
+
+
+def test_another_offset_has_other_grammars_and_seeds():
+    again = SCALE.with_seed_offset(1)
+    for key in ("grammar", "seed"):
+        ours, theirs = ({getattr(unit, key) for unit in scale.units} for scale in (SCALE, again))
+        assert len(ours) == len(theirs) == 5
+        assert not ours & theirs
 
 
 @pytest.mark.parametrize("name", list(design.SCALES))
@@ -210,36 +232,39 @@ def test_every_run_can_be_trained_and_every_task_be_made(name):
     scale = design.SCALES[name]
     for experiment in scale.experiments.values():
         configs.check(experiment.config)
-    language = scale.language.build()
-    for task in scale.tasks:
-        assert make_task(language, task, num_train=50, num_test=50, seed=1).majority_rate < 1
+    for config in {unit.grammar: design.config_of(scale, design.BASELINE, unit) for unit in scale.units}.values():
+        language = config.language.build()
+        for task in scale.tasks:
+            assert make_task(language, task, num_train=50, num_test=50, seed=1).majority_rate < 1
 
 
 def test_the_plan_holds_every_run(tmp_path):
     units = StudyFolder(STUDY, tmp_path, "laptop").plan()
     check(units)
-    assert len(units) == 2 * 7 * 3 + 7
+    assert len(units) == 2 * 7 * 5 + 7
     assert not any(unit.done() for unit in units)
 
 
 def test_the_summary_and_the_page_say_it(tmp_path):
-    written = known_results(tmp_path, adversarial={"accuracies": (0.35, 0.6, 0.7), "traces": (41.0, 42.1, 43.3)})
+    written = known_results(
+        tmp_path, adversarial={"accuracies": (0.35, 0.6, 0.7), "traces": (41.0, 42.1, 43.3, 42.2, 42.1)}
+    )
     known.save(tmp_path, SCALE.experiments, written.checkpoints, SCALE.tasks)
     assert Results.read(tmp_path, SCALE).checkpoints == written.checkpoints
     folder = StudyFolder(STUDY, tmp_path, "laptop")
     summary = folder.summary()
     last, matched, controls = summary.tables
-    assert [labels for labels, _ in controls.rows] == [(f"{name}-1", 3_000) for name in design.ALGORITHMS]
+    assert [labels for labels, _ in controls.rows] == [(FIRST.run(name), 3_000) for name in design.ALGORITHMS]
     columns, rows = last.cells()
     assert columns[:4] == ["algorithm", "step", "KL (nats/token)", "trace (nats/token)"]
     assert columns[4:6] == ["minimal-trace (nats/token)", "probe-prefix-4 (accuracy, %)"]
     assert [row[0] for row in rows] == list(design.ALGORITHMS.values())
     assert rows[3][:2] == ["Adversary", "3,000"]
-    assert rows[3][5] == "36.00 ± 0.58"
+    assert rows[3][5] == "37.00 ± 0.71"
     columns, rows = matched.cells()
     assert columns[7] == "probe-prefix-4 (points)"
     assert rows[2][:4] == ["Adversary", "3,000", "3,000", "yes"]
-    assert rows[2][5] == "2.00 ± 0.58"
+    assert rows[2][5] == "2.00 ± 0.32"
     document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
     assert [row["algorithm"] for row in document["last"]] == list(design.ALGORITHMS.values())
     assert document["matched"][2]["estimates"]["trace"]["value"] == pytest.approx(2.0)
@@ -248,16 +273,16 @@ def test_the_summary_and_the_page_say_it(tmp_path):
     page = folder.report()
     text = page.read_text()
     assert "moves the probe of its task by -15 percentage points" in text
-    assert "../runs/adversarial-1/run.json" in text
+    assert f"../runs/{FIRST.run('adversarial')}/run.json" in text
     assert {p.name for p in (page.parent / "figures").iterdir()} == {
         f"trace-{task}.{kind}" for task in SCALE.tasks for kind in ("pdf", "png")
     }
     before = {path: path.read_bytes() for path in page.parent.rglob("*.*")}
     folder.report()
     assert {path: path.read_bytes() for path in page.parent.rglob("*.*")} == before
-    run = run_of(tmp_path, "adversarial-1")
+    run = run_of(tmp_path, FIRST.run("adversarial"))
     known.save_evaluation(run, "probe-prefix-4", SCALE.steps, {"accuracy": known.accuracy(0.2)})
-    assert "moves the probe of its task by -20.0 ± 5.0 percentage points" in folder.report().read_text()
+    assert "moves the probe of its task by -18.0 ± 3.0 percentage points" in folder.report().read_text()
 
 
 def test_the_answer_opens_the_page_and_ends_what_is_printed(tmp_path, capsys):

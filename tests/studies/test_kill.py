@@ -49,5 +49,5 @@ def test_killed_study_ends_with_the_same_bytes(tmp_path):
     expected = contents(whole)
     assert any(path.endswith("model.safetensors") for path in expected)
     assert any(path.endswith("metrics.jsonl") for path in expected)
-    assert any(path.endswith("g100-s10000-base/evaluations/trace@step-60.json") for path in expected)
+    assert any(path.endswith("g300-s30000-base/evaluations/trace@step-60.json") for path in expected)
     assert contents(killed) == expected

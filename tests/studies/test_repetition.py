@@ -36,20 +36,21 @@ def test_other_seeds_and_nothing_else(file):
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS.scales))
-def test_a_repetition_of_the_algorithms_shares_no_seed_and_keeps_the_grammar(name):
-    drawn = []
+def test_a_repetition_of_the_algorithms_shares_no_grammar_and_no_seed(name):
+    drawn, grammars = [], []
     for offset in range(4):
         runs = ALGORITHMS.scale(name, seed_offset=offset).experiments
         drawn.append(
             {e.config.seed for e in runs.values()} | {e.measurements[0].settings["seed"] for e in runs.values()}
         )
-        assert {e.config.language for e in runs.values()} == {ALGORITHMS.scales[name].language}
+        grammars.append({e.config.language.seed for e in runs.values()})
         differing = [
             {line.partition(":")[0] for line in configs.differences(a.config, b.config)}
             for a, b in zip(ALGORITHMS.scale(name).experiments.values(), runs.values(), strict=True)
         ]
-        assert all(keys == ({"seed"} if offset else set()) for keys in differing)
-    assert sum(map(len, drawn)) == len(set.union(*drawn))
+        assert all(keys == ({"seed", "language.seed"} if offset else set()) for keys in differing)
+    for each in (drawn, grammars):
+        assert sum(map(len, each)) == len(set.union(*each))
 
 
 def test_a_study_without_other_seeds_is_refused(tmp_path):

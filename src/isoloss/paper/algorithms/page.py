@@ -52,7 +52,7 @@ def _figures(results: Results) -> list[Figure]:
                 name=f"trace-{task}",
                 title=f"Flatness, loss and transfer: {task}",
                 chart=charts.scatter(table, axes, style=style),
-                caption="Every checkpoint of every seed: the trace of its Fisher and the minimal trace against its KL "
+                caption="Every checkpoint of every run: the trace of its Fisher and the minimal trace against its KL "
                 f"to the truth, and the accuracy of a linear probe on the task {task} against each of the three.",
             )
         )
@@ -60,7 +60,9 @@ def _figures(results: Results) -> list[Figure]:
 
 
 def _settings(scale: Scale) -> dict[str, str]:
-    adversary, sam, penalty = (config_of(scale, name, 1).algorithm for name in ("adversarial", "sam", "fisher-penalty"))
+    adversary, sam, penalty = (
+        config_of(scale, name, scale.units[0]).algorithm for name in ("adversarial", "sam", "fisher-penalty")
+    )
     return {
         "Model": f"BERT {scale.size}, {scale.steps:,} steps of {scale.batch_size} sentences, one masked token each",
         "AdamW": f"learning rate {scale.learning_rate:g} after {scale.warmup_steps:,} steps of warm-up, no weight "
@@ -72,6 +74,7 @@ def _settings(scale: Scale) -> dict[str, str]:
         "Fisher penalty": words(penalty),
         "SGD": f"learning rate {scale.sgd_learning_rate:g} after {round(0.12 * scale.steps):,} steps of warm-up, no "
         "momentum, no weight decay",
-        "Seeds": f"{len(scale.seeds)} of each algorithm, with the same initial weights, sentences and masks; each seed "
-        "is measured on sentences of its own",
+        "Grammars and seeds": f"{len(scale.grammars)} grammars with {scale.seeds_per_grammar} seed of each algorithm; "
+        "runs of one grammar and seed have the same initial weights, sentences and masks, and are measured on the same "
+        "other sentences",
     }

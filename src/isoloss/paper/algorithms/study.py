@@ -1,4 +1,4 @@
-"""The study: one model, seven algorithms, several seeds of each, compared where their losses are nearest."""
+"""The study: one model, seven algorithms, several grammars, compared where their losses are nearest."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
-from isoloss.paper.same_loss.design import sgd
+from isoloss.paper.same_loss.design import MEASURED, OFFSET, Unit, sgd
+from isoloss.paper.same_loss.study import grammars_of, units_with
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.answers import same_loss
 from isoloss.studies.claims import Contrast
-from isoloss.studies.comparison import Checkpoint, Pair, change, over_seeds
+from isoloss.studies.comparison import Checkpoint, Pair, change, mean
 from isoloss.studies.results import Results, SummaryTable
 from isoloss.studies.spec import Experiment, Measurement, Study
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
@@ -26,7 +27,6 @@ SMOKE_SETTINGS = {
     **{"loss_sentences": 256, "flatness_sentences": 64},
     **{"num_train": 256, "num_test": 256, "probe_epochs": 10},
 }
-SEEDS_APART = 1000  # from one repetition to the next: more than from the seed of a run to that of its measures
 
 # what each is called in figures and tables; all but SGD go with AdamW
 ALGORITHMS: Mapping[str, str] = {
@@ -45,7 +45,10 @@ class Scale:
     """How large the study is."""
 
     description: str  # what it is for and how long it takes
-    language: PCFGConfig  # the grammar
+    language: PCFGConfig  # the grammars, but for their seeds
+    grammars: tuple[int, ...]  # their seeds
+    # runs of each algorithm on a grammar; those of one seed have the same initial weights, sentences and masks
+    seeds_per_grammar: int = 1
     size: str  # the model's size
     steps: int  # training steps
     watched: tuple[int, ...]  # steps at which each run is measured, besides the last
@@ -55,76 +58,75 @@ class Scale:
     warmup_steps: int  # AdamW's; SGD's is 12 % of the steps (the paper's appendix B.2)
     learning_rate: float = 1e-3  # AdamW's, constant after the warm-up
     sgd_learning_rate: float = 0.4  # SGD's
-    # of the runs of each algorithm. Runs of one seed have the same initial weights, sentences and masks
-    seeds: tuple[int, ...]
     tasks: tuple[str, ...]  # downstream tasks; the first is the one that the adversary spoils
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
-    # of the measures; that of the run is added to it, so that each seed is measured on sentences of its own, and no
-    # probe is fitted on the sentences that the adversary has
-    first_seed: int = 100
 
     def with_seed_offset(self, offset: int) -> Scale:
-        """Return a repetition with other seeds of the runs, and so of the measures, on the same grammar.
+        """Return the study on other grammars, with other seeds."""
+        return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
 
-        The grammar is what the study is about: its results hold for that one, and so does whether they repeat.
-        """
-        return dataclasses.replace(self, seeds=tuple(seed + SEEDS_APART * offset for seed in self.seeds))
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Every grammar with every seed."""
+        return tuple(
+            Unit(grammar=grammar, seed=100 * grammar + index, is_complete=True)
+            for grammar in self.grammars
+            for index in range(self.seeds_per_grammar)
+        )
 
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
-        """Every algorithm with every seed."""
+        """Every algorithm on every unit; a grammar is a block of the study."""
         measures = ("loss", "trace", "minimal-trace", *(f"probe-{task}" for task in self.tasks))
         runs = {}
-        for algorithm, group in ALGORITHMS.items():
-            for seed in self.seeds:
-                settings = {**self.settings, "seed": self.first_seed + seed}
-                parts = [Measurement(measures=measures, settings=settings)]
-                if seed == self.seeds[0]:
-                    control = ("rescaling-control",)
-                    last = (self.steps,)
-                    parts.append(Measurement(measures=control, steps=last, settings=settings, name="control of"))
-                runs[run_name(algorithm, seed)] = Experiment(
-                    config=config_of(self, algorithm, seed), measurements=tuple(parts), group=group
+        for unit in self.units:
+            # each unit is measured on sentences of its own, and no probe is fitted on those that the adversary has
+            settings = {**self.settings, "seed": unit.seed + MEASURED}
+            parts = [Measurement(measures=measures, settings=settings)]
+            if unit == self.units[0]:
+                control, last = ("rescaling-control",), (self.steps,)
+                parts.append(Measurement(measures=control, steps=last, settings=settings, name="control of"))
+            for algorithm, group in ALGORITHMS.items():
+                runs[unit.run(algorithm)] = Experiment(
+                    config=config_of(self, algorithm, unit),
+                    measurements=tuple(parts),
+                    group=group,
+                    block=self.grammars.index(unit.grammar),
                 )
         return runs
 
 
 SCALES = {
     "laptop": Scale(
-        description="about forty minutes of one core",
+        description="about seventy minutes of one core",
         language=LAPTOP_PCFG,
+        grammars=(200, 201, 202, 203, 204),
         size="d64",
         steps=3_000,
         watched=(700, 1_000, 1_400, 1_900, 2_400),
         early=(200, 300, 400, 500),
         batch_size=128,
         warmup_steps=200,
-        seeds=(1, 2, 3),
         tasks=("prefix-4", "root", "prefix-2"),
         settings={"probe_seeds": 3},
     ),
     "smoke": Scale(
         description="two minutes on two cores: every part runs, no result means anything",
         language=SMOKE_LANGUAGE,
+        grammars=(200, 201),
         size="d16",
         steps=100,
         watched=(50,),
         early=(25,),
         batch_size=32,
         warmup_steps=10,
-        seeds=(1, 2),
         tasks=("prefix-2", "root", "prefix-1"),
         settings={**SMOKE_SETTINGS, "probe_seeds": 2},
     ),
 }
 
 
-def run_name(algorithm: str, seed: int) -> str:
-    """The name of the run of an algorithm and a seed."""
-    return f"{algorithm}-{seed}"
-
-
-def config_of(scale: Scale, algorithm: str, seed: int) -> TrainConfig:
+def config_of(scale: Scale, algorithm: str, unit: Unit) -> TrainConfig:
     """Return what a run is trained with: AdamW without dropout and weight decay, but for what its algorithm changes."""
     adamw = OptimizerConfig(learning_rate=scale.learning_rate, warmup_steps=scale.warmup_steps, weight_decay=0.0)
     own: dict[str, dict[str, Any]] = {
@@ -140,13 +142,13 @@ def config_of(scale: Scale, algorithm: str, seed: int) -> TrainConfig:
         "sgd": {"optimizer": sgd(scale.steps, scale.sgd_learning_rate)},
     }
     common: dict[str, Any] = {
-        "language": scale.language,
+        "language": dataclasses.replace(scale.language, seed=unit.grammar),
         "model": ModelConfig(size=scale.size, dropout=0.0),
         "optimizer": adamw,
         "steps": scale.steps,
         "batch_size": scale.batch_size,
         "checkpoints": scale.watched,
-        "seed": seed,
+        "seed": unit.seed,
         "device": "cpu",
         "threads": 1,
     }
@@ -158,7 +160,7 @@ def config_of(scale: Scale, algorithm: str, seed: int) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Matched:
-    """Checkpoints of an algorithm beside those of AdamW, a pair for each seed."""
+    """Checkpoints of an algorithm beside those of AdamW, a pair for each unit."""
 
     pairs: tuple[Pair, ...]  # AdamW's, the algorithm's
     steps: tuple[tuple[int, int], ...]  # their steps, in the same order
@@ -170,15 +172,15 @@ class Matched:
 
 
 def matched(results: Results, algorithm: str) -> Matched:
-    """Return for each seed the pair of checkpoints at which an algorithm is compared with AdamW.
+    """Return for each unit the pair of checkpoints at which an algorithm is compared with AdamW.
 
     Of the two runs the one whose last KL is higher is taken at its last checkpoint, the other at the checkpoint whose
     KL is nearest to that.
     """
     scale: Scale = results.scale
     pairs, steps, last = [], [], scale.steps
-    for seed in scale.seeds:
-        control, own = (results.of_run(run_name(name, seed)) for name in (BASELINE, algorithm))
+    for unit in compared(results):
+        control, own = (results.of_run(unit.run(name)) for name in (BASELINE, algorithm))
         if own[last]["kl"].estimate.value >= control[last]["kl"].estimate.value:
             pair = _nearest(control, own[last]), last
         else:
@@ -188,21 +190,26 @@ def matched(results: Results, algorithm: str) -> Matched:
     return Matched(tuple(pairs), tuple(steps))
 
 
+def compared(results: Results) -> list[Unit]:
+    """Return the units that are compared: those of the grammars whose runs are all there."""
+    return units_with(results, *ALGORITHMS)
+
+
 def last_checkpoints(results: Results, algorithm: str) -> list[Checkpoint]:
-    """Return the last checkpoints of an algorithm, by seed."""
-    return [results.at(run_name(algorithm, seed)) for seed in results.scale.seeds]
+    """Return the last checkpoints of an algorithm, by unit."""
+    return [results.at(unit.run(algorithm)) for unit in compared(results)]
 
 
 def means(results: Results, algorithm: str) -> dict[str, Estimate]:
-    """Return means over seeds of the estimates at the last checkpoints."""
-    last = last_checkpoints(results, algorithm)
-    return {key: over_seeds([checkpoint[key].estimate for checkpoint in last]) for key in results.keys}
+    """Return means over grammars of the estimates at the last checkpoints."""
+    last, clusters = last_checkpoints(results, algorithm), grammars_of(compared(results))
+    return {key: mean([checkpoint[key].estimate for checkpoint in last], clusters=clusters) for key in results.keys}
 
 
 def differences(results: Results, algorithm: str) -> dict[str, Estimate]:
-    """Return means over seeds of the differences from AdamW at the matched checkpoints, which are paired by seed."""
-    pairs = matched(results, algorithm).pairs
-    return {key: change(pairs, key) for key in results.keys}
+    """Return means over grammars of the differences from AdamW at the matched checkpoints, which are paired by seed."""
+    pairs, clusters = matched(results, algorithm).pairs, grammars_of(compared(results))
+    return {key: change(pairs, key, clusters=clusters) for key in results.keys}
 
 
 def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
@@ -211,7 +218,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     Each algorithm is compared with the baseline where their losses are nearest, and, as `<algorithm>, last step`, after
     the same number of steps.
     """
-    by_name = {}
+    by_name, clusters = {}, grammars_of(compared(results))
     for algorithm, title in ALGORITHMS.items():
         names, nearest = (ALGORITHMS[BASELINE], title), matched(results, algorithm)
         own, control = nearest.ranges()
@@ -219,18 +226,19 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
         if algorithm == "adversarial":
             where += f" The adversary's own task is {results.scale.tasks[0]}."
         last = list(zip(last_checkpoints(results, BASELINE), last_checkpoints(results, algorithm), strict=True))
-        by_name[algorithm] = [Contrast(names=names, pairs=nearest.pairs, where=where)]
+        by_name[algorithm] = [Contrast(names=names, pairs=nearest.pairs, where=where, clusters=clusters)]
         where = "Both after the same number of steps."
-        by_name[f"{algorithm}, last step"] = [Contrast(names=names, pairs=last, where=where)]
+        by_name[f"{algorithm}, last step"] = [Contrast(names=names, pairs=last, where=where, clusters=clusters)]
     return by_name
 
 
 def tables(results: Results) -> tuple[SummaryTable, SummaryTable]:
     """Return the means at the last checkpoints, and the differences from AdamW at the same loss."""
-    seeds = len(results.scale.seeds)
+    clusters = grammars_of(compared(results))
+    over = f"over {len(set(clusters))} grammars"
     last = SummaryTable(
         "last",
-        f"last checkpoints, mean ± standard error over {seeds} seeds",
+        f"last checkpoints, mean ± standard error {over}",
         ("algorithm", "step"),
         [((title, results.scale.steps), means(results, name)) for name, title in ALGORITHMS.items()],
         "All after the same number of steps, whatever their loss. Accuracies are in percent.",
@@ -239,19 +247,26 @@ def tables(results: Results) -> tuple[SummaryTable, SummaryTable]:
     for name, title in ALGORITHMS.items():
         if name != BASELINE:
             nearest = matched(results, name)
-            labels = (title, *nearest.ranges(), "yes" if same_loss(nearest.pairs).shown else "no")
+            labels = (title, *nearest.ranges(), "yes" if same_loss(nearest.pairs, clusters=clusters).shown else "no")
             rows.append((labels, differences(results, name)))
     by_loss = SummaryTable(
         "matched",
-        f"minus AdamW at the nearest KL, mean ± standard error of the differences paired over {seeds} seeds",
+        f"minus AdamW at the nearest KL, mean ± standard error of the paired differences {over}",
         ("algorithm", "steps", "AdamW's steps", "same loss"),
         rows,
-        "For each seed the run whose last KL is higher is taken at its last checkpoint, the other at the checkpoint "
-        "whose KL is nearest; only where that makes the loss the same do the other columns compare like with like. "
-        "Accuracies are in percentage points. With three seeds a 95 % interval is 4.3 standard errors on either side "
-        "(Student's t).",
+        "For each grammar and seed the run whose last KL is higher is taken at its last checkpoint, the other at the "
+        "checkpoint whose KL is nearest; only where that makes the loss the same do the other columns compare like "
+        "with like. Accuracies are in percentage points. A 95 % interval is "
+        f"{_quantile(len(set(clusters))):.1f} standard errors on either side (Student's t).",
     )
     return last, by_loss
+
+
+def _quantile(grammars: int) -> float:
+    """Return how many standard errors a 95 % interval over so many grammars is on either side."""
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, grammars - 1))
 
 
 def _range(steps: list[int]) -> str:
@@ -271,11 +286,11 @@ STUDY = Study(
     title="What the algorithms do",
     lead=(
         "What a language model transfers depends on how it was trained, not only on its pre-training loss. This study "
-        "trains one small masked language model on sentences of a random grammar, whose true conditionals are known "
-        "exactly, with several algorithms and several seeds of each.",
-        "Models are compared at the same loss: for each seed, the checkpoint of an algorithm and that of plain AdamW "
-        "whose KL to the truth is nearest. Errors are standard errors over seeds, so they include the randomness of "
-        "initial weights, data and probes. Negative results are reported as well.",
+        "trains small masked language models on sentences of random grammars, whose true conditionals are known "
+        "exactly, with several algorithms.",
+        "Models are compared at the same loss: for each grammar and seed, the checkpoint of an algorithm and that of "
+        "plain AdamW whose KL to the truth is nearest. Standard errors are over grammars, so they include the "
+        "randomness of initial weights, data and probes. Negative results are reported as well.",
         "Flatness is measured twice: by the trace of the Fisher, and by its minimum over the rescalings of weights "
         "that leave every prediction as it is.",
     ),
@@ -283,4 +298,6 @@ STUDY = Study(
     contrasts=contrasts,
     tables=tables,
     page="isoloss.paper.algorithms.page:parts",
+    first_page_blocks=2,
+    block_name="grammars",
 )

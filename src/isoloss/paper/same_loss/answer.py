@@ -32,8 +32,8 @@ def answer(claims: Sequence[ClaimResult]) -> Sequence[str]:
         f"{_PRIMARY[primary.verdict]} {_primary_in_numbers(primary)}",
         f"SGD with sampled vs. exact labels. {_both(by_id, 'noise-transfer', 'noise-flatter')}",
         f"Can models of the same loss transfer differently? {_can_differ(controls)} Helper (positive control) vs. "
-        f"as much AdamW without it. {_both(by_id, 'helper-transfer', 'helper-flatter')} Adversary vs. as much AdamW "
-        f"without it. {_both(by_id, 'adversary-transfer', 'adversary-sharper')}",
+        f"AdamW for longer. {_both(by_id, 'helper-transfer', 'helper-flatter')} Adversary vs. AdamW for longer. "
+        f"{_both(by_id, 'adversary-transfer', 'adversary-sharper')}",
         *(f"{what}. {_both(by_id, transfer, flatness)}" for what, transfer, flatness in _OTHERS),
         "Untouched vs. the look-up table, whose KL is 0. "
         f"Probe accuracy: {_words(by_id['lookup-transfer'], 'higher', 'lower', 'on')}.",
@@ -66,7 +66,7 @@ def _both(by_id: Mapping[str, ClaimResult], transfer: str, flatness: str) -> str
     """Return what a comparison says of transfer and of flatness; a larger trace is sharper."""
     accuracy, trace = by_id[transfer], by_id[flatness]
     if {one.verdict for one in (*accuracy.answers, *trace.answers)} == {Verdict.NOT_TESTED}:
-        return "Not tested: the losses are not shown to be the same."
+        return f"Not tested: the losses are not shown to be the same.{_adjusted(accuracy)}"
     return (
         f"Probe accuracy: {_words(accuracy, 'higher', 'lower', 'on')}. "
         f"Flatness: {_words(trace, 'sharper', 'flatter', 'by')}."
@@ -94,6 +94,12 @@ def _words(result: ClaimResult, above: str, below: str, preposition: str) -> str
             word = above if (verdict is Verdict.SHOWN) == (result.claim.direction == "increase") else below
             parts.append(f"{word} {preposition} {', '.join(f'{_case(one)} ({_difference(one)})' for one in cases)}")
     return "; ".join(parts)
+
+
+def _adjusted(result: ClaimResult) -> str:
+    """Return the differences adjusted to the same loss, which no verdict rests on."""
+    cases = [f"{_case(one)} {_signed(one.adjusted)}" for one in result.answers if one.adjusted is not None]
+    return f" Probe accuracy, adjusted to the same loss: {', '.join(cases)}." if cases else ""
 
 
 def _bound(cases: Sequence[Answer]) -> str:

@@ -31,7 +31,8 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "weight-decay": "Weight decay",
     }
 )
-# the arms that are compared, the control first: but for what is asked about, both have the same steps of training
+# the arms that are compared, the control first. Adversary and helper lower the KL, so that their control is AdamW for
+# longer
 CONTRASTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "label noise": ("no-noise", "label-noise"),
@@ -92,7 +93,10 @@ class Scale:
     learning_rate: float = 3e-3  # AdamW's highest, in base and polish
     sgd_steps: int
     sgd_learning_rate: float = 0.2
-    more_steps: int  # of AdamW after the base: alone, with the adversary, or with the helper
+    longer_steps: int  # of AdamW alone after the base
+    # of AdamW with adversary or helper after the base: as many as bring the KL to that of AdamW for longer in the pilot
+    adversary_steps: int
+    helper_steps: int
     polish_steps: int  # of the polish that ends every arm
     other_polishes: tuple[int, ...]  # its other lengths
     tasks: tuple[str, ...]  # downstream tasks; the first is the primary one, which adversary and helper train with
@@ -119,8 +123,8 @@ class Scale:
 
     @property
     def few_shot_probes(self) -> dict[str, str]:
-        """By task and number of training examples: the measure of the probe on so few."""
-        return {f"{task}, {n} examples": f"few-shot-{task}-{n}" for task in self.tasks for n in self.shots}
+        """By number of training examples and task: the measure of the probe on so few."""
+        return {f"{task} ({n:,} examples)": f"few-shot-{task}-{n}" for n in self.shots for task in self.tasks}
 
     @property
     def projected_probes(self) -> dict[str, str]:
@@ -173,9 +177,8 @@ class Arms:
             arms |= {arm: self._from_base(arm, self.sgd_stage(labels)), **self._polishes(arm)}
         if not self.unit.is_complete:
             return arms
-        arms["longer"] = self._from_base("longer", StageConfig(steps=scale.more_steps))
-        arms["adversary"] = self._from_base("adversary", self._with_task(AdversarialConfig.weight))
-        arms["helper"] = self._from_base("helper", self._with_task(-AdversarialConfig.weight))
+        for arm, stage in self.more_stages().items():
+            arms[arm] = self._from_base(arm, stage)
         decayed = self.from_scratch(scale.main_size, weight_decay=WEIGHT_DECAY)
         arms["weight-decay"] = self._measured("weight-decay", decayed)
         for size in scale.sizes:
@@ -230,18 +233,27 @@ class Arms:
         return dataclasses.replace(config, seed=self.unit.seed + CONTINUED)
 
     def from_scratch(self, size: str, *, steps: int | None = None, weight_decay: float = 0.0) -> TrainConfig:
-        """Return what a model is trained with from the start, with the polish as its last stage."""
-        stages = (StageConfig(steps=steps or self.scale.steps), StageConfig(steps=self.scale.polish_steps))
-        return self._config(size, self._adamw(weight_decay), stages=stages)
+        """Return what a model is trained with from the start, with the polish as its last stage; that never decays."""
+        decaying = self._adamw(weight_decay) if weight_decay else None
+        base = StageConfig(steps=steps or self.scale.steps, optimizer=decaying)
+        return self._config(size, self._adamw(), stages=(base, StageConfig(steps=self.scale.polish_steps)))
 
     def sgd_stage(self, labels: Any) -> StageConfig:
         """SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
         steps = self.scale.sgd_steps
         return StageConfig(steps=steps, labels=labels, optimizer=sgd(steps, self.scale.sgd_learning_rate))
 
-    def _with_task(self, weight: float) -> StageConfig:
-        algorithm = AdversarialConfig(task=self.scale.tasks[0], weight=weight)
-        return StageConfig(steps=self.scale.more_steps, algorithm=algorithm)
+    def more_stages(self) -> dict[str, StageConfig]:
+        """Return what follows the base in the arms of more AdamW: alone, with the adversary, or with the helper."""
+        scale = self.scale
+        adversary, helper = (
+            AdversarialConfig(task=scale.tasks[0], weight=sign * AdversarialConfig.weight) for sign in (1, -1)
+        )
+        return {
+            "longer": StageConfig(steps=scale.longer_steps),
+            "adversary": StageConfig(steps=scale.adversary_steps, algorithm=adversary),
+            "helper": StageConfig(steps=scale.helper_steps, algorithm=helper),
+        }
 
     def _polishes(self, arm: str) -> dict[str, Experiment]:
         """Return an arm of SGD with polishes of other lengths, by name; they branch off before the polish."""
@@ -264,7 +276,7 @@ class Arms:
         return ["loss", "trace", "minimal-trace", *self.scale.probes.values()]
 
     def _measured(self, arm: str, config: TrainConfig, after: tuple[str, ...] = ()) -> Experiment:
-        """Return an arm that is measured before and after its polish; one of another size only after it."""
+        """Return an arm that is measured after its polish and, unless it is of another size, before it."""
         scale, measures = self.scale, [*self.common(), *self.scale.few_shot_probes.values()]
         if size := self.unit.is_complete and {scale.arm_of_size(size): size for size in scale.sizes}.get(arm):
             measures += scale.projected_probes.values()
@@ -272,9 +284,13 @@ class Arms:
                 measures += [*scale.expanded_traces.values(), scale.expanded_minimum]
         if arm in (UNTOUCHED, "label-noise"):
             measures.append("rescaling-control")
+        parts = [self.measurement(measures, steps=(config.steps,))]
+        if len(config.stages) > 1 and arm not in scale.sizes:
+            before = (config.steps - scale.polish_steps,)
+            parts.append(self.measurement(self.common(), steps=before, name="measure before the polish of"))
         return Experiment(
             config=config,
-            measurements=(self.measurement(measures, steps=(config.steps,) if arm in scale.sizes else ()),),
+            measurements=tuple(parts),
             after=after,
             group=GROUPS.get(arm, GROUPS[UNTOUCHED]),
         )

@@ -220,9 +220,9 @@ def _settings(scale: Scale) -> dict[str, str]:
         "Polish": f"{scale.polish_steps:,} steps, settings as for the base",
         "SGD": f"{scale.sgd_steps:,} steps, learning rate {scale.sgd_learning_rate:g} after a warm-up of 12 %, on "
         "sampled or exact labels",
-        "AdamW for longer": f"{scale.more_steps:,} more steps, settings as for the base",
-        "Adversary, helper": f"the same steps with the loss of a head for {scale.tasks[0]}, weighted {weight:g} and "
-        f"{-weight:g}",
-        "Weight decay": f"{WEIGHT_DECAY:g}, in base and polish",
+        "AdamW for longer": f"{scale.longer_steps:,} more steps, settings as for the base",
+        "Adversary, helper": f"{scale.adversary_steps:,} and {scale.helper_steps:,} more steps with the loss of a head "
+        f"for {scale.tasks[0]}, weighted {weight:g} and {-weight:g}",
+        "Weight decay": f"{WEIGHT_DECAY:g} in the base, none in the polish",
         "Errors": "over grammars, with Student's t; losses and accuracies have no measurement error",
     }

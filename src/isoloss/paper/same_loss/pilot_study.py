@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from isoloss.paper.same_loss import study as design
-from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, OFFSET, Arms, Scale, Unit
+from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, OFFSET, UNTOUCHED, Arms, Scale, Unit
 from isoloss.paper.same_loss.pilot import UNIT
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import pairs_for_equivalence, pairs_for_power, sd_upper_bound
@@ -52,7 +52,7 @@ class PilotScale:
 
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
-        """Every size at every length of training, and SGD with exact and sampled labels from the study's base."""
+        """Every size at every length of training, and from the study's base the arms that are compared."""
         runs = {}
         for block, unit in enumerate(self.units):
             arms = Arms(self.like, unit)
@@ -61,11 +61,12 @@ class PilotScale:
                     config = arms.from_scratch(size, steps=steps)
                     measured = arms.measurement(["loss", *RESCALED, *self.accuracies], steps=(config.steps,))
                     runs[unit.run(f"{size}-{steps}")] = Experiment(
-                        config=config, measurements=(measured,), group=f"{steps:,} steps", block=block
+                        config=config, measurements=(measured,), group=GROUPS[UNTOUCHED], block=block
                     )
             start = unit.run(self.main)
-            for arm, labels in zip(PRIMARY, ("exact", "sampled"), strict=True):
-                config = arms.continued(f"../{start}/checkpoints/step-{self.like.steps}", arms.sgd_stage(labels))
+            sgd = {arm: arms.sgd_stage(labels) for arm, labels in zip(PRIMARY, ("exact", "sampled"), strict=True)}
+            for arm, stage in (sgd | arms.more_stages()).items():
+                config = arms.continued(f"../{start}/checkpoints/step-{self.like.steps}", stage)
                 measured = arms.measurement(["loss", *RESCALED, *self.like.probes.values()], steps=(config.steps,))
                 runs[unit.run(arm)] = Experiment(
                     config=config, measurements=(measured,), after=(start,), group=GROUPS[arm], block=block
@@ -80,7 +81,7 @@ class PilotScale:
 
 SCALES: Mapping[str, PilotScale] = {
     "laptop": PilotScale(
-        description="ten minutes on two cores",
+        description="twelve minutes on two cores",
         like=design.SCALES["laptop"],
         grammars=tuple(range(500, 506)),
         lengths=(300, 1_000, 3_000),
@@ -95,7 +96,7 @@ SCALES: Mapping[str, PilotScale] = {
 
 
 def tables(results: Results) -> Sequence[SummaryTable]:
-    """Return the slopes, and the difference that the study's primary claim is about."""
+    """Return the slopes, the difference that the study's primary claim is about, and those of adversary and helper."""
     scale: PilotScale = results.scale
     units = [unit for unit in scale.units if unit.run(PRIMARY[1]) in results.experiments]
     rows = []
@@ -113,22 +114,37 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         rows,
         f"Within grammars, over models with {', '.join(map(str, scale.lengths))} steps before the polish.",
     )
-    pairs, clusters = primary_pairs(results, units), design.grammars_of(units)
+    clusters = design.grammars_of(units)
     keys = ("kl", *scale.like.probes.values())
     slope = next(one["slope"] for label, one in rows if label == (scale.like.main_size, keys[1]))
     differences = SummaryTable(
         "primary",
         f"{GROUPS[PRIMARY[1]]} minus {GROUPS[PRIMARY[0]]}, mean ± standard error over grammars",
         ("grammars",),
-        [((len(units),), {key: change(pairs, key, clusters=clusters) for key in keys})],
+        [((len(units),), {key: change(pairs(results, units, PRIMARY), key, clusters=clusters) for key in keys})],
         power_in_words(results, units, slope),
     )
-    return slopes, differences
+    matched = [CONTRASTS[name] for name in ("adversary", "helper")]
+    controls = SummaryTable(
+        "controls",
+        "adversary and helper vs. their control, mean ± standard error over grammars",
+        ("arm", "control", "grammars"),
+        [
+            (
+                (GROUPS[arms[1]], GROUPS[arms[0]], len(units)),
+                {key: change(pairs(results, units, arms), key, clusters=clusters) for key in keys},
+            )
+            for arms in matched
+        ],
+        f"After {scale.like.adversary_steps:,}, {scale.like.helper_steps:,} and {scale.like.longer_steps:,} steps of "
+        "adversary, helper and AdamW alone, which were chosen so that the KL is about the same.",
+    )
+    return slopes, differences, controls
 
 
-def primary_pairs(results: Results, units: Sequence[Unit]) -> list[Pair]:
-    """Return the models after SGD with exact and with sampled labels, by grammar."""
-    control, treated = PRIMARY
+def pairs(results: Results, units: Sequence[Unit], arms: tuple[str, str]) -> list[Pair]:
+    """Return the last checkpoints of a control and an arm, by grammar."""
+    control, treated = arms
     return [(results.at(unit.run(control)), results.at(unit.run(treated))) for unit in units]
 
 
@@ -139,8 +155,8 @@ def power_in_words(results: Results, units: Sequence[Unit], slope: Estimate) -> 
     end of the slope's 95 % interval, as the slope is uncertain.
     """
     scale: PilotScale = results.scale
-    pairs, task = primary_pairs(results, units), scale.like.tasks[0]
-    moves, losses = ([difference(b[key], a[key]).value for a, b in pairs] for key in (f"probe-{task}", "kl"))
+    both, task = pairs(results, units, PRIMARY), scale.like.tasks[0]
+    moves, losses = ([difference(b[key], a[key]).value for a, b in both] for key in (f"probe-{task}", "kl"))
     sd = statistics.stdev(moves)
     bound = sd_upper_bound(sd, len(units))
     margin = loss_margin(slope)

@@ -23,13 +23,15 @@ SCALES = {
     "laptop": Scale(
         description="under twenty minutes on two cores",
         language=PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16),
-        grammars=tuple(range(100, 114)),
+        grammars=tuple(range(300, 312)),
         complete=5,
         sizes=("d16", "d32", "d64"),
         main_size="d32",
         steps=3_000,
         sgd_steps=2_000,
-        more_steps=800,
+        longer_steps=800,
+        adversary_steps=500,
+        helper_steps=300,
         polish_steps=2_000,
         other_polishes=(1_000,),
         tasks=("prefix-4", "prefix-2"),
@@ -42,14 +44,16 @@ SCALES = {
     "smoke": Scale(
         description="two minutes on two cores: every part runs, no verdict is given",
         language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
-        grammars=(100, 101),
+        grammars=(300, 301),
         complete=2,
         sizes=("d16", "d32"),
         main_size="d32",
         layers=1,
         steps=60,
         sgd_steps=40,
-        more_steps=20,
+        longer_steps=20,
+        adversary_steps=15,
+        helper_steps=10,
         polish_steps=40,
         other_polishes=(20,),
         tasks=("prefix-4", "prefix-2"),
@@ -188,8 +192,11 @@ def grammars_of(units: Sequence[Unit]) -> list[str]:
 def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
     """Return what can be measured of two models, by what claims.toml calls it."""
     expanded = {f"trace, scale {name}": key for name, key in scale.expanded_traces.items()}
+    fewest = dict(itertools.islice(scale.few_shot_probes.items(), len(scale.tasks)))
     return {
         **common_measures(scale),
+        "transfer": scale.probes | fewest,
+        "probes": scale.probes,
         "projected transfer": scale.projected_probes,
         "flatness in one architecture": {**expanded, "minimal-trace": scale.expanded_minimum},
     }
