@@ -232,12 +232,14 @@ def rounded(value: float, stderr: float) -> str:
     Example:
         >>> rounded(0.0464321, 0.00118), rounded(1234.5, 120.0), rounded(3.0, 0.0), rounded(1e-16, 2e-15)
         ('0.0464 ± 0.0012', '1230 ± 120', '3', '1.0e-16 ± 2.0e-15')
+        >>> rounded(-0.0004, 0.12)
+        '0.00 ± 0.12'
     """
     if stderr <= _ROUNDING * abs(value):  # exact, but for the rounding of sums
         return f"{value + 0.0:.10g}"  # no -0
     decimals = 1 - math.floor(math.log10(stderr))
     if decimals > _MOST_DECIMALS:  # rounding, in a difference of two that are the same
         return f"{value + 0.0:.1e} ± {stderr:.1e}"
-    if decimals > 0:
-        return f"{value:.{decimals}f} ± {stderr:.{decimals}f}"
-    return f"{round(value, decimals):.0f} ± {round(stderr, decimals):.0f}"
+    places = max(decimals, 0)
+    nearest, error = (round(number, decimals) + 0.0 for number in (value, stderr))  # no -0
+    return f"{nearest:.{places}f} ± {error:.{places}f}"

@@ -1,0 +1,57 @@
+"""The results in the repository: those of the present design and claims, and what the README says of them."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from isoloss import files
+from isoloss.paper.same_loss import pilot
+from isoloss.paper.same_loss.pilot_study import STUDY as PILOT
+from isoloss.paper.same_loss.study import STUDY
+from isoloss.statistics.estimate import number
+from isoloss.studies.repetition import compare
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+
+
+def test_the_slopes_are_those_that_the_pilot_found():
+    found = {
+        (row["size"], row["accuracy"]): row["estimates"]["slope"]
+        for row in files.read_json(RESULTS / "pilot" / "summary.json")["slopes"]
+    }
+    slopes = pilot.read()
+    assert {(slope.size, slope.measure) for slope in slopes} == found.keys()
+    for slope in slopes:
+        of_pilot = found[slope.size, slope.measure]
+        assert (slope.value, slope.stderr) == (round(of_pilot["value"], 1), round(of_pilot["stderr"], 1))
+        assert slope.grammars == of_pilot["samples"]
+
+
+@pytest.mark.parametrize(("name", "study", "offset"), [("first", STUDY, 0), ("second", STUDY, 1), ("pilot", PILOT, 0)])
+def test_results_are_of_the_present_design_and_claims(name, study, offset):
+    provenance = files.read_json(RESULTS / name / "provenance.json")
+    runs = study.scale(provenance["scale"], seed_offset=offset).experiments.keys()
+    assert provenance["runs"].keys() == runs
+    assert provenance["claims_sha256"] == (study.claims and files.sha256(study.claims))
+    with (RESULTS / name / "values.csv").open() as file:
+        assert {row["run"] for row in csv.DictReader(file)} == runs
+
+
+def test_the_two_draws_share_no_grammar():
+    first, second, earlier, planned = (
+        {run.split("-")[0] for run in files.read_json(RESULTS / name / "provenance.json")["runs"]}
+        for name in ("first", "second", "first-design", "pilot")
+    )
+    assert not (first & second)
+    assert not ((first | second) & (earlier | planned))
+
+
+def test_the_readme_gives_the_primary_differences_as_they_were_found():
+    text = " ".join((ROOT / "README.md").read_text().replace("\N{MINUS SIGN}", "-").split())
+    primary = compare(RESULTS / "first", RESULTS / "second").numbers[0]
+    assert primary.name == ("noise-transfer", "prefix-4")
+    for found in (primary.first, primary.second):
+        assert re.search(rf"(?<![\d.]){re.escape(number(found))}(?!\d)", text)
