@@ -169,6 +169,12 @@ def test_which_checkpoints_are_compared(tmp_path, kls, steps):
     )
 
 
+def test_errors_are_over_grammars(tmp_path):
+    for result in StudyFolder(STUDY, tmp_path, "laptop").claims(known_results(tmp_path)):
+        for answer in result.answers:
+            assert "95 % interval over 5 grammars (t with 4 degrees of freedom)" in answer.explanation
+
+
 def test_a_pair_of_another_loss_is_marked(tmp_path):
     found = known_results(tmp_path, sgd={"kls": (0.2,) * 6})
     _, matched = design.tables(found)
