@@ -295,16 +295,16 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
 def test_the_answer_says_what_the_verdicts_say(tmp_path):
     nothing = answer(claims(known_results(tmp_path)))
     assert re.search(r"at the same loss\? Not shown\. Probe accuracy on prefix-4 differs by [+-]0\.0\d", nothing[0])
-    assert re.search(r"the true difference is within ± 0\.\d+ points", nothing[0])
+    assert re.search(r"put the true difference within ± 0\.\d+ points", nothing[0])
     assert re.search(
-        r"Probe accuracy: no significant difference \(true differences within ± 0\.\d+ points\)\.", nothing[1]
+        r"Probe accuracy: no significant difference \(each within ± 0\.\d+ points, 95 % confidence\)\.", nothing[1]
     )
     assert "transfer differently? Not shown." in nothing[2]
     better = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": 0.02, "trace": -40.0})))
     assert re.search(r"\? Yes\. Probe accuracy on prefix-4 differs by \+(1\.9|2\.0)", better[0])
     assert re.search(r"accuracy: higher on prefix-4 \(\+(1\.9|2\.0).*flatter by trace \(-(39\.9|40)", better[1])
     others = "prefix-2, prefix-4 (100 examples), prefix-2 (100 examples)"
-    assert f"no significant difference on {others} (true differences within ±" in better[1]
+    assert f"no significant difference on {others} (each within ±" in better[1]
     worse = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": -0.02, "trace": 40.0})))
     assert re.search(r"No, it makes transfer worse\. Probe accuracy on prefix-4 differs by -(1\.9|2\.0)", worse[0])
     assert re.search(r"lower on prefix-4 \(-(1\.9|2\.0).*sharper by trace \(\+(39\.9|40)", worse[1])
@@ -312,8 +312,8 @@ def test_the_answer_says_what_the_verdicts_say(tmp_path):
     assert "Not tested: the two arms are not shown to have the same loss." in other[0]
     assert "adjusted to the same loss" in other[0]
     assert "exact labels. Not tested: the losses are not shown to be the same. Probe accuracy, adjusted" in other[1]
-    assert "the trace changes by more than 0.1 nats/token" in nothing[-1]
-    assert "the minimal trace changes by less than 0.1 nats/token" in nothing[-1]
+    assert "the trace changes by more than 0.1 nats/token" in nothing[-2]
+    assert "the minimal trace changes by less than 0.1 nats/token" in nothing[-2]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,9 @@ def _figures(results: Results) -> list[Figure]:
                 name=f"trace-{task}",
                 title=f"Flatness, loss and transfer: {task}",
                 chart=charts.scatter(table, axes, style=style),
-                caption="Every checkpoint of every run: the trace of its Fisher and the minimal trace against its KL "
-                f"to the truth, and the accuracy of a linear probe on the task {task} against each of the three.",
+                caption="Every checkpoint of every run: the trace of the Fisher information and the minimal trace "
+                f"against its KL to the truth, and the accuracy of a linear probe on the task {task} against each of "
+                "the three.",
             )
         )
     return drawings

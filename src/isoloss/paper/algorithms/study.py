@@ -28,7 +28,7 @@ SMOKE_SETTINGS = {
     **{"num_train": 256, "num_test": 256, "probe_epochs": 10},
 }
 
-# what each is called in figures and tables; all but SGD go with AdamW
+# what each is called in figures and tables; all but SGD use AdamW
 ALGORITHMS: Mapping[str, str] = {
     BASELINE: "AdamW",
     "regularized": "Dropout and weight decay",
@@ -52,13 +52,13 @@ class Scale:
     size: str  # the model's size
     steps: int  # training steps
     watched: tuple[int, ...]  # steps at which each run is measured, besides the last
-    # steps at which the runs with exact labels are measured, too: they reach AdamW's last loss so early
+    # steps at which the runs with exact labels are measured, too: they reach AdamW's final loss this early
     early: tuple[int, ...]
     batch_size: int  # sentences in a step
     warmup_steps: int  # AdamW's; SGD's is 12 % of the steps (the paper's appendix B.2)
     learning_rate: float = 1e-3  # AdamW's, constant after the warm-up
     sgd_learning_rate: float = 0.4  # SGD's
-    tasks: tuple[str, ...]  # downstream tasks; the first is the one that the adversary spoils
+    tasks: tuple[str, ...]  # downstream tasks; the first is the one that the adversary trains against
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
 
     def with_seed_offset(self, offset: int) -> Scale:
@@ -285,14 +285,14 @@ STUDY = Study(
     scales=SCALES,
     title="What the algorithms do",
     lead=(
-        "What a language model transfers depends on how it was trained, not only on its pre-training loss. This study "
-        "trains small masked language models on sentences of random grammars, whose true conditionals are known "
+        "How well a language model transfers may depend on how it was trained, not only on its pre-training loss. This "
+        "study trains small masked language models on sentences of random grammars, whose true conditionals are known "
         "exactly, with several algorithms.",
         "Models are compared at the same loss: for each grammar and seed, the checkpoint of an algorithm and that of "
         "plain AdamW whose KL to the truth is nearest. Standard errors are over grammars, so they include the "
-        "randomness of initial weights, data and probes. Negative results are reported as well.",
-        "Flatness is measured twice: by the trace of the Fisher, and by its minimum over the rescalings of weights "
-        "that leave every prediction as it is.",
+        "randomness of initial weights, data and probes.",
+        "Flatness is measured twice: by the trace of the Fisher information, and by its minimum over the rescalings of "
+        "weights that leave every prediction as it is.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,

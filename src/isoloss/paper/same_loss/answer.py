@@ -39,6 +39,8 @@ def answer(claims: Sequence[ClaimResult]) -> Sequence[str]:
         f"Probe accuracy: {_words(by_id['lookup-transfer'], 'higher', 'lower', 'on')}.",
         "Negative control, a random rescaling that leaves every prediction unchanged: "
         f"{'; '.join(_rescaled(one, by_id['rescaling'].claim) for one in by_id['rescaling'].answers)}.",
+        "±: standard errors over grammars. Significance is at 5 %; all p-values but that of the primary test, the "
+        "first one, are adjusted by Holm's method.",
     )
 
 
@@ -108,7 +110,7 @@ def _bound(cases: Sequence[Answer]) -> str:
     if not bounds:
         return ""
     below, difference = max(bounds, key=lambda one: one[0])
-    return f" (true difference{'s' * (len(cases) > 1)} within ± {_rounded(below, difference)})"
+    return f" ({'each ' * (len(cases) > 1)}within ± {_rounded(below, difference)}, 95 % confidence)"
 
 
 def _primary_in_numbers(one: Answer) -> str:
@@ -118,7 +120,7 @@ def _primary_in_numbers(one: Answer) -> str:
     if one.adjusted is not None:
         text += f"; adjusted to the same loss, by {_signed(one.adjusted)}"
     if one.below is not None:
-        text += f"; with 95 % confidence, the true difference is within ± {_rounded(one.below, one.difference)}"
+        text += f"; two one-sided tests at 5 % put the true difference within ± {_rounded(one.below, one.difference)}"
     return f"{text}."
 
 

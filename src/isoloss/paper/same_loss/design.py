@@ -16,23 +16,23 @@ from isoloss.studies.spec import Experiment, Measurement
 from isoloss.training.algorithms.config import AdversarialConfig
 
 EMBEDDING_SCALES = ("paper", "balanced", "exact")  # all values of isoloss expand --embedding-scale
-OFFSET = 1000  # numbers of grammars between two seed offsets
+OFFSET = 1000  # added to the seeds of grammars per seed offset
 
 BASE, UNTOUCHED = "base", "untouched"
 # what the runs are called in figures and tables
 GROUPS: Mapping[str, str] = MappingProxyType(
     {
         UNTOUCHED: "Untouched",
-        "no-noise": "SGD, exact labels",
-        "label-noise": "SGD, sampled labels",
+        "no-noise": "SGD (exact labels)",
+        "label-noise": "SGD (sampled labels)",
         "longer": "AdamW for longer",
         "adversary": "Adversary",
         "helper": "Helper",
         "weight-decay": "Weight decay",
     }
 )
-# the arms that are compared, the control first. Adversary and helper lower the KL, so that their control is AdamW for
-# longer
+# the arms that are compared, the control first. Adversary and helper lower the KL as more AdamW does, so their
+# control is AdamW for longer
 CONTRASTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "label noise": ("no-noise", "label-noise"),
@@ -94,7 +94,7 @@ class Scale:
     sgd_steps: int
     sgd_learning_rate: float = 0.2
     longer_steps: int  # of AdamW alone after the base
-    # of AdamW with adversary or helper after the base: as many as bring the KL to that of AdamW for longer in the pilot
+    # of AdamW with adversary or helper after the base; in the pilot, these give the same KL as AdamW for longer
     adversary_steps: int
     helper_steps: int
     polish_steps: int  # of the polish that ends every arm
@@ -221,7 +221,7 @@ class Arms:
         return self._measured(arm, self.continued(f"../{start}", *stages), after=(start,))
 
     def continued(self, start: str, *stages: StageConfig, polish_steps: int | None = None) -> TrainConfig:
-        """Return what a model is trained with on from another, on other sentences, with the polish as its last stage.
+        """Return the config that continues training another model, on other sentences; its last stage is the polish.
 
         Args:
             start: The run or checkpoint that it goes on from, relative to the folder of the run.
@@ -233,7 +233,7 @@ class Arms:
         return dataclasses.replace(config, seed=self.unit.seed + CONTINUED)
 
     def from_scratch(self, size: str, *, steps: int | None = None, weight_decay: float = 0.0) -> TrainConfig:
-        """Return what a model is trained with from the start, with the polish as its last stage; that never decays."""
+        """Return the config of training from scratch; its last stage is the polish, which has no weight decay."""
         decaying = self._adamw(weight_decay) if weight_decay else None
         base = StageConfig(steps=steps or self.scale.steps, optimizer=decaying)
         return self._config(size, self._adamw(), stages=(base, StageConfig(steps=self.scale.polish_steps)))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from isoloss.paper.same_loss import study as design
+from isoloss.paper.same_loss import study
 from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, OFFSET, UNTOUCHED, Arms, Scale, Unit
 from isoloss.paper.same_loss.pilot import UNIT
 from isoloss.statistics.estimate import Estimate
@@ -82,13 +82,13 @@ class PilotScale:
 SCALES: Mapping[str, PilotScale] = {
     "laptop": PilotScale(
         description="twelve minutes on two cores",
-        like=design.SCALES["laptop"],
+        like=study.SCALES["laptop"],
         grammars=tuple(range(500, 506)),
         lengths=(300, 1_000, 3_000),
     ),
     "smoke": PilotScale(
         description="a minute on two cores: every part runs, no number means anything",
-        like=design.SCALES["smoke"],
+        like=study.SCALES["smoke"],
         grammars=(500, 501),
         lengths=(30, 60),
     ),
@@ -102,7 +102,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     rows = []
     for size in scale.like.sizes:
         ends = [(unit, results.at(unit.run(f"{size}-{steps}"))) for unit in units for steps in scale.lengths]
-        clusters = design.grammars_of([unit for unit, _ in ends])
+        clusters = study.grammars_of([unit for unit, _ in ends])
         losses = [one["kl"].estimate.value for _, one in ends]
         for measure in scale.accuracies:
             values = [100 * one[measure].estimate.value for _, one in ends]
@@ -114,7 +114,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         rows,
         f"Within grammars, over models with {', '.join(map(str, scale.lengths))} steps before the polish.",
     )
-    clusters = design.grammars_of(units)
+    clusters = study.grammars_of(units)
     keys = ("kl", *scale.like.probes.values())
     slope = next(one["slope"] for label, one in rows if label == (scale.like.main_size, keys[1]))
     differences = SummaryTable(

@@ -175,7 +175,7 @@ def _rescaled(results: Results, units: Sequence[Unit]) -> list[Pair]:
     pairs: list[Pair] = []
     for unit in units:
         model = last(results, unit, UNTOUCHED)
-        # on the same sentences: the setting that differs says how the model was rescaled
+        # pairing requires equal settings; these differ only in the one that describes the rescaling
         pairs.append((model, {**model, **{key: _as(model[other], model[key]) for key, other in RESCALED.items()}}))
     return pairs
 
@@ -307,7 +307,7 @@ def _sizes(results: Results) -> SummaryTable:
 
 
 def _baselines(results: Results) -> SummaryTable:
-    """Return the accuracies of the same probe on other features, and of the majority class and Bayes' classifier."""
+    """Return the accuracies of the probe on other features, of the majority class and the Bayes-optimal classifier."""
     scale: Scale = results.scale
     units = units_with(results, BASE, UNTOUCHED)
     starts = [results.at(unit.run(BASE), 0) for unit in units]
@@ -333,8 +333,8 @@ def _baselines(results: Results) -> SummaryTable:
             row("Bayes-optimal classifier", detail("bayes_accuracy")),
         ]
     caption = (
-        "The same probe on other features of the same sentences, with the majority class and Bayes' classifier for "
-        "reference."
+        "The same probe on other features of the same sentences, with the majority class and the Bayes-optimal "
+        "classifier for reference."
     )
     return SummaryTable("baselines", f"baselines of the probes, {OVER}", ("features",), rows, caption)
 
@@ -384,15 +384,15 @@ STUDY = Study(
     scales=SCALES,
     title="Same loss, different models",
     lead=(
-        "Models of the same pre-training loss can transfer differently, and the paper claims that the flatter ones "
-        "transfer better. This study tests that. It trains small masked language models on random grammars with so few "
-        "sentences that the loss (as KL to the truth) and the accuracy of every probe are exact sums over all of them, "
-        "without sampling error.",
+        "The paper claims that models with the same pre-training loss can transfer differently, and that the flatter "
+        "ones transfer better. This study tests both claims. It trains small masked language models on random grammars "
+        "with so few sentences that the loss (as KL to the truth) and the accuracy of every probe are exact sums over "
+        "all of them, without sampling error.",
         "Each arm treats the model differently: SGD with sampled or exact labels, more AdamW, an adversary or a helper "
-        "that makes a downstream task harder or easier to decode, weight decay, or another size. The untouched arm is "
-        "the control. Every arm ends in the same polish, which is meant to bring all to the same loss; whether the "
-        "losses are the same is tested. Differences are paired by grammar and seed, and standard errors are over "
-        "grammars.",
+        "that makes a downstream task harder or easier to decode, weight decay, or another size. The untouched arm has "
+        "none of these; the tables name the control of each arm. Every arm ends in the same polish, which is meant to "
+        "bring all to the same loss; whether the losses are the same is tested. Differences are paired by grammar and "
+        "seed, and standard errors are over grammars.",
         "Flatness is measured by the trace of the Fisher information (smaller is flatter), and by its minimum over all "
         "rescalings of the weights that leave every prediction unchanged.",
     ),
