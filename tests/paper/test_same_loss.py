@@ -183,6 +183,9 @@ def test_the_slopes_are_those_of_the_pilot():
     assert pilot.slopes("d32")["probe-prefix-4"].value == slopes["d32"]
     both = pilot.slopes("d16", "d32")["probe-prefix-4"]
     assert both.value == pytest.approx((slopes["d16"] + slopes["d32"]) / 2)
+    errors = [pilot.slopes(size)["probe-prefix-4"].stderr for size in ("d16", "d32")]
+    apart = (slopes["d16"] - slopes["d32"]) / 2
+    assert both.stderr**2 == pytest.approx((errors[0] ** 2 + errors[1] ** 2) / 4 + apart**2)
     for key in (*SCALE.probes.values(), *SCALE.projected_probes.values()):
         assert pilot.slopes("d32", "d64")[key].samples > 1
 

@@ -203,7 +203,9 @@ def save(folder, offset, answers, rows=(), **provenance):
     claims = [{"claim": name, "answers": some} for name, some in answers.items()]
     about = {"study": "s", "scale": "laptop", "seed_offset": offset}
     files.write_json(folder / "summary.json", {**about, "table": list(rows), "claims": claims, "answer": ["It does."]})
-    files.write_json(folder / "provenance.json", {**about, "claims_sha256": "0", **provenance})
+    files.write_json(
+        folder / "provenance.json", {**about, "runs": {"a": str(offset)}, "claims_sha256": "0", **provenance}
+    )
     return folder
 
 
@@ -269,11 +271,22 @@ def test_numbers_by_hand(tmp_path):
         (1, {"scale": "smoke"}, "different scales: laptop and smoke"),
         (1, {"claims_sha256": "1"}, "different claims files, which"),
         (0, {}, "both have the seed offset 0: a repetition needs a different one"),
+        (1, {"runs": {"a": "0", "b": "1"}}, "have the same run a: a repetition needs runs of its own"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, offset, other, message):
     with pytest.raises(IsolossError, match=message):
         compare(save(tmp_path / "a", 0, {}), save(tmp_path / "b", offset, {}, **other))
+
+
+def test_claims_are_compared_by_name(tmp_path):
+    ours = {"a": [answer("shown", estimate(1.0, 0.1, 4))], "b": [answer("not shown", estimate(2.0, 0.1, 4))]}
+    theirs = dict(reversed(ours.items()))
+    found = compare(save(tmp_path / "a", 0, ours), save(tmp_path / "b", 1, theirs))
+    assert [(each.name, each.difference.value, each.agree) for each in found.numbers] == [
+        (("a",), 0.0, True),
+        (("b",), 0.0, True),
+    ]
 
 
 def test_a_study_and_its_repetition(capsys, exports, tmp_path):

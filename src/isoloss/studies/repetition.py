@@ -122,13 +122,16 @@ def compare(first: Path, second: Path) -> Repetition:
     """
     ours, theirs = (_provenance(path) for path in (first, second))
     for key, what in (("study", "studies"), ("scale", "scales"), ("claims_sha256", "claims files")):
-        if ours[key] != theirs[key]:
+        if ours.get(key) != theirs.get(key):
             found = "" if key == "claims_sha256" else f": {ours[key]} and {theirs[key]}"
             raise IsolossError(f"{first} and {second} are results of different {what}{found}, which cannot be compared")
     if ours["seed_offset"] == theirs["seed_offset"]:
         raise IsolossError(
             f"{first} and {second} both have the seed offset {ours['seed_offset']}: a repetition needs a different one"
         )
+    if shared := ours["runs"].items() & theirs["runs"].items():
+        name = min(shared)[0]
+        raise IsolossError(f"{first} and {second} have the same run {name}: a repetition needs runs of its own")
     a, b = (files.read_json(path / SUMMARY) for path in (first, second))
     numbers = [*_claims(a, b), *_cells(a, b)]
     different = [
@@ -157,7 +160,9 @@ def _provenance(path: Path) -> dict[str, Any]:
 
 def _claims(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Repeated]:
     """Yield the answers to each claim, of the cases that were tested in the first or in the second."""
-    for ours, theirs in zip(first["claims"], second["claims"], strict=True):
+    others = {claim["claim"]: claim for claim in second["claims"]}
+    for ours in first["claims"]:
+        theirs = others[ours["claim"]]
         a, b = ({answer["case"]: answer for answer in claim["answers"]} for claim in (ours, theirs))
         for case in dict.fromkeys([*a, *b]):
             # where the two models were not of the same loss, one answer stands for all cases

@@ -48,7 +48,10 @@ def read() -> tuple[Slope, ...]:
 
 
 def slopes(*sizes: str) -> dict[str, Estimate]:
-    """Return the slope of each accuracy on the KL, by its measure: the mean of those of the sizes."""
+    """Return the slope of each accuracy on the KL, by its measure: the mean of those of the sizes.
+
+    Its error includes half the range of the sizes' slopes: which of them holds between two sizes is not known.
+    """
     by_measure: dict[str, list[Slope]] = {}
     for slope in read():
         if slope.size in sizes:
@@ -57,10 +60,10 @@ def slopes(*sizes: str) -> dict[str, Estimate]:
 
 
 def _mean(some: list[Slope]) -> Estimate:
-    grammars = min(slope.grammars for slope in some)
+    grammars, values = min(slope.grammars for slope in some), [slope.value for slope in some]
     return Estimate(
-        value=sum(slope.value for slope in some) / len(some),
-        stderr=math.hypot(*(slope.stderr for slope in some)) / len(some),
+        value=sum(values) / len(some),
+        stderr=math.hypot(math.hypot(*(slope.stderr for slope in some)) / len(some), (max(values) - min(values)) / 2),
         samples=grammars,
         unit=UNIT,
         num_predictions=grammars,

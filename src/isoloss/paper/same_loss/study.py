@@ -149,7 +149,8 @@ def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> 
         names=(smaller, larger),
         pairs=list(zip(first, second, strict=True)),
         clusters=grammars_of(units),
-        where=f"{where} The slope on the loss is the mean of the two sizes' slopes.",
+        where=f"{where} The slope on the loss is the mean of the two sizes' slopes, and its error includes half "
+        "their difference.",
         case=f"{smaller} to {larger}",
         slopes=pilot.slopes(smaller, larger),
     )
