@@ -68,11 +68,12 @@ def _figures(results: Results) -> list[Figure]:
                 "Corresponds to the paper's figure 1.",
             )
         )
+    by_size = _by_size(results)
     figures.append(
         Figure(
             name="sizes",
             title="Model sizes",
-            chart=charts.sizes(_by_size(results), _size_columns(scale), style=style),
+            chart=charts.sizes(by_size, _size_columns(scale), style=Style.of(by_size)),
             caption="Untouched models of every grammar by number of parameters. Raw traces of different widths are not "
             f"comparable; the minimal trace is measured in the architecture of {scale.sizes[-1]}, and projected probes "
             "use the same number of features for every size. Corresponds to the paper's figures 3 and 5.",
