@@ -30,6 +30,16 @@ def process_settings(threads: int, device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Let the matrix products of compiled loops, which are SciPy's, have one thread."""
+    import scipy.linalg.cython_blas  # noqa: F401  (what is not loaded is not limited)
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(limits=1, user_api="blas"):
+        yield
+
+
 def seed_dropout(seed: int, device: torch.device) -> None:
     """Seed torch's default generators of the CPU and of `device`, which dropout draws from.
 
