@@ -323,40 +323,43 @@ def _attention(
         b = theta[a[_QKV_BIAS] + j]
         for i in range(n * length):
             qkv[j, i] += b
+    parts, out = qkv.reshape(3, heads, e, length, n), mixed.reshape(heads, e, length, n)
+    before, after = p.reshape(heads, length, length, n), w.reshape(heads, length, length, n)
     highest, total = np.empty(n, np.float32), np.empty(n, np.float32)
     for head in range(heads):
         for t in range(length):
-            row = head * length + t
             highest[:] = -np.inf
             for u in range(length):
-                scores = p[row, u * n : (u + 1) * n]
-                scores[:] = 0
-                for c in range(head * e, head * e + e):
-                    _add_product(qkv[c, t * n : (t + 1) * n], qkv[d + c, u * n : (u + 1) * n], scores)
                 for i in range(n):
-                    scores[i] = scores[i] * factor + unseen[u, i]
-                    highest[i] = max(highest[i], scores[i])
+                    before[head, t, u, i] = 0
+                for c in range(e):
+                    for i in range(n):
+                        before[head, t, u, i] += parts[0, head, c, t, i] * parts[1, head, c, u, i]
+                for i in range(n):
+                    before[head, t, u, i] = before[head, t, u, i] * factor + unseen[u, i]
+                    highest[i] = max(highest[i], before[head, t, u, i])
             total[:] = 0
             for u in range(length):
-                scores = p[row, u * n : (u + 1) * n]
                 for i in range(n):
-                    scores[i] = _exp(scores[i] - highest[i])
-                    total[i] += scores[i]
+                    before[head, t, u, i] = _exp(before[head, t, u, i] - highest[i])
+                    total[i] += before[head, t, u, i]
             for i in range(n):
                 total[i] = _F(1) / total[i]
-            for c in range(head * e, head * e + e):
-                mixed[c, t * n : (t + 1) * n] = 0
-            for u in range(length):
-                scores, weights = p[row, u * n : (u + 1) * n], w[row, u * n : (u + 1) * n]
+            for c in range(e):
                 for i in range(n):
-                    scores[i] *= total[i]
-                    weights[i] = scores[i]
+                    out[head, c, t, i] = 0
+            for u in range(length):
+                for i in range(n):
+                    before[head, t, u, i] *= total[i]
+                    after[head, t, u, i] = before[head, t, u, i]
                 if level != _KEEP_ALL:
-                    kept = bits[row, u * n : (u + 1) * n]
+                    kept = bits.reshape(heads, length, length, n)
                     for i in range(n):
-                        weights[i] = weights[i] * scale if kept[i] >= level else _F(0)
-                for c in range(head * e, head * e + e):
-                    _add_product(weights, qkv[2 * d + c, u * n : (u + 1) * n], mixed[c, t * n : (t + 1) * n])
+                        v = after[head, t, u, i]
+                        after[head, t, u, i] = v * scale if kept[head, t, u, i] >= level else _F(0)
+                for c in range(e):
+                    for i in range(n):
+                        out[head, c, t, i] += after[head, t, u, i] * parts[2, head, c, u, i]
 
 
 @_compiled
@@ -375,38 +378,36 @@ def _attention_backward(
     n, length, d, heads = z.sentences, z.tokens, z.width, z.heads
     e = d // heads
     factor = _F(1) / np.sqrt(_F(e))
+    parts, d_out = qkv.reshape(3, heads, e, length, n), d_mixed.reshape(heads, e, length, n)
+    before, after = p.reshape(heads, length, length, n), w.reshape(heads, length, length, n)
     d_qkv[:] = 0
+    d_parts = d_qkv.reshape(3, heads, e, length, n)
     g, mean = np.empty((length, n), np.float32), np.empty(n, np.float32)
     for head in range(heads):
         for t in range(length):
-            row, here = head * length + t, slice(t * n, (t + 1) * n)
             mean[:] = 0
             for u in range(length):
-                there = slice(u * n, (u + 1) * n)
-                weights, scores, slope = w[row, there], p[row, there], g[u]
-                slope[:] = 0
-                for c in range(head * e, head * e + e):
-                    _add_product(d_mixed[c, here], qkv[2 * d + c, there], slope)
-                    _add_product(d_mixed[c, here], weights, d_qkv[2 * d + c, there])
-                if level != _KEEP_ALL:
-                    kept = bits[row, there]
-                    for i in range(n):
-                        slope[i] = slope[i] * scale if kept[i] >= level else _F(0)
-                _add_product(slope, scores, mean)
-            for u in range(length):
-                there = slice(u * n, (u + 1) * n)
-                scores, slope = p[row, there], g[u]
                 for i in range(n):
-                    slope[i] = scores[i] * (slope[i] - mean[i]) * factor
-                for c in range(head * e, head * e + e):
-                    _add_product(slope, qkv[d + c, there], d_qkv[c, here])
-                    _add_product(slope, qkv[c, here], d_qkv[d + c, there])
-
-
-@_compiled
-def _add_product(x: Floats, y: Floats, total: Floats) -> None:
-    for i in range(total.shape[0]):
-        total[i] += x[i] * y[i]
+                    g[u, i] = 0
+                for c in range(e):
+                    for i in range(n):
+                        g[u, i] += d_out[head, c, t, i] * parts[2, head, c, u, i]
+                    for i in range(n):
+                        d_parts[2, head, c, u, i] += d_out[head, c, t, i] * after[head, t, u, i]
+                if level != _KEEP_ALL:
+                    kept = bits.reshape(heads, length, length, n)
+                    for i in range(n):
+                        g[u, i] = g[u, i] * scale if kept[head, t, u, i] >= level else _F(0)
+                for i in range(n):
+                    mean[i] += g[u, i] * before[head, t, u, i]
+            for u in range(length):
+                for i in range(n):
+                    g[u, i] = before[head, t, u, i] * (g[u, i] - mean[i]) * factor
+                for c in range(e):
+                    for i in range(n):
+                        d_parts[0, head, c, t, i] += g[u, i] * parts[1, head, c, u, i]
+                    for i in range(n):
+                        d_parts[1, head, c, u, i] += g[u, i] * parts[0, head, c, t, i]
 
 
 @_compiled
@@ -440,29 +441,35 @@ def _attention_from_one(
     for i in range(n):
         for j in range(d):
             query[i, j] += bias[j]
+    states, before, after = x.reshape(length, n, d), p.reshape(heads, n, length), w.reshape(heads, n, length)
     part, own = np.empty((n, e), np.float32), np.empty((n, e), np.float32)
     for head in range(heads):
         part[:] = query[:, head * e : (head + 1) * e]
         np.dot(part, weight[d + head * e : d + (head + 1) * e], keyed[head])
-        seen[head] = 0
         for i in range(n):
-            scores, weights = p[head * n + i], w[head * n + i]
             highest = _F(-np.inf)
             for t in range(length):
-                scores[t] = _dot(keyed[head, i], x[t * n + i]) * factor + unseen[t, i]
-                highest = max(highest, scores[t])
+                score = _F(0)
+                for j in range(d):
+                    score += keyed[head, i, j] * states[t, i, j]
+                before[head, i, t] = score * factor + unseen[t, i]
+                highest = max(highest, before[head, i, t])
             total = _F(0)
             for t in range(length):
-                scores[t] = _exp(scores[t] - highest)
-                total += scores[t]
+                before[head, i, t] = _exp(before[head, i, t] - highest)
+                total += before[head, i, t]
             mass = _F(0)
+            for j in range(d):
+                seen[head, i, j] = 0
             for t in range(length):
-                scores[t] /= total
-                weights[t] = scores[t]
+                before[head, i, t] /= total
+                weight_of_state = before[head, i, t]
                 if level != _KEEP_ALL:
-                    weights[t] = weights[t] * scale if bits[head * n + i, t] >= level else _F(0)
-                mass += weights[t]
-                _add_multiple(weights[t], x[t * n + i], seen[head, i])
+                    weight_of_state = weight_of_state * scale if bits[head * n + i, t] >= level else _F(0)
+                after[head, i, t] = weight_of_state
+                mass += weight_of_state
+                for j in range(d):
+                    seen[head, i, j] += weight_of_state * states[t, i, j]
             for c in range(e):
                 own[i, c] = mass * bias[2 * d + head * e + c]
         mixed = np.dot(seen[head], weight[2 * d + head * e : 2 * d + (head + 1) * e].T)
@@ -497,6 +504,8 @@ def _attention_from_one_backward(
     factor = _F(1) / np.sqrt(_F(e))
     weight, bias = _matrix(theta, a[_QKV], 3 * d, d), theta[a[_QKV_BIAS] :]
     d_weight, d_bias = _matrix(grad, a[_QKV], 3 * d, d), grad[a[_QKV_BIAS] :]
+    states, before, after = x.reshape(length, n, d), p.reshape(heads, n, length), w.reshape(heads, n, length)
+    d_states = d_x.reshape(length, n, d)
     d_query, d_keyed = np.empty((n, d), np.float32), np.empty((n, d), np.float32)
     part, slopes = np.empty((n, e), np.float32), np.empty(length, np.float32)
     for head in range(heads):
@@ -505,28 +514,31 @@ def _attention_from_one_backward(
         part[:] = d_values[:, head * e : (head + 1) * e]
         np.dot(part.T, seen[head], d_weight[values])
         d_seen = np.dot(part, weight[values])
-        d_keyed[:] = 0
         for i in range(n):
-            scores, weights = p[head * n + i], w[head * n + i]
             mass = _F(0)
             for t in range(length):
-                mass += weights[t]
+                mass += after[head, i, t]
             of_bias = _F(0)
             for c in range(e):
                 d_bias[2 * d + head * e + c] += mass * part[i, c]
                 of_bias += part[i, c] * bias[2 * d + head * e + c]
             mean = _F(0)
             for t in range(length):
-                slope = _dot(d_seen[i], x[t * n + i]) + of_bias
+                slope = of_bias
+                for j in range(d):
+                    slope += d_seen[i, j] * states[t, i, j]
                 if level != _KEEP_ALL:
                     slope = slope * scale if bits[head * n + i, t] >= level else _F(0)
                 slopes[t] = slope
-                mean += slope * scores[t]
-                _add_multiple(weights[t], d_seen[i], d_x[t * n + i])
+                mean += slope * before[head, i, t]
+            for j in range(d):
+                d_keyed[i, j] = 0
             for t in range(length):
-                slope = scores[t] * (slopes[t] - mean) * factor
-                _add_multiple(slope, x[t * n + i], d_keyed[i])
-                _add_multiple(slope, keyed[head, i], d_x[t * n + i])
+                slope, weight_of_state = before[head, i, t] * (slopes[t] - mean) * factor, after[head, i, t]
+                for j in range(d):
+                    d_keyed[i, j] += slope * states[t, i, j]
+                for j in range(d):
+                    d_states[t, i, j] += weight_of_state * d_seen[i, j] + slope * keyed[head, i, j]
         part[:] = query[:, head * e : (head + 1) * e]
         np.dot(part.T, d_keyed, d_weight[keys])
         d_query[:, head * e : (head + 1) * e] = np.dot(d_keyed, weight[keys].T)
@@ -536,20 +548,6 @@ def _attention_from_one_backward(
     for i in range(n):
         for j in range(d):
             d_selected[i, j] += more[i, j]
-
-
-@_compiled
-def _dot(x: Floats, y: Floats) -> np.float32:
-    total = _F(0)
-    for j in range(x.shape[0]):
-        total += x[j] * y[j]
-    return total  # type: ignore[return-value]
-
-
-@_compiled
-def _add_multiple(factor: np.float32, x: Floats, total: Floats) -> None:
-    for j in range(x.shape[0]):
-        total[j] += factor * x[j]
 
 
 @_compiled
