@@ -12,7 +12,7 @@ from isoloss import lazy
 
 if TYPE_CHECKING:
     from isoloss.evaluation.evaluator import evaluate
-    from isoloss.evaluation.pretraining import pretrain
+    from isoloss.evaluation.pretraining import pretrain, pretrain_together
     from isoloss.flatness.comparing import compare
     from isoloss.flatness.fisher import fisher_trace
     from isoloss.languages.resolving import load_language
@@ -48,6 +48,7 @@ __all__ = [
     "load_model",
     "make_task",
     "pretrain",
+    "pretrain_together",
     "register_algorithm",
     "register_executor",
     "register_language",
@@ -72,6 +73,7 @@ _load = lazy.exports(
         "load_model": "isoloss.loading",
         "make_task": "isoloss.transfer.tasks",
         "pretrain": "isoloss.evaluation.pretraining",
+        "pretrain_together": "isoloss.evaluation.pretraining",
         **dict.fromkeys((name for name in __all__ if name.startswith("register_")), "isoloss.registry"),
     },
 )[0]

@@ -19,7 +19,7 @@ from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
-from isoloss.runs import Run
+from isoloss.runs import Run, refuse_twice
 
 if TYPE_CHECKING:
     from isoloss.languages import Language
@@ -38,6 +38,10 @@ EXAMPLES = [
     (
         "isoloss train runs/spoiled --language pcfg-laptop --algorithm adversarial --adversarial-task prefix-4",
         "the same loss, a worse probe",
+    ),
+    (
+        "isoloss train runs/seed-0 runs/seed-1 runs/seed-2 --language pcfg-laptop --size d32 --stacked",
+        "seeds 0, 1 and 2 together, in one process",
     ),
     ("isoloss train runs/again --config run.toml", "from a file, which may have stages; --print-config writes one"),
     (
@@ -59,8 +63,8 @@ _Algorithms = options.component_options("Algorithms", _COMPONENTS, option="--alg
 class Args:
     """Pre-train a masked or causal language model. The same command on the same directory resumes, bit for bit."""
 
-    run: tyro.conf.Positional[Path]
-    """The run directory."""
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """The run directory; several, with --stacked: runs with the seeds --seed, --seed + 1, ..., trained together."""
     config: Path | None = None
     """A TOML file with the whole config; of the options below, only those that decide no result may be added."""
     language: str | None = None
@@ -119,18 +123,50 @@ def _is_one_of_several() -> bool:
 
 def _main(arguments: list[str]) -> int:
     args = common.parse(Args, "train", arguments, examples=EXAMPLES)
-    config, run = _config(args), Run(args.run)
-    configs.check(config)
+    if not args.runs:
+        raise IsolossError("no run directory is named: isoloss train runs/first --language pcfg-laptop")
+    refuse_twice(list(map(str, args.runs)))
+    runs, trained = [Run(path) for path in args.runs], _configs(args)
+    for config in trained:
+        configs.check(config)
     if args.print_config:
+        if len(runs) > 1:
+            raise IsolossError(f"--print-config prints the config of one run, and {len(runs)} are named")
         if args.json:
-            common.emit_json(configs.to_dict(config))
+            common.emit_json(configs.to_dict(trained[0]))
             return 0
-        common.say(configs.to_toml(config).rstrip())
+        common.say(configs.to_toml(trained[0]).rstrip())
         return 0
 
+    from isoloss.training.trainer import Interrupted
+
+    try:
+        if len(runs) == 1:
+            _train(runs[0], trained[0])
+        else:
+            _train_together(runs, trained)
+    except Interrupted as stop:
+        how = "To resume, with any number of processes:" if _is_one_of_several() else "To resume:"
+        at = f"step {stop.step} of {max(config.steps for config in trained)}"
+        common.note(f"stopped at {at}; progress is saved. {how}")
+        common.note("  " + common.command("train", *arguments))
+        return interrupts.status()
+    results = [{"run": str(run.path), **run.result()} for run in runs]
+    if args.json:
+        common.emit_json(results[0] if len(runs) == 1 else {"runs": results})
+        return 0
+    for run, result in zip(runs, results, strict=True):
+        common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
+        common.say_stages(run)
+    steps = sorted({step for run in runs for step in run.steps()})
+    common.say(f"checkpoints (step): {', '.join(map(str, steps))}; measure them with")
+    common.say("  " + common.command("eval", *args.runs))
+    return 0
+
+
+def _train(run: Run, config: TrainConfig) -> None:
     from isoloss.evaluation.pretraining import pretrain
     from isoloss.training.throughput import Progress as Step
-    from isoloss.training.trainer import Interrupted
 
     language = None if run.complete else _language(config.language)
     with common.Progress(f"training {run.name}", config.steps, "steps") as progress:
@@ -138,22 +174,29 @@ def _main(arguments: list[str]) -> int:
         def report(step: Step) -> None:
             progress(step.step, f"loss {step.loss_nats:.4f} nats, {step.tokens_per_second:,.0f} tokens/s")
 
-        try:
-            pretrain(run, config, language=language, progress=report)
-        except Interrupted as stop:
-            how = "To resume, with any number of processes:" if _is_one_of_several() else "To resume:"
-            common.note(f"stopped at step {stop.step} of {config.steps}; progress is saved. {how}")
-            common.note("  " + common.command("train", *arguments))
-            return interrupts.status()
-    result = run.result()
-    if args.json:
-        common.emit_json({"run": str(run.path), **result})
-    else:
-        common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
-        common.say_stages(run)
-        common.say(f"checkpoints (step): {', '.join(map(str, run.steps()))}; measure them with")
-        common.say("  " + common.command("eval", run.path))
-    return 0
+        pretrain(run, config, language=language, progress=report)
+
+
+def _train_together(runs: list[Run], trained: list[TrainConfig]) -> None:
+    from isoloss.evaluation.pretraining import pretrain_together
+    from isoloss.training.throughput import Progress as Step
+
+    last: dict[Path, Step] = {}
+    total = sum(config.steps for config in trained)
+    done = {run.path: config.steps if run.complete else 0 for run, config in zip(runs, trained, strict=True)}
+    with common.Progress(f"training {len(runs)} runs", total, "steps") as progress:
+
+        def report(run: Run, step: Step) -> None:
+            last[run.path], done[run.path] = step, step.step
+            loss = sum(one.loss_nats for one in last.values()) / len(last)
+            speed = sum(one.tokens_per_second for one in last.values())
+            progress(sum(done.values()), f"mean loss {loss:.4f} nats, {speed:,.0f} tokens/s")
+
+        pretrain_together(
+            {run.path: config for run, config in zip(runs, trained, strict=True)},
+            build=_language,
+            progress=report,
+        )
 
 
 def _language(config: LanguageConfig) -> Language:
@@ -163,23 +206,33 @@ def _language(config: LanguageConfig) -> Language:
         return config.build(lambda done, total: percent(100 * done // total))  # type: ignore[no-any-return]
 
 
-def _config(args: Args) -> TrainConfig:
+def _configs(args: Args) -> list[TrainConfig]:
+    """Return the config of each run."""
     if args.config is None and args.language is not None:
-        return _from_options(args)
+        return _by_seed(args, _from_options(args))
     free = {f.name for f in dataclasses.fields(_Training) if f.metadata.get("exclude_from_fingerprint")}
     given = dict(_given(args))
     decisive = ", ".join(options.option_name(name) for name in given if name not in free)
     if args.config is not None:
         if decisive:
             raise IsolossError(f"{args.config} holds the whole config; leave out {decisive}")
-        config = configs.read_toml(TrainConfig, args.config)
-    elif Run(args.run).exists:
+        return _by_seed(args, dataclasses.replace(configs.read_toml(TrainConfig, args.config), **given))
+    for path in args.runs:
+        if not Run(path).exists:
+            raise IsolossError(f"{path} holds no run yet: name a --language or a --config to start one")
         if decisive:
-            raise IsolossError(f"{args.run} goes on with the config it was made with; leave out {decisive}")
-        config = Run(args.run).config
-    else:
-        raise IsolossError(f"{args.run} holds no run yet: name a --language or a --config to start one")
-    return dataclasses.replace(config, **given)
+            raise IsolossError(f"{path} goes on with the config it was made with; leave out {decisive}")
+    return [dataclasses.replace(Run(path).config, **given) for path in args.runs]
+
+
+def _by_seed(args: Args, config: TrainConfig) -> list[TrainConfig]:
+    """Return the config with as many seeds as there are runs."""
+    if len(args.runs) > 1 and not config.stacked:
+        raise IsolossError(
+            f"{len(args.runs)} run directories are named, and only stacked runs train together: add --stacked (stacked "
+            "= true in a config file), or train them one by one"
+        )
+    return [dataclasses.replace(config, seed=config.seed + number) for number in range(len(args.runs))]
 
 
 def _given(options: Any) -> Iterator[tuple[str, Any]]:
@@ -188,7 +241,7 @@ def _given(options: Any) -> Iterator[tuple[str, Any]]:
         value = getattr(options, option.name)
         if dataclasses.is_dataclass(value):
             yield from _given(value)
-        elif option.name not in ("run", "config", "print_config", "json") and value != option.default:
+        elif option.name not in ("runs", "config", "print_config", "json") and value != option.default:
             yield option.name, value
 
 

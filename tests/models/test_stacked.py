@@ -1,0 +1,219 @@
+"""Loss and gradient of stacked BERTs against transformers' own model and a plain forward pass in float64."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import embedding, gelu, layer_norm
+
+from isoloss.models.architectures import BERT
+from isoloss.models.dropout import LEVELS, num_levels
+from isoloss.models.stacked import Layout, Stack
+from isoloss.models.stacked_kernels import Sizes, num_drawn
+from isoloss.run_config import ModelConfig
+from isoloss.text.masking import IGNORED
+
+IDS, PAD = 13, 11
+SHAPES = [  # layers, heads, width, feed-forward width, tokens, sentences
+    (1, 2, 16, 64, 5, 6),
+    (2, 4, 32, 32, 4, 7),
+    (3, 1, 16, 48, 3, 8),
+    (2, 16, 16, 16, 1, 3),
+    (2, 8, 64, 256, 17, 5),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of(shape, seed=0, dropout=0.0):
+    """A BERT none of whose parameters has its initial value."""
+    layers, heads, width, ffn, length, _ = shape
+    config = ModelConfig(size="d16", layers=layers, heads=heads, width=width, ffn=ffn, dropout=dropout)
+    model = BERT.new_model(config, vocab_size=IDS, pad_id=PAD, max_length=length + 2, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def batch_of(shape, seed=0, *, exact=False, padded=False):
+    """Sentences with one label each; padded: of different lengths, the padding's id among the tokens."""
+    *_, length, n = shape
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(IDS, (n, length), generator=generator)
+    lengths = torch.randint(1, length + 1, (n,), generator=generator) if padded else torch.full((n,), length)
+    present = torch.arange(length) < lengths[:, None]
+    places = (torch.rand(n, generator=generator) * lengths).long()
+    labels = torch.full_like(tokens, IGNORED)
+    labels[torch.arange(n), places] = torch.randint(PAD, (n,), generator=generator)
+    batch = {"input_ids": tokens.masked_fill(~present, PAD), "labels": labels}
+    if padded:
+        batch["attention_mask"] = present.long()
+    if exact:
+        batch["targets"] = torch.rand(n, PAD, generator=generator, dtype=torch.float64).softmax(dim=1)
+    return batch
+
+
+def loss_of(logits, batch):
+    """The mean cross-entropy of the labels, or to the targets, from the logits (n, T, V)."""
+    predicted = batch["labels"] != IGNORED
+    log_p = logits[predicted].log_softmax(dim=1)
+    if "targets" in batch:
+        return -(batch["targets"] * log_p[:, : batch["targets"].shape[1]]).sum(dim=1).mean()
+    return -log_p.gather(1, batch["labels"][predicted][:, None]).mean()
+
+
+def stacked(models, batches, seeds=None):
+    stack = Stack(models[0], len(models))
+    for row, model in enumerate(models):
+        stack.read(row, model)
+    losses = stack.loss_and_gradient(range(len(models)), batches, seeds or range(len(models)))
+    return losses, stack.gradients.clone(), stack.layout
+
+
+def assert_same(gradients, model):
+    """Compare with the gradients of a model in float64. Those of the keys' biases are 0: a softmax knows no constant."""
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    largest = max(float(g.abs().max()) for g in expected.values())
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(gradients[name], gradient, rtol=2e-4, atol=3e-6 * largest, err_msg=name)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_loss_and_gradient_are_those_of_the_model(shape, exact, padded):
+    models = [model_of(shape, seed) for seed in range(2)]
+    batches = [batch_of(shape, seed, exact=exact, padded=padded) for seed in range(2)]
+    losses, gradients, layout = stacked(models, batches)
+    for model, batch, loss, gradient in zip(models, batches, losses, gradients, strict=True):
+        model = model.double()
+        output = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
+        expected = loss_of(output.logits, batch)
+        expected.backward()
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert_same(layout.views(gradient), model)
+
+
+class Reference:
+    """The forward pass, written out, with dropout from given bits in the documented order."""
+
+    def __init__(self, model, bits):
+        self.p = dict(model.double().named_parameters())
+        self.config, self.bits, self.read = model.config, bits, 0
+        self.levels = num_levels(model.config.hidden_dropout_prob)
+
+    def drop(self, x, order):
+        """Drop values of x, whose bits are in the order of its axes after this permutation."""
+        permuted = x.permute(order)
+        kept = self.bits[self.read : self.read + x.numel()].view(permuted.shape) >= self.levels - LEVELS // 2
+        self.read += x.numel()
+        back = [order.index(axis) for axis in range(x.ndim)]
+        return x * kept.permute(back) * LEVELS / (LEVELS - self.levels)
+
+    def linear(self, x, name):
+        return x @ self.p[f"{name}.weight"].T + self.p[f"{name}.bias"]
+
+    def norm(self, x, name):
+        return layer_norm(x, x.shape[-1:], self.p[f"{name}.weight"], self.p[f"{name}.bias"], 1e-12)
+
+    def logits(self, tokens, places):
+        c, n, length = self.config, *tokens.shape
+        e = "bert.embeddings"
+        x = embedding(tokens, self.p[f"{e}.word_embeddings.weight"], padding_idx=PAD)
+        x = x + self.p[f"{e}.position_embeddings.weight"][:length] + self.p[f"{e}.token_type_embeddings.weight"][0]
+        x = self.drop(self.norm(x, f"{e}.LayerNorm"), (1, 0, 2))
+        for layer in range(c.num_hidden_layers):
+            name = f"bert.encoder.layer.{layer}"
+            is_last = layer == c.num_hidden_layers - 1
+            heads = [
+                self.linear(x, f"{name}.attention.self.{what}").view(n, length, c.num_attention_heads, -1)
+                for what in ("query", "key", "value")
+            ]
+            q, k, v = heads
+            if is_last:
+                x = x[torch.arange(n), places]
+                q = q[torch.arange(n), places][:, None]
+            scores = torch.einsum("nthe,nuhe->nhtu", q, k) / (c.hidden_size // c.num_attention_heads) ** 0.5
+            weights = self.drop(scores.softmax(dim=-1), (1, 0, 2, 3) if is_last else (1, 2, 3, 0))
+            mixed = torch.einsum("nhtu,nuhe->nthe", weights, v).flatten(2)
+            mixed, order = (mixed[:, 0], (0, 1)) if is_last else (mixed, (1, 0, 2))
+            out = self.drop(self.linear(mixed, f"{name}.attention.output.dense"), order)
+            x = self.norm(x + out, f"{name}.attention.output.LayerNorm")
+            hidden = gelu(self.linear(x, f"{name}.intermediate.dense"))
+            x = self.norm(x + self.drop(self.linear(hidden, f"{name}.output.dense"), order), f"{name}.output.LayerNorm")
+        t = "cls.predictions.transform"
+        x = self.norm(gelu(self.linear(x, f"{t}.dense")), f"{t}.LayerNorm")
+        return x @ self.p[f"{e}.word_embeddings.weight"].T + self.p["cls.predictions.bias"]
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_dropout_is_that_of_the_bits_of_the_seed(shape):
+    models, batches = [model_of(shape, seed, dropout=0.3) for seed in range(2)], [batch_of(shape, seed) for seed in (0, 1)]
+    losses, gradients, layout = stacked(models, batches, seeds=[5, 6])
+    layers, heads, width, inner, length, n = shape
+    count = num_drawn(Sizes(layers, heads, width, inner, IDS, PAD, n, length))
+    for number, (model, batch) in enumerate(zip(models, batches, strict=True)):
+        generator = torch.Generator().manual_seed(5 + number)
+        bits = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
+        reference = Reference(model, bits.view(torch.int16))
+        places = (batch["labels"] != IGNORED).int().argmax(dim=1)
+        logits = reference.logits(batch["input_ids"], places)
+        assert reference.read == count
+        labels = batch["labels"][torch.arange(n), places]
+        expected = torch.nn.functional.cross_entropy(logits, labels)
+        expected.backward()
+        assert losses[number] == pytest.approx(expected.item(), rel=1e-6)
+        assert_same(layout.views(gradients[number]), model)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_member_does_not_depend_on_the_others(dropout):
+    shape = (2, 2, 32, 128, 6, 16)
+    models = [model_of(shape, seed, dropout) for seed in range(5)]
+    batches = [batch_of(shape, seed) for seed in range(5)]
+    losses, gradients, _ = stacked(models, batches)
+    for rows in ([0], [3], [4, 1], [2, 3, 0]):
+        fewer, own, _ = stacked([models[r] for r in rows], [batches[r] for r in rows], seeds=rows)
+        assert fewer == [losses[r] for r in rows]
+        assert own.numpy().tobytes() == gradients[rows].numpy().tobytes()
+
+
+def test_only_the_named_rows_are_computed():
+    shape = SHAPES[0]
+    stack = Stack(model_of(shape), 3)
+    for row in range(3):
+        stack.read(row, model_of(shape, row))
+    stack.gradients.fill_(7.0)
+    stack.loss_and_gradient([2], [batch_of(shape)], [0])
+    assert bool((stack.gradients[:2] == 7).all())
+    assert not bool((stack.gradients[2] == 7).any())
+
+
+def test_weights_and_parts_come_back_as_they_were():
+    model, other = model_of(SHAPES[1], 1), model_of(SHAPES[1], 2)
+    stack = Stack(model, 2)
+    stack.read(1, model)
+    stack.write(1, other)
+    for (name, p), (_, q) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert bool((p == q).all()), name
+    layout = Layout(model)
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    halves = dict(layout.joined(named))
+    again = {name: part for which, half in halves.items() for name, part in layout.parts(which, half).items()}
+    assert again.keys() == named.keys()
+    assert all(bool((again[name] == named[name]).all()) for name in named)
+    assert all(named[name].ndim > 1 for name in layout.parts("decaying", halves["decaying"]))
+
+
+def test_other_shapes_do_not_fit():
+    stack = Stack(model_of(SHAPES[0]), 1)
+    assert stack.fits(model_of(SHAPES[0], seed=3))
+    assert not stack.fits(model_of(SHAPES[1]))
+    assert not stack.fits(model_of(SHAPES[0], dropout=0.1))
