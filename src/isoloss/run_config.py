@@ -6,14 +6,11 @@ import contextlib
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from isoloss.config import AlgorithmConfig, LanguageConfig, check, setting
 from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS
-
-if TYPE_CHECKING:
-    from isoloss.models.architectures import Architecture
 
 _WARMUP, _MOST_WARMUP = 0.06, 1000  # of the steps, and at most so many, unless told
 
@@ -299,7 +296,7 @@ class TrainConfig:
             self.optimizer.check_steps(self.steps)
             self.algorithm.check_run(self)
 
-    def _check_stacked(self, architecture: Architecture) -> None:
+    def _check_stacked(self, architecture: Any) -> None:
         """Refuse what the compiled loss and gradient of stacked runs do not have."""
         width = architecture.shape(self.model).d_model if architecture.stacks else 0
         wrong = {

@@ -65,8 +65,9 @@ class Args:
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """The run directory; several, with --stacked: runs with the seeds --seed, --seed + 1, ..., trained together."""
-    config: Path | None = None
-    """A TOML file with the whole config; of the options below, only those that decide no result may be added."""
+    config: tuple[Path, ...] = ()
+    """A TOML file with the whole config, or one for each of several runs; of the options below, only those that decide
+    no result may be added."""
     language: str | None = None
     """A preset (isoloss ls languages), a stored language, grammar or .toml file; with --tokenizer, text or hf:NAME."""
     tokenizer: str | None = None
@@ -208,15 +209,22 @@ def _language(config: LanguageConfig) -> Language:
 
 def _configs(args: Args) -> list[TrainConfig]:
     """Return the config of each run."""
-    if args.config is None and args.language is not None:
+    if not args.config and args.language is not None:
         return _by_seed(args, _from_options(args))
     free = {f.name for f in dataclasses.fields(_Training) if f.metadata.get("exclude_from_fingerprint")}
     given = dict(_given(args))
     decisive = ", ".join(options.option_name(name) for name in given if name not in free)
-    if args.config is not None:
+    if args.config:
         if decisive:
-            raise IsolossError(f"{args.config} holds the whole config; leave out {decisive}")
-        return _by_seed(args, dataclasses.replace(configs.read_toml(TrainConfig, args.config), **given))
+            raise IsolossError(f"{args.config[0]} holds the whole config; leave out {decisive}")
+        read = [dataclasses.replace(configs.read_toml(TrainConfig, path), **given) for path in args.config]
+        if len(read) == 1:
+            return _by_seed(args, read[0])
+        if len(read) != len(args.runs):
+            raise IsolossError(
+                f"{len(read)} config files are given for {len(args.runs)} runs: give one for all, or one for each"
+            )
+        return read
     for path in args.runs:
         if not Run(path).exists:
             raise IsolossError(f"{path} holds no run yet: name a --language or a --config to start one")

@@ -19,9 +19,9 @@ from isoloss.runs import Run
 from isoloss.seeds import derive
 from isoloss.training.algorithms.base import Examples
 from isoloss.training.distributed import process_group
-from isoloss.training.throughput import Progress
 from isoloss.training.loop import is_complete
 from isoloss.training.stack import Member, train_together
+from isoloss.training.throughput import Progress
 from isoloss.training.trainer import train
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ def pretrain_together(
         >>> from isoloss import pretrain_together
         >>> from isoloss.languages.config import LAPTOP_PCFG
         >>> from isoloss.run_config import ModelConfig, TrainConfig
-        >>> config = TrainConfig(language=LAPTOP_PCFG, model=ModelConfig(size="d16"), steps=2, stacked=True, device="cpu")
+        >>> model = ModelConfig(size="d16")
+        >>> config = TrainConfig(language=LAPTOP_PCFG, model=model, steps=2, stacked=True, device="cpu")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     seeds = {Path(folder) / f"seed-{s}": dataclasses.replace(config, seed=s) for s in range(3)}
         ...     [run.complete for run in pretrain_together(seeds)]

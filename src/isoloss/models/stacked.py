@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from isoloss.models.dropout import LEVELS, num_levels
-from isoloss.models.stacked_kernels import Sizes, loss_and_gradient, num_drawn
+from isoloss.models.stacked_attention import Sizes, num_drawn
+from isoloss.models.stacked_kernels import loss_and_gradient
 from isoloss.text.masking import IGNORED, Batch
 
 _ALIGNED = 16  # float32 values in a cache line, on which every parameter begins
@@ -149,9 +150,7 @@ class Stack:
             module.register_parameter(name, parameter)
         return module
 
-    def loss_and_gradient(
-        self, members: Sequence[int], batches: Sequence[Batch], seeds: Sequence[int]
-    ) -> list[float]:
+    def loss_and_gradient(self, members: Sequence[int], batches: Sequence[Batch], seeds: Sequence[int]) -> list[float]:
         """Compute the gradients of some members' losses, each on its own batch; return the losses, in nats.
 
         The batches are of one shape, (n, T), with one label in each sentence; the seeds are of the dropout.

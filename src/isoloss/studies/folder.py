@@ -135,33 +135,47 @@ class StudyFolder:
         files.write_json(self.path / "study.json", self.document() | started)
 
     def plan(self) -> list[Unit]:
-        """Return the study's units: for each run its training, and the measuring of its checkpoints."""
-        units = []
+        """Return the study's units: the training of each run or stack of runs, and the measuring of checkpoints."""
+        units = self._training()
         for name, experiment in self.scale.experiments.items():
-            run, config = run_of(self.path, name), experiment.config
-            units.append(
-                Unit(
-                    name=f"train {name}",
-                    arguments=("train", str(run.path), "--config", str(self._config(name)), *DEVICE),
-                    done=functools.partial(_is_trained, run, experiment),
-                    progress=functools.partial(_training_progress, run, experiment),
-                    after=tuple(f"train {other}" for other in experiment.after),
-                    cost=config.steps * config.batch_size**0.5 / 1000,
-                    block=experiment.block,
-                )
-            )
+            run = run_of(self.path, name)
             units += [
                 Unit(
                     name=f"{part.name} {name}",
                     arguments=_eval_arguments(run, experiment, part),
                     done=functools.partial(_is_measured, run, experiment, part),
                     progress=functools.partial(_measuring_progress, run, experiment, part),
-                    after=(f"train {name}",),
+                    after=(_training_unit(name, experiment),),
                     cost=10.0 * len(experiment.steps(part)),
                     block=experiment.block,
                 )
                 for part in experiment.measurements
             ]
+        return units
+
+    def _training(self) -> list[Unit]:
+        """Return the units that train runs; runs of one stack have one unit, in the block of the first of them."""
+        experiments, together = self.scale.experiments, dict[str, dict[str, Experiment]]()
+        for name, experiment in experiments.items():
+            together.setdefault(_training_unit(name, experiment), {})[name] = experiment
+        units = []
+        for unit, members in together.items():
+            runs = {run_of(self.path, name): experiment for name, experiment in members.items()}
+            after = (other for experiment in members.values() for other in experiment.after)
+            units.append(
+                Unit(
+                    name=unit,
+                    arguments=(
+                        *("train", *(str(run.path) for run in runs)),
+                        *("--config", *(str(self._config(name)) for name in members), *DEVICE),
+                    ),
+                    done=functools.partial(_are_trained, runs),
+                    progress=functools.partial(_training_progress, runs),
+                    after=tuple(dict.fromkeys(_training_unit(other, experiments[other]) for other in after)),
+                    cost=sum(e.config.steps * e.config.batch_size**0.5 / 1000 for e in members.values()),
+                    block=min(experiment.block for experiment in members.values()),
+                )
+            )
         return units
 
     def results(self, complete: Collection[int] | None = None) -> Results:
@@ -257,12 +271,23 @@ def _eval_arguments(run: Run, experiment: Experiment, part: Measurement) -> tupl
     return ("eval", str(run.path), "--measures", *part.measures, "--steps", *steps, *settings, *DEVICE)
 
 
+def _training_unit(name: str, experiment: Experiment) -> str:
+    """Return the name of the unit that trains a run."""
+    return f"train {experiment.stack or name}"
+
+
 def _is_trained(run: Run, experiment: Experiment) -> bool:
     return run.complete and run.record["fingerprint"] == configs.fingerprint(experiment.config)
 
 
-def _training_progress(run: Run, experiment: Experiment) -> str:
-    return f"step {max(run.steps(), default=0):,} of {experiment.config.steps:,}" if run.exists else ""
+def _are_trained(runs: Mapping[Run, Experiment]) -> bool:
+    return all(_is_trained(run, experiment) for run, experiment in runs.items())
+
+
+def _training_progress(runs: Mapping[Run, Experiment]) -> str:
+    begun = [run for run in runs if run.exists]
+    made, total = sum(max(run.steps(), default=0) for run in begun), sum(one.config.steps for one in runs.values())
+    return f"step {made:,} of {total:,}" if begun else ""
 
 
 def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:

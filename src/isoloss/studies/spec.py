@@ -51,6 +51,8 @@ class Experiment:
         group: What the run is called in figures and tables, the same for all seeds of one setting; empty: its name.
         block: The number of its block: a part of the study that is complete in itself, e.g. one grammar with all its
             runs. Lower blocks run first, and an interim page can show the complete ones.
+        stack: What it is trained together with: one unit of work trains all runs of the same name here, whose configs
+            have `stacked` and models of one shape; empty: it is trained by itself.
     """
 
     config: TrainConfig
@@ -58,6 +60,7 @@ class Experiment:
     after: tuple[str, ...] = ()
     group: str = ""
     block: int = 0
+    stack: str = ""
 
     @property
     def kept_steps(self) -> tuple[int, ...]:

@@ -211,9 +211,7 @@ class Training:
         with signals() as interrupted, contextlib.closing(self.steps(interrupted)) as steps:
             for step in steps:
                 seed_dropout(step.dropout_seed, self.device)
-                step.result = self.algorithms[0].step(
-                    step.of_stage, step.batch, self.loss, with_norm=step.is_logged
-                )
+                step.result = self.algorithms[0].step(step.of_stage, step.batch, self.loss, with_norm=step.is_logged)
 
     def steps(self, interrupted: Callable[[], bool]) -> Generator[Step]:
         """Yield every step that is left, to be made and given its result, and make the run complete.

@@ -42,7 +42,7 @@ class Member:
     validate: Validate | None = None
 
 
-class StackFailed(IsolossError):
+class StackError(IsolossError):
     """Some runs of a stack failed; the others went on to their end.
 
     Attributes:
@@ -117,7 +117,7 @@ def _train(members: Sequence[Member], group: ProcessGroup) -> None:
             rows = [training for training, _ in ready]
             _make(stack, ready)
     if errors:
-        raise StackFailed(errors) if len(members) > 1 else IsolossError(*errors.values())
+        raise StackError(errors) if len(members) > 1 else IsolossError(*errors.values())
     if interruptions:
         raise min(interruptions, key=lambda stop: stop.step)
 

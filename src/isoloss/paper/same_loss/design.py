@@ -84,6 +84,7 @@ class Scale:
     language: PCFGConfig  # the grammars, but for their seeds
     grammars: tuple[int, ...]  # their seeds
     complete: int  # how many of them, from the first, have all arms; the others have those of the primary claim
+    together: int  # so many grammars' runs of an arm are trained by one process
     seeds_per_grammar: int = 1  # pre-training runs
     sizes: tuple[str, ...]  # model sizes, ascending
     main_size: str  # the size of all arms but those of size
@@ -154,12 +155,17 @@ class Scale:
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
         """Every arm of every unit; a grammar is a block of the study."""
-        blocks = {grammar: place for place, grammar in enumerate(self.grammars)}
-        return {
-            unit.run(arm): dataclasses.replace(experiment, block=blocks[unit.grammar])
-            for unit in self.units
-            for arm, experiment in Arms(self, unit).experiments().items()
-        }
+        places = {grammar: place for place, grammar in enumerate(self.grammars)}
+        made = {}
+        for unit in self.units:
+            for arm, experiment in Arms(self, unit).experiments().items():
+                together = ""
+                if experiment.config.stacked:
+                    first = places[unit.grammar] // self.together * self.together
+                    last = min(first + self.together, len(self.grammars)) - 1
+                    together = f"{arm}, grammars {self.grammars[first]} to {self.grammars[last]}"
+                made[unit.run(arm)] = dataclasses.replace(experiment, block=places[unit.grammar], stack=together)
+        return made
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,7 @@ class Arms:
             optimizer=optimizer,
             batch_size=scale.batch_size,
             seed=unit.seed,
+            stacked=all(stage.algorithm is None for stage in more.get("stages", ())),
             device="cpu",
             threads=1,
             **more,
