@@ -136,3 +136,57 @@ def test_the_config_is_printed_as_json_too(capsys, tmp_path):
     assert main([*words, "--json"]) == 0
     config = configs.from_dict(TrainConfig, json.loads(capsys.readouterr().out))
     assert config == config_of(capsys, tmp_path)
+
+
+# --- several runs
+
+
+def test_several_runs_are_seeds_of_one_setting_trained_together(capsys, tmp_path):
+    runs = [tmp_path / name for name in ("a", "b", "c")]
+    setting = ("--language", "pcfg-laptop", "--size", "d16", "--steps", "4", "--batch-size", "8", "--stacked")
+    command = ["train", *map(str, runs), *setting, "--seed", "5", "--device", "cpu", "--json"]
+    assert main(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [run["run"] for run in document["runs"]] == list(map(str, runs))
+    assert [Run(path).config.seed for path in runs] == [5, 6, 7]
+    assert main(command) == 0  # complete
+    assert json.loads(capsys.readouterr().out) == document
+    assert main(["train", *map(str, runs)]) == 0  # by what their folders hold
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[:3]] == list(map(str, runs))
+    assert lines[-1].split() == ["isoloss", "eval", *map(str, runs)]
+    weights = [(path / "checkpoints" / "step-4" / "model.safetensors").read_bytes() for path in runs]
+    assert len(set(weights)) == 3
+    single = [*setting, "--seed", "6", "--device", "cpu"]
+    assert main(["train", str(tmp_path / "single"), *single]) == 0
+    assert (tmp_path / "single" / "checkpoints" / "step-4" / "model.safetensors").read_bytes() == weights[1]
+
+
+def test_a_config_file_for_each_run(capsys, tmp_path):
+    for seed in (3, 9):
+        options = ("--size", "d16", "--steps", "2", "--stacked", "--seed", str(seed), "--print-config")
+        assert main(["train", "unused", "--language", "pcfg-laptop", *options]) == 0
+        (tmp_path / f"{seed}.toml").write_text(capsys.readouterr().out)
+    runs, files = [str(tmp_path / "x"), str(tmp_path / "y")], [str(tmp_path / "3.toml"), str(tmp_path / "9.toml")]
+    assert main(["train", *runs, "--config", *files, "--device", "cpu"]) == 0
+    assert [Run(tmp_path / name).config.seed for name in "xy"] == [3, 9]
+    assert main(["train", *runs, str(tmp_path / "z"), "--config", *files]) == 2
+    assert "2 config files are given for 3 runs: give one for all, or one for each" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "no run directory is named"),
+        ("a a --language pcfg-laptop --stacked", "a is named twice"),
+        ("a b --language pcfg-laptop", "2 run directories are named, and only stacked runs train together"),
+        ("a b --language pcfg-laptop --stacked --print-config", "prints the config of one run, and 2 are named"),
+        ("a --language pcfg-laptop --stacked --algorithm sam", "stacked is on and the algorithm is sam"),
+        ("a --language pcfg-laptop --stacked --architecture lstm", "the architecture is lstm; only BERTs stack"),
+    ],
+)
+def test_runs_that_cannot_be_named_so(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *arguments.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())

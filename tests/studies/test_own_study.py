@@ -46,6 +46,32 @@ def test_a_setting_may_have_several_values(capsys, file, tmp_path, here):
     assert "probe regularization 0.001 or 0.01" in (tmp_path / "out" / "report" / "index.html").read_text()
 
 
+def test_runs_of_one_stack_are_trained_by_one_unit(capsys, file, tmp_path, here):
+    text = FILE.replace("steps=6,", "steps=6, stacked=True, seed=seed,").replace(
+        "def run(dropout):", "def run(seed, **more):"
+    )
+    text = text.replace("dropout=dropout", "dropout=0.1").replace(
+        "settings=settings),))", "settings=settings),), **more)"
+    )
+    runs = '{"a": run(0, stack="both"), "b": run(1, stack="both"), "c": run(2, after=("b",))}'
+    file.write_text(text.replace('{"without": run(0.0), "with": run(0.1)}', runs))
+    where = ("--folder", tmp_path / "out")
+    plan = json.loads(call(capsys, "plan", file, *where, "--json"))["units"]
+    assert [(unit["unit"], unit["after"]) for unit in plan] == [
+        ("train both", []),
+        ("measure a", ["train both"]),
+        ("measure b", ["train both"]),
+        ("train c", ["train both"]),
+        ("measure c", ["train c"]),
+    ]
+    call(capsys, "run", file, *where, *here)
+    runs = tmp_path / "out" / "runs"
+    logs = [json.loads((runs / name / "log.jsonl").read_text().splitlines()[0]) for name in "abc"]
+    assert [log["blocks"] for log in logs] == ["stacked"] * 3
+    (runs / "b" / "result.json").unlink()
+    assert states(capsys, file, *where)["train both"] == ("begun", "step 12 of 12")
+
+
 def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_path, here):
     where = ("--folder", tmp_path / "out")
     plan = json.loads(call(capsys, "plan", file, *where, "--json"))["units"]

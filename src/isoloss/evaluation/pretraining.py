@@ -92,7 +92,7 @@ def pretrain(
 def pretrain_together(
     runs: Mapping[str | PathLike[str], TrainConfig],
     *,
-    build: Callable[[LanguageConfig], Language] = lambda config: config.build(),
+    build: Callable[[LanguageConfig], Language] | None = None,
     progress: Callable[[Run, Progress], None] | None = None,
 ) -> list[Run]:
     """Pre-train several runs in one process, each from its newest checkpoint if it has one, and return them.
@@ -103,7 +103,7 @@ def pretrain_together(
 
     Args:
         runs: The config of each directory.
-        build: Makes a language from its config; called once for runs that share one.
+        build: Makes a language from its config; None: `config.build()`. It is called once for runs that share one.
         progress: Called about once a second for each run, and at its end.
 
     Raises:
@@ -133,7 +133,7 @@ def pretrain_together(
             run.create(config)
             continue
         if config.language not in known:
-            known[config.language] = build(config.language)
+            known[config.language] = build(config.language) if build else config.language.build()
         language = known[config.language]
         measure, validate = _measurements(language, config)
         members.append(Member(run, config, language, progress and functools.partial(progress, run), measure, validate))

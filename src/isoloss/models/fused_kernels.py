@@ -9,7 +9,7 @@ Shapes: N rows, m any width, d the model's width, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+Kernel = TypeVar("Kernel", bound=Callable[..., object])
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.int16]
 
@@ -27,7 +28,7 @@ _LOG2_E, _LN2_HIGH, _LN2_LOW = _F(1.4426950408889634), _F(0.693359375), _F(-2.12
 _ROOT_HALF, _ROOT_2PI = _F(0.7071067811865476), _F(0.3989422804014327)
 
 
-def _compiled(kernel: Callable[..., None]) -> Callable[..., None]:
+def compiled(kernel: Kernel) -> Kernel:
     """Return a kernel that is compiled when first called, or read from the disk where an earlier process left it.
 
     Sums over a row may be taken in another order, one that is fixed when the kernel is compiled, so that they fill the
@@ -67,7 +68,7 @@ def _exp(x: np.float32) -> np.float32:
     return p * _float_of((np.int32(n) + np.int32(127)) << np.int32(23))  # type: ignore[no-any-return]
 
 
-@_compiled
+@compiled
 def gelu(x: Floats, bias: Floats, y: Floats) -> None:
     """Set y (N, m) to the GELU of x + bias, and x to its derivative there.
 
@@ -90,7 +91,7 @@ def gelu(x: Floats, bias: Floats, y: Floats) -> None:
             x[i, j] = below + v * _ROOT_2PI * e
 
 
-@_compiled
+@compiled
 def add_norm(
     x: Floats,
     bias: Floats,
@@ -132,7 +133,7 @@ def add_norm(
             y[i, j] = v * weight[j] + shift[j]
 
 
-@_compiled
+@compiled
 def add_norm_backward(
     d_y: Floats,
     normalized: Floats,
@@ -169,7 +170,7 @@ def add_norm_backward(
             sums[2, j] += g
 
 
-@_compiled
+@compiled
 def softmax(
     scores: Floats, factor: np.float32, bits: Bits, level: np.int16, scale: np.float32, weights: Floats
 ) -> None:
@@ -192,7 +193,7 @@ def softmax(
             weights[i, j] = v
 
 
-@_compiled
+@compiled
 def softmax_backward(
     d_weights: Floats, p: Floats, factor: np.float32, bits: Bits, level: np.int16, scale: np.float32
 ) -> None:

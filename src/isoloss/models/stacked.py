@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from isoloss.models.dropout import LEVELS, num_levels
-from isoloss.models.stacked_attention import Sizes, num_drawn
-from isoloss.models.stacked_kernels import loss_and_gradient
 from isoloss.text.masking import IGNORED, Batch
+
+if TYPE_CHECKING:
+    from isoloss.models.stacked_attention import Sizes
 
 _ALIGNED = 16  # float32 values in a cache line, on which every parameter begins
 _LOW = -1e30  # added to the score of a key that is padding
@@ -155,6 +156,9 @@ class Stack:
 
         The batches are of one shape, (n, T), with one label in each sentence; the seeds are of the dropout.
         """
+        from isoloss.models.stacked_attention import Sizes
+        from isoloss.models.stacked_kernels import loss_and_gradient
+
         first = batches[0]["input_ids"]
         count, (n, length), config = len(members), first.shape, self._config
         sizes = Sizes(
@@ -179,22 +183,28 @@ class Stack:
         if "targets" in batches[0]:
             targets = torch.stack([batch["targets"] for batch in batches]).float()
         losses = torch.empty(count, n)
-        arrays = (tokens, places, unseen, labels, targets, self._bits(seeds, sizes))
-        dropped = np.int16(self._levels - LEVELS // 2), np.float32(LEVELS / (LEVELS - self._levels))
         loss_and_gradient(
             self.parameters.numpy(),
             self.gradients.numpy(),
             np.array(members),
             self._starts,
             sizes,
-            *(array.numpy() for array in arrays),
-            *dropped,
+            tokens.numpy(),
+            places.numpy(),
+            unseen.numpy(),
+            labels.numpy(),
+            targets.numpy(),
+            self._bits(seeds, sizes).numpy(),
+            np.int16(self._levels - LEVELS // 2),
+            np.float32(LEVELS / (LEVELS - self._levels)),
             losses.numpy(),
         )
         return losses.double().mean(dim=1).tolist()
 
     def _bits(self, seeds: Sequence[int], sizes: Sizes) -> torch.Tensor:
         """Return the random bits of the members' dropout, each a function of its own seed."""
+        from isoloss.models.stacked_attention import num_drawn
+
         if not self._levels:
             return torch.empty(len(seeds), 0, dtype=torch.int16)
         bits = torch.empty(len(seeds), -(-num_drawn(sizes) // 4), dtype=torch.int64)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from isoloss.models.fused_kernels import _F, _KEEP_ALL, Bits, Floats, _compiled, _exp
+from isoloss.models.fused_kernels import _F, _KEEP_ALL, Bits, Floats, _exp, compiled
 
 Ints = npt.NDArray[np.int64]
 
@@ -43,13 +43,13 @@ def num_drawn(sizes: Sizes) -> int:
     return rows * width + (sizes.layers - 1) * full + heads * rows + 2 * n * width
 
 
-@_compiled
+@compiled
 def matrix(vector: Floats, start: int, rows: int, columns: int) -> Floats:
     """Return the matrix that begins at `start`, which shares memory with the vector."""
     return vector[start : start + rows * columns].reshape(rows, columns)
 
 
-@_compiled
+@compiled
 def add_columns(values: Floats, sums: Floats) -> None:
     """Add the sum of the rows of `values` (N, k) to the first k of `sums`."""
     for i in range(values.shape[0]):
@@ -57,7 +57,7 @@ def add_columns(values: Floats, sums: Floats) -> None:
             sums[j] += values[i, j]
 
 
-@_compiled
+@compiled
 def attention(
     theta: Floats,
     a: Ints,
@@ -120,7 +120,7 @@ def attention(
                         out[head, c, t, i] += after[head, t, u, i] * parts[2, head, c, u, i]
 
 
-@_compiled
+@compiled
 def attention_backward(
     z: Sizes,
     qkv: Floats,
@@ -168,7 +168,7 @@ def attention_backward(
                         d_parts[1, head, c, u, i] += g[u, i] * parts[0, head, c, t, i]
 
 
-@_compiled
+@compiled
 def from_one(
     theta: Floats,
     a: Ints,
@@ -236,7 +236,7 @@ def from_one(
                 values[i, head * e + c] = mixed[i, c] + own[i, c]
 
 
-@_compiled
+@compiled
 def from_one_backward(
     theta: Floats,
     grad: Floats,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from isoloss.models.fused_kernels import _F, _KEEP_ALL, Bits, Floats, _compiled, _exp, add_norm, add_norm_backward, gelu
+from isoloss.models.fused_kernels import _F, _KEEP_ALL, Bits, Floats, _exp, add_norm, add_norm_backward, compiled, gelu
 from isoloss.models.stacked_attention import (
     FIRST,
     HEAD,
@@ -50,7 +50,7 @@ from isoloss.models.stacked_attention import (
 )
 
 
-@_compiled
+@compiled
 def loss_and_gradient(
     parameters: Floats,
     gradients: Floats,
@@ -82,7 +82,7 @@ def loss_and_gradient(
         )  # fmt: skip
 
 
-@_compiled
+@compiled
 def _taken(bits: Bits, start: int, rows: int, columns: int) -> Bits:
     """Return the bits of (rows, columns) values, or of none where nothing is dropped."""
     if bits.shape[0] == 0:
@@ -90,7 +90,7 @@ def _taken(bits: Bits, start: int, rows: int, columns: int) -> Bits:
     return bits[start : start + rows * columns].reshape(rows, columns)
 
 
-@_compiled
+@compiled
 def _member(
     theta: Floats,
     grad: Floats,
@@ -241,15 +241,15 @@ def _member(
                 d_words[tokens[t, i]] += residual[t * n + i]
 
 
-@_compiled
+@compiled
 def _sum(values: Floats) -> np.float32:
     total = _F(0)
     for i in range(values.shape[0]):
         total += values[i]
-    return total  # type: ignore[return-value]
+    return total
 
 
-@_compiled
+@compiled
 def _drop(x: Floats, bits: Bits, level: np.int16, scale: np.float32) -> None:
     if level != _KEEP_ALL:
         for i in range(x.shape[0]):
@@ -257,7 +257,7 @@ def _drop(x: Floats, bits: Bits, level: np.int16, scale: np.float32) -> None:
                 x[i, j] = x[i, j] * scale if bits[i, j] >= level else _F(0)
 
 
-@_compiled
+@compiled
 def _cross_entropy(logits: Floats, bias: Floats, labels: Ints, targets: Floats, losses: Floats) -> None:
     """Set `losses` (n,), and the logits to the gradient of their mean; arguments as for `loss_and_gradient`."""
     n, ids = logits.shape
@@ -286,7 +286,7 @@ def _cross_entropy(logits: Floats, bias: Floats, labels: Ints, targets: Floats, 
             logits[i, labels[i]] -= _F(1) / _F(n)
 
 
-@_compiled
+@compiled
 def _after_attention(
     theta: Floats,
     a: Ints,
@@ -319,7 +319,7 @@ def _after_attention(
     add_norm(u2, bias, between, more_bits, level, scale, norm, shift, eps, inverse2, y)
 
 
-@_compiled
+@compiled
 def _after_attention_backward(
     theta: Floats,
     grad: Floats,

@@ -136,9 +136,10 @@ class StudyFolder:
 
     def plan(self) -> list[Unit]:
         """Return the study's units: the training of each run or stack of runs, and the measuring of checkpoints."""
-        units = self._training()
+        training, units = {unit.name: unit for unit in self._training()}, list[Unit]()
         for name, experiment in self.scale.experiments.items():
-            run = run_of(self.path, name)
+            run, unit = run_of(self.path, name), training.pop(_training_unit(name, experiment), None)
+            units += [] if unit is None else [unit]  # of a stack, with the first of its runs
             units += [
                 Unit(
                     name=f"{part.name} {name}",

@@ -17,6 +17,7 @@ import torch
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
+from isoloss.languages.pcfg.inside_outside import choose_backend
 from isoloss.models.make import make_model
 from isoloss.models.stacked import Stack
 from isoloss.run_config import TrainConfig
@@ -71,6 +72,8 @@ def train_together(members: Sequence[Member]) -> None:
         if not member.config.stacked:
             raise IsolossError(f"the config of {member.run.path} has stacked = false: only stacked runs train together")
     with process_group() as group, contextlib.ExitStack() as held:
+        if choose_backend(torch.device("cpu")) != "numba":
+            raise IsolossError("a stacked run is trained by compiled loops, which need the package numba")
         if group.world_size > 1:
             raise IsolossError(f"a stacked run trains in one process, and these are {group.world_size}")
         for member in members:
