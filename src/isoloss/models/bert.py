@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers import BertForMaskedLM
 
+from isoloss.models import fused
+
 
 def states(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, positions: torch.Tensor
@@ -72,13 +74,20 @@ def _attend_from_one(
     instead of one a token.
     """
     n, length, width = hidden.shape
+    rows = positions.flatten().nonzero()[:, 0]
+    if attention_mask is not None:
+        attention_mask = attention_mask.expand(n, 1, length, length)[:, 0][positions]
+    if module.training and fused.is_usable(hidden):
+        projections = (module.query, module.key, module.value)
+        settings = {"num_heads": module.num_attention_heads, "dropout": module.dropout.p}
+        return fused.attention_from_one(hidden, attention_mask, rows, projections, **settings), None
     heads = (module.num_attention_heads, module.attention_head_size)
     query = module.query(hidden[positions]).view(n, *heads)
     at = torch.einsum("nhe,hed->nhd", query, module.key.weight.view(*heads, width))
     constant = torch.einsum("nhe,he->nh", query, module.key.bias.view(heads))
     scores = (torch.einsum("nhd,ntd->nht", at, hidden) + constant[:, :, None]) * module.scaling
     if attention_mask is not None:
-        scores = scores + attention_mask.expand(n, 1, length, length)[:, 0][positions][:, None]
+        scores = scores + attention_mask[:, None]
     weights = nn.functional.dropout(scores.softmax(dim=-1), p=module.dropout.p, training=module.training)
     mixed = torch.einsum("nht,ntd->nhd", weights, hidden)
     values = torch.einsum("nhd,hed->nhe", mixed, module.value.weight.view(*heads, width))
