@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812  (torch's own name for it)
+from torch.nn import functional as F
 
 
 class PlainBatch(NamedTuple):
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class PlainBERT(nn.Module):
-    """BERT with the output layer tied to the token embedding, of the shape and with the weights of transformers' own."""
+    """BERT with its output layer tied to the token embedding, with a transformers model's shape and weights."""
 
     def __init__(self, like: Any, *, sdpa: bool) -> None:
         super().__init__()

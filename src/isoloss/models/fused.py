@@ -95,7 +95,8 @@ def attention_from_one(
 ) -> torch.Tensor:
     """Return (n, d): what `attention` gives at one position of each sentence, row `rows` (n,) of x's n T states.
 
-    No key and no value is computed; see `isoloss.models.bert`. A mask (n, T) is added to the scores. Dropout is torch's.
+    No key and no value is computed; see `isoloss.models.bert`. A mask (n, T) is added to the scores.
+    Torch draws the dropout.
     """
     parts = [tensor for linear in projections for tensor in (linear.weight, linear.bias)]
     mixed: torch.Tensor = _AttentionFromOne.apply(x, mask, rows, num_heads, dropout, *parts)  # type: ignore[no-untyped-call]
@@ -208,7 +209,13 @@ class _Embed(torch.autograd.Function):
         _check_first()
         tokens, normalized, inverse, weight = ctx.saved_tensors
         d_words, d_places, d_norm = (d_y.new_zeros(rows, d_y.shape[-1]) for rows in (*ctx.sizes, 2))
-        given = d_y.reshape(normalized.shape).numpy(), normalized.numpy(), inverse.numpy(), *ctx.dropped, _copied(weight)
+        given = (
+            d_y.reshape(normalized.shape).numpy(),
+            normalized.numpy(),
+            inverse.numpy(),
+            *ctx.dropped,
+            _copied(weight),
+        )
         made = d_words.numpy(), d_places.numpy(), d_norm.numpy()
         fused_kernels.embed_norm_backward(*given, tokens.numpy(), ctx.padding, *made)
         return None, d_words, None, d_places, *d_norm, None, None

@@ -387,13 +387,17 @@ def attend_from_one_backward(
 
 
 @_compiled
-def cross_entropy(logits: Floats, bias: Floats, labels: Tokens, scale: np.float32, losses: Floats, sums: Floats) -> None:
+def cross_entropy(
+    logits: Floats, bias: Floats, labels: Tokens, scale: np.float32, losses: Floats, sums: Floats
+) -> None:
     """Set `losses` (N,) to the cross-entropies of logits + bias (N, V) at the labels (N,).
 
     The logits become `scale` times their gradient, whose rows are added to `sums` (V,).
     """
     width = logits.shape[1]
     for i in range(logits.shape[0]):
+        if not 0 <= labels[i] < width:
+            raise IndexError("a label is not an id of the output layer")
         highest = _F(-np.inf)
         for j in range(width):
             v = logits[i, j] + bias[j]
