@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import BertForMaskedLM
+from transformers.masking_utils import create_bidirectional_mask
 
 from isoloss.models import fused
 
@@ -29,11 +30,16 @@ def states(
     """
     base = model.base_model
     with selected(base.encoder.layer[-1].attention, positions):
-        hidden = base(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        hidden = base.embeddings(input_ids=input_ids)
+        if attention_mask is not None:
+            attention_mask = create_bidirectional_mask(base.config, hidden, attention_mask)
+        for layer in base.encoder.layer:  # calling `base` takes as long again as a small layer: it can return all states
+            hidden = layer(hidden, attention_mask)
     transformed: torch.Tensor
     if isinstance(model, BertForMaskedLM):
         transformed = model.cls.predictions.transform(hidden)
     else:
+        hidden = base.LayerNorm(hidden)
         transformed = model.lm_head.layer_norm(nn.functional.gelu(model.lm_head.dense(hidden)))
     return transformed
 
