@@ -306,11 +306,11 @@ def contenders(size: str, batch_size: int) -> dict[str, Callable[[int], list[flo
     return Workload(size, batch_size).contenders()
 
 
-def compare(size: str, batch_size: int, rounds: int, steps: int) -> dict[str, Any]:
+def compare(size: str, batch_size: int, rounds: int, steps: int, beside: str) -> dict[str, Any]:
     """Let the contenders take turns, and return each one's processor seconds a step and ratio to ours."""
     workload = Workload(size, batch_size)
     workload.check_plain()
-    names = list(workload.contenders())
+    names = [name for name in workload.contenders() if name == OURS or beside in name]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with processes({name: process_of(name) for name in names}, contenders, size, batch_size) as run:
         for number in range(rounds + 1):
@@ -342,7 +342,14 @@ def main() -> None:
     """Time and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
-    parser.add_argument("--steps", type=int, default=16, help=f"steps of a turn, the first {WARM_UP} not counted")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="+",
+        default=[40, 16],
+        help=f"steps of a turn for each size, the first {WARM_UP} not counted",
+    )
+    parser.add_argument("--beside", default="", help="time ours beside the contenders with this in their names alone")
     parser.add_argument("--sizes", nargs="+", default=["d64", "d128"])
     parser.add_argument("--batches", nargs="+", type=int, default=[128])
     parser.add_argument(
@@ -358,7 +365,9 @@ def main() -> None:
         "load": load,
         "versions": versions(LIBRARIES),
         "workloads": [
-            compare(size, batch, options.rounds, options.steps) for size in options.sizes for batch in options.batches
+            compare(size, batch, options.rounds, steps, options.beside)
+            for size, steps in zip(options.sizes, options.steps, strict=True)
+            for batch in options.batches
         ],
     }
     write_text(options.output, json.dumps(record, indent=1) + "\n")

@@ -33,7 +33,9 @@ def states(
         hidden = base.embeddings(input_ids=input_ids)
         if attention_mask is not None:
             attention_mask = create_bidirectional_mask(base.config, hidden, attention_mask)
-        for layer in base.encoder.layer:  # calling `base` takes as long again as a small layer: it can return all states
+        for (
+            layer
+        ) in base.encoder.layer:  # calling `base` takes as long again as a small layer: it can return all states
             hidden = layer(hidden, attention_mask)
     transformed: torch.Tensor
     if isinstance(model, BertForMaskedLM):
@@ -77,7 +79,7 @@ def _attend_from_one(
 
     No key and no value is computed: with q the query, K and V the projections, the score of a state x is (K^T q) . x
     plus the bias's, and the mixed values are V times the mixed states. That is a product of d x d numbers a sentence
-    instead of one a token.
+    instead of one a token. In training, `isoloss.models.fused` does the same in compiled loops where it can.
     """
     n, length, width = hidden.shape
     rows = positions.flatten().nonzero()[:, 0]

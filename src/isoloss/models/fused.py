@@ -1,4 +1,4 @@
-"""The pieces of a transformer's block in few passes over memory: matrix products, and compiled loops between them.
+"""The pieces of a transformer in few passes over memory: matrix products, and compiled loops between them.
 
 Each is a `torch.autograd.Function` with its gradient written out. In float32, with one thread of the CPU (`is_usable`),
 they compute what the plain modules compute, up to rounding; the gradient itself has no derivative, and says so.
@@ -109,6 +109,9 @@ def cross_entropy(
     """Return the cross-entropies (r,) of logits + bias (r, V) at the labels (r,), and the sum (V,) of the gradients.
 
     The logits become their own gradients times `scale`.
+
+    Raises:
+        IndexError: A label is not an id from 0 to V - 1.
     """
     from isoloss.models import fused_kernels
 

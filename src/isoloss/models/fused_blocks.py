@@ -1,4 +1,4 @@
-"""The blocks of BERT as transformers has them, with the pieces of `isoloss.models.fused` where training can use these.
+"""BERT's embedding and blocks as transformers has them, with the pieces of `isoloss.models.fused` where training can.
 
 A module keeps its parameters and their names; another class only gives it another forward pass, in training mode and
 where the pieces are usable. In all other cases it is transformers' own, which has derivatives of any order.
