@@ -1,8 +1,9 @@
-"""Pre-training against transformers.Trainer: tokens per second of one thread, and what each of our choices gives.
+"""Pre-training against transformers.Trainer and a hand-written loop: tokens per second of one thread.
 
-The same model, the same sentences with the same masks, the same batch. The contenders take turns, each Trainer and our
-own run in a process of its own, which nobody else's settings reach. The Trainer gets its batches drawn and collated
-beforehand; ours draws its own as it goes.
+And what each of our choices gives. The same model, the same sentences with the same masks, the same batch. The
+contenders take turns, each Trainer, each hand-written loop and our own run in a process of its own, which nobody else's
+settings reach. The Trainer and the hand-written loop get their batches drawn and collated beforehand; ours draws its
+own as it goes. Nothing is timed unless the hand-written model has our loss and its gradient, at the same weights.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ for _name in ("OMP", "MKL", "OPENBLAS"):
     os.environ[f"{_name}_NUM_THREADS"] = "1"  # before the libraries are loaded
 
 import torch  # noqa: E402
+from plain_loop import PlainBERT, plain_batch, plain_loop  # noqa: E402
 from pretraining_page import page  # noqa: E402
 from processes import processes  # noqa: E402
 from timing import machine, versions  # noqa: E402
@@ -134,7 +136,50 @@ class Workload:
             "transformers.Trainer, sdpa": partial(trainer, attention="sdpa"),
             "transformers.Trainer, eager, bfloat16": partial(trainer, attention="eager", bf16=True),
             "transformers.Trainer around our model and loss": partial(trainer, attention="eager", loss="ours"),
+            "hand-written torch loop, eager": self.plain(sdpa=False),
+            "hand-written torch loop, sdpa": self.plain(sdpa=True),
+            "hand-written torch loop, sdpa, torch.compile": self.plain(sdpa=True, compiled=True),
         }
+
+    def check_plain(self) -> None:
+        """Raise a `SystemExit` unless the hand-written model has our loss and its gradient, without dropout."""
+        config = replace(self.config.model, dropout=0.0)
+        batch, _ = training_batch(self.language, self.config, 1, CPU)
+        ours = make_model(config, self.language, seed=0)
+        loss = prediction_loss(ours, batch, causal=False)
+        loss.backward()
+        for sdpa in (False, True):
+            plain = PlainBERT(ours, sdpa=sdpa).train()
+            other = plain(plain_batch(batch))
+            other.backward()
+            pairs = [
+                (loss, other),
+                (ours.get_input_embeddings().weight.grad, plain.tokens.weight.grad),
+                (ours.bert.encoder.layer[0].intermediate.dense.weight.grad, plain.blocks[0].inner.weight.grad),
+            ]
+            for mine, theirs in pairs:
+                if (mine - theirs).abs().max() > 1e-4 * mine.abs().max():
+                    raise SystemExit("the hand-written model does not compute what ours does: nothing was timed")
+
+    def plain(self, *, sdpa: bool, compiled: bool = False) -> Callable[[int], list[float]]:
+        """Return the hand-written loop, whose batches are in memory; its model is made when it first runs."""
+
+        @cache
+        def made() -> tuple[Any, torch.optim.Optimizer]:
+            model = PlainBERT(self._model(False), sdpa=sdpa).train()
+            config = self.config.optimizer
+            settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
+            optimizer = torch.optim.AdamW(model.parameters(), **settings)
+            return torch.compile(model) if compiled else model, optimizer
+
+        def run(steps: int) -> list[float]:
+            numbers = range(1, steps + 1)
+            batches = [
+                plain_batch(training_batch(self.language, self.config, number, CPU).inputs) for number in numbers
+            ]
+            return differences(plain_loop(*made(), batches))
+
+        return run
 
     def ours(self, steps: int) -> list[float]:
         """Train a run, from an empty directory to its last step."""
@@ -261,9 +306,11 @@ def contenders(size: str, batch_size: int) -> dict[str, Callable[[int], list[flo
     return Workload(size, batch_size).contenders()
 
 
-def compare(size: str, batch_size: int, rounds: int, steps: int) -> dict[str, Any]:
+def compare(size: str, batch_size: int, rounds: int, steps: int, beside: str) -> dict[str, Any]:
     """Let the contenders take turns, and return each one's processor seconds a step and ratio to ours."""
-    names = list(Workload(size, batch_size).contenders())
+    workload = Workload(size, batch_size)
+    workload.check_plain()
+    names = [name for name in workload.contenders() if name == OURS or beside in name]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with processes({name: process_of(name) for name in names}, contenders, size, batch_size) as run:
         for number in range(rounds + 1):
@@ -295,7 +342,14 @@ def main() -> None:
     """Time and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
-    parser.add_argument("--steps", type=int, default=16, help=f"steps of a turn, the first {WARM_UP} not counted")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="+",
+        default=[40, 16],
+        help=f"steps of a turn for each size, the first {WARM_UP} not counted",
+    )
+    parser.add_argument("--beside", default="", help="time ours beside the contenders with this in their names alone")
     parser.add_argument("--sizes", nargs="+", default=["d64", "d128"])
     parser.add_argument("--batches", nargs="+", type=int, default=[128])
     parser.add_argument(
@@ -311,7 +365,9 @@ def main() -> None:
         "load": load,
         "versions": versions(LIBRARIES),
         "workloads": [
-            compare(size, batch, options.rounds, options.steps) for size in options.sizes for batch in options.batches
+            compare(size, batch, options.rounds, steps, options.beside)
+            for size, steps in zip(options.sizes, options.steps, strict=True)
+            for batch in options.batches
         ],
     }
     write_text(options.output, json.dumps(record, indent=1) + "\n")

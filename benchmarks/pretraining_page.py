@@ -17,7 +17,11 @@ def page(record: dict[str, Any]) -> str:
         "round, and the quartiles. `isoloss train` is the whole run, which draws its sentences; the Trainer has its "
         "batches collated in memory, its own fused AdamW, and neither clipping, logging nor saving. Each of these has "
         "a process of its own, so that none has the other's settings. A bare loop makes the same step as "
-        "`isoloss train` with one choice undone; all of them share a process, but the one whose memory goes back.",
+        "`isoloss train` with one choice undone; all of them share a process, but the one whose memory goes back. The "
+        "hand-written loop (`plain_loop.py`) is plain torch with a small BERT of its own: one product for queries, "
+        "keys and values, the last layer's queries and all that follows at the masked positions alone, no attention "
+        "mask, torch's fused AdamW; its batches are in memory, and it neither clips, schedules, logs nor saves. Its "
+        "loss and gradient at equal weights without dropout are checked against ours before anything is timed.",
     ]
     for workload in record["workloads"]:
         lines += [

@@ -125,6 +125,68 @@ def test_feed_forward_add_norm(p, rows):
     )
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("padding", [None, 2])
+def test_embed(p, padding):
+    words = nn.Embedding(7, WIDTH, padding_idx=padding)
+    modules = perturbed(nn.ModuleList([words, nn.Embedding(LENGTH, WIDTH), nn.LayerNorm(WIDTH, eps=1e-6)]))
+    input_ids = torch.randint(0, 6, (N, LENGTH), generator=torch.Generator().manual_seed(4))
+    input_ids[0, :2] = 2
+
+    def reference(m):
+        x = m[2](nn.functional.embedding(input_ids, m[0].weight, padding) + m[1].weight)
+        return x * drawn((N, LENGTH, WIDTH), p)
+
+    compare(
+        lambda m: fused.embed(input_ids, m[0], m[1].weight, m[2], dropout=p),
+        reference,
+        modules,
+        [],
+        normal(N, LENGTH, WIDTH, seed=3),
+    )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_attention_from_one(p, is_masked):
+    linears = perturbed(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    positions = torch.tensor([4, 0, 0, 2])
+    present = torch.arange(LENGTH) < torch.tensor([5, 3, 1, 4])[:, None]
+    mask = torch.zeros(N, LENGTH).masked_fill(~present, torch.finfo(torch.float32).min) if is_masked else None
+
+    def reference(m, x):
+        query, key, value = (linear(x).view(N, LENGTH, HEADS, -1) for linear in m)
+        scores = torch.einsum("nhe,nthe->nht", query[range(N), positions], key) / (WIDTH / HEADS) ** 0.5
+        weights = (scores if mask is None else scores + mask[:, None].double()).softmax(dim=-1)
+        kept = nn.functional.dropout(torch.ones(weights.shape), p).double()
+        return torch.einsum("nht,nthe->nhe", weights * kept, value).flatten(1)
+
+    rows = positions + LENGTH * torch.arange(N)
+    compare(
+        lambda m, x: fused.attention_from_one(x, mask, rows, tuple(m), num_heads=HEADS, dropout=p),
+        reference,
+        linears,
+        [2 * normal(N, LENGTH, WIDTH)],
+        normal(N, WIDTH, seed=3),
+    )
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_cross_entropy(has_bias):
+    bias, labels = normal(9, seed=1) if has_bias else None, torch.tensor([0, 8, 3, 3])
+    logits = 5 * normal(4, 9)
+    exact = (logits.double() + (0 if bias is None else bias.double())).requires_grad_()
+    losses = nn.functional.cross_entropy(exact, labels, reduction="none")
+    (d_exact,) = torch.autograd.grad(losses.sum(), [exact])
+    got, sums = fused.cross_entropy(logits, bias, labels, 0.5)
+    torch.testing.assert_close(got.double(), losses.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits.double(), 0.5 * d_exact, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(sums.double(), 0.5 * d_exact.sum(dim=0), rtol=1e-6, atol=1e-6)
+    for label in (-1, 9):
+        with pytest.raises(IndexError, match="a label is not an id"):
+            fused.cross_entropy(logits, bias, torch.full((4,), label), 0.5)
+
+
 def test_rows_that_are_no_whole_block_of_memory():
     # a residual and a cotangent with strides
     modules = perturbed(nn.ModuleList([nn.Linear(INNER, WIDTH), nn.LayerNorm(WIDTH)]))
@@ -207,6 +269,23 @@ def test_a_model_in_training_has_the_values_and_gradients_of_transformers_own(ar
             continue
         scale = float(theirs.grad.abs().max())
         assert float((ours.grad.double() - theirs.grad).abs().max()) <= 1e-4 * scale + 1e-4, name
+
+
+def test_a_block_that_attends_from_one_position_drops_what_the_plain_modules_drop(monkeypatch):
+    # one layer: every dropout of it is drawn in one way by both
+    model, inputs = perturbed(make_model(ModelConfig(size="d64", dropout=0.2), LANGUAGE, seed=0)), batch(True)
+    results = []
+    for is_plain in (False, True):
+        if is_plain:
+            monkeypatch.setattr(fused, "is_usable", lambda _: False)
+        torch.manual_seed(3)
+        states = predicted_states(model, inputs)
+        states.backward(normal(*states.shape, seed=5))
+        results.append([states.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        model.zero_grad()
+    assert len(results[0]) > 15
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def in_training(model, seed=0):

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import BertForMaskedLM
+from transformers.masking_utils import create_bidirectional_mask
+
+from isoloss.models import fused
 
 
 def states(
@@ -27,11 +30,18 @@ def states(
     """
     base = model.base_model
     with selected(base.encoder.layer[-1].attention, positions):
-        hidden = base(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        hidden = base.embeddings(input_ids=input_ids)
+        if attention_mask is not None:
+            attention_mask = create_bidirectional_mask(base.config, hidden, attention_mask)
+        for (
+            layer
+        ) in base.encoder.layer:  # calling `base` takes as long again as a small layer: it can return all states
+            hidden = layer(hidden, attention_mask)
     transformed: torch.Tensor
     if isinstance(model, BertForMaskedLM):
         transformed = model.cls.predictions.transform(hidden)
     else:
+        hidden = base.LayerNorm(hidden)
         transformed = model.lm_head.layer_norm(nn.functional.gelu(model.lm_head.dense(hidden)))
     return transformed
 
@@ -69,16 +79,23 @@ def _attend_from_one(
 
     No key and no value is computed: with q the query, K and V the projections, the score of a state x is (K^T q) . x
     plus the bias's, and the mixed values are V times the mixed states. That is a product of d x d numbers a sentence
-    instead of one a token.
+    instead of one a token. In training, `isoloss.models.fused` does the same in compiled loops where it can.
     """
     n, length, width = hidden.shape
+    rows = positions.flatten().nonzero()[:, 0]
+    if attention_mask is not None:
+        attention_mask = attention_mask.expand(n, 1, length, length)[:, 0][positions]
+    if module.training and fused.is_usable(hidden):
+        projections = (module.query, module.key, module.value)
+        settings = {"num_heads": module.num_attention_heads, "dropout": module.dropout.p}
+        return fused.attention_from_one(hidden, attention_mask, rows, projections, **settings), None
     heads = (module.num_attention_heads, module.attention_head_size)
     query = module.query(hidden[positions]).view(n, *heads)
     at = torch.einsum("nhe,hed->nhd", query, module.key.weight.view(*heads, width))
     constant = torch.einsum("nhe,he->nh", query, module.key.bias.view(heads))
     scores = (torch.einsum("nhd,ntd->nht", at, hidden) + constant[:, :, None]) * module.scaling
     if attention_mask is not None:
-        scores = scores + attention_mask.expand(n, 1, length, length)[:, 0][positions][:, None]
+        scores = scores + attention_mask[:, None]
     weights = nn.functional.dropout(scores.softmax(dim=-1), p=module.dropout.p, training=module.training)
     mixed = torch.einsum("nht,ntd->nhd", weights, hidden)
     values = torch.einsum("nhd,hed->nhe", mixed, module.value.weight.view(*heads, width))

@@ -1,4 +1,4 @@
-"""The pieces of a transformer's block in few passes over memory: matrix products, and compiled loops between them.
+"""The pieces of a transformer in few passes over memory: matrix products, and compiled loops between them.
 
 Each is a `torch.autograd.Function` with its gradient written out. In float32, with one thread of the CPU (`is_usable`),
 they compute what the plain modules compute, up to rounding; the gradient itself has no derivative, and says so.
@@ -69,6 +69,59 @@ def feed_forward_add_norm(
     return y
 
 
+def embed(
+    input_ids: torch.Tensor,
+    words: torch.nn.Embedding,
+    places: torch.Tensor,
+    norm: torch.nn.LayerNorm,
+    *,
+    dropout: float,
+) -> torch.Tensor:
+    """Return (n, T, d): dropout(norm(words(input_ids) + places)), for input_ids (n, T) and places (T, d)."""
+    y: torch.Tensor = _Embed.apply(  # type: ignore[no-untyped-call]
+        input_ids, words.weight, words.padding_idx, places, norm.weight, norm.bias, norm.eps, dropout
+    )
+    return y
+
+
+def attention_from_one(
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    rows: torch.Tensor,
+    projections: tuple[torch.nn.Linear, torch.nn.Linear, torch.nn.Linear],
+    *,
+    num_heads: int,
+    dropout: float,
+) -> torch.Tensor:
+    """Return (n, d): what `attention` gives at one position of each sentence, row `rows` (n,) of x's n T states.
+
+    No key and no value is computed; see `isoloss.models.bert`. A mask (n, T) is added to the scores.
+    Torch draws the dropout.
+    """
+    parts = [tensor for linear in projections for tensor in (linear.weight, linear.bias)]
+    mixed: torch.Tensor = _AttentionFromOne.apply(x, mask, rows, num_heads, dropout, *parts)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+def cross_entropy(
+    logits: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross-entropies (r,) of logits + bias (r, V) at the labels (r,), and the sum (V,) of the gradients.
+
+    The logits become their own gradients times `scale`.
+
+    Raises:
+        IndexError: A label is not an id from 0 to V - 1.
+    """
+    from isoloss.models import fused_kernels
+
+    losses, sums = logits.new_empty(len(logits)), logits.new_zeros(logits.shape[1])
+    added = np.zeros(len(sums), np.float32) if bias is None else _copied(bias)
+    operands = logits.numpy(), added, labels.numpy(), np.float32(scale), losses.numpy(), sums.numpy()
+    fused_kernels.cross_entropy(*operands)
+    return losses, sums
+
+
 Dropped = tuple[Any, Any, Any]  # a dropout that was drawn: bits, level and scale, as `fused_kernels` reads them
 
 
@@ -124,8 +177,116 @@ class _Attention(torch.autograd.Function):
             d_qkv[:, :, 1, head] = d_scores[head].transpose(1, 2) @ qkv[:, :, 0, head]
         flat = d_qkv.view(len(rows), -1)
         d_x = _linear(flat, weight.T).view(n, length, -1)
-        d_weights, d_biases = (flat.T @ rows).chunk(3), flat.sum(dim=0).chunk(3)
+        d_weights, d_biases = _outer(flat, rows).chunk(3), flat.sum(dim=0).chunk(3)
         return d_x, None, None, None, *(part for pair in zip(d_weights, d_biases, strict=True) for part in pair)
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_ids: torch.Tensor,
+        words: torch.Tensor,
+        padding: int | None,
+        places: torch.Tensor,
+        weight: torch.Tensor,
+        shift: torch.Tensor,
+        eps: float,
+        dropout: float,
+    ) -> torch.Tensor:
+        from isoloss.models import fused_kernels
+
+        tokens = input_ids.flatten()
+        x = words.index_select(0, tokens)
+        dropped, inverse, y = _drawn(len(x), x.shape[1], dropout), x.new_empty(len(x)), torch.empty_like(x)
+        operands = (x.numpy(), _copied(places), *dropped, _copied(weight), _copied(shift))
+        fused_kernels.embed_norm(*operands, np.float32(eps), inverse.numpy(), y.numpy())
+        ctx.save_for_backward(tokens, x, inverse, weight)
+        ctx.dropped, ctx.sizes, ctx.padding = dropped, (len(words), len(places)), -1 if padding is None else padding
+        return y.view(*input_ids.shape, -1)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: torch.Tensor) -> Gradients:
+        from isoloss.models import fused_kernels
+
+        _check_first()
+        tokens, normalized, inverse, weight = ctx.saved_tensors
+        d_words, d_places, d_norm = (d_y.new_zeros(rows, d_y.shape[-1]) for rows in (*ctx.sizes, 2))
+        given = (
+            d_y.reshape(normalized.shape).numpy(),
+            normalized.numpy(),
+            inverse.numpy(),
+            *ctx.dropped,
+            _copied(weight),
+        )
+        made = d_words.numpy(), d_places.numpy(), d_norm.numpy()
+        fused_kernels.embed_norm_backward(*given, tokens.numpy(), ctx.padding, *made)
+        return None, d_words, None, d_places, *d_norm, None, None
+
+
+class _AttentionFromOne(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        rows: torch.Tensor,
+        num_heads: int,
+        dropout: float,
+        *parts: torch.Tensor,
+    ) -> torch.Tensor:
+        from isoloss.models import fused_kernels
+
+        to_query, query_bias, to_key, _, to_value, value_bias = parts
+        n, length, width = x.shape
+        x = x.contiguous()
+        at = x.view(-1, width).index_select(0, rows)
+        query = torch.nn.functional.linear(at, to_query, query_bias).view(n, num_heads, -1)
+        factor = np.float32(query.shape[2] ** -0.5)
+        kept = torch.nn.functional.dropout(x.new_ones(n, num_heads, length), dropout)
+        towards, mixed, p = (x.new_empty(n, num_heads, size) for size in (width, width, length))
+        keys, mass = to_key.view(num_heads, -1, width), x.new_empty(n, num_heads)
+        for head in range(num_heads):
+            towards[:, head] = query[:, head] @ keys[head]
+        masks = x.new_empty(0, 0) if mask is None else mask.contiguous()
+        given = towards.numpy(), x.numpy(), masks.numpy(), factor, kept.numpy()
+        fused_kernels.attend_from_one(*given, p.numpy(), mass.numpy(), mixed.numpy())
+        y = x.new_empty(n, num_heads, query.shape[2])
+        for head, of_head in enumerate(to_value.view(num_heads, -1, width)):
+            y[:, head] = mixed[:, head] @ of_head.T
+        y += mass[:, :, None] * value_bias.view(num_heads, -1)
+        ctx.save_for_backward(x, rows, at, query, towards, kept, p, mass, mixed, *parts)
+        ctx.factor = factor
+        return y.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: torch.Tensor) -> Gradients:
+        from isoloss.models import fused_kernels
+
+        _check_first()
+        x, rows, at, query, towards, kept, p, mass, mixed, *parts = ctx.saved_tensors
+        to_query, _, to_key, key_bias, to_value, value_bias = parts
+        n, num_heads, width = towards.shape
+        g = d_y.reshape(query.shape)
+        d_mixed, d_towards, d_x = torch.empty_like(towards), torch.empty_like(towards), torch.empty_like(x)
+        d_key, d_value = torch.empty_like(to_key), torch.empty_like(to_value)
+        keys, values, d_keys, d_values = (w.view(num_heads, -1, width) for w in (to_key, to_value, d_key, d_value))
+        for head in range(num_heads):
+            d_mixed[:, head] = g[:, head] @ values[head]
+            torch.mm(g[:, head].T, mixed[:, head], out=d_values[head])
+        d_mass = (g * value_bias.view(num_heads, -1)).sum(dim=2)
+        given = d_mixed.numpy(), d_mass.numpy(), towards.numpy(), x.numpy(), ctx.factor, kept.numpy(), p.numpy()
+        fused_kernels.attend_from_one_backward(*given, d_towards.numpy(), d_x.numpy())
+        d_query = torch.empty_like(query)
+        for head in range(num_heads):
+            d_query[:, head] = d_towards[:, head] @ keys[head].T
+            torch.mm(query[:, head].T, d_towards[:, head], out=d_keys[head])
+        flat = d_query.view(n, -1)
+        d_x.view(-1, width).index_add_(0, rows, flat @ to_query)
+        d_value_bias = (g * mass[:, :, None]).sum(dim=0).flatten()
+        # a constant added to all scores of a row changes nothing: the gradient of the keys' bias is 0
+        d_parts = flat.T @ at, flat.sum(dim=0), d_key, torch.zeros_like(key_bias), d_value, d_value_bias
+        return d_x, None, None, None, None, *d_parts
 
 
 class _LinearAddNorm(torch.autograd.Function):
@@ -147,7 +308,7 @@ class _LinearAddNorm(torch.autograd.Function):
         _check_first()
         x, weight, *saved = ctx.saved_tensors
         d_product, d_residual, (d_bias, d_scale, d_shift) = _add_norm_backward(d_y, ctx.dropped, *saved)
-        d_x, d_weight = _linear(d_product, weight.T), d_product.T @ x
+        d_x, d_weight = _linear(d_product, weight.T), _outer(d_product, x)
         return d_x, d_weight, d_bias, d_residual, d_scale, d_shift, None, None
 
 
@@ -173,14 +334,17 @@ class _FeedForwardAddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_y: torch.Tensor) -> Gradients:
+        from isoloss.models import fused_kernels
+
         _check_first()
         x, inner, outer, slope, hidden, *saved = ctx.saved_tensors
         d_product, d_residual, (d_outer_bias, d_scale, d_shift) = _add_norm_backward(d_y, ctx.dropped, *saved)
-        d_outer = d_product.T @ hidden
-        d_hidden = _linear(d_product, outer.T).mul_(slope)
-        d_inner = (x.T @ d_hidden).T
+        d_outer = _outer(d_product, hidden)
+        d_hidden, d_inner_bias = _linear(d_product, outer.T), slope.new_zeros(slope.shape[1])
+        fused_kernels.gelu_backward(d_hidden.numpy(), slope.numpy(), d_inner_bias.numpy())
+        d_inner = _outer(d_hidden, x)
         d_x = _linear(d_hidden, inner.T).add_(d_residual)
-        return d_x, d_inner, d_hidden.sum(dim=0), d_outer, d_outer_bias, d_scale, d_shift, None, None
+        return d_x, d_inner, d_inner_bias, d_outer, d_outer_bias, d_scale, d_shift, None, None
 
 
 def _add_norm(
@@ -234,6 +398,11 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return y
 
 
+def _outer(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return g.T @ x, the gradient of a weight; by oneDNN as by `_linear`, with the fewer columns first."""
+    return _linear(g.T, x.T) if g.shape[1] <= x.shape[1] else _linear(x.T, g.T).T
+
+
 def _onednn() -> Any:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
@@ -241,4 +410,4 @@ def _onednn() -> Any:
 
 
 _ONEDNN = _onednn()
-_LARGE = 1 << 25  # multiplications, from which on oneDNN is faster: a call of it takes longer to begin
+_LARGE = 1 << 21  # multiplications, from which on oneDNN is faster: a call of it takes longer to begin

@@ -1,4 +1,4 @@
-"""The blocks of BERT as transformers has them, with the pieces of `isoloss.models.fused` where training can use these.
+"""BERT's embedding and blocks as transformers has them, with the pieces of `isoloss.models.fused` where training can.
 
 A module keeps its parameters and their names; another class only gives it another forward pass, in training mode and
 where the pieces are usable. In all other cases it is transformers' own, which has derivatives of any order.
@@ -10,10 +10,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.bert.modeling_bert import BertLayer, BertSelfAttention, BertSelfOutput
+from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer, BertSelfAttention, BertSelfOutput
 from transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm import RobertaPreLayerNormSelfAttention
 
 from isoloss.models import fused
+
+
+class _Embeddings(BertEmbeddings):  # type: ignore[misc]
+    """Tokens at their places, all of the first type, their layer norm and dropout."""
+
+    def forward(self, input_ids: Any = None, *others: Any, past_key_values_length: int = 0, **more: Any) -> Any:
+        """Return the states (n, T, d) that the first block reads."""
+        weight = self.LayerNorm.weight
+        is_plain = past_key_values_length == 0 and all(value is None for value in (*others, *more.values()))
+        if input_ids is None or not (self.training and is_plain and fused.is_usable(weight)):
+            return super().forward(input_ids, *others, past_key_values_length=past_key_values_length, **more)
+        places = self.position_embeddings.weight[: input_ids.shape[1]] + self.token_type_embeddings.weight[0]
+        return fused.embed(input_ids, self.word_embeddings, places, self.LayerNorm, dropout=self.dropout.p)
 
 
 class _Attention:
@@ -63,6 +76,7 @@ class _Layer(BertLayer):  # type: ignore[misc]
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    BertEmbeddings: _Embeddings,
     BertLayer: _Layer,
     BertSelfAttention: _PostNormAttention,
     BertSelfOutput: _AttentionOutput,

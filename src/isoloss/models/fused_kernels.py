@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.int16]
+Tokens = npt.NDArray[np.int64]
 
 _F = np.float32
 _KEEP_ALL = np.int16(-(1 << 15))
@@ -208,3 +209,211 @@ def softmax_backward(
             mean += v * p[i, j]
         for j in range(p.shape[1]):
             d_weights[i, j] = p[i, j] * (d_weights[i, j] - mean) * factor
+
+
+@_compiled
+def gelu_backward(d: Floats, slope: Floats, sums: Floats) -> None:
+    """Multiply d (N, m) by the derivative of `gelu`, and add its rows to `sums` (m,), the gradient of the bias."""
+    for i in range(d.shape[0]):
+        for j in range(d.shape[1]):
+            v = d[i, j] * slope[i, j]
+            d[i, j] = v
+            sums[j] += v
+
+
+@_compiled
+def embed_norm(
+    x: Floats,
+    places: Floats,
+    bits: Bits,
+    level: np.int16,
+    scale: np.float32,
+    weight: Floats,
+    shift: Floats,
+    eps: np.float32,
+    inverse: Floats,
+    y: Floats,
+) -> None:
+    """Set y (N, d) to the dropout of the layer norm of x plus a row of `places` (T, d): row i is at place i modulo T.
+
+    What the backward pass needs is left in x and in `inverse`, as by `add_norm`.
+    """
+    width = x.shape[1]
+    one = _F(1) / _F(width)
+    for i in range(x.shape[0]):
+        t = i % places.shape[0]
+        total = _F(0)
+        for j in range(width):
+            v = x[i, j] + places[t, j]
+            x[i, j] = v
+            total += v
+        mean = total * one
+        total = _F(0)
+        for j in range(width):
+            v = x[i, j] - mean
+            total += v * v
+        r = _F(1) / np.sqrt(total * one + eps)
+        inverse[i] = r
+        for j in range(width):
+            v = (x[i, j] - mean) * r
+            x[i, j] = v
+            v = v * weight[j] + shift[j]
+            if level != _KEEP_ALL:
+                v = v * scale if bits[i, j] >= level else _F(0)
+            y[i, j] = v
+
+
+@_compiled
+def embed_norm_backward(
+    d_y: Floats,
+    normalized: Floats,
+    inverse: Floats,
+    bits: Bits,
+    level: np.int16,
+    scale: np.float32,
+    weight: Floats,
+    tokens: Tokens,
+    padding: int,
+    d_words: Floats,
+    d_places: Floats,
+    sums: Floats,
+) -> None:
+    """Add the gradients of `embed_norm` to those of the words (V, d), of the places and, in `sums` (2, d), of the norm.
+
+    The rows of x are the words of the tokens (N,); that of `padding` has no gradient.
+    """
+    width = d_y.shape[1]
+    one = _F(1) / _F(width)
+    dropped = np.empty(width, np.float32)
+    for i in range(d_y.shape[0]):
+        t, token = i % d_places.shape[0], tokens[i]
+        plain, along = _F(0), _F(0)
+        for j in range(width):
+            g, u = d_y[i, j], normalized[i, j]
+            if level != _KEEP_ALL:
+                g = g * scale if bits[i, j] >= level else _F(0)
+            dropped[j] = g
+            sums[0, j] += g * u
+            sums[1, j] += g
+            v = g * weight[j]
+            plain += v
+            along += v * u
+        plain *= one
+        along *= one
+        r = inverse[i]
+        for j in range(width):
+            v = r * (dropped[j] * weight[j] - plain - normalized[i, j] * along)
+            dropped[j] = v
+            d_places[t, j] += v
+        if token != padding:
+            for j in range(width):
+                d_words[token, j] += dropped[j]
+
+
+@_compiled
+def attend_from_one(
+    query: Floats, x: Floats, mask: Floats, factor: np.float32, kept: Floats, p: Floats, mass: Floats, mixed: Floats
+) -> None:
+    """Set `mixed` (n, h, d) to the mixture of the states x (n, T, d) that each query (n, h, d) attends to.
+
+    With p (n, h, T) the softmax of factor * query . x plus the mask (n, T), which may have no rows, the weights of the
+    mixture are p * kept, and `mass` (n, h) is their sum.
+    """
+    n, heads, width = query.shape
+    for i in range(n):
+        for h in range(heads):
+            highest = _F(-np.inf)
+            for t in range(x.shape[1]):
+                v = _F(0)
+                for j in range(width):
+                    v += query[i, h, j] * x[i, t, j]
+                v *= factor
+                if mask.shape[0]:
+                    v += mask[i, t]
+                p[i, h, t] = v
+                highest = max(highest, v)
+            total = _F(0)
+            for t in range(x.shape[1]):
+                v = _exp(p[i, h, t] - highest)
+                p[i, h, t] = v
+                total += v
+            inverse = _F(1) / total
+            total = _F(0)
+            for j in range(width):
+                mixed[i, h, j] = _F(0)
+            for t in range(x.shape[1]):
+                v = p[i, h, t] * inverse
+                p[i, h, t] = v
+                v *= kept[i, h, t]
+                total += v
+                for j in range(width):
+                    mixed[i, h, j] += v * x[i, t, j]
+            mass[i, h] = total
+
+
+@_compiled
+def attend_from_one_backward(
+    d_mixed: Floats,
+    d_mass: Floats,
+    query: Floats,
+    x: Floats,
+    factor: np.float32,
+    kept: Floats,
+    p: Floats,
+    d_query: Floats,
+    d_x: Floats,
+) -> None:
+    """Set the gradients of `attend_from_one`: d_query (n, h, d) and d_x (n, T, d)."""
+    n, heads, width = query.shape
+    d_scores = np.empty(x.shape[1], np.float32)
+    for i in range(n):
+        for h in range(heads):
+            mean = _F(0)
+            for t in range(x.shape[1]):
+                v = d_mass[i, h]
+                for j in range(width):
+                    v += d_mixed[i, h, j] * x[i, t, j]
+                v *= kept[i, h, t]
+                d_scores[t] = v
+                mean += v * p[i, h, t]
+            for j in range(width):
+                d_query[i, h, j] = _F(0)
+            for t in range(x.shape[1]):
+                v = p[i, h, t] * (d_scores[t] - mean) * factor
+                w = p[i, h, t] * kept[i, h, t]
+                for j in range(width):
+                    d_query[i, h, j] += v * x[i, t, j]
+                    g = v * query[i, h, j] + w * d_mixed[i, h, j]
+                    d_x[i, t, j] = g if h == 0 else d_x[i, t, j] + g
+
+
+@_compiled
+def cross_entropy(
+    logits: Floats, bias: Floats, labels: Tokens, scale: np.float32, losses: Floats, sums: Floats
+) -> None:
+    """Set `losses` (N,) to the cross-entropies of logits + bias (N, V) at the labels (N,).
+
+    The logits become `scale` times their gradient, whose rows are added to `sums` (V,).
+    """
+    width = logits.shape[1]
+    for i in range(logits.shape[0]):
+        if not 0 <= labels[i] < width:
+            raise IndexError("a label is not an id of the output layer")
+        highest = _F(-np.inf)
+        for j in range(width):
+            v = logits[i, j] + bias[j]
+            logits[i, j] = v
+            highest = max(highest, v)
+        at_label = logits[i, labels[i]] - highest
+        total = _F(0)
+        for j in range(width):
+            v = _exp(logits[i, j] - highest)
+            logits[i, j] = v
+            total += v
+        losses[i] = np.log(total) - at_label
+        factor = scale / total
+        for j in range(width):
+            logits[i, j] *= factor
+        logits[i, labels[i]] -= scale
+        for j in range(width):
+            sums[j] += logits[i, j]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from isoloss.errors import IsolossError
+from isoloss.models import fused
 
 # Logits held at a time. In float32 they take 16 MiB, below the 32 MiB from which glibc gives every buffer back to the
 # system when it is freed: fetching it again, page by page, at every step takes longer than filling it.
@@ -26,6 +27,7 @@ def linear_cross_entropy(
     Value and gradient are those of `torch.nn.functional.cross_entropy` on the logits. The gradient is computed with the
     value, so that no logits are kept: with p the softmax of a row and e the unit vector of its label, that of the row's
     logits is (p - e) / k, or (sum(q) p - q) / k.
+    Of ids, `isoloss.models.fused` computes both in a compiled loop where it can.
 
     The states are (k, d), at least one row, and the weight (V, d). Labels are (k,) int64, ids from 0 to V - 1; or (k,
     C) probabilities of the ids 0 to C - 1, C at most V.
@@ -52,18 +54,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = states.new_empty(k)
         d_states, d_weight = torch.empty_like(states), torch.zeros_like(weight)
         d_bias = None if bias is None else torch.zeros_like(bias)
+        is_fused = is_ids and fused.is_usable(states)
         for start in range(0, k, size):
             rows = slice(start, min(start + size, k))
             logits = torch.mm(states[rows], weight.T, out=buffer[: rows.stop - start])
-            if bias is not None:
-                logits += bias
-            logits -= logits.amax(dim=1, keepdim=True)
-            losses[rows], d_logits = _ids(logits, labels[rows, None]) if is_ids else _mixed(logits, labels[rows])
-            d_logits /= k
-            torch.mm(d_logits, weight, out=d_states[rows])
-            d_weight.addmm_(d_logits.T, states[rows])
+            if is_fused:
+                losses[rows], sums = fused.cross_entropy(logits, bias, labels[rows], 1 / k)
+            else:
+                if bias is not None:
+                    logits += bias
+                logits -= logits.amax(dim=1, keepdim=True)
+                losses[rows] = _ids(logits, labels[rows, None]) if is_ids else _mixed(logits, labels[rows])
+                logits /= k
+                sums = logits.sum(dim=0)
+            torch.mm(logits, weight, out=d_states[rows])
+            d_weight.addmm_(logits.T, states[rows])
             if d_bias is not None:
-                d_bias += d_logits.sum(dim=0)
+                d_bias += sums
         ctx.save_for_backward(d_states, d_weight, d_bias)
         return losses.mean()
 
@@ -75,19 +82,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_loss * d_states, d_loss * d_weight, None if d_bias is None else d_loss * d_bias, None
 
 
-def _ids(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses (r,) of labels (r, 1), and their gradients in the place of the logits (r, V)."""
+def _ids(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Return the losses (r,) of labels (r, 1), and put their gradients in the place of the logits (r, V)."""
     at_label = logits.gather(1, label)
     total = logits.exp_().sum(dim=1, keepdim=True)
-    d_logits = logits.div_(total).scatter_add_(1, label, torch.full_like(at_label, -1))
-    return (total.log() - at_label)[:, 0], d_logits
+    logits.div_(total).scatter_add_(1, label, torch.full_like(at_label, -1))
+    return (total.log() - at_label)[:, 0]
 
 
-def _mixed(logits: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses (r,) of probabilities (r, C), and their gradients in the place of the logits (r, V)."""
+def _mixed(logits: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return the losses (r,) of probabilities (r, C), and put their gradients in the place of the logits (r, V)."""
     mass = q.sum(dim=1, keepdim=True)
     at_labels = (q * logits[:, : q.shape[1]]).sum(dim=1)
     total = logits.exp_().sum(dim=1, keepdim=True)
-    d_logits = logits.div_(total / mass)
-    d_logits[:, : q.shape[1]] -= q
-    return (total.log() * mass)[:, 0] - at_labels, d_logits
+    logits.div_(total / mass)
+    logits[:, : q.shape[1]] -= q
+    return (total.log() * mass)[:, 0] - at_labels
