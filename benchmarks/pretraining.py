@@ -130,6 +130,7 @@ class Workload:
         trainer = self.trainer
         return {
             OURS: self.ours,
+            f"{OURS} --stacked": partial(self.ours, stacked=True),
             "the same step in a bare loop": self.bare(Choices()),
             **{f"bare loop, but {name}": self.bare(replace(Choices(), **change)) for name, change in UNDONE.items()},
             "transformers.Trainer, eager": partial(trainer, attention="eager"),
@@ -181,11 +182,11 @@ class Workload:
 
         return run
 
-    def ours(self, steps: int) -> list[float]:
+    def ours(self, steps: int, *, stacked: bool = False) -> list[float]:
         """Train a run, from an empty directory to its last step."""
         language = Timed(self.language)
         with tempfile.TemporaryDirectory() as folder:
-            train(Run(Path(folder) / "run"), replace(self.config, steps=steps), language)
+            train(Run(Path(folder) / "run"), replace(self.config, steps=steps, stacked=stacked), language)
         return differences(language.times)
 
     def bare(self, choices: Choices) -> Callable[[int], list[float]]:
@@ -310,7 +311,7 @@ def compare(size: str, batch_size: int, rounds: int, steps: int, beside: str) ->
     """Let the contenders take turns, and return each one's processor seconds a step and ratio to ours."""
     workload = Workload(size, batch_size)
     workload.check_plain()
-    names = [name for name in workload.contenders() if name == OURS or beside in name]
+    names = [name for name in workload.contenders() if name.startswith(OURS) or beside in name]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with processes({name: process_of(name) for name in names}, contenders, size, batch_size) as run:
         for number in range(rounds + 1):

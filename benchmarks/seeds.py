@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +23,7 @@ for _name in ("OMP", "MKL", "OPENBLAS"):
     os.environ[f"{_name}_NUM_THREADS"] = "1"  # before the libraries are loaded
 
 import torch  # noqa: E402
+from pretraining import Timed  # noqa: E402
 from processes import processes  # noqa: E402
 from timing import heading, machine, short, versions  # noqa: E402
 
@@ -65,21 +65,6 @@ def settings() -> list[Setting]:
         hmm = TrainConfig(language=PRESETS["hmm-paper"][0], model=ModelConfig(size=size))
         made.append(Setting(f"{size}, 1 layer, 128 sentences of 16 tokens, sampled labels, dropout 0.1", hmm))
     return made
-
-
-class Timed:
-    """A language that notes the process's time at every batch."""
-
-    def __init__(self, language: Any) -> None:
-        self._language, self.times = language, []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._language, name)
-
-    def batch(self, step: int, n: int, *, seed: int) -> Any:
-        """Note the time and return the batch."""
-        self.times.append(time.process_time())
-        return self._language.batch(step, n, seed=seed)
 
 
 def seconds_a_step(setting: Setting, language: Any, seeds: int, steps: int) -> float:

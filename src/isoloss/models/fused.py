@@ -212,15 +212,9 @@ class _Embed(torch.autograd.Function):
         _check_first()
         tokens, normalized, inverse, weight = ctx.saved_tensors
         d_words, d_places, d_norm = (d_y.new_zeros(rows, d_y.shape[-1]) for rows in (*ctx.sizes, 2))
-        given = (
-            d_y.reshape(normalized.shape).numpy(),
-            normalized.numpy(),
-            inverse.numpy(),
-            *ctx.dropped,
-            _copied(weight),
-        )
+        given: Any = (d_y.reshape(normalized.shape).numpy(), normalized.numpy(), inverse.numpy(), *ctx.dropped)
         made = d_words.numpy(), d_places.numpy(), d_norm.numpy()
-        fused_kernels.embed_norm_backward(*given, tokens.numpy(), ctx.padding, *made)
+        fused_kernels.embed_norm_backward(*given, _copied(weight), tokens.numpy(), ctx.padding, *made)
         return None, d_words, None, d_places, *d_norm, None, None
 
 

@@ -23,10 +23,10 @@ Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.int16]
 Tokens = npt.NDArray[np.int64]
 
-_F = np.float32
-_KEEP_ALL = np.int16(-(1 << 15))
-_LOG2_E, _LN2_HIGH, _LN2_LOW = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4)
-_ROOT_HALF, _ROOT_2PI = _F(0.7071067811865476), _F(0.3989422804014327)
+F32 = np.float32
+KEEP_ALL = np.int16(-(1 << 15))
+_LOG2_E, _LN2_HIGH, _LN2_LOW = F32(1.4426950408889634), F32(0.693359375), F32(-2.12194440e-4)
+_ROOT_HALF, _ROOT_2PI = F32(0.7071067811865476), F32(0.3989422804014327)
 
 
 def compiled(kernel: Kernel) -> Kernel:
@@ -53,19 +53,19 @@ def _float_of(_context: Any, _bits: Any) -> Any:
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _exp(x: np.float32) -> np.float32:
+def exp(x: np.float32) -> np.float32:
     """Return e^x for x up to 88, within 2 units in the last place; e^-87 for x below -87 (Cephes' expf)."""
-    x = _F(-87.0) if x < _F(-87.0) else x  # NaN stays
-    n = np.floor(x * _LOG2_E + _F(0.5))
+    x = F32(-87.0) if x < F32(-87.0) else x  # NaN stays
+    n = np.floor(x * _LOG2_E + F32(0.5))
     r = x - n * _LN2_HIGH
     r = r - n * _LN2_LOW
-    p = _F(1.9875691500e-4)
-    p = p * r + _F(1.3981999507e-3)
-    p = p * r + _F(8.3334519073e-3)
-    p = p * r + _F(4.1665795894e-2)
-    p = p * r + _F(1.6666665459e-1)
-    p = p * r + _F(5.0000001201e-1)
-    p = p * r * r + r + _F(1.0)
+    p = F32(1.9875691500e-4)
+    p = p * r + F32(1.3981999507e-3)
+    p = p * r + F32(8.3334519073e-3)
+    p = p * r + F32(4.1665795894e-2)
+    p = p * r + F32(1.6666665459e-1)
+    p = p * r + F32(5.0000001201e-1)
+    p = p * r * r + r + F32(1.0)
     return p * _float_of((np.int32(n) + np.int32(127)) << np.int32(23))  # type: ignore[no-any-return]
 
 
@@ -79,15 +79,15 @@ def gelu(x: Floats, bias: Floats, y: Floats) -> None:
         for j in range(x.shape[1]):
             v = x[i, j] + bias[j]
             a = abs(v) * _ROOT_HALF
-            t = _F(1) / (_F(1) + _F(0.3275911) * a)
-            e = _exp(-a * a)
-            p = _F(1.061405429)
-            p = p * t + _F(-1.453152027)
-            p = p * t + _F(1.421413741)
-            p = p * t + _F(-0.284496736)
-            p = p * t + _F(0.254829592)
-            tail = _F(0.5) * p * t * e
-            below = _F(1) - tail if v >= _F(0) else tail
+            t = F32(1) / (F32(1) + F32(0.3275911) * a)
+            e = exp(-a * a)
+            p = F32(1.061405429)
+            p = p * t + F32(-1.453152027)
+            p = p * t + F32(1.421413741)
+            p = p * t + F32(-0.284496736)
+            p = p * t + F32(0.254829592)
+            tail = F32(0.5) * p * t * e
+            below = F32(1) - tail if v >= F32(0) else tail
             y[i, j] = v * below
             x[i, j] = below + v * _ROOT_2PI * e
 
@@ -111,22 +111,22 @@ def add_norm(
     What the backward pass needs is left in x, the normalized rows, and in `inverse` (N,), by which they were scaled.
     """
     width = x.shape[1]
-    one = _F(1) / _F(width)
+    one = F32(1) / F32(width)
     for i in range(x.shape[0]):
-        total = _F(0)
+        total = F32(0)
         for j in range(width):
             v = x[i, j] + bias[j]
-            if level != _KEEP_ALL:
-                v = v * scale if bits[i, j] >= level else _F(0)
+            if level != KEEP_ALL:
+                v = v * scale if bits[i, j] >= level else F32(0)
             v += residual[i, j]
             x[i, j] = v
             total += v
         mean = total * one
-        total = _F(0)
+        total = F32(0)
         for j in range(width):
             v = x[i, j] - mean
             total += v * v
-        r = _F(1) / np.sqrt(total * one + eps)
+        r = F32(1) / np.sqrt(total * one + eps)
         inverse[i] = r
         for j in range(width):
             v = (x[i, j] - mean) * r
@@ -149,9 +149,9 @@ def add_norm_backward(
 ) -> None:
     """Set the gradients of `add_norm`: d_x, d_residual (N, d), and, added to `sums` (3, d), bias, weight and shift."""
     width = d_y.shape[1]
-    one = _F(1) / _F(width)
+    one = F32(1) / F32(width)
     for i in range(d_y.shape[0]):
-        plain, along = _F(0), _F(0)
+        plain, along = F32(0), F32(0)
         for j in range(width):
             v = d_y[i, j] * weight[j]
             plain += v
@@ -163,8 +163,8 @@ def add_norm_backward(
             g, u = d_y[i, j], normalized[i, j]
             v = r * (g * weight[j] - plain - u * along)
             d_residual[i, j] = v
-            if level != _KEEP_ALL:
-                v = v * scale if bits[i, j] >= level else _F(0)
+            if level != KEEP_ALL:
+                v = v * scale if bits[i, j] >= level else F32(0)
             d_x[i, j] = v
             sums[0, j] += v
             sums[1, j] += g * u
@@ -177,20 +177,20 @@ def softmax(
 ) -> None:
     """Set scores (N, T) to the softmax p of factor * scores, row by row, and `weights` to dropout(p)."""
     for i in range(scores.shape[0]):
-        highest = _F(-np.inf)
+        highest = F32(-np.inf)
         for j in range(scores.shape[1]):
             highest = max(highest, scores[i, j])
-        total = _F(0)
+        total = F32(0)
         for j in range(scores.shape[1]):
-            e = _exp((scores[i, j] - highest) * factor)
+            e = exp((scores[i, j] - highest) * factor)
             scores[i, j] = e
             total += e
-        inverse = _F(1) / total
+        inverse = F32(1) / total
         for j in range(scores.shape[1]):
             v = scores[i, j] * inverse
             scores[i, j] = v
-            if level != _KEEP_ALL:
-                v = v * scale if bits[i, j] >= level else _F(0)
+            if level != KEEP_ALL:
+                v = v * scale if bits[i, j] >= level else F32(0)
             weights[i, j] = v
 
 
@@ -200,18 +200,18 @@ def softmax_backward(
 ) -> None:
     """Set d_weights (N, T), the gradient of the weights that `softmax` made, to that of its scores."""
     for i in range(p.shape[0]):
-        mean = _F(0)
+        mean = F32(0)
         for j in range(p.shape[1]):
             v = d_weights[i, j]
-            if level != _KEEP_ALL:
-                v = v * scale if bits[i, j] >= level else _F(0)
+            if level != KEEP_ALL:
+                v = v * scale if bits[i, j] >= level else F32(0)
             d_weights[i, j] = v
             mean += v * p[i, j]
         for j in range(p.shape[1]):
             d_weights[i, j] = p[i, j] * (d_weights[i, j] - mean) * factor
 
 
-@_compiled
+@compiled
 def gelu_backward(d: Floats, slope: Floats, sums: Floats) -> None:
     """Multiply d (N, m) by the derivative of `gelu`, and add its rows to `sums` (m,), the gradient of the bias."""
     for i in range(d.shape[0]):
@@ -221,7 +221,7 @@ def gelu_backward(d: Floats, slope: Floats, sums: Floats) -> None:
             sums[j] += v
 
 
-@_compiled
+@compiled
 def embed_norm(
     x: Floats,
     places: Floats,
@@ -239,31 +239,31 @@ def embed_norm(
     What the backward pass needs is left in x and in `inverse`, as by `add_norm`.
     """
     width = x.shape[1]
-    one = _F(1) / _F(width)
+    one = F32(1) / F32(width)
     for i in range(x.shape[0]):
         t = i % places.shape[0]
-        total = _F(0)
+        total = F32(0)
         for j in range(width):
             v = x[i, j] + places[t, j]
             x[i, j] = v
             total += v
         mean = total * one
-        total = _F(0)
+        total = F32(0)
         for j in range(width):
             v = x[i, j] - mean
             total += v * v
-        r = _F(1) / np.sqrt(total * one + eps)
+        r = F32(1) / np.sqrt(total * one + eps)
         inverse[i] = r
         for j in range(width):
             v = (x[i, j] - mean) * r
             x[i, j] = v
             v = v * weight[j] + shift[j]
-            if level != _KEEP_ALL:
-                v = v * scale if bits[i, j] >= level else _F(0)
+            if level != KEEP_ALL:
+                v = v * scale if bits[i, j] >= level else F32(0)
             y[i, j] = v
 
 
-@_compiled
+@compiled
 def embed_norm_backward(
     d_y: Floats,
     normalized: Floats,
@@ -283,15 +283,15 @@ def embed_norm_backward(
     The rows of x are the words of the tokens (N,); that of `padding` has no gradient.
     """
     width = d_y.shape[1]
-    one = _F(1) / _F(width)
+    one = F32(1) / F32(width)
     dropped = np.empty(width, np.float32)
     for i in range(d_y.shape[0]):
         t, token = i % d_places.shape[0], tokens[i]
-        plain, along = _F(0), _F(0)
+        plain, along = F32(0), F32(0)
         for j in range(width):
             g, u = d_y[i, j], normalized[i, j]
-            if level != _KEEP_ALL:
-                g = g * scale if bits[i, j] >= level else _F(0)
+            if level != KEEP_ALL:
+                g = g * scale if bits[i, j] >= level else F32(0)
             dropped[j] = g
             sums[0, j] += g * u
             sums[1, j] += g
@@ -310,7 +310,7 @@ def embed_norm_backward(
                 d_words[token, j] += dropped[j]
 
 
-@_compiled
+@compiled
 def attend_from_one(
     query: Floats, x: Floats, mask: Floats, factor: np.float32, kept: Floats, p: Floats, mass: Floats, mixed: Floats
 ) -> None:
@@ -322,9 +322,9 @@ def attend_from_one(
     n, heads, width = query.shape
     for i in range(n):
         for h in range(heads):
-            highest = _F(-np.inf)
+            highest = F32(-np.inf)
             for t in range(x.shape[1]):
-                v = _F(0)
+                v = F32(0)
                 for j in range(width):
                     v += query[i, h, j] * x[i, t, j]
                 v *= factor
@@ -332,15 +332,15 @@ def attend_from_one(
                     v += mask[i, t]
                 p[i, h, t] = v
                 highest = max(highest, v)
-            total = _F(0)
+            total = F32(0)
             for t in range(x.shape[1]):
-                v = _exp(p[i, h, t] - highest)
+                v = exp(p[i, h, t] - highest)
                 p[i, h, t] = v
                 total += v
-            inverse = _F(1) / total
-            total = _F(0)
+            inverse = F32(1) / total
+            total = F32(0)
             for j in range(width):
-                mixed[i, h, j] = _F(0)
+                mixed[i, h, j] = F32(0)
             for t in range(x.shape[1]):
                 v = p[i, h, t] * inverse
                 p[i, h, t] = v
@@ -351,7 +351,7 @@ def attend_from_one(
             mass[i, h] = total
 
 
-@_compiled
+@compiled
 def attend_from_one_backward(
     d_mixed: Floats,
     d_mass: Floats,
@@ -368,7 +368,7 @@ def attend_from_one_backward(
     d_scores = np.empty(x.shape[1], np.float32)
     for i in range(n):
         for h in range(heads):
-            mean = _F(0)
+            mean = F32(0)
             for t in range(x.shape[1]):
                 v = d_mass[i, h]
                 for j in range(width):
@@ -377,7 +377,7 @@ def attend_from_one_backward(
                 d_scores[t] = v
                 mean += v * p[i, h, t]
             for j in range(width):
-                d_query[i, h, j] = _F(0)
+                d_query[i, h, j] = F32(0)
             for t in range(x.shape[1]):
                 v = p[i, h, t] * (d_scores[t] - mean) * factor
                 w = p[i, h, t] * kept[i, h, t]
@@ -387,7 +387,7 @@ def attend_from_one_backward(
                     d_x[i, t, j] = g if h == 0 else d_x[i, t, j] + g
 
 
-@_compiled
+@compiled
 def cross_entropy(
     logits: Floats, bias: Floats, labels: Tokens, scale: np.float32, losses: Floats, sums: Floats
 ) -> None:
@@ -399,15 +399,15 @@ def cross_entropy(
     for i in range(logits.shape[0]):
         if not 0 <= labels[i] < width:
             raise IndexError("a label is not an id of the output layer")
-        highest = _F(-np.inf)
+        highest = F32(-np.inf)
         for j in range(width):
             v = logits[i, j] + bias[j]
             logits[i, j] = v
             highest = max(highest, v)
         at_label = logits[i, labels[i]] - highest
-        total = _F(0)
+        total = F32(0)
         for j in range(width):
-            v = _exp(logits[i, j] - highest)
+            v = exp(logits[i, j] - highest)
             logits[i, j] = v
             total += v
         losses[i] = np.log(total) - at_label

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from isoloss.models.fused_kernels import _F, _KEEP_ALL, Bits, Floats, _exp, compiled
+from isoloss.models.fused_kernels import F32, KEEP_ALL, Bits, Floats, compiled, exp
 
 Ints = npt.NDArray[np.int64]
 
@@ -75,7 +75,7 @@ def attention(
     """Set `mixed` (d, N) to the attention of x (N, d) from every position; keep qkv (3 d, N), p and w (h T, T n)."""
     n, length, d, heads = z.sentences, z.tokens, z.width, z.heads
     e = d // heads
-    factor = _F(1) / np.sqrt(_F(e))
+    factor = F32(1) / np.sqrt(F32(e))
     np.dot(matrix(theta, a[QKV], 3 * d, d), x.T, qkv)
     for j in range(3 * d):
         b = theta[a[QKV_BIAS] + j]
@@ -99,10 +99,10 @@ def attention(
             total[:] = 0
             for u in range(length):
                 for i in range(n):
-                    before[head, t, u, i] = _exp(before[head, t, u, i] - highest[i])
+                    before[head, t, u, i] = exp(before[head, t, u, i] - highest[i])
                     total[i] += before[head, t, u, i]
             for i in range(n):
-                total[i] = _F(1) / total[i]
+                total[i] = F32(1) / total[i]
             for c in range(e):
                 for i in range(n):
                     out[head, c, t, i] = 0
@@ -110,11 +110,11 @@ def attention(
                 for i in range(n):
                     before[head, t, u, i] *= total[i]
                     after[head, t, u, i] = before[head, t, u, i]
-                if level != _KEEP_ALL:
+                if level != KEEP_ALL:
                     kept = bits.reshape(heads, length, length, n)
                     for i in range(n):
                         v = after[head, t, u, i]
-                        after[head, t, u, i] = v * scale if kept[head, t, u, i] >= level else _F(0)
+                        after[head, t, u, i] = v * scale if kept[head, t, u, i] >= level else F32(0)
                 for c in range(e):
                     for i in range(n):
                         out[head, c, t, i] += after[head, t, u, i] * parts[2, head, c, u, i]
@@ -135,7 +135,7 @@ def attention_backward(
     """Set d_qkv (3 d, N) from d_mixed (d, N)."""
     n, length, d, heads = z.sentences, z.tokens, z.width, z.heads
     e = d // heads
-    factor = _F(1) / np.sqrt(_F(e))
+    factor = F32(1) / np.sqrt(F32(e))
     parts, d_out = qkv.reshape(3, heads, e, length, n), d_mixed.reshape(heads, e, length, n)
     before, after = p.reshape(heads, length, length, n), w.reshape(heads, length, length, n)
     d_qkv[:] = 0
@@ -152,10 +152,10 @@ def attention_backward(
                         g[u, i] += d_out[head, c, t, i] * parts[2, head, c, u, i]
                     for i in range(n):
                         d_parts[2, head, c, u, i] += d_out[head, c, t, i] * after[head, t, u, i]
-                if level != _KEEP_ALL:
+                if level != KEEP_ALL:
                     kept = bits.reshape(heads, length, length, n)
                     for i in range(n):
-                        g[u, i] = g[u, i] * scale if kept[head, t, u, i] >= level else _F(0)
+                        g[u, i] = g[u, i] * scale if kept[head, t, u, i] >= level else F32(0)
                 for i in range(n):
                     mean[i] += g[u, i] * before[head, t, u, i]
             for u in range(length):
@@ -193,7 +193,7 @@ def from_one(
     """
     n, length, d, heads = z.sentences, z.tokens, z.width, z.heads
     e = d // heads
-    factor = _F(1) / np.sqrt(_F(e))
+    factor = F32(1) / np.sqrt(F32(e))
     weight, bias = matrix(theta, a[QKV], 3 * d, d), theta[a[QKV_BIAS] :]
     np.dot(selected, weight[:d].T, query)
     for i in range(n):
@@ -205,25 +205,25 @@ def from_one(
         part[:] = query[:, head * e : (head + 1) * e]
         np.dot(part, weight[d + head * e : d + (head + 1) * e], keyed[head])
         for i in range(n):
-            highest = _F(-np.inf)
+            highest = F32(-np.inf)
             for t in range(length):
-                score = _F(0)
+                score = F32(0)
                 for j in range(d):
                     score += keyed[head, i, j] * states[t, i, j]
                 before[head, i, t] = score * factor + unseen[t, i]
                 highest = max(highest, before[head, i, t])
-            total = _F(0)
+            total = F32(0)
             for t in range(length):
-                before[head, i, t] = _exp(before[head, i, t] - highest)
+                before[head, i, t] = exp(before[head, i, t] - highest)
                 total += before[head, i, t]
-            mass = _F(0)
+            mass = F32(0)
             for j in range(d):
                 seen[head, i, j] = 0
             for t in range(length):
                 before[head, i, t] /= total
                 weight_of_state = before[head, i, t]
-                if level != _KEEP_ALL:
-                    weight_of_state = weight_of_state * scale if bits[head * n + i, t] >= level else _F(0)
+                if level != KEEP_ALL:
+                    weight_of_state = weight_of_state * scale if bits[head * n + i, t] >= level else F32(0)
                 after[head, i, t] = weight_of_state
                 mass += weight_of_state
                 for j in range(d):
@@ -259,7 +259,7 @@ def from_one_backward(
     """Add the gradients of x (N, d) and of `selected` (n, d) to `d_x` and `d_selected`."""
     n, length, d, heads = z.sentences, z.tokens, z.width, z.heads
     e = d // heads
-    factor = _F(1) / np.sqrt(_F(e))
+    factor = F32(1) / np.sqrt(F32(e))
     weight, bias = matrix(theta, a[QKV], 3 * d, d), theta[a[QKV_BIAS] :]
     d_weight, d_bias = matrix(grad, a[QKV], 3 * d, d), grad[a[QKV_BIAS] :]
     states, before, after = x.reshape(length, n, d), p.reshape(heads, n, length), w.reshape(heads, n, length)
@@ -273,20 +273,20 @@ def from_one_backward(
         np.dot(part.T, seen[head], d_weight[values])
         d_seen = np.dot(part, weight[values])
         for i in range(n):
-            mass = _F(0)
+            mass = F32(0)
             for t in range(length):
                 mass += after[head, i, t]
-            of_bias = _F(0)
+            of_bias = F32(0)
             for c in range(e):
                 d_bias[2 * d + head * e + c] += mass * part[i, c]
                 of_bias += part[i, c] * bias[2 * d + head * e + c]
-            mean = _F(0)
+            mean = F32(0)
             for t in range(length):
                 slope = of_bias
                 for j in range(d):
                     slope += d_seen[i, j] * states[t, i, j]
-                if level != _KEEP_ALL:
-                    slope = slope * scale if bits[head * n + i, t] >= level else _F(0)
+                if level != KEEP_ALL:
+                    slope = slope * scale if bits[head * n + i, t] >= level else F32(0)
                 slopes[t] = slope
                 mean += slope * before[head, i, t]
             for j in range(d):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from isoloss.models.fused_kernels import _F, _KEEP_ALL, Bits, Floats, _exp, add_norm, add_norm_backward, compiled, gelu
+from isoloss.models.fused_kernels import F32, KEEP_ALL, Bits, Floats, add_norm, add_norm_backward, compiled, exp, gelu
 from isoloss.models.stacked_attention import (
     FIRST,
     HEAD,
@@ -108,7 +108,7 @@ def _member(
 ) -> None:
     n, length, d, m, layers, heads = z.sentences, z.tokens, z.width, z.inner, z.layers, z.heads
     rows = n * length
-    eps = _F(1e-12)
+    eps = F32(1e-12)
     x = np.empty((layers + 1, rows, d), np.float32)  # the input of each block; of the last entry, n rows are used
     between = np.empty((layers, rows, d), np.float32)  # after the attention's layer norm
     u0, inverse0 = np.empty((rows, d), np.float32), np.empty(rows, np.float32)
@@ -119,18 +119,14 @@ def _member(
     p = np.empty((layers, heads * length, length * n), np.float32)
     w = np.empty((layers, heads * length, length * n), np.float32)
     mixed = np.empty((layers, d, rows), np.float32)
-    product, residual = np.empty((rows, d), np.float32), np.empty((rows, d), np.float32)
+    product = np.empty((rows, d), np.float32)
 
     # --- forward
     words, position = matrix(theta, at[WORDS], z.ids, d), matrix(theta, at[PLACES], length, d)
-    for t in range(length):
-        for i in range(n):
-            u0[t * n + i] = words[tokens[t, i]]
-            residual[t * n + i] = position[t]
     kind, norm, shift = theta[at[TYPES] :][:d], theta[at[NORM] :][:d], theta[at[SHIFT] :][:d]
     nothing = bits[:0].reshape(0, d)
-    add_norm(u0, kind, residual, nothing, _KEEP_ALL, scale, norm, shift, eps, inverse0, x[0])
-    _drop(x[0], _taken(bits, 0, rows, d), level, scale)
+    dropped = _taken(bits, 0, rows, d)
+    _embed(words, position, kind, norm, shift, tokens, dropped, level, scale, u0, inverse0, x[0])
     drawn = rows * d
     for layer in range(layers - 1):
         a = at[FIRST + OF_BLOCK * layer :]
@@ -170,7 +166,7 @@ def _member(
     gelu(head_slope, theta[at[HEAD_BIAS] :][:d], u3)
     head_norm = theta[at[HEAD_NORM] :][:d]
     add_norm(
-        u3, zero[0], zero, nothing, _KEEP_ALL, scale, head_norm, theta[at[HEAD_SHIFT] :][:d], eps, inverse3, features
+        u3, zero[0], zero, nothing, KEEP_ALL, scale, head_norm, theta[at[HEAD_SHIFT] :][:d], eps, inverse3, features
     )
     logits = np.dot(features, words.T)
     _cross_entropy(logits, theta[at[OUTPUT] :][: z.ids], labels, targets, losses)
@@ -181,7 +177,7 @@ def _member(
     add_columns(logits, grad[at[OUTPUT] :])
     d_features = np.dot(logits, words)
     d_top, unused = np.empty((n, d), np.float32), np.empty((n, d), np.float32)
-    add_norm_backward(d_features, u3, inverse3, nothing, _KEEP_ALL, scale, head_norm, d_top, unused, sums)
+    add_norm_backward(d_features, u3, inverse3, nothing, KEEP_ALL, scale, head_norm, d_top, unused, sums)
     grad[at[HEAD_NORM] :][:d] = sums[1]
     grad[at[HEAD_SHIFT] :][:d] = sums[2]
     for i in range(n):
@@ -227,34 +223,112 @@ def _member(
         for i in range(rows):
             for j in range(d):
                 d_x[i, j] += d_residual[i, j]
-    _drop(d_x, _taken(bits, 0, rows, d), level, scale)
     sums[:] = 0
-    add_norm_backward(d_x, u0, inverse0, nothing, _KEEP_ALL, scale, norm, residual, product, sums)
-    grad[at[TYPES] :][:d] = sums[0]
-    grad[at[NORM] :][:d] = sums[1]
-    grad[at[SHIFT] :][:d] = sums[2]
     d_words, d_position = matrix(grad, at[WORDS], z.ids, d), matrix(grad, at[PLACES], length, d)
+    dropped = _taken(bits, 0, rows, d)
+    _embed_backward(d_x, u0, inverse0, norm, tokens, z.padding, dropped, level, scale, d_words, d_position, sums)
+    grad[at[NORM] :][:d] = sums[0]
+    grad[at[SHIFT] :][:d] = sums[1]
+    for t in range(length):
+        for j in range(d):
+            grad[at[TYPES] + j] += d_position[t, j]
+
+
+@compiled
+def _embed(
+    words: Floats,
+    position: Floats,
+    kind: Floats,
+    norm: Floats,
+    shift: Floats,
+    tokens: Ints,
+    bits: Bits,
+    level: np.int16,
+    scale: np.float32,
+    u: Floats,
+    inverse: Floats,
+    y: Floats,
+) -> None:
+    """Set y (N, d) to the embedding of the tokens (T, n), with layer norm and dropout; keep u (N, d) and inverse."""
+    length, n = tokens.shape
+    d = words.shape[1]
+    one, added = F32(1) / F32(d), np.empty(d, np.float32)
+    for t in range(length):
+        for j in range(d):
+            added[j] = position[t, j] + kind[j]
+        for i in range(n):
+            row, token, total = t * n + i, tokens[t, i], F32(0)
+            for j in range(d):
+                v = words[token, j] + added[j]
+                u[row, j] = v
+                total += v
+            mean = total * one
+            total = F32(0)
+            for j in range(d):
+                v = u[row, j] - mean
+                total += v * v
+            r = F32(1) / np.sqrt(total * one + F32(1e-12))
+            inverse[row] = r
+            for j in range(d):
+                v = (u[row, j] - mean) * r
+                u[row, j] = v
+                v = v * norm[j] + shift[j]
+                if level != KEEP_ALL:
+                    v = v * scale if bits[row, j] >= level else F32(0)
+                y[row, j] = v
+
+
+@compiled
+def _embed_backward(
+    d_y: Floats,
+    u: Floats,
+    inverse: Floats,
+    norm: Floats,
+    tokens: Ints,
+    padding: int,
+    bits: Bits,
+    level: np.int16,
+    scale: np.float32,
+    d_words: Floats,
+    d_position: Floats,
+    sums: Floats,
+) -> None:
+    """Add the gradients of `_embed`; in `sums` (2, d), those of the layer norm. The padding's word has none."""
+    length, n = tokens.shape
+    d = u.shape[1]
+    one, g = F32(1) / F32(d), np.empty(d, np.float32)
     for t in range(length):
         for i in range(n):
-            d_position[t] += residual[t * n + i]
-            if tokens[t, i] != z.padding:
-                d_words[tokens[t, i]] += residual[t * n + i]
+            row, token = t * n + i, tokens[t, i]
+            plain, along = F32(0), F32(0)
+            for j in range(d):
+                v = d_y[row, j]
+                if level != KEEP_ALL:
+                    v = v * scale if bits[row, j] >= level else F32(0)
+                sums[0, j] += v * u[row, j]
+                sums[1, j] += v
+                v *= norm[j]
+                g[j] = v
+                plain += v
+                along += v * u[row, j]
+            plain *= one
+            along *= one
+            r = inverse[row]
+            for j in range(d):
+                v = r * (g[j] - plain - u[row, j] * along)
+                g[j] = v
+                d_position[t, j] += v
+            if token != padding:
+                for j in range(d):
+                    d_words[token, j] += g[j]
 
 
 @compiled
 def _sum(values: Floats) -> np.float32:
-    total = _F(0)
+    total = F32(0)
     for i in range(values.shape[0]):
         total += values[i]
     return total
-
-
-@compiled
-def _drop(x: Floats, bits: Bits, level: np.int16, scale: np.float32) -> None:
-    if level != _KEEP_ALL:
-        for i in range(x.shape[0]):
-            for j in range(x.shape[1]):
-                x[i, j] = x[i, j] * scale if bits[i, j] >= level else _F(0)
 
 
 @compiled
@@ -262,28 +336,28 @@ def _cross_entropy(logits: Floats, bias: Floats, labels: Ints, targets: Floats, 
     """Set `losses` (n,), and the logits to the gradient of their mean; arguments as for `loss_and_gradient`."""
     n, ids = logits.shape
     for i in range(n):
-        highest = _F(-np.inf)
+        highest = F32(-np.inf)
         for j in range(ids):
             logits[i, j] += bias[j]
             highest = max(highest, logits[i, j])
-        mass, along = _F(0), _F(0)
+        mass, along = F32(0), F32(0)
         for j in range(targets.shape[1]):
             mass += targets[i, j]
             along += targets[i, j] * (logits[i, j] - highest)
         if targets.shape[1] == 0:
-            mass, along = _F(1), logits[i, labels[i]] - highest
-        total = _F(0)
+            mass, along = F32(1), logits[i, labels[i]] - highest
+        total = F32(0)
         for j in range(ids):
-            logits[i, j] = _exp(logits[i, j] - highest)
+            logits[i, j] = exp(logits[i, j] - highest)
             total += logits[i, j]
         losses[i] = np.log(total) * mass - along
-        factor = mass / (total * _F(n))
+        factor = mass / (total * F32(n))
         for j in range(ids):
             logits[i, j] *= factor
         for j in range(targets.shape[1]):
-            logits[i, j] -= targets[i, j] / _F(n)
+            logits[i, j] -= targets[i, j] / F32(n)
         if targets.shape[1] == 0:
-            logits[i, labels[i]] -= _F(1) / _F(n)
+            logits[i, labels[i]] -= F32(1) / F32(n)
 
 
 @compiled
@@ -308,7 +382,7 @@ def _after_attention(
     y: Floats,
 ) -> None:
     """Set y (R, d) to a block's output from the attention's projected one, `product` (R, d), and its input x (R, d)."""
-    eps = _F(1e-12)
+    eps = F32(1e-12)
     u1[:] = product
     bias, norm, shift = theta[a[OUT_BIAS] :][:d], theta[a[NORM1] :][:d], theta[a[SHIFT1] :][:d]
     add_norm(u1, bias, x, bits, level, scale, norm, shift, eps, inverse1, between)
