@@ -212,9 +212,21 @@ class _Embed(torch.autograd.Function):
         _check_first()
         tokens, normalized, inverse, weight = ctx.saved_tensors
         d_words, d_places, d_norm = (d_y.new_zeros(rows, d_y.shape[-1]) for rows in (*ctx.sizes, 2))
-        given: Any = (d_y.reshape(normalized.shape).numpy(), normalized.numpy(), inverse.numpy(), *ctx.dropped)
-        made = d_words.numpy(), d_places.numpy(), d_norm.numpy()
-        fused_kernels.embed_norm_backward(*given, _copied(weight), tokens.numpy(), ctx.padding, *made)
+        bits, level, scale = ctx.dropped
+        fused_kernels.embed_norm_backward(
+            d_y.reshape(normalized.shape).numpy(),
+            normalized.numpy(),
+            inverse.numpy(),
+            bits,
+            level,
+            scale,
+            _copied(weight),
+            tokens.numpy(),
+            ctx.padding,
+            d_words.numpy(),
+            d_places.numpy(),
+            d_norm.numpy(),
+        )
         return None, d_words, None, d_places, *d_norm, None, None
 
 
