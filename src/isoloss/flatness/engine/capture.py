@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from isoloss.flatness.engine.factors import SelectedRows
-from isoloss.flatness.engine.layouts import Contribution, Handle, Layout, Rule
+from isoloss.flatness.engine.layouts import Contribution, Handle, Layout, Rule, without_trailing
 from isoloss.flatness.engine.origins import Origins, tensors_in
 from isoloss.flatness.engine.vjp_rules import rule_of
 
@@ -118,7 +118,7 @@ class Capture(TorchFunctionMode):
         """Whether this would give each sequence what it has already been given."""
         times = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
         number = self.layout.num_sequences
-        return len(values) == number and times == (number, *[1] * (values.ndim - 1))
+        return len(values) % number == 0 and times == (number, *[1] * (values.ndim - 1))
 
     def _linear(
         self,
@@ -146,7 +146,7 @@ class Capture(TorchFunctionMode):
         owners = self._origins.get(value)
         if owners is None:
             return self.layout
-        return self.layout.gathered(owners.expand(shape)[(..., *[0] * trailing)].reshape(-1))
+        return self.layout.gathered(without_trailing(owners.expand(shape), trailing).reshape(-1))
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Apply a function and note the use of the parameters among its arguments."""

@@ -144,14 +144,17 @@ def squared_norms(
         if len(sliced) < len(factors):
             raise TypeError("a parameter is used by slices and as a whole")
         return _sliced_norms(sliced, num_sequences, split, separate=separate)
-    if separate and len(factors) == 1 and _is_apart(factors[0]):
-        return _separate_norms(factors[0], num_sequences, split)
+    whole: list[Outer | Dense] = [*dense, *outer]
+    if separate and len(whole) == 1 and _is_apart(whole[0]):
+        return _separate_norms(whole[0], num_sequences, split)
     if len(dense) == 1 and dense[0].selected is not None:
         return _ragged_norms(dense[0].values, dense[0].selected, num_sequences, split)
     if dense:
         total = torch.stack([_summed(factor, num_sequences) for factor in dense]).sum(dim=0)
         return _sums(total.square(), split)
     matrices = [factor for factor in outer if not factor.is_index]
+    if not matrices and split is None and any(factor.selected is not None for factor in outer):
+        return _lookup_norms(outer, num_sequences)
     if separate and len(matrices) == 1 and _is_apart(matrices[0]):
         own = _separate_norms(matrices[0], num_sequences, split)
         return own + _outer_norms(outer, num_sequences, split, without_matrices=True)
@@ -305,6 +308,20 @@ def _sliced_norms(
         places = (of_groups[start:stop], keys[by_size[start:stop]] % size)
         squares.index_put_(places, (lefts.mT @ rights).square_().sum(dim=1, dtype=torch.float64), accumulate=True)
     return split.sums(squares.flatten(1))
+
+
+def _lookup_norms(factors: Sequence[Outer], num_sequences: int) -> torch.Tensor:
+    """Return the squared norms of the sums of lookups: a matrix's row that a sequence used is added up first."""
+    rows, slots, sequences = [], [], []
+    for factor in factors:
+        rows.append(_wide(factor.right).flatten(0, -2))
+        slots.append(factor.left.flatten())
+        every = torch.arange(num_sequences, device=factor.left.device)
+        places = every.repeat_interleave(factor.left.shape[-1]) if factor.selected is None else factor.selected.rows
+        sequences.append(places)
+    summed = lookups(torch.cat(rows), torch.cat(slots), torch.cat(sequences), num_sequences)
+    assert summed.selected is not None
+    return _by_sequence(_length_squares(summed.right)[:, 0], summed.selected, num_sequences)
 
 
 def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -71,7 +71,7 @@ class Layout:
         """Return how the tokens lie in an activation whose rows belong to these owners (n,)."""
         sequences = self.sequences(owners)
         order = sequences.argsort(stable=True)
-        once = self.selected is not None and self.selected.apart and len(owners.unique()) == len(owners)
+        once = self.selected is not None and self.selected.apart and int(torch.bincount(owners).max()) < 2
         places = SelectedRows.sorted(sequences[order], self.num_sequences, apart=once)
         return Gathered(self.num_sequences, self.length, places, order=order)
 
@@ -85,6 +85,13 @@ class Gathered(Layout):
     def tokens(self, values: torch.Tensor, trailing: int) -> torch.Tensor | None:
         """Return the values as (n, ...), keeping `trailing` dimensions."""
         return values.reshape(len(self.order), *values.shape[values.ndim - trailing :])[self.order]
+
+
+def without_trailing(values: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the values at index 0 of the last axes, as many as this number."""
+    for _ in range(number):
+        values = values[..., 0]
+    return values
 
 
 Contribution = Callable[[torch.Tensor], Factor]

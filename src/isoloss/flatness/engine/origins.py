@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isoloss.flatness.engine.layouts import Layout
+from isoloss.flatness.engine.layouts import Layout, without_trailing
 
 _GATHERS = {"getitem", "index_select", "repeat", "repeat_interleave"}
 _MOVES = _GATHERS | {"chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"}
@@ -59,7 +59,8 @@ class Origins:
     ) -> None:
         """Note whom the output's values belong to, where an argument's are followed or it gathers rows."""
         name = name_of(function).strip("_")
-        gathers = name in _GATHERS and args[0].is_floating_point() and (name != "getitem" or _has_index(args[1]))
+        # only an activation has a gradient; a table's rows are no sequences' even where there are as many
+        gathers = name in _GATHERS and args[0].requires_grad and (name != "getitem" or _has_index(args[1]))
         if not gathers and not self._owners:
             return
         followed = [value for value in tensors_in((args, kwargs)) if value in self._owners]
@@ -69,17 +70,21 @@ class Origins:
             return
         source = followed[0] if followed else args[0]
         owners = self._owners[source] if followed else layout.owners(source)
-        if owners is None and not followed:
+        outputs = list(tensors_in(output))
+        if not followed and owners is None and all(layout.owners(value) is None for value in outputs):
             return
-        outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         found: list[torch.Tensor | None] = [None] * len(outputs)
-        if name == "cat":
-            parts = [self._owners[part] if part in self._owners else layout.owners(part) for part in args[0]]
-            if all(part is not None for part in parts):
-                found = [torch.cat(parts, *args[1:], **kwargs)]
-        elif owners is not None:
+        others = [value for value in tensors_in((args, kwargs)) if value.requires_grad and value is not source]
+        all_owners = [self._of(value, layout) for value in others]
+        if name == "cat" and owners is not None:
+            parts = [self._of(part, layout) for part in args[0]]
+            if len(known := [part for part in parts if part is not None]) == len(parts):
+                found = [torch.cat(known, *args[1:], **kwargs)]
+        elif owners is not None and not any(value in self._owners and self._owners[value] is None for value in others):
             with contextlib.suppress(RuntimeError, IndexError, TypeError):  # what does not fit is lost
                 found = _moved(name, function, args, kwargs, source, owners, outputs)
+                if not _agree(name, args, others, all_owners, found):
+                    found = [None] * len(outputs)
         for value, of_value in zip(outputs, found, strict=True):
             if not value.is_floating_point():
                 continue
@@ -88,6 +93,9 @@ class Origins:
                 self._owners[value] = of_value
             elif value in self._owners:
                 del self._owners[value]
+
+    def _of(self, value: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+        return self.get(value) if value in self._owners else layout.owners(value)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -141,6 +149,24 @@ def _moved(
     return [None] * len(outputs)
 
 
+def _agree(
+    name: str,
+    args: tuple[Any, ...],
+    others: list[torch.Tensor],
+    all_owners: list[torch.Tensor | None],
+    found: list[torch.Tensor | None],
+) -> bool:
+    """Whether the other activations that a function takes belong to whom its result does, as far as it is known."""
+    for value, owners in zip(others, all_owners, strict=True):
+        if owners is None or found[0] is None:
+            continue
+        if name in _PRODUCTS:
+            owners = owners[..., :1] if value is args[0] else owners[..., :1, :]
+        if not _equal(owners.expand(found[0].shape), found[0]):
+            return False
+    return True
+
+
 def _gathered(owners: torch.Tensor, index: Any) -> torch.Tensor:
     """Return owners[index], without a copy of what is the same along the axes behind a single index of rows."""
     if not isinstance(index, torch.Tensor):
@@ -149,7 +175,7 @@ def _gathered(owners: torch.Tensor, index: Any) -> torch.Tensor:
     rest = owners.shape[axes:]
     if any(owners.stride()[axes:]):
         return owners[index]
-    rows = owners[(*[slice(None)] * axes, *[0] * len(rest))][index]
+    rows = without_trailing(owners, len(rest))[index]
     return rows.reshape(*rows.shape, *[1] * len(rest)).expand(*rows.shape, *rest)
 
 

@@ -197,8 +197,8 @@ class Predictor(Passes):
         """Return the parameters with a use whose rows are not those of the sequences that its shape says.
 
         As many rows as sequences may have been chosen by a mask, others may have been put in another order, and where
-        there are as many positions as sequences a shape does not say which axis is which. If the logits' cotangent is multiplied by another number in each
-        sequence, so are the cotangents of that sequence's rows, and of no others.
+        there are as many positions as sequences a shape does not say which axis is which. If the logits' cotangent is
+        multiplied by another number in each sequence, so are the cotangents of that sequence's rows, and of no others.
         """
         number = predictions.num_sequences
         doubtful = [use for use in predictions.capture.uses if use.is_doubtful or self._is_square(use, number)]

@@ -107,13 +107,14 @@ def elementwise_use(
 ) -> Contribution | None:
     """Return the rule of y = f + row, or, with a `scale`, of y = f + scale * row: one row for all, or one for each."""
     slot, width = handle.slot, parameter.shape[-1:]
+    assert slot is not None
     if parameter.ndim != (1 if isinstance(slot, int) else 2) or output.shape[-1:] != width:
         return None
     owners = uses.origins(values)
     if owners is None or (parameter.ndim == 2 and output.shape != parameter.shape):
         return None
     of_rows = uses.layout.sequences(owners.expand(output.shape)[..., 0].reshape(-1))
-    slots = torch.full_like(of_rows, slot) if isinstance(slot, int) else slot
+    slots = slot if isinstance(slot, torch.Tensor) else torch.full_like(of_rows, slot)
     number = uses.layout.num_sequences
 
     def contribution(cotangent: torch.Tensor) -> Factor:
@@ -125,18 +126,21 @@ def elementwise_use(
 
 def _expand(uses: Uses, input: Any, *sizes: Any) -> Result | None:  # noqa: A002
     """Note a parameter that every sequence is given."""
-    handle = uses.handle(input)
-    if handle is None or handle.slot is not None or handle.transposed:
+    handle, layout, shape = uses.handle(input), uses.layout, tuple(input.shape)
+    output, number = input.expand(*sizes), layout.num_sequences
+    if handle is None or handle.transposed or isinstance(handle.slot, int) or layout.selected is not None:
         return None
-    output = input.expand(*sizes)
-    layout, shape = uses.layout, tuple(input.shape)
-    if layout.selected is not None or output.shape[:1] != (layout.num_sequences,) or len(shape) != output.ndim:
+    if output.shape[:1] != (number,) or len(shape) != output.ndim:
         return None
 
     def contribution(cotangent: torch.Tensor) -> Factor:
+        if isinstance(handle.slot, torch.Tensor):
+            sequences = torch.arange(number, device=cotangent.device).repeat_interleave(len(handle.slot))
+            return lookups(cotangent.flatten(0, 1), handle.slot.repeat(number), sequences, number)
         return Dense(torch.stack([part.sum_to_size(shape).flatten() for part in cotangent[:, None]]))
 
-    return Result(output, {handle.name: contribution}) if shape[0] == 1 else None
+    fits = shape[0] == 1 and (handle.slot is None or shape[1:] == output.shape[1:])
+    return Result(output, {handle.name: contribution}) if fits else None
 
 
 # --- the same parameter in another guise ------------------------------------------------------------------------------
@@ -150,7 +154,7 @@ def _item(uses: Uses, input: Any, index: Any) -> Result | None:  # noqa: A002
     is_number = isinstance(index, int) and not isinstance(index, bool)
     is_index = isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype != torch.bool
     if not is_number and not is_index:
-        return _same_numbers(handle, input, input[index])
+        return _rows(handle, input, index) or _same_numbers(handle, input, input[index])
     if handle.slot is not None or handle.viewed or input.ndim < 2 or (handle.transposed and input.ndim == 2):
         return None
     if is_number or index.ndim == 0:
@@ -158,6 +162,40 @@ def _item(uses: Uses, input: Any, index: Any) -> Result | None:  # noqa: A002
     if index.ndim != 1:
         return None
     return Result(input[index], {}, alias=replace(handle, slot=index % len(input)))
+
+
+def _rows(handle: Handle, values: torch.Tensor, index: Any) -> Result | None:
+    """Return some consecutive rows of a matrix."""
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    is_slice = isinstance(first, slice) and all(part in (slice(None), ...) for part in rest)
+    if not is_slice or values.ndim != 2 or handle != Handle(handle.name):
+        return None
+    slots = torch.arange(len(values), device=values.device)[first]
+    return Result(values[index], {}, alias=replace(handle, slot=slots))
+
+
+def _unsqueeze(uses: Uses, input: Any, dim: int) -> Result | None:  # noqa: A002
+    handle = uses.handle(input)
+    if handle is None:
+        return None
+    if isinstance(handle.slot, torch.Tensor) and input.ndim == 2 and dim == 0:
+        return Result(input.unsqueeze(0), {}, alias=handle)
+    return _same_numbers(handle, input, input.unsqueeze(dim))
+
+
+def for_each_sequence(uses: Uses, rows: torch.Tensor) -> torch.Tensor | None:
+    """Return (B, R, b) of rows (1, R, b) of a parameter, noted: all sequences share them, so each is given its own.
+
+    None: these are no such rows, or the model does not take as many.
+    """
+    layout, handle = uses.layout, uses.handle(rows)
+    if handle is None or not isinstance(handle.slot, torch.Tensor) or rows.ndim != 3 or len(rows) != 1:
+        return None
+    if not uses.expands or layout.num_sequences < 2 or layout.selected is not None:
+        return None
+    uses.shared = True
+    given: torch.Tensor = uses.apply(torch.Tensor.expand, rows, layout.num_sequences, -1, -1)
+    return given
 
 
 def _same_numbers(handle: Handle, values: torch.Tensor, viewed: torch.Tensor) -> Result | None:
@@ -200,8 +238,13 @@ def _einsum(uses: Uses, equation: Any, *operands: Any) -> Result | None:
         return None
     shared = [axis for axis in of_weight if axis in of_x]
     given = [axis for axis in of_weight if axis not in of_x]
-    kept = [axis for axis in of_x if axis not in of_weight]
-    if sorted(output) != sorted([*kept, *given]) or not kept or any(len(set(n)) < len(n) for n in (*names, output)):
+    kept = [axis for axis in output if axis in of_x and axis not in of_weight]
+    if (
+        sorted(output) != sorted([*kept, *given])
+        or len(of_x) != len(kept) + len(shared)
+        or not kept
+        or any(len(set(n)) < len(n) for n in (*names, output))
+    ):
         return None
     rows = x.detach().permute([of_x.index(axis) for axis in (*kept, *shared)]).flatten(len(kept))
     layout = uses.layout_of(x, x.shape, len(shared)) if of_x == "".join((*kept, *shared)) else uses.layout
@@ -218,10 +261,11 @@ def _einsum(uses: Uses, equation: Any, *operands: Any) -> Result | None:
     return Result(torch.einsum(equation, *operands), {handle.name: contribution})
 
 
-_VIEWS = ("view", "reshape", "permute", "unsqueeze", "squeeze", "flatten")
+_VIEWS = ("view", "reshape", "permute", "squeeze", "flatten")
 RULES: dict[str, Rule] = {
     **{name: _view(name) for name in _VIEWS},
     "__getitem__": _item,
+    "unsqueeze": _unsqueeze,
     "bmm": _bmm,
     "_grouped_mm": _grouped_mm,
     "einsum": _einsum,

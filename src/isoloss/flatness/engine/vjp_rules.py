@@ -47,33 +47,36 @@ def _matrix_use(
 
 
 def _affine(
-    uses: Uses, x: Any, weight: Any, bias: Any, apply: Callable[[], torch.Tensor], *, by_rows: bool
+    uses: Uses, x: Any, weight: Any, bias: Any, apply: Callable[[Any], torch.Tensor], *, by_rows: bool
 ) -> Result | None:
-    """Return the rule of what `apply` gives: y = x W^T (`by_rows`) or y = x W, plus a bias if there is one."""
+    """Return the rule of what `apply` gives for x: y = x W^T (`by_rows`) or y = x W, plus a bias if there is one."""
     matrix = uses.handle(weight)
+    x = x if _is_plain(uses, x) else slice_rules.for_each_sequence(uses, x)
+    if x is None:
+        return None
     contributions: dict[str, Contribution] = {}
     if matrix is not None:
-        use = _matrix_use(uses, x, weight, matrix, by_rows=by_rows) if _is_plain(uses, x) else None
+        use = _matrix_use(uses, x, weight, matrix, by_rows=by_rows)
         if use is None:
             return None
         contributions[matrix.name] = use
-    return _terms(uses, apply(), x, (bias, None), contributions=contributions)
+    return _terms(uses, apply(x), x, (bias, None), contributions=contributions)
 
 
 def _linear(uses: Uses, input: Any, weight: Any, bias: Any = None) -> Result | None:  # noqa: A002
-    return _affine(uses, input, weight, bias, lambda: F.linear(input, weight, bias), by_rows=True)
+    return _affine(uses, input, weight, bias, lambda x: F.linear(x, weight, bias), by_rows=True)
 
 
 def _addmm(uses: Uses, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Result | None:  # noqa: A002
     if beta != 1 or alpha != 1 or not _is_plain(uses, mat1):
         return None
-    return _affine(uses, mat1, mat2, input, lambda: torch.addmm(input, mat1, mat2), by_rows=False)
+    return _affine(uses, mat1, mat2, input, lambda x: torch.addmm(input, x, mat2), by_rows=False)
 
 
 def _matmul(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
     if uses.handle(other) is None or input.ndim < 2:
         return None
-    return _affine(uses, input, other, None, lambda: torch.matmul(input, other), by_rows=False)
+    return _affine(uses, input, other, None, lambda x: torch.matmul(x, other), by_rows=False)
 
 
 def _embedding(
