@@ -60,7 +60,8 @@ class Origins:
         """Note whom the output's values belong to, where an argument's are followed or it gathers rows."""
         name = name_of(function).strip("_")
         # only an activation has a gradient; a table's rows are no sequences' even where there are as many
-        gathers = name in _GATHERS and args[0].requires_grad and (name != "getitem" or _has_index(args[1]))
+        moves = name in _GATHERS and bool(args) and (name != "getitem" or _has_index(args[1]))
+        gathers = moves and args[0].requires_grad
         if not gathers and not self._owners:
             return
         followed = [value for value in tensors_in((args, kwargs)) if value in self._owners]
@@ -76,7 +77,7 @@ class Origins:
         found: list[torch.Tensor | None] = [None] * len(outputs)
         others = [value for value in tensors_in((args, kwargs)) if value.requires_grad and value is not source]
         all_owners = [self._of(value, layout) for value in others]
-        if name == "cat" and owners is not None:
+        if name == "cat" and args and owners is not None:
             parts = [self._of(part, layout) for part in args[0]]
             if len(known := [part for part in parts if part is not None]) == len(parts):
                 found = [torch.cat(known, *args[1:], **kwargs)]
@@ -161,7 +162,7 @@ def _agree(
         if owners is None or found[0] is None:
             continue
         if name in _PRODUCTS:
-            owners = owners[..., :1] if value is args[0] else owners[..., :1, :]
+            owners = owners[..., :1] if args and value is args[0] else owners[..., :1, :]
         if not _equal(owners.expand(found[0].shape), found[0]):
             return False
     return True
