@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isoloss.flatness.engine import factors
-from isoloss.flatness.engine.factors import Dense, Outer, SelectedRows, squared_norms
+from isoloss.flatness.engine.factors import Dense, Outer, SelectedRows, Sliced, lookups, squared_norms
 from isoloss.flatness.engine.splits import Split
 
 
@@ -238,3 +238,71 @@ def test_parts_of_long_narrow_factors_are_close_in_float32(axes):
         split = Split(groups_of(90, axes[0], generator), groups_of(70, axes[1], generator))
         squares = (factor.left.double().mT @ factor.right.double()).square()
         torch.testing.assert_close(squared_norms([factor], 2, split=split), by_part(squares, split), rtol=2e-5, atol=0)
+
+
+def sliced(owners, slots, shape, generator, selected=None):
+    """Rows of these owners, each with an outer product in one slice."""
+    n, (_, a, b) = len(owners), shape
+    left, right = (torch.randn(n, size, generator=generator, dtype=torch.float64) for size in (a, b))
+    return Sliced(left, right, torch.tensor(slots), torch.tensor(owners), selected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=14),
+    cut=st.integers(0, 14),
+    shape=st.tuples(st.just(4), st.integers(1, 5), st.integers(1, 5)),
+    limit=st.sampled_from([1, 40, 1 << 21]),
+    is_split=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_a_slice_and_a_sequence_add_before_they_are_squared(rows, cut, shape, limit, is_split, seed):
+    generator = torch.Generator().manual_seed(seed)
+    parts = [part for part in (rows[:cut], rows[cut:]) if part]
+    made = [sliced(*zip(*part, strict=True), shape, generator) for part in parts]
+    gradients = torch.zeros(3, *shape, dtype=torch.float64)
+    for factor in made:
+        for left, right, slot, owner in zip(factor.left, factor.right, factor.slots, factor.owners, strict=True):
+            gradients[owner, slot] += left[:, None] * right
+    split = Split(torch.tensor([0, 1, 1, 2]), torch.zeros(shape[2], dtype=torch.int64)) if is_split else None
+    expected = gradients.square().flatten(1)
+    expected = expected.sum(dim=1) if split is None else split.sums(expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factors, "_LIMIT", limit)
+        torch.testing.assert_close(squared_norms(made, 3, split=split), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_with_separate_the_rows_of_a_slice_and_a_position_add_and_positions_are_squared_one_by_one():
+    generator = torch.Generator().manual_seed(0)
+    places = SelectedRows.of(torch.tensor([[True, True], [False, True]]))
+    factor = sliced([0, 1, 0, 2, 0], [1, 1, 1, 0, 0], (2, 3, 4), generator, places)
+    gradients = torch.zeros(3, 2, 3, 4, dtype=torch.float64)
+    for left, right, slot, owner in zip(factor.left, factor.right, factor.slots, factor.owners, strict=True):
+        gradients[owner, slot] += left[:, None] * right
+    own = gradients.square().sum(dim=(1, 2, 3))
+    expected = torch.stack([own[0] + own[1], own[2]])
+    torch.testing.assert_close(squared_norms([factor], 2, separate=True), expected)
+    whole = torch.stack([gradients[0] + gradients[1], gradients[2]]).square().sum(dim=(1, 2, 3))
+    torch.testing.assert_close(squared_norms([factor], 2), whole)
+    assert not torch.allclose(expected, whole)
+
+
+def test_rows_that_are_looked_up_add_to_those_of_an_embedding():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(7, 3, generator=generator, dtype=torch.float64)
+    slots, sequences = torch.tensor([4, 0, 4, 4, 2, 0, 4]), torch.tensor([1, 1, 0, 1, 1, 0, 1])
+
+    def normal(*size):
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    table = Outer(torch.randint(0, 5, (2, 6), generator=generator), normal(2, 6, 3))
+    gradients = formed(table, 2, (5, 3))
+    for value, slot, sequence in zip(values, slots, sequences, strict=True):
+        gradients[sequence, slot] += value
+    found = lookups(values, slots, sequences, 2)
+    torch.testing.assert_close(squared_norms([found, table], 2), gradients.square().sum(dim=(1, 2)))
+    matrix = Outer(
+        torch.randn(2, 4, 5, generator=generator).double(), torch.randn(2, 4, 3, generator=generator).double()
+    )
+    gradients += formed(matrix, 2, (5, 3))
+    torch.testing.assert_close(squared_norms([found, matrix, table], 2), gradients.square().sum(dim=(1, 2)))

@@ -29,9 +29,10 @@ class Mixing(nn.Module):
 
     def forward(self, input_ids):
         h = self.embedding(input_ids)
-        if self.kind == "special":
+        if self.kind in ("special", "special, padded"):
             chosen, new = input_ids == SPECIAL, h.clone()
-            new[chosen] = self.extra(h[chosen])
+            rows = h[chosen]
+            new[chosen] = self.extra(nn.functional.pad(rows, (0, 0)) if "padded" in self.kind else rows)
             h = new
         h = h + self.output((self.query(h) @ h.mT).softmax(-1) @ h)
         if self.kind == "capacity":  # never reached within one sequence
@@ -119,15 +120,18 @@ def test_sequences_that_meet_in_the_model_itself_do_not_end_the_measurement():
     fisher_trace(model, [{"input_ids": ids, "labels": ids} for ids in tokens(64).split(8)], causal=False)
 
 
+@pytest.mark.parametrize(
+    "kind", ["special", "special, padded"]
+)  # of rows that are padded it is not known whose they are
 @pytest.mark.parametrize("places", [[(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 3)], [(6, 0), (6, 1)]])
-def test_rows_chosen_by_a_mask_that_are_as_many_as_sequences(places):
+def test_rows_chosen_by_a_mask_that_are_as_many_as_sequences(places, kind):
     ids = tokens(8)
     ids[0, 0] = ids[1, 0] = SPECIAL
     for place in places:
         ids[place] = SPECIAL
     batches = [ids] if len(places) == 6 else [ids[:2], ids[6:]]
-    predictor = assert_right(build("special"), [{"input_ids": part, "labels": part} for part in batches])
-    assert set(predictor.slow_parameters) == {"extra.weight", "extra.bias"}
+    predictor = assert_right(build(kind), [{"input_ids": part, "labels": part} for part in batches])
+    assert set(predictor.slow_parameters) == ({"extra.weight", "extra.bias"} if "padded" in kind else set())
 
 
 def test_rows_that_are_one_for_each_sequence_keep_their_rule():

@@ -75,22 +75,18 @@ def test_any_number_of_sequences(sequences, length):
     assert_norms(norms.by_parameter, expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("config", "model", "slow"),
-    [
-        ("DebertaConfig", "DebertaForMaskedLM", "rel_embeddings"),
-        ("DebertaV2Config", "DebertaV2ForMaskedLM", "rel_embeddings"),
-    ],
-)
-def test_parameters_without_a_rule_take_the_slow_path(config, model, slow):
+@pytest.mark.parametrize("kind", ["", "V2", "V3"])
+def test_positions_that_sequences_share_and_those_behind_a_layer_norm(kind):
     options = {**DEBERTA, "pooler_hidden_size": 16}
-    if config == "DebertaV2Config":
+    if kind == "V3":
         options |= {"share_att_key": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}
-    norms, expected, predictor, _ = measure(make(config, model, options), batch_of(), causal=False)
-    assert any(slow in name for name in predictor.slow_parameters)
+    family = "DebertaV2" if kind else "Deberta"
+    model = make(f"{family}Config", f"{family}ForMaskedLM", options)
+    norms, expected, predictor, _ = measure(model, batch_of(), causal=False)
+    assert any("rel_embeddings" in name for name in predictor.slow_parameters) == (kind == "V3")
     assert any("intermediate.dense.weight" in name for name in predictor.names)
     assert not any("intermediate" in name or "word_embeddings" in name for name in predictor.slow_parameters)
-    assert_norms(norms.by_parameter, expected, rtol=1e-5 if config == "DebertaConfig" else 1e-10)
+    assert_norms(norms.by_parameter, expected, rtol=1e-10 if kind else 1e-5)
 
 
 def test_only_the_parameters_asked_for():

@@ -22,7 +22,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from isoloss.flatness.engine.factors import SelectedRows
-from isoloss.flatness.engine.vjp_rules import Contribution, Handle, Layout, Rule, rule_of
+from isoloss.flatness.engine.layouts import Contribution, Handle, Layout, Rule, without_trailing
+from isoloss.flatness.engine.origins import Origins, tensors_in
+from isoloss.flatness.engine.vjp_rules import rule_of
 
 _RESHAPES = (torch.Tensor.view, torch.Tensor.reshape)
 
@@ -44,6 +46,10 @@ class Use:
     contributions: dict[str, Contribution]  # how the cotangent gives each parameter's factor of the gradient
     selected: bool  # whether the output has the predicted positions alone
     work: int  # multiplications of matrices that gave the output
+    # (n,) which selected row or, before rows are selected, which sequence each of its rows belongs to; None: its shape
+    # says so
+    owners: torch.Tensor | None
+    is_doubtful: bool  # whether the shape may be wrong
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ class Capture(TorchFunctionMode):
         self.expands, self.shared = expands, False
         self._handles = {id(parameter): Handle(name) for name, parameter in parameters.items()}
         self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
+        self._origins = Origins()
         self._aliases: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
         self.predicted, self.unknown = predicted, unknown
         self._select_before = select_before
@@ -111,7 +118,7 @@ class Capture(TorchFunctionMode):
         """Whether this would give each sequence what it has already been given."""
         times = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
         number = self.layout.num_sequences
-        return len(values) == number and times == (number, *[1] * (values.ndim - 1))
+        return len(values) % number == 0 and times == (number, *[1] * (values.ndim - 1))
 
     def _linear(
         self,
@@ -130,6 +137,17 @@ class Capture(TorchFunctionMode):
         """Return the parameter that a tensor is, if it is one that is measured."""
         return self._handles.get(id(value)) if isinstance(value, torch.Tensor) else None
 
+    def origins(self, value: torch.Tensor) -> torch.Tensor | None:
+        """Return the owners of an activation's values, in its shape, as `Layout.owners`; None: they are not known."""
+        return self._origins.get(value) if value in self._origins else self.layout.owners(value)
+
+    def layout_of(self, value: torch.Tensor, shape: torch.Size, trailing: int) -> Layout:
+        """Return how the tokens lie in what has this shape and as many trailing dimensions, by a value in it."""
+        owners = self._origins.get(value)
+        if owners is None:
+            return self.layout
+        return self.layout.gathered(without_trailing(owners.expand(shape), trailing).reshape(-1))
+
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Apply a function and note the use of the parameters among its arguments."""
         return self._watched(function, args, {})
@@ -138,6 +156,7 @@ class Capture(TorchFunctionMode):
         """Return (1, m, ...) of values (B, T, ...): the predicted positions, as one sequence from here on."""
         rows = self._rows(values)
         self._source = weakref.ref(values)
+        self._origins.start_again(rows)
         self.layout = Layout(self.layout.num_sequences, self.layout.length, SelectedRows.of(self.predicted))
         return rows
 
@@ -155,14 +174,14 @@ class Capture(TorchFunctionMode):
         assert rows is not None
         here = (1, len(rows.rows))
         # a constant of this shape is no activation, and needs no gradient
-        is_here = any(value.requires_grad and value.shape[:2] == here for value in _tensors((args, kwargs)))
+        is_here = any(value.requires_grad and value.shape[:2] == here for value in tensors_in((args, kwargs)))
         source = self._source()
 
         def at_selected(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 is_met = is_here and value.ndim > 2 and value.shape[:2] == everywhere
                 return self._rows(value) if is_met or value is source else value
-            if isinstance(value, (tuple, list)) and any(True for _ in _tensors(value)):
+            if isinstance(value, (tuple, list)) and any(True for _ in tensors_in(value)):
                 return type(value)(at_selected(part) for part in value)
             return value
 
@@ -197,52 +216,53 @@ class Capture(TorchFunctionMode):
         return None if self._last_linear is None else self._last_linear.weight
 
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        touched = {handle.name for value in _tensors((args, kwargs)) if (handle := self.handle(value)) is not None}
-        if not touched:
-            return func(*args, **kwargs)
-        rule = rule_of(func)
-        if rule is not None and torch.is_grad_enabled():
-            result = rule(self, *args, **kwargs) if _fits(rule, self, args, kwargs) else None
-            if result is not None:
-                if result.alias is not None:
-                    self._add_alias(result.output, result.alias)
-                if not result.contributions:
-                    return result.output
-                by_row = 0 if func is F.embedding else sum(self._matrices.get(name, 0) for name in result.contributions)
-                return self._noted(result.output, result.contributions, by_row)
-        output = func(*args, **kwargs)
-        if any(value.is_floating_point() and self.handle(value) is None for value in _tensors(output)):
+        touched = {handle.name for value in tensors_in((args, kwargs)) if (handle := self.handle(value)) is not None}
+        rule = rule_of(func) if touched and torch.is_grad_enabled() else None
+        result = rule(self, *args, **kwargs) if rule is not None and _fits(rule, self, args, kwargs) else None
+        if result is None:
+            output = func(*args, **kwargs)
+        else:
+            output = result.output
+            if result.alias is not None:
+                self._add_alias(output, result.alias)
+            if result.contributions and not output.requires_grad:
+                output = output.requires_grad_().clone()  # a node of its own, and the model may overwrite it
+        self._origins.follow(func, args, kwargs, output, self.layout)
+        if result is not None and not result.contributions:
+            return output
+        if result is not None and not (self.has_selected and self._is_lost(output)):
+            by_row = 0 if func is F.embedding else sum(self._matrices.get(name, 0) for name in result.contributions)
+            self._note(output, result.contributions, by_row)
+        elif any(value.is_floating_point() and self.handle(value) is None for value in tensors_in(output)):
             self.without_rule |= touched
         return output
+
+    def _is_lost(self, value: torch.Tensor) -> bool:
+        return value in self._origins and self._origins.get(value) is None
 
     def _add_alias(self, value: torch.Tensor, handle: Handle) -> None:
         if id(value) not in self._handles:
             self._handles[id(value)] = handle
             self._aliases.append(value)
 
-    def _noted(self, output: torch.Tensor, contributions: dict[str, Contribution], by_row: int) -> torch.Tensor:
-        if not output.requires_grad:
-            output = output.requires_grad_().clone()  # a node of its own, and the model may overwrite it
+    def _note(self, output: torch.Tensor, contributions: dict[str, Contribution], by_row: int) -> None:
         base = output._base
         # a view that the model overwrites leaves the graph, what it is a view of stays in it
         whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
         edge = get_gradient_edge(base if base is not None and whole else output)
-        work = by_row * math.prod(output.shape[:-1])
-        self.uses.append(
-            Use(GradientEdge(edge.node, edge.output_nr), output.shape, contributions, self.has_selected, work)
+        owners = self._origins.get(output)
+        # as many rows as sequences: a mask may have chosen them
+        is_coincidence = output.ndim == 2 and len(output) == self.layout.num_sequences and not self.has_selected
+        use = Use(
+            edge=GradientEdge(edge.node, edge.output_nr),
+            shape=output.shape,
+            contributions=contributions,
+            selected=self.has_selected,
+            work=by_row * math.prod(output.shape[:-1]),
+            owners=None if owners is None else owners[..., 0].reshape(-1),
+            is_doubtful=owners is None and (is_coincidence or self._is_lost(output)),
         )
-        return output
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
+        self.uses.append(use)
 
 
 def _fits(rule: Rule, uses: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

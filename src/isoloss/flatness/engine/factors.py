@@ -23,12 +23,18 @@ class SelectedRows:
     rows: torch.Tensor  # (m,) the sequence of each row, ascending
     counts: list[int]  # rows of each of the B sequences
     firsts: list[int]  # first row of each of the B sequences
+    apart: bool = True  # whether the rows are positions, the gradients of which are independent
 
     @staticmethod
     def of(predicted: torch.Tensor) -> SelectedRows:
         """Return the rows that a mask (B, T) selects."""
-        counts = predicted.sum(dim=1)
-        return SelectedRows(predicted.nonzero()[:, 0], counts.tolist(), (counts.cumsum(0) - counts).tolist())
+        return SelectedRows.sorted(predicted.nonzero()[:, 0], len(predicted))
+
+    @staticmethod
+    def sorted(rows: torch.Tensor, num_sequences: int, *, apart: bool = True) -> SelectedRows:
+        """Return the rows that belong to these sequences (m,), which ascend."""
+        counts = torch.bincount(rows, minlength=num_sequences)
+        return SelectedRows(rows, counts.tolist(), (counts.cumsum(0) - counts).tolist(), apart)
 
     def padded(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return (stop - start, S, n): the rows (m, n) of some sequences, padded with zeros; a view if none are."""
@@ -49,7 +55,7 @@ class SelectedRows:
 class Outer:
     """A gradient (a, b) that is a sum of outer products over the tokens of a sequence."""
 
-    # (B, S, a) or, with `selected`, (m, a). An int64 (B, S) stands for one-hot vectors: rows of the parameter
+    # (B, S, a) or, with `selected`, (m, a). An int64 (B, S) or (m,) stands for one-hot vectors: rows of the parameter
     left: torch.Tensor
     right: torch.Tensor  # (B, S, b) or, with `selected`, (m, b)
     selected: SelectedRows | None = None  # the sequences of selected rows
@@ -63,17 +69,32 @@ class Outer:
         """Return the left (c, S, a) or (c, S), and the right (c, S, b), of sequences start to stop, wide enough."""
         if self.selected is None:
             return _wide(self.left[start:stop]), _wide(self.right[start:stop])
-        return (
-            _wide(self.selected.padded(self.left, start, stop)),
-            _wide(self.selected.padded(self.right, start, stop)),
-        )
+        right = _wide(self.selected.padded(self.right, start, stop))
+        if self.is_index:  # what is padded is row 0, with nothing on the right
+            return self.selected.padded(self.left[:, None], start, stop)[..., 0], right
+        return _wide(self.selected.padded(self.left, start, stop)), right
 
     def size(self) -> int:
         """Return the elements of a sequence's temporaries: its Gram matrix, or what is padded."""
         tokens = self.left.shape[1] if self.selected is None else max(self.selected.counts)
         if self.selected is None or min(self.selected.counts) == tokens:
             return tokens * tokens
-        return max(tokens * tokens, tokens * (self.left.shape[-1] + self.right.shape[-1]))
+        return max(tokens * tokens, tokens * ((1 if self.is_index else self.left.shape[-1]) + self.right.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A gradient (E, a, b): each slice a sum of outer products over the rows that the slice was used for."""
+
+    left: torch.Tensor  # (n, a)
+    right: torch.Tensor  # (n, b)
+    slots: torch.Tensor  # (n,) the slice of each row
+    owners: torch.Tensor  # (n,) the sequence of each row or, with `selected`, the selected row
+    selected: SelectedRows | None = None  # the sequences of selected rows
+
+    def sequences(self) -> torch.Tensor:
+        """Return (n,): the sequence of each row."""
+        return self.owners if self.selected is None else self.selected.rows[self.owners]
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,15 @@ class Dense:
     selected: SelectedRows | None = None  # the sequences of selected rows
 
 
-Factor = Outer | Dense
+Factor = Outer | Dense | Sliced
+
+
+def lookups(values: torch.Tensor, slots: torch.Tensor, sequences: torch.Tensor, num_sequences: int) -> Outer:
+    """Return the gradient of a matrix that each row (n, b) of an activation had a row of, by index, added to it."""
+    size = int(slots.max()) + 1 if len(slots) else 1
+    keys, places = torch.unique(sequences * size + slots, return_inverse=True)
+    sums = values.new_zeros(len(keys), values.shape[1]).index_add_(0, places, values)
+    return Outer(keys % size, sums, SelectedRows.sorted(keys // size, num_sequences, apart=False))
 
 
 def squared_norms(
@@ -110,18 +139,31 @@ def squared_norms(
     outer = [factor for factor in factors if isinstance(factor, Outer)]
     if dense and outer:
         raise TypeError("a parameter is used as a matrix and by element")
-    if separate and len(factors) == 1 and factors[0].selected is not None:
-        return _separate_norms(factors[0], num_sequences, split)
+    sliced = [factor for factor in factors if isinstance(factor, Sliced)]
+    if sliced:
+        if len(sliced) < len(factors):
+            raise TypeError("a parameter is used by slices and as a whole")
+        return _sliced_norms(sliced, num_sequences, split, separate=separate)
+    whole: list[Outer | Dense] = [*dense, *outer]
+    if separate and len(whole) == 1 and _is_apart(whole[0]):
+        return _separate_norms(whole[0], num_sequences, split)
     if len(dense) == 1 and dense[0].selected is not None:
         return _ragged_norms(dense[0].values, dense[0].selected, num_sequences, split)
     if dense:
         total = torch.stack([_summed(factor, num_sequences) for factor in dense]).sum(dim=0)
         return _sums(total.square(), split)
     matrices = [factor for factor in outer if not factor.is_index]
-    if separate and len(matrices) == 1 and matrices[0].selected is not None:
+    if not matrices and split is None and any(factor.selected is not None for factor in outer):
+        return _lookup_norms(outer, num_sequences)
+    if separate and len(matrices) == 1 and _is_apart(matrices[0]):
         own = _separate_norms(matrices[0], num_sequences, split)
         return own + _outer_norms(outer, num_sequences, split, without_matrices=True)
     return _outer_norms(outer, num_sequences, split)
+
+
+def _is_apart(factor: Outer | Dense) -> bool:
+    """Whether the rows are those of selected positions, each once."""
+    return factor.selected is not None and factor.selected.apart
 
 
 def _sums(values: torch.Tensor, split: Split | None) -> torch.Tensor:
@@ -129,7 +171,7 @@ def _sums(values: torch.Tensor, split: Split | None) -> torch.Tensor:
     return values.sum(dim=1, dtype=torch.float64) if split is None else split.sums(values)
 
 
-def _separate_norms(factor: Factor, num_sequences: int, split: Split | None) -> torch.Tensor:
+def _separate_norms(factor: Outer | Dense, num_sequences: int, split: Split | None) -> torch.Tensor:
     """Return the sums over each sequence's selected rows of the squared norms of their own gradients or its parts."""
     selected = factor.selected
     assert selected is not None
@@ -153,7 +195,7 @@ def _length_squares(rows: torch.Tensor) -> torch.Tensor:
     return lengths.double().square()
 
 
-def _squares(factor: Factor) -> torch.Tensor:
+def _squares(factor: Outer | Dense) -> torch.Tensor:
     """Return (m,): the squared norms of the selected rows' own gradients."""
     if isinstance(factor, Dense):
         return _length_squares(factor.values)[:, 0]
@@ -236,6 +278,50 @@ def _outer_norms(
         # rounding may leave less than nothing of a gradient that is zero
         norms[start:stop] = total if without_matrices else total.clamp_min_(0.0)
     return norms
+
+
+def _sliced_norms(
+    factors: Sequence[Sliced], num_sequences: int, split: Split | None, *, separate: bool
+) -> torch.Tensor:
+    """Return the squared norms of sums over slices. The rows of one sequence and slice make a group with a norm of its
+    own; with `separate` those of one selected row and slice.
+    """
+    separate = separate and all(factor.selected is not None and factor.selected.apart for factor in factors)
+    left, right = (torch.cat(parts) for parts in zip(*((f.left, f.right) for f in factors), strict=True))
+    slots, sequences = torch.cat([f.slots for f in factors]), torch.cat([f.sequences() for f in factors])
+    units = torch.cat([f.owners for f in factors]) if separate else sequences
+    norms = _zeros(num_sequences, split, right.device)
+    if not len(slots):
+        return norms
+    size = int(slots.max()) + 1
+    keys, groups, counts = torch.unique(units * size + slots, return_inverse=True, return_counts=True)
+    by_size = counts.argsort()  # groups of much the same size are padded to the same length
+    groups = by_size.argsort()[groups]
+    order = groups.argsort(stable=True)
+    outer = Outer(left[order], right[order], SelectedRows.sorted(groups[order], len(keys), apart=False))
+    of_groups = torch.empty_like(keys).scatter_(0, groups, sequences)
+    if split is None:
+        return norms.index_add_(0, of_groups, _outer_norms([outer], len(keys), None))
+    squares = _zeros(num_sequences, None, right.device)[:, None, None].repeat(1, len(split.rows), right.shape[1])
+    for start, stop in _chunks(len(keys), max(left.shape[1] * right.shape[1], outer.size())):
+        lefts, rights = outer.part(start, stop)
+        places = (of_groups[start:stop], keys[by_size[start:stop]] % size)
+        squares.index_put_(places, (lefts.mT @ rights).square_().sum(dim=1, dtype=torch.float64), accumulate=True)
+    return split.sums(squares.flatten(1))
+
+
+def _lookup_norms(factors: Sequence[Outer], num_sequences: int) -> torch.Tensor:
+    """Return the squared norms of the sums of lookups: a matrix's row that a sequence used is added up first."""
+    rows, slots, sequences = [], [], []
+    for factor in factors:
+        rows.append(_wide(factor.right).flatten(0, -2))
+        slots.append(factor.left.flatten())
+        every = torch.arange(num_sequences, device=factor.left.device)
+        places = every.repeat_interleave(factor.left.shape[-1]) if factor.selected is None else factor.selected.rows
+        sequences.append(places)
+    summed = lookups(torch.cat(rows), torch.cat(slots), torch.cat(sequences), num_sequences)
+    assert summed.selected is not None
+    return _by_sequence(_length_squares(summed.right)[:, 0], summed.selected, num_sequences)
 
 
 def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -254,8 +254,13 @@ def _separates_positions(predictions: Predictions) -> bool:
     cotangent = torch.zeros_like(logits)
     cotangent[-1] = torch.randn(logits.shape[1:], generator=seeds.generator(0, "check of the rules")).to(logits)
     cotangents = torch.autograd.grad(logits, [use.edge for use in uses], cotangent, allow_unused=True)
-    rows = [values.reshape(len(logits), -1) for values in cotangents if values is not None]
-    return not any(bool(values[:-1].any()) for values in rows)
+    last = len(logits) - 1
+    for use, values in zip(uses, cotangents, strict=True):
+        if values is not None:
+            owners = torch.arange(last + 1, device=values.device) if use.owners is None else use.owners
+            if bool(values.reshape(len(owners), -1)[owners != last].any()):
+                return False
+    return True
 
 
 def agree(first: torch.Tensor, second: torch.Tensor) -> bool:

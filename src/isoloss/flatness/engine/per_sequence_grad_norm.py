@@ -20,7 +20,7 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.capture import Capture, PositionSelection
+from isoloss.flatness.engine.capture import Capture, PositionSelection, Use
 from isoloss.flatness.engine.passes import HIDDEN, LAST_SELECTION, Passes, agree, intermediates_of, mostly_agree
 from isoloss.flatness.engine.predictions import Batch, Predictions, plain_logits, predict
 from isoloss.flatness.engine.splits import Split
@@ -68,6 +68,7 @@ class Predictor(Passes):
         self._flags: list[tuple[nn.Parameter, bool]] = []
         self._checked: set[tuple[str, bool]] = set()  # names, and whether several sequences were told apart
         self._calibrated = False
+        self._time_first = False  # whether the model has activations whose second axis is that of the sequences
         self._draws = False  # whether a forward pass draws random numbers
         self._since_check, self._skipped_checks = _EVERY, False  # the first batch is checked
 
@@ -193,14 +194,15 @@ class Predictor(Passes):
         LAST_SELECTION[self._model] = self.selection
 
     def _misplaced(self, predictions: Predictions) -> set[str]:
-        """Return the parameters with a use whose rows are not one for each sequence, although there are as many.
+        """Return the parameters with a use whose rows are not those of the sequences that its shape says.
 
-        Such rows may have been chosen by a mask. If the logits' cotangent is multiplied by another number in each
-        sequence, so are the cotangents of that sequence's rows, and of no others.
+        As many rows as sequences may have been chosen by a mask, others may have been put in another order, and where
+        there are as many positions as sequences a shape does not say which axis is which. If the logits' cotangent is
+        multiplied by another number in each sequence, so are the cotangents of that sequence's rows, and of no others.
         """
         number = predictions.num_sequences
-        doubtful = [use for use in predictions.capture.uses if len(use.shape) == 2 and use.shape[0] == number]
-        doubtful = [use for use in doubtful if not use.selected] if number > 1 else []
+        doubtful = [use for use in predictions.capture.uses if use.is_doubtful or self._is_square(use, number)]
+        doubtful = doubtful if number > 1 else []
         if not doubtful:
             return set()
         logits, edges = predictions.logits, [use.edge for use in doubtful]
@@ -216,9 +218,14 @@ class Predictor(Passes):
         for use, one, two in zip(doubtful, plain, other, strict=True):
             if one is not None and two is not None:
                 expected = one.reshape(number, -1) * factors_of[:, None].to(one)
-                if not agree(two.reshape(number, -1), expected):
+                narrow = torch.float32 if two.dtype == torch.float64 else two.dtype  # which routers compute in
+                if not agree(two.reshape(number, -1).to(narrow), expected.to(narrow)):
                     misplaced |= set(use.contributions)
         return misplaced
+
+    def _is_square(self, use: Use, number: int) -> bool:
+        """Whether either of two axes of a use may be that of the sequences."""
+        return self._time_first and not use.selected and use.shape[:2] == (number, number)
 
     def _plainly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits (m, V), a random cotangent (m, V) and (B, P) squared norms, with no rule and no selection."""
@@ -248,6 +255,11 @@ class Predictor(Passes):
         capture = predictions.capture
         agrees = agree(predictions.logits, logits)
         norms = self.columns.by_parameter(self._all_norms(predictions, cotangent))
+        self._time_first |= any(
+            use.shape[0] != len(norms) == use.shape[1]
+            for use in capture.uses
+            if not use.selected and len(use.shape) > 2
+        )
         works = [(use.work, use.work * use.selected) for use in capture.uses]
         self.tail_fraction = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
         precision = torch.finfo(logits.dtype).eps

@@ -1,93 +1,42 @@
 """One rule for each torch function that takes parameters: how their gradients follow from the cotangent of its output.
 
+The rules of slices of parameters are in `isoloss.flatness.engine.slice_rules`.
+
 Shapes: B sequences, T tokens in each, m selected rows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.factors import Dense, Factor, Outer, SelectedRows
-
-
-@dataclass(frozen=True)
-class Handle:
-    """A tensor that is a parameter, or one cast, transposed or shifted by a constant."""
-
-    name: str  # the parameter's name
-    transposed: bool = False  # whether the tensor is its transpose
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which token of which sequence stands where in an activation."""
-
-    num_sequences: int  # B
-    length: int  # T
-    selected: SelectedRows | None = None  # once the predicted positions are selected, the sequences of the rows
-
-    def tokens(self, values: torch.Tensor, trailing: int) -> torch.Tensor | None:
-        """Return the values as (B, S, ...), or (m, ...) once selected, keeping `trailing` dimensions; None: no fit."""
-        lead, rest = tuple(values.shape[: values.ndim - trailing]), values.shape[values.ndim - trailing :]
-        if self.selected is not None:
-            m = len(self.selected.rows)
-            return values.reshape(m, *rest) if lead in ((1, m), (m,)) else None
-        if lead and lead[0] == self.num_sequences:
-            return values.reshape(self.num_sequences, math.prod(lead[1:]), *rest)
-        if lead == (self.num_sequences * self.length,):
-            return values.reshape(self.num_sequences, self.length, *rest)
-        return None
-
-
-Contribution = Callable[[torch.Tensor], Factor]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a function returned, and how the cotangent of that gives each parameter's factor of the gradient."""
-
-    output: Any  # the function's result
-    # by parameter; empty where `alias` says that the result is the parameter again
-    contributions: dict[str, Contribution]
-    alias: Handle | None = None  # the parameter that the result stands for
-
-
-class Uses(Protocol):
-    """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule."""
-
-    layout: Layout  # how the tokens lie at this point
-    expands: bool  # whether a lookup for all sequences together may be made one for each
-    shared: bool  # whether one was, which the model does not know
-
-    def handle(self, value: Any) -> Handle | None:
-        """Return the parameter that a tensor is, if it is one that is measured."""
-        ...
-
-    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Apply a function and note the use of the parameters among its arguments."""
-        ...
-
-
-Rule = Callable[..., Result | None]  # None: the call is not one that the rule knows
-
+from isoloss.flatness.engine import slice_rules
+from isoloss.flatness.engine.factors import Dense, Factor, Outer
+from isoloss.flatness.engine.layouts import Contribution, Handle, Result, Rule, Uses
+from isoloss.flatness.engine.origins import name_of
 
 # --- matrices --------------------------------------------------------------------------------------------------------
 
 
-def _matrix_use(uses: Uses, x: torch.Tensor, handle: Handle, *, by_rows: bool) -> Contribution | None:
+def _matrix_use(
+    uses: Uses, x: torch.Tensor, weight: torch.Tensor, handle: Handle, *, by_rows: bool
+) -> Contribution | None:
     """Return the rule of y = x W^T (`by_rows`) or y = x W."""
-    tokens = uses.layout.tokens(x.detach(), 1)
+    if handle.viewed:
+        return None
+    if handle.slot is not None or weight.ndim != 2:
+        return slice_rules.product_use(uses, x, weight, handle, by_rows=by_rows)
+    layout = uses.layout_of(x, x.shape, 1)
+    tokens = layout.tokens(x.detach(), 1)
     if tokens is None:
         return None
-    layout, inputs, output_first = uses.layout, tokens, by_rows != handle.transposed
+    inputs, output_first = tokens, by_rows != handle.transposed
 
     def contribution(cotangent: torch.Tensor) -> Factor:
         outputs = layout.tokens(cotangent, 1)
@@ -98,33 +47,36 @@ def _matrix_use(uses: Uses, x: torch.Tensor, handle: Handle, *, by_rows: bool) -
 
 
 def _affine(
-    uses: Uses, x: Any, weight: Any, bias: Any, apply: Callable[[], torch.Tensor], *, by_rows: bool
+    uses: Uses, x: Any, weight: Any, bias: Any, apply: Callable[[Any], torch.Tensor], *, by_rows: bool
 ) -> Result | None:
-    """Return the rule of what `apply` gives: y = x W^T (`by_rows`) or y = x W, plus a bias if there is one."""
+    """Return the rule of what `apply` gives for x: y = x W^T (`by_rows`) or y = x W, plus a bias if there is one."""
     matrix = uses.handle(weight)
+    x = x if _is_plain(uses, x) else slice_rules.for_each_sequence(uses, x)
+    if x is None:
+        return None
     contributions: dict[str, Contribution] = {}
     if matrix is not None:
-        use = _matrix_use(uses, x, matrix, by_rows=by_rows) if _is_plain(uses, x) and weight.ndim == 2 else None
+        use = _matrix_use(uses, x, weight, matrix, by_rows=by_rows)
         if use is None:
             return None
         contributions[matrix.name] = use
-    return _terms(uses, apply(), (bias, None), contributions=contributions)
+    return _terms(uses, apply(x), x, (bias, None), contributions=contributions)
 
 
 def _linear(uses: Uses, input: Any, weight: Any, bias: Any = None) -> Result | None:  # noqa: A002
-    return _affine(uses, input, weight, bias, lambda: F.linear(input, weight, bias), by_rows=True)
+    return _affine(uses, input, weight, bias, lambda x: F.linear(x, weight, bias), by_rows=True)
 
 
 def _addmm(uses: Uses, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Result | None:  # noqa: A002
     if beta != 1 or alpha != 1 or not _is_plain(uses, mat1):
         return None
-    return _affine(uses, mat1, mat2, input, lambda: torch.addmm(input, mat1, mat2), by_rows=False)
+    return _affine(uses, mat1, mat2, input, lambda x: torch.addmm(input, x, mat2), by_rows=False)
 
 
 def _matmul(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
     if uses.handle(other) is None or input.ndim < 2:
         return None
-    return _affine(uses, input, other, None, lambda: torch.matmul(input, other), by_rows=False)
+    return _affine(uses, input, other, None, lambda x: torch.matmul(x, other), by_rows=False)
 
 
 def _embedding(
@@ -172,16 +124,23 @@ def _embedding(
 # --- vectors ---------------------------------------------------------------------------------------------------------
 
 
-def _elementwise(uses: Uses, output: torch.Tensor, parameter: torch.Tensor, scale: Any) -> Contribution | None:
+def _elementwise(
+    uses: Uses, output: torch.Tensor, values: torch.Tensor, parameter: torch.Tensor, handle: Handle, scale: Any
+) -> Contribution | None:
     """Return the rule of y = f + parameter, or, with a `scale`, of y = f + scale * parameter, both broadcast to y.
 
-    `scale` is a function without arguments, so that what it gives is held only while it is needed.
+    `values` are those that the parameter meets. `scale` is a function without arguments, so that what it gives is held
+    only while it is needed.
     """
+    if handle.transposed:
+        return None
+    if handle.slot is not None:
+        return slice_rules.elementwise_use(uses, output, values, parameter, handle, scale)
     shape = tuple(parameter.shape)
     if len(shape) == output.ndim and shape[0] == 1:
         shape = shape[1:]
     kept = output.shape[output.ndim - len(shape) :]
-    layout = uses.layout
+    layout = uses.layout_of(values, output.shape, len(shape))
     if layout.tokens(output.detach(), len(shape)) is None or len(kept) != len(shape):
         return None
     broadcast = [i - len(shape) for i, (of, to) in enumerate(zip(shape, kept, strict=True)) if of != to]
@@ -204,17 +163,21 @@ def _elementwise(uses: Uses, output: torch.Tensor, parameter: torch.Tensor, scal
 def _terms(
     uses: Uses,
     output: torch.Tensor,
+    values: torch.Tensor,
     *terms: tuple[Any, Callable[[], torch.Tensor] | None],
     contributions: dict[str, Contribution] | None = None,
 ) -> Result | None:
-    """Return the rule of an output to which parameters are added, each times what its function gives, if it has one."""
+    """Return the rule of an output to which parameters are added, each times what its function gives, if it has one.
+
+    `values` are those that the parameters meet.
+    """
     contributions = contributions or {}
     for parameter, scale in terms:
         handle = uses.handle(parameter)
         if handle is None:
             continue
-        use = _elementwise(uses, output, parameter, scale)
-        if use is None or handle.transposed:
+        use = _elementwise(uses, output, values, parameter, handle, scale)
+        if use is None:
             return None
         contributions[handle.name] = use
     return Result(output, contributions)
@@ -232,7 +195,7 @@ def _layer_norm(
         return None
     x, shape = input.detach(), tuple(normalized_shape)
     output = F.layer_norm(input, shape, weight, bias, eps)
-    return _terms(uses, output, (weight, lambda: F.layer_norm(x, shape, None, None, eps)), (bias, None))
+    return _terms(uses, output, input, (weight, lambda: F.layer_norm(x, shape, None, None, eps)), (bias, None))
 
 
 def _rms_norm(
@@ -246,7 +209,7 @@ def _rms_norm(
         return None
     x, shape = input.detach(), tuple(normalized_shape)
     output = F.rms_norm(input, shape, weight, eps)
-    return _terms(uses, output, (weight, lambda: F.rms_norm(x, shape, None, eps)))
+    return _terms(uses, output, input, (weight, lambda: F.rms_norm(x, shape, None, eps)))
 
 
 def _product(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
@@ -254,7 +217,7 @@ def _product(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
     if uses.handle(parameter) is None or not isinstance(values, torch.Tensor) or not _is_plain(uses, values):
         return None
     output, held = torch.mul(input, other), values.detach()
-    return _terms(uses, output, (parameter, lambda: held))
+    return _terms(uses, output, values, (parameter, lambda: held))
 
 
 def _sum(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
@@ -265,7 +228,14 @@ def _sum(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
     output = torch.add(input, other)
     if not isinstance(values, torch.Tensor):
         return Result(output, {}, alias=handle)
-    return _terms(uses, output, (parameter, None)) if _is_plain(uses, values) else None
+    return _terms(uses, output, values, (parameter, None)) if _is_plain(uses, values) else None
+
+
+def _sum_in_place(uses: Uses, input: Any, other: Any) -> Result | None:  # noqa: A002
+    # where the result has no gradient yet, what stands for it would be no longer the tensor that is overwritten
+    if uses.handle(other) is None or not _is_plain(uses, input) or not input.requires_grad:
+        return None
+    return _terms(uses, input.add_(other), input, (other, None))
 
 
 def _is_plain(uses: Uses, value: Any) -> bool:
@@ -285,9 +255,17 @@ def _cast(name: str) -> Rule:
 
 def _transpose(uses: Uses, input: Any, *dims: int) -> Result | None:  # noqa: A002
     handle = uses.handle(input)
-    if handle is None or input.ndim != 2 or {dim % 2 for dim in dims} not in (set(), {0, 1}):
+    swapped = {dim % max(input.ndim, 1) for dim in dims}
+    if handle is None or handle.viewed or input.ndim < 2 or (not dims and input.ndim > 2):
         return None
-    return Result(input.mT, {}, alias=Handle(handle.name, not handle.transposed))
+    if swapped not in (set(), {input.ndim - 2, input.ndim - 1}):
+        return None
+    return Result(input.mT, {}, alias=replace(handle, transposed=not handle.transposed))
+
+
+def _transposed(uses: Uses, input: Any) -> Result | None:  # noqa: A002
+    """Return the rule of `mT`."""
+    return _transpose(uses, input, -2, -1)
 
 
 # --- recurrent layers ------------------------------------------------------------------------------------------------
@@ -353,7 +331,7 @@ def _lstm_direction(
     return torch.stack([outputs[t] for t in range(x.shape[1])], dim=1), (h, c)
 
 
-_CASTS = ("to", "float", "double", "half", "bfloat16", "type_as", "contiguous")
+_CASTS = ("to", "type", "float", "double", "half", "bfloat16", "type_as", "contiguous")
 _BY_NAME: dict[str, Rule] = {name: _cast(name) for name in _CASTS}
 _BY_NAME |= {
     "linear": _linear,
@@ -364,14 +342,16 @@ _BY_NAME |= {
     "rms_norm": _rms_norm,
     "mul": _product,
     "add": _sum,
+    "add_": _sum_in_place,
     "t": _transpose,
     "transpose": _transpose,
+    "T": _transpose,
+    "mT": _transposed,
     "lstm": _lstm,
+    **slice_rules.RULES,
 }
 
 
 def rule_of(function: Callable[..., Any]) -> Rule | None:
     """Return the rule of a torch function, if there is one."""
-    if function == torch.Tensor.T.__get__:  # type: ignore[attr-defined]
-        return _transpose
-    return _BY_NAME.get(getattr(function, "__name__", ""))
+    return _BY_NAME.get(name_of(function))

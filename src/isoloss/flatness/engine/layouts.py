@@ -1,0 +1,134 @@
+"""How the tokens lie in an activation, and what the rule of a torch function says and may ask.
+
+Shapes: B sequences, T tokens in each, m selected rows, n rows of an activation whose rows were gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from isoloss.flatness.engine.factors import Factor, SelectedRows
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A tensor that is a parameter, or one cast, transposed or shifted by a constant, or slices of one."""
+
+    name: str  # the parameter's name
+    transposed: bool = False  # whether the tensor's last two axes are those of the parameter in the other order
+    # the slice of the parameter's first axis that it is, or (n,) those that it is made of; None: it is all of it
+    slot: int | torch.Tensor | None = None
+    viewed: bool = False  # whether it is a vector in another shape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which token of which sequence stands where in an activation."""
+
+    num_sequences: int  # B
+    length: int  # T
+    selected: SelectedRows | None = None  # once the predicted positions are selected, the sequences of the rows
+
+    def tokens(self, values: torch.Tensor, trailing: int) -> torch.Tensor | None:
+        """Return the values as (B, S, ...), or (m, ...) once selected, keeping `trailing` dimensions; None: no fit."""
+        lead, rest = tuple(values.shape[: values.ndim - trailing]), values.shape[values.ndim - trailing :]
+        if self.selected is not None:
+            m = len(self.selected.rows)
+            return values.reshape(m, *rest) if lead in ((1, m), (m,)) else None
+        if lead and lead[0] == self.num_sequences:
+            return values.reshape(self.num_sequences, math.prod(lead[1:]), *rest)
+        if lead == (self.num_sequences * self.length,):
+            return values.reshape(self.num_sequences, self.length, *rest)
+        if lead[1:2] == (self.num_sequences,):  # time first
+            return values.transpose(0, 1).reshape(self.num_sequences, -1, *rest)
+        return None
+
+    def owners(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Return an index in the shape of the values, expanded: the selected row that each belongs to or, before rows
+        are selected, the sequence. None: the shape does not say.
+        """
+        shape, number = tuple(values.shape), self.num_sequences
+        if self.selected is not None:
+            number = len(self.selected.rows)
+            axis = 0 if shape[:1] == (number,) else 1 if shape[:2] == (1, number) else None
+        else:
+            axis = 0 if shape[:1] in ((number,), (number * self.length,)) else 1 if shape[1:2] == (number,) else None
+        if axis is None:
+            return None
+        index = torch.arange(shape[axis], device=values.device) // (shape[axis] // number)
+        return index.view(-1, *[1] * (values.ndim - axis - 1)).expand(shape)
+
+    def sequences(self, owners: torch.Tensor) -> torch.Tensor:
+        """Return the sequences of what `owners` are."""
+        return owners if self.selected is None else self.selected.rows[owners]
+
+    def gathered(self, owners: torch.Tensor) -> Gathered:
+        """Return how the tokens lie in an activation whose rows belong to these owners (n,)."""
+        sequences = self.sequences(owners)
+        order = sequences.argsort(stable=True)
+        once = self.selected is not None and self.selected.apart and int(torch.bincount(owners).max()) < 2
+        places = SelectedRows.sorted(sequences[order], self.num_sequences, apart=once)
+        return Gathered(self.num_sequences, self.length, places, order=order)
+
+
+@dataclass(frozen=True)
+class Gathered(Layout):
+    """The layout of an activation whose rows were gathered; its tokens are in the order of their sequences."""
+
+    order: torch.Tensor = field(kw_only=True)  # (n,) the row of each token
+
+    def tokens(self, values: torch.Tensor, trailing: int) -> torch.Tensor | None:
+        """Return the values as (n, ...), keeping `trailing` dimensions."""
+        return values.reshape(len(self.order), *values.shape[values.ndim - trailing :])[self.order]
+
+
+def without_trailing(values: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the values at index 0 of the last axes, as many as this number."""
+    for _ in range(number):
+        values = values[..., 0]
+    return values
+
+
+Contribution = Callable[[torch.Tensor], Factor]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a function returned, and how the cotangent of that gives each parameter's factor of the gradient."""
+
+    output: Any  # the function's result
+    # by parameter; empty where `alias` says that the result is the parameter again
+    contributions: dict[str, Contribution]
+    alias: Handle | None = None  # the parameter that the result stands for
+
+
+class Uses(Protocol):
+    """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule."""
+
+    layout: Layout  # how the tokens lie at this point
+    expands: bool  # whether a lookup for all sequences together may be made one for each
+    shared: bool  # whether one was, which the model does not know
+
+    def handle(self, value: Any) -> Handle | None:
+        """Return the parameter that a tensor is, if it is one that is measured."""
+        ...
+
+    def origins(self, value: torch.Tensor) -> torch.Tensor | None:
+        """Return the owners of an activation's values, in its shape, as `Layout.owners`; None: they are not known."""
+        ...
+
+    def layout_of(self, value: torch.Tensor, shape: torch.Size, trailing: int) -> Layout:
+        """Return how the tokens lie in what has this shape and as many trailing dimensions, by a value in it."""
+        ...
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Apply a function and note the use of the parameters among its arguments."""
+        ...
+
+
+Rule = Callable[..., Result | None]  # None: the call is not one that the rule knows
