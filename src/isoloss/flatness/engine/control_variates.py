@@ -204,11 +204,12 @@ def label_means(root_p: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tenso
     """
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=root_p.dtype).square()
     above, below = [], []
-    for roots in root_p.split(_ROWS):
+    for roots in torch.split(root_p, _ROWS):
         size = max(1, _limit(root_p) // max(1, len(roots)))
         purity, own = roots.new_zeros(len(roots)), roots.new_zeros(len(roots))
         mean = roots.new_zeros(len(roots), weight.shape[1])
-        for root, part, square in zip(roots.split(size, dim=1), weight.split(size), squares.split(size), strict=True):
+        blocks = (torch.split(roots, size, dim=1), torch.split(weight, size), torch.split(squares, size))
+        for root, part, square in zip(*blocks, strict=True):
             p = root.square()
             purity += _squared_norms(p)
             own.addmv_(p, square)

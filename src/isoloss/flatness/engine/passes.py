@@ -265,7 +265,7 @@ def agree(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.shape != second.shape:
         return False
     tolerance = min(1e3 * torch.finfo(first.dtype).eps, 0.05)
-    parts = zip(first.reshape(-1).split(_PART), second.reshape(-1).split(_PART), strict=True)
+    parts = zip(torch.split(first.reshape(-1), _PART), torch.split(second.reshape(-1), _PART), strict=True)
     far = torch.stack([torch.stack([(a - b).abs_().max(), b.abs().max()]) for a, b in parts]).amax(dim=0)
     return bool(far[0] <= tolerance * far[1])
 

@@ -133,7 +133,7 @@ class Columns:
         """Return (n,) float64: the same sums of the squares of a tensor."""
         if name in self.splits:
             return self.sums(name, values.double().square())
-        parts = values.reshape(-1).split(_PART)
+        parts = torch.split(values.reshape(-1), _PART)
         return torch.stack([part.double().square_().sum() for part in parts]).sum()[None]
 
     def by_parameter(self, values: torch.Tensor) -> torch.Tensor:
