@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import functools
 import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,7 @@ for _name in ("OMP", "MKL", "OPENBLAS"):
     os.environ[f"{_name}_NUM_THREADS"] = "1"  # before the libraries are loaded
 
 import torch  # noqa: E402
-from timing import heading, machine, versions  # noqa: E402
+from timing import heading, record_of  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from workloads import Batch, Workload, workloads  # noqa: E402
@@ -188,21 +186,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "minimal_trace.json", help="and the table, .md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    results = []
+    record, results = record_of("minimal_trace.py", LIBRARIES), []
     for name, workload in models().items():
         if name in options.models:
             print(f"{workload.name}: training and timing", flush=True)
             workload.train(options.steps)
             results.append(compare(workload, options.rounds, options.granularities))
-    record = {
-        "command": " ".join(["python", "benchmarks/minimal_trace.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "load": load,
-        "versions": versions(LIBRARIES),
-        "models": results,
-    }
+    record["models"] = results
     write_text(options.output, json.dumps(record, indent=1) + "\n")
     write_text(options.output.with_suffix(".md"), page(record))
     print(page(record))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -106,6 +108,17 @@ def versions(libraries: tuple[str, ...]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def record_of(script: str, libraries: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a record says of the run: the command, the date, the machine and its load, and the versions."""
+    return {
+        "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": machine(),
+        "load": ", ".join(f"{value:.1f}" for value in os.getloadavg()),
+        "versions": versions(libraries),
+    }
 
 
 def heading(title: str, record: dict[str, Any]) -> list[str]:

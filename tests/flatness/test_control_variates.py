@@ -92,6 +92,25 @@ def test_cotangents_do_not_depend_on_how_many_are_made_at_a_time(chunk, monkeypa
     torch.testing.assert_close(alone, expected[3:])
 
 
+@pytest.mark.parametrize(("chunk", "rows"), [(1 << 18, 256), (14, 7), (8, 4), (10, 3), (1, 1)])
+def test_means_over_labels_do_not_depend_on_the_blocks(chunk, rows, monkeypatch):
+    """The blocks divide the 7 positions and 12 ids, or do not."""
+    _, p = softmax(7, 12)
+    weight = torch.randn(12, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    monkeypatch.setattr(control_variates, "_CHUNK", {"cpu": chunk})
+    monkeypatch.setattr(control_variates, "_ROWS", rows)
+    above, below = control_variates.label_means(p.sqrt(), weight)
+    for position, of_labels in enumerate(p):
+        residuals = [of_labels - F.one_hot(torch.tensor(label), 12) for label in range(12)]
+        own = sum(q * residual.square().sum() for q, residual in zip(of_labels, residuals, strict=True))
+        passed = sum(q * (residual @ weight).square().sum() for q, residual in zip(of_labels, residuals, strict=True))
+        torch.testing.assert_close(above[position], own, rtol=1e-12, atol=0)
+        torch.testing.assert_close(below[position], passed, rtol=1e-12, atol=0)
+    half = weight.bfloat16()
+    narrow = control_variates.label_means(p.sqrt(), half)
+    torch.testing.assert_close(narrow, control_variates.label_means(p.sqrt(), half.double()), rtol=1e-12, atol=0)
+
+
 def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatch):
     _, p = softmax(3, 4, seed=1)
     draws = torch.Generator().manual_seed(2)

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from small_models import MODELS, Windows, bert, exact, failing, gpt2, patch_probes, rows
+from small_models import MODELS, Windows, bert, cut, exact, failing, gpt2, patch_probes, rows
 
 from isoloss.flatness import fisher, fisher_trace
-from isoloss.flatness.engine import accumulation, control_variates
+from isoloss.flatness.engine import accumulation, control_variates, passes, splits
 
 # --- exactness -------------------------------------------------------------------------------------------------------
 
@@ -34,6 +34,20 @@ def test_single_positions_are_exact_over_all_signs(name, monkeypatch):
     truth, truth_split = exact(model, batch, causal=causal)
     assert mean == pytest.approx(sum(truth) / 2, rel=1e-10)
     torch.testing.assert_close(split, truth_split, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("chunk", "positions"), [(1, 1), (35, 7), (24, 5)])
+def test_the_trace_does_not_depend_on_the_blocks_of_the_vocabulary(chunk, positions, monkeypatch):
+    """The blocks divide the 14 positions and 10 ids, or do not."""
+    model, batches = gpt2(10), cut(rows(8, 8, 10, predicted=(range(8),)), [2, 2, 2, 2])
+    expected = fisher_trace(model, batches, causal=True)
+    for module in (passes, splits):
+        monkeypatch.setattr(module, "_PART", chunk)
+    monkeypatch.setattr(control_variates, "_CHUNK", {"cpu": chunk})
+    monkeypatch.setattr(control_variates, "_ROWS", positions)
+    found = fisher_trace(model, batches, causal=True)
+    assert found.value == pytest.approx(expected.value, rel=1e-11)
+    assert found.stderr == pytest.approx(expected.stderr, rel=1e-9)
 
 
 def test_positions_of_one_sequence_are_exact_over_all_signs(monkeypatch):

@@ -17,7 +17,7 @@ from isoloss.flatness.engine.accumulation import InterruptedEstimate, Stopping
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
 from isoloss.flatness.engine.measurement import Measurement, measure
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
-from isoloss.flatness.engine.splits import Split
+from isoloss.flatness.engine.splits import Columns, Split
 from isoloss.flatness.fisher import ExactLabels, SampledLabels
 from isoloss.flatness.hessian import _PublishedCode, _WithResidual
 from isoloss.flatness.norms import _Weighted
@@ -91,6 +91,18 @@ def deberta():
 
 MODELS = {name: (lambda name=name: build(name), ARCHITECTURES[name][3]) for name in ("bert", "gpt2", "albert")}
 MODELS |= {"llama": (lambda: llama(40), True), "lstm": (lstm, False), "deberta": (deberta, False)}
+
+
+@pytest.mark.parametrize("size", [1, 5, 6, 100])
+def test_squares_are_summed_whatever_the_blocks(size, monkeypatch):
+    monkeypatch.setattr("isoloss.flatness.engine.splits._PART", size)
+    values = torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    halves = Split(torch.tensor([0, 0, 1, 1, 1]), torch.zeros(6, dtype=torch.int64))
+    columns = Columns({"split": values, "whole": values}, {"split": halves})
+    expected = torch.stack([values[:2].square().sum(), values[2:].square().sum()])
+    torch.testing.assert_close(columns.squares("split", values), expected)
+    torch.testing.assert_close(columns.squares("whole", values.T), expected.sum()[None])
+    assert columns.squares("whole", values.bfloat16()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", MODELS)

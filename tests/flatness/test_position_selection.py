@@ -3,6 +3,7 @@ against enumeration of all labels by plain automatic differentiation in float64.
 
 import functools
 import itertools
+import math
 import re
 import types
 
@@ -13,7 +14,7 @@ from small_models import exact
 from torch import nn
 
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.engine import control_variates
+from isoloss.flatness.engine import control_variates, passes
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
 
 VOCAB = 4
@@ -246,6 +247,18 @@ def test_a_wrong_place_is_seen_in_gradients_of_all_positions(all_signs, monkeypa
     monkeypatch.setattr(Predictor, "_check", lambda self, b: (selected.append(str(self.selection)), check(self, b)))
     assert assert_exact(model, sentences(False), causal=False) == ("after the head", [])
     assert selected == ["before mix"]  # what the search takes it for
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 100])
+def test_results_are_compared_whatever_the_blocks(size, monkeypatch):
+    monkeypatch.setattr(passes, "_PART", size)
+    first = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for place in range(20):
+        for change, is_same in ((0.0, True), (1e-14, True), (1e-3, False), (math.nan, False)):
+            second = first.clone()
+            second.view(-1)[place] += change
+            assert passes.agree(first, second) is passes.agree(second, first) is is_same
+    assert not passes.agree(first, first[:, :4])
 
 
 def test_the_search_leaves_weights_and_random_state_as_they_are():

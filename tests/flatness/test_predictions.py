@@ -1,5 +1,7 @@
 """Predicted positions selected in the last layer, the decoder's input, the size of buffers, and what is refused."""
 
+import gc
+
 import pytest
 import torch
 from plain_gradients import ARCHITECTURES, VOCAB, assert_norms, batch_of, build, measure
@@ -9,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine import factors
+from isoloss.flatness.engine.capture import PositionSelection
 from isoloss.flatness.engine.passes import intermediates_of, tail_cotangents
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
 
@@ -256,3 +259,32 @@ def test_a_model_whose_parameters_do_not_reach_the_logits():
 
     with pytest.raises(IsolossError, match="reaches its logits"), Predictor(Constant(), causal=False) as predictor:
         predictor.forward(batch_of())
+
+
+def shapes_of_tensors():
+    """The shapes of the tensors that Python knows of."""
+    return {tuple(value.shape) for value in gc.get_objects() if type(value) is torch.Tensor}
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["selected in the model", "selected from the logits"])
+def test_logits_live_no_longer_than_the_predictions(early):
+    """They are the largest buffer: none waits for the garbage collector, and none of all positions is kept."""
+    model, batch = build("gpt2", vocab=31), batch_of(sequences=3, vocab=31, causal=True, every=True)
+    with Predictor(model, causal=True) as predictor:
+        predictor.forward(batch)
+        assert predictor.selection.is_early
+        if not early:
+            predictor.selection = PositionSelection()
+        gc.collect()
+        gc.disable()
+        try:
+            predictions = predictor.forward(batch)
+            cotangent = torch.randn(predictions.logits.shape, dtype=torch.float64)
+            selected, everywhere = tuple(cotangent.shape), (*batch["input_ids"].shape, 31)
+            assert selected in shapes_of_tensors()
+            assert everywhere not in shapes_of_tensors()
+            predictor.squared_norms(predictions, cotangent, keep=False)
+            del predictions, cotangent
+            assert shapes_of_tensors().isdisjoint({selected, (1, *selected), everywhere})
+        finally:
+            gc.enable()

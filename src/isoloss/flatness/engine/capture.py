@@ -56,8 +56,7 @@ class Use:
 class _Linear:
     """A call of `torch.nn.functional.linear`."""
 
-    output: torch.Tensor
-    version: int
+    version: int  # of its output
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -100,6 +99,7 @@ class Capture(TorchFunctionMode):
         self.predicted, self.unknown = predicted, unknown
         self._select_before = select_before
         self._last_linear: _Linear | None = None
+        self._last_output: torch.Tensor | None = None
         self._source: Callable[[], torch.Tensor | None] = lambda: None  # what was selected, while it lives
 
     def __torch_function__(
@@ -130,7 +130,7 @@ class Capture(TorchFunctionMode):
             input = self.select(input)  # noqa: A001
         before = len(self.uses)
         output: torch.Tensor = self._watched(F.linear, (input, weight, bias), {})
-        self._last_linear = _Linear(output, output._version, input, weight, bias, before)
+        self._last_linear, self._last_output = _Linear(output._version, input, weight, bias, before), output
         return output
 
     def handle(self, value: Any) -> Handle | None:
@@ -170,26 +170,26 @@ class Capture(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, those with all positions selected where others are, or a shape of all positions."""
-        rows, everywhere = self.layout.selected, tuple(self.predicted.shape)
+        rows, everywhere = self.layout.selected, self.predicted.shape
         assert rows is not None
         here = (1, len(rows.rows))
         # a constant of this shape is no activation, and needs no gradient
         is_here = any(value.requires_grad and value.shape[:2] == here for value in tensors_in((args, kwargs)))
-        source = self._source()
-
-        def at_selected(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                is_met = is_here and value.ndim > 2 and value.shape[:2] == everywhere
-                return self._rows(value) if is_met or value is source else value
-            if isinstance(value, (tuple, list)) and any(True for _ in tensors_in(value)):
-                return type(value)(at_selected(part) for part in value)
-            return value
-
+        at_selected = functools.partial(self._at_selected, is_here=is_here)
         if is_here and func in _RESHAPES:
             shape = tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
             if len(shape) > 2 and all(new in (-1, old) for new, old in zip(shape, everywhere, strict=False)):
                 return (args[0], here + shape[2:]), kwargs
         return tuple(at_selected(value) for value in args), {name: at_selected(value) for name, value in kwargs.items()}
+
+    def _at_selected(self, value: Any, *, is_here: bool) -> Any:
+        """Return an argument with the tensors that have all positions selected, where others of the call are."""
+        if isinstance(value, torch.Tensor):
+            is_met = is_here and value.ndim > 2 and value.shape[:2] == self.predicted.shape
+            return self._rows(value) if is_met or value is self._source() else value
+        if isinstance(value, (tuple, list)) and any(True for _ in tensors_in(value)):
+            return type(value)(self._at_selected(part, is_here=is_here) for part in value)
+        return value
 
     @property
     def has_selected(self) -> bool:
@@ -197,11 +197,15 @@ class Capture(TorchFunctionMode):
         return self.layout.selected is not None
 
     def decoder(self, logits: torch.Tensor) -> tuple[torch.Tensor, Decoder] | None:
-        """Return the hidden states and the linear map that gave the logits; None: they are no linear map's output."""
-        last = self._last_linear
-        if last is None or last.weight.ndim != 2 or last.output.shape != logits.shape:
+        """Return the hidden states and the linear map that gave the logits; None: they are no linear map's output.
+
+        The output of the last linear map is let go of: it may be the logits of all positions.
+        """
+        last, output = self._last_linear, self._last_output
+        self._last_output = None
+        if last is None or output is None or last.weight.ndim != 2 or output.shape != logits.shape:
             return None
-        if last.output.data_ptr() != logits.data_ptr() or logits._version != last.version:
+        if output.data_ptr() != logits.data_ptr() or logits._version != last.version:
             return None
         return last.hidden, Decoder(last.weight.detach(), None if last.bias is None else last.bias.detach())
 

@@ -17,6 +17,7 @@ NUM_INTERMEDIATES = 3  # whose cotangents are controls, at most
 # numbers worked on at a time, so that no second buffer of the logits' shape is needed; on a CPU they stay in its cache
 _CHUNK = {"cpu": 1 << 18}
 _CHUNK_ELSEWHERE = 1 << 22
+_ROWS = 256  # positions that a product with the decoder's weight is taken of at a time, so that they share reading it
 
 
 def root_probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -145,16 +146,9 @@ class Controls:
         squares = _squared_norms(hidden.to(root_p.dtype))
         # (m, 1 or 2)
         self._squares = torch.stack([squares, torch.ones_like(squares)] if by_scale else [1 + squares], dim=1)
-        weight = decoder.weight.to(root_p.dtype)
-        self._shared = weight.mean(dim=0)
-        squares = weight.square().sum(dim=1)
-        below, above = [], []
-        for part in _parts(root_p):
-            p = part.square()
-            above.append(1 - _squared_norms(p))
-            below.append(p @ squares - _squared_norms(p @ weight))
-        own = self._squares * torch.cat(above)[:, None]
-        self._means = self._by_sequence(torch.cat([own, torch.cat(below)[:, None]], dim=1))
+        self._shared = decoder.weight.mean(dim=0, dtype=root_p.dtype)
+        above, below = label_means(root_p, decoder.weight)
+        self._means = self._by_sequence(torch.cat([self._squares * above[:, None], below[:, None]], dim=1))
 
     @staticmethod
     def number(*, by_scale: bool = False) -> int:
@@ -200,6 +194,29 @@ class Controls:
         """Return (B, ...) float64: the sums over the rows (m, ...) of each sequence."""
         sums = torch.zeros(self._num_sequences, *values.shape[1:], dtype=torch.float64, device=values.device)
         return sums.index_add_(0, self._rows.to(values.device), values.double())
+
+
+def label_means(root_p: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (m,) each: `1 - sum_c p_c^2`, and `sum_c p_c |w_c|^2 - |sum_c p_c w_c|^2` of the weight's rows w_c (V, d).
+
+    The probabilities are made, and the weight widened, in blocks of many positions and few ids: a product of few
+    positions with all ids takes as long as reading the whole weight.
+    """
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=root_p.dtype).square()
+    above, below = [], []
+    for roots in torch.split(root_p, _ROWS):
+        size = max(1, _limit(root_p) // max(1, len(roots)))
+        purity, own = roots.new_zeros(len(roots)), roots.new_zeros(len(roots))
+        mean = roots.new_zeros(len(roots), weight.shape[1])
+        blocks = (torch.split(roots, size, dim=1), torch.split(weight, size), torch.split(squares, size))
+        for root, part, square in zip(*blocks, strict=True):
+            p = root.square()
+            purity += _squared_norms(p)
+            own.addmv_(p, square)
+            mean.addmm_(p, part.to(p.dtype))
+        above.append(1 - purity)
+        below.append(own - _squared_norms(mean))
+    return torch.cat(above), torch.cat(below)
 
 
 def _squared_norms(rows: torch.Tensor) -> torch.Tensor:

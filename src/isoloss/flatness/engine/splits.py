@@ -15,6 +15,8 @@ import torch
 
 from isoloss.errors import IsolossError
 
+_PART = 1 << 18  # numbers squared at a time: in float64 a large embedding's gradient takes more than all activations
+
 
 @dataclass(frozen=True, eq=False)
 class Split:
@@ -126,6 +128,13 @@ class Columns:
         """Return (n,): the sums of a tensor of the parameter's shape over the parameter's n columns."""
         split = self.splits.get(name)
         return values.sum()[None] if split is None else split.sums(values.reshape(1, -1))[0]
+
+    def squares(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return (n,) float64: the same sums of the squares of a tensor."""
+        if name in self.splits:
+            return self.sums(name, values.double().square())
+        parts = torch.split(values.reshape(-1), _PART)
+        return torch.stack([part.double().square_().sum() for part in parts]).sum()[None]
 
     def by_parameter(self, values: torch.Tensor) -> torch.Tensor:
         """Return (n, P): values (n, K) summed over the columns of each parameter."""
