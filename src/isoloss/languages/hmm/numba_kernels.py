@@ -73,7 +73,7 @@ class Kernels:
 
     def _charts(self, count: int, lanes: Integers) -> Floats:
         """Return memory that begins where a vector may, as torch's does: elsewhere products take twice as long."""
-        return self._empty(count, self._size, lanes.shape[1]).numpy()  # type: ignore[no-any-return]
+        return self._empty(count, self._size, lanes.shape[1]).numpy()
 
     def _tiles(self, ids: torch.Tensor) -> Iterator[tuple[slice, Integers]]:
         """Yield rows and their (T, lanes) ids, of whole vectors: the last sentence may be there more than once."""
@@ -90,7 +90,7 @@ def _padded(table: torch.Tensor) -> Floats:
     rows, columns = (-(-size // _BLOCK) * _BLOCK for size in table.shape)
     out = table.new_zeros(rows, columns)
     out[: table.shape[0], : table.shape[1]] = table
-    return out.numpy()  # type: ignore[no-any-return]
+    return out.numpy()
 
 
 def _blocks(table: torch.Tensor) -> Floats:

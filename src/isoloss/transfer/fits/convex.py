@@ -159,8 +159,9 @@ def evaluate(rows: FeatureBlocks, problems: list[Problem], dtype: torch.dtype) -
     """
     num, classes = len(problems), problems[0].trial.shape[1]
     splits = torch.tensor([p.split for p in problems], device=rows.device)
-    weight = torch.stack([p.trial for p in problems], dim=1).to(dtype)  # (D + 1, P, C)
-    flat, bias = weight[:-1].reshape(rows.width, -1), weight[-1].contiguous()
+    # a row for each problem and class: products of long rows are the faster ones
+    weight = torch.stack([p.trial.T for p in problems]).to(dtype)  # (P, C, D + 1)
+    coefficients, bias = weight[:, :, :-1].contiguous(), weight[:, :, -1:]
     losses = torch.zeros(num, dtype=torch.float64, device=rows.device)
     gradient = torch.zeros_like(weight)
     outer = torch.zeros(num, classes, classes, dtype=dtype, device=rows.device)
@@ -168,22 +169,19 @@ def evaluate(rows: FeatureBlocks, problems: list[Problem], dtype: torch.dtype) -
         used = inside.any(dim=0)[splits]
         if not bool(used.any()):
             continue
-        all_used = bool(used.all())
-        active = slice(None) if all_used else used.nonzero()[:, 0]
-        columns = flat if all_used else weight[:-1, active].reshape(rows.width, -1)
-        log_probs = torch.mm(x, columns).view(len(x), -1, classes).add_(bias[active]).log_softmax(dim=2)
-        used_rows = inside[:, splits[active]].to(dtype)  # (B, P)
-        picked = y[:, None, None].expand(-1, log_probs.shape[1], 1)
-        losses[active] -= (log_probs.gather(2, picked)[:, :, 0] * used_rows).double().sum(dim=0)
-        residual = log_probs.exp_().mul_(used_rows[:, :, None])
-        by_problem = residual.transpose(0, 1)
-        outer[active] += by_problem.transpose(1, 2) @ by_problem
-        residual.scatter_add_(2, picked, -used_rows[:, :, None])
-        product = torch.mm(x.T, residual.flatten(1))
-        gradient[:-1, active] += product.view(rows.width, -1, classes)
-        gradient[-1, active] += residual.sum(dim=0)
+        active = slice(None) if bool(used.all()) else used.nonzero()[:, 0]
+        logits = torch.mm(coefficients[active].flatten(0, 1), x.T).view(-1, classes, len(x))
+        log_probs = logits.add_(bias[active]).log_softmax(dim=1)
+        used_rows = inside[:, splits[active]].T[:, None].to(dtype)  # (P, 1, B)
+        picked = y.expand(len(log_probs), 1, -1)
+        losses[active] -= (log_probs.gather(1, picked) * used_rows).double().sum(dim=(1, 2))
+        residual = log_probs.exp_().mul_(used_rows)
+        outer[active] += residual @ residual.transpose(1, 2)
+        residual.scatter_add_(1, picked, -used_rows)
+        gradient[active, :, :-1] += torch.mm(residual.flatten(0, 1), x).view(-1, classes, rows.width)
+        gradient[active, :, -1] += residual.sum(dim=2)
     return [
-        Evaluation.of(problem, float(losses[i]), gradient[:, i], outer[i], rows.sizes[problem.split])
+        Evaluation.of(problem, float(losses[i]), gradient[i].T.contiguous(), outer[i], rows.sizes[problem.split])
         for i, problem in enumerate(problems)
     ]
 
