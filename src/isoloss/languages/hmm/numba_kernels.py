@@ -7,6 +7,8 @@ tables, are filled up with zeros to a multiple of four, for products of blocks o
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +21,8 @@ LANE_BYTES = 1024  # of a chart's row: long enough for vector loops, short enoug
 _BLOCK = 4  # rows of a table, and columns, that are multiplied by together
 _VECTOR = 16  # lanes that are moved together
 
+_memory = threading.local()
+
 Integers = npt.NDArray[np.uint32]
 Floats = npt.NDArray[Any]
 
@@ -29,10 +33,8 @@ class Kernels:
     def __init__(
         self, initial: torch.Tensor, transition: torch.Tensor, scaled: torch.Tensor, emission: torch.Tensor
     ) -> None:
-        factors = _padded(scaled.T)
-        self._size = len(factors)
-        self._ahead = _padded(initial[:, None]), _blocks(transition.T), factors
-        self._behind = _blocks(transition), factors
+        self._factors, self._back = _padded(scaled.T), _blocks(transition)
+        self._ahead = _padded(initial[:, None]), _blocks(transition.T), self._factors
         self._emission = _blocks(emission.T)
         self._empty = initial.new_empty
 
@@ -40,40 +42,40 @@ class Kernels:
         """Return (n, T): the factor of each id given those before it."""
         out = self._empty(ids.shape)
         for rows, lanes in self._tiles(ids):
-            scales = self._empty(lanes.shape).numpy()
-            forward(lanes, *self._ahead, self._charts(1, lanes), self._charts(1, lanes), scales)
+            charts, scales = self._charts(3, lanes), self._empty(lanes.shape).numpy()
+            forward(lanes, *self._ahead, charts[:1], charts[1:2], charts[2:], scales)
             out[rows] = torch.from_numpy(scales[:, : len(out[rows])]).T
         return out
 
     def states(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
         """Write (n, T, S), the states given all other ids, or with `own` all; return (n,) the least normalizers."""
-        least = self._empty(len(ids))
-        for rows, lanes in self._tiles(ids):
-            states, least[rows] = self._smoothed(lanes, len(least[rows]), own)
-            hand_out_states(states, out.numpy()[rows])
-        return least
+        return self._smooth(ids, self._emission[:0], out.numpy(), own)
 
     def conditionals(self, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write (n, T, V), the probabilities of each token given all other ids; return (n,) the least normalizers."""
-        least = self._empty(len(ids))
+        return self._smooth(ids, self._emission, out.numpy(), False)
+
+    def _smooth(self, ids: torch.Tensor, emission: Floats, out: Floats, own: bool) -> torch.Tensor:
+        least, length = self._empty(len(ids)), ids.shape[1]
         for rows, lanes in self._tiles(ids):
-            states, least[rows] = self._smoothed(lanes, len(least[rows]), False)
-            product = self._empty(_BLOCK * len(self._emission), lanes.shape[1]).numpy()
-            hand_out_tokens(self._emission, states, product, out.numpy()[rows])
+            charts, scales = self._charts(2 * length + 4, lanes), self._empty(3 * length - 1, lanes.shape[1])
+            states, emitted, one, work = charts[:length], charts[length:-4], charts[-4:-3], charts[-3:]
+            forward(lanes, *self._ahead, *((one, states) if own else (states, one)), emitted, scales.numpy())
+            product = self._empty(_BLOCK * len(emission), lanes.shape[1]).numpy()
+            backward(self._back, emission, states, emitted, *work, product, out[rows], scales[length:].numpy())
+            least[rows] = scales[:, : len(least[rows])].amin(dim=0)
         return least
 
-    def _smoothed(self, lanes: Integers, count: int, own: bool) -> tuple[Floats, torch.Tensor]:
-        """Return (T, S, lanes) states, and the least normalizers of as many sentences as there are."""
-        length = len(lanes)
-        predicted, filtered = (self._charts(count, lanes) for count in ((1, length) if own else (length, 1)))
-        states, scales = filtered if own else predicted, self._empty(3 * length - 1, lanes.shape[1])
-        forward(lanes, *self._ahead, predicted, filtered, scales.numpy())
-        backward(lanes, *self._behind, states, *self._charts(2, lanes), scales[length:].numpy())
-        return states, scales[:, :count].amin(dim=0)
-
     def _charts(self, count: int, lanes: Integers) -> Floats:
-        """Return memory that begins where a vector may, as torch's does: elsewhere products take twice as long."""
-        return self._empty(count, self._size, lanes.shape[1]).numpy()
+        """Return memory of this thread, good until the next call, as fresh memory costs a tenth of the time.
+
+        It begins where a vector may, as torch's does: elsewhere products take twice as long.
+        """
+        shape = count, len(self._factors), lanes.shape[1]
+        kept: torch.Tensor | None = getattr(_memory, "kept", None)
+        if kept is None or kept.numel() * kept.itemsize < math.prod(shape) * self._emission.itemsize:
+            kept = _memory.kept = torch.empty(math.prod(shape) * self._emission.itemsize, dtype=torch.uint8)
+        return kept.numpy().view(self._emission.dtype)[: math.prod(shape)].reshape(shape)
 
     def _tiles(self, ids: torch.Tensor) -> Iterator[tuple[slice, Integers]]:
         """Yield rows and their (T, lanes) ids, of whole vectors: the last sentence may be there more than once."""
@@ -138,57 +140,82 @@ def multiply(table: Floats, chart: Floats, out: Floats) -> None:
 
 
 @_compiled
-def emit(chart: Floats, factors: Floats, ids: Integers, out: Floats, total: Floats) -> None:
-    """Write a chart times the emission factors of the ids, normalized, and the sums over the states before that."""
-    for state in range(len(out)):
+def look_up(factors: Floats, ids: Integers, out: Floats) -> None:
+    """Write the emission factors of the ids."""
+    for state in range(len(factors)):
         row, factor = out[state], factors[state]
         for lane in range(len(ids)):
             row[lane] = factor[ids[lane]]
-    weigh(out, chart, total)
 
 
 @_compiled
-def weigh(chart: Floats, message: Floats, total: Floats) -> None:
-    """Multiply a chart by a message and normalize it; write the sums over the states before that."""
+def weigh(left: Floats, right: Floats, out: Floats, total: Floats) -> None:
+    """Write the product of two other charts, normalized, and its sums over the states before that."""
     total[:] = 0
-    for state in range(len(chart)):
-        row, factor = chart[state], message[state]
+    for state in range(len(out)):
+        row, factor, product = left[state], right[state], out[state]
         for lane in range(len(row)):
-            row[lane] *= factor[lane]
-            total[lane] += row[lane]
+            value = row[lane] * factor[lane]
+            product[lane] = value
+            total[lane] += value
     inverse = np.empty_like(total)
     for lane in range(len(total)):
         inverse[lane] = 1 / max(total[lane], np.finfo(total.dtype).tiny)
-    for state in range(len(chart)):
-        row = chart[state]
-        for lane in range(len(row)):
-            row[lane] *= inverse[lane]
+    for state in range(len(out)):
+        product = out[state]
+        for lane in range(len(product)):
+            product[lane] *= inverse[lane]
 
 
 @_compiled
 def forward(
-    ids: Integers, initial: Floats, step: Floats, factors: Floats, predicted: Floats, filtered: Floats, scales: Floats
+    ids: Integers,
+    initial: Floats,
+    step: Floats,
+    factors: Floats,
+    predicted: Floats,
+    filtered: Floats,
+    emitted: Floats,
+    scales: Floats,
 ) -> None:
-    """Write the states given the ids before, and given the own id too, each of the last positions or all of them."""
+    """Write the states given the ids before, and given the own id too, and the factors of the ids.
+
+    Each of the three has charts for all positions, or for one, in which the last position is left.
+    """
     for state in range(len(initial)):
         predicted[0, state] = initial[state, 0]
     for t in range(len(ids)):
-        chart = filtered[t % len(filtered)]
-        emit(predicted[t % len(predicted)], factors, ids[t], chart, scales[t])
+        chart, factor = filtered[t % len(filtered)], emitted[t % len(emitted)]
+        look_up(factors, ids[t], factor)
+        weigh(predicted[t % len(predicted)], factor, chart, scales[t])
         if t + 1 < len(ids):
             multiply(step, chart, predicted[(t + 1) % len(predicted)])
 
 
 @_compiled
 def backward(
-    ids: Integers, back: Floats, factors: Floats, states: Floats, chart: Floats, message: Floats, scales: Floats
+    back: Floats,
+    emission: Floats,
+    states: Floats,
+    emitted: Floats,
+    message: Floats,
+    chart: Floats,
+    smoothed: Floats,
+    product: Floats,
+    out: Floats,
+    scales: Floats,
 ) -> None:
-    """Multiply states given the ids before by the probability of those behind, normalized."""
+    """Write states given the ids before, times the probability of those behind, or what they emit if it is given."""
     message[:] = 1
-    for t in range(len(ids) - 1, -1, -1):
-        weigh(states[t], message, scales[2 * t])
+    for t in range(len(states) - 1, -1, -1):
+        weigh(states[t], message, smoothed, scales[2 * t])
+        if len(emission):
+            multiply(emission, smoothed, product)
+            hand_out(product, t, out)
+        else:
+            hand_out(smoothed, t, out)
         if t:
-            emit(message, factors, ids[t], chart, scales[2 * t - 1])
+            weigh(message, emitted[t], chart, scales[2 * t - 1])
             multiply(back, chart, message)
 
 
@@ -203,18 +230,3 @@ def hand_out(chart: Floats, t: int, out: Floats) -> None:
     for lane in range(whole, len(out)):
         for row in range(out.shape[2]):
             out[lane, t, row] = chart[row, lane]
-
-
-@_compiled
-def hand_out_states(charts: Floats, out: Floats) -> None:
-    """Write (T, S, lanes) as (n, T, S)."""
-    for t in range(len(charts)):
-        hand_out(charts[t], t, out)
-
-
-@_compiled
-def hand_out_tokens(emission: Floats, charts: Floats, product: Floats, out: Floats) -> None:
-    """Write the products of the emissions and (T, S, lanes) as (n, T, V)."""
-    for t in range(len(charts)):
-        multiply(emission, charts[t], product)
-        hand_out(product, t, out)
