@@ -35,7 +35,7 @@ def everything(model, ids):
     shapes = [(*ids.shape, columns) for columns in (size, size, tokens)]
     outs = [torch.full(shape, torch.nan, dtype=model.dtype) for shape in shapes]
     possible = [model.states_given(ids, out, own=own) for out, own in zip(outs[:2], (False, True), strict=True)]
-    possible.append(model.conditionals(ids, outs[2]))
+    possible.append(model.conditionals(ids, outs[2], log=False))
     return outs, possible, model.log_prob(ids)
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from scipy.sparse.csgraph import connected_components
 
+from isoloss.languages import batches
 from isoloss.languages.pcfg.inside_outside import Backend, choose_backend
 
 if TYPE_CHECKING:
@@ -102,13 +103,14 @@ class ForwardBackward:
             out[low] = states.to(out)
         return possible
 
-    def conditionals(self, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write (n, T, tokens), Pr(token | all other tokens), to `out`; return (n,) bool as `states_given`."""
-        least = self._engine.conditionals(self._local[ids], out)
+    def conditionals(self, ids: torch.Tensor, out: torch.Tensor, *, log: bool) -> torch.Tensor:
+        """Write (n, T, tokens), Pr(token | all other tokens) or its log, to `out`; return (n,) as `states_given`."""
+        least = self._engine.conditionals(self._local[ids], out, log=log)
         possible = least > 0
         if (low := self._unreliable(least)) is not None:
             states, possible[low] = self._again(ids[low], own=False)
-            out[low] = (states @ self._wide.emission).to(out)
+            probs = (states @ self._wide.emission).to(out)
+            out[low] = batches.clamped_log_(probs) if log else probs
         return possible
 
     def _again(self, ids: torch.Tensor, *, own: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,11 +168,13 @@ class Recursions:
         out.copy_(states.transpose(0, 1))
         return scales.amin(dim=0)
 
-    def conditionals(self, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write (n, T, V), the probabilities of each token given all other ids; return (n,) the least normalizers."""
+    def conditionals(self, ids: torch.Tensor, out: torch.Tensor, *, log: bool) -> torch.Tensor:
+        """Write (n, T, V), the probabilities of each token given all other ids, or their logs; return as `states`."""
         states = out.new_empty(*ids.shape, len(self._initial))
         least = self.states(ids, states, own=False)
         torch.matmul(states, self._emission, out=out)
+        if log:
+            batches.clamped_log_(out)
         return least
 
 

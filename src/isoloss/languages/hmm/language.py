@@ -243,9 +243,9 @@ class HMM(ExactLanguage):
         out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
 
         def use(rows: Index, model: ForwardBackward, probs: torch.Tensor) -> None:
-            _put(out, rows, model.tokens, batches.clamped_log_(probs), others=impossible)
+            _put(out, rows, model.tokens, probs, others=impossible)
 
-        self._conditionals(ids, positions, use, out)
+        self._conditionals(ids, positions, use, out, log=True)
         return _zero_padding(out, lengths) if positions is None else out
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
@@ -254,7 +254,7 @@ class HMM(ExactLanguage):
         def use(rows: Index, _: ForwardBackward, probs: torch.Tensor) -> None:
             out[rows] = batches.entropies(probs)
 
-        self._conditionals(ids, positions, use, out[..., None])
+        self._conditionals(ids, positions, use, out[..., None], log=False)
         return _zero_padding(out, lengths) if positions is None else out
 
     def posterior(
@@ -283,8 +283,10 @@ class HMM(ExactLanguage):
         positions: torch.Tensor | None,
         use: Callable[[Index, ForwardBackward, torch.Tensor], None],
         out: torch.Tensor,
+        *,
+        log: bool,
     ) -> None:
-        """Compute (rows, T or k, tokens) conditionals, each with its model, for `use`; complain of impossible rows.
+        """Compute (rows, T or k, tokens) conditionals, or their logs, for `use`; complain of impossible rows.
 
         `Pr(x_t = c | x_-t)` is proportional to `sum_z Pr(z_t = z | x_<t) Pr(x_>t | z_t = z) Pr(c | z)`: one forward and
         one backward pass give all positions and tokens (the paper's section 2.1 and appendix A.3). They are written to
@@ -295,12 +297,14 @@ class HMM(ExactLanguage):
         def compute(rows: Index, model: ForwardBackward) -> None:
             given, probs = ids[rows], _room(out, rows, model.emission.shape[1])
             if positions is None:
-                possible[rows] = model.conditionals(given, probs)
+                possible[rows] = model.conditionals(given, probs, log=log)
             else:
                 states = probs.new_empty(*given.shape, model.emission.shape[0])
                 possible[rows] = model.states_given(given, states, own=False)
                 asked = states[torch.arange(len(given), device=self.device)[:, None], positions[rows]]
                 torch.matmul(asked, model.emission, out=probs)
+                if log:
+                    batches.clamped_log_(probs)
             use(rows, model, probs)
 
         batches.run_in_threads(compute, self._chunks(ids, spare=1), self.device)

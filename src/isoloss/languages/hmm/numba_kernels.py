@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from isoloss.languages.batches import clamped_log_
+
 LANE_BYTES = 1024  # of a chart's row: long enough for vector loops, short enough for a second-level cache
 _BLOCK = 4  # rows of a table, and columns, that are multiplied by together
 _VECTOR = 16  # lanes that are moved together
@@ -49,20 +51,24 @@ class Kernels:
 
     def states(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
         """Write (n, T, S), the states given all other ids, or with `own` all; return (n,) the least normalizers."""
-        return self._smooth(ids, self._emission[:0], out.numpy(), own)
+        return self._smooth(ids, self._emission[:0], out.numpy(), own=own, log=False)
 
-    def conditionals(self, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write (n, T, V), the probabilities of each token given all other ids; return (n,) the least normalizers."""
-        return self._smooth(ids, self._emission, out.numpy(), False)
+    def conditionals(self, ids: torch.Tensor, out: torch.Tensor, *, log: bool) -> torch.Tensor:
+        """Write (n, T, V), the probabilities of each token given all other ids, or their logs; return as `states`."""
+        return self._smooth(ids, self._emission, out.numpy(), own=False, log=log)
 
-    def _smooth(self, ids: torch.Tensor, emission: Floats, out: Floats, own: bool) -> torch.Tensor:
+    def _smooth(self, ids: torch.Tensor, emission: Floats, out: Floats, *, own: bool, log: bool) -> torch.Tensor:
         least, length = self._empty(len(ids)), ids.shape[1]
         for rows, lanes in self._tiles(ids):
             charts, scales = self._charts(2 * length + 4, lanes), self._empty(3 * length - 1, lanes.shape[1])
             states, emitted, one, work = charts[:length], charts[length:-4], charts[-4:-3], charts[-3:]
             forward(lanes, *self._ahead, *((one, states) if own else (states, one)), emitted, scales.numpy())
-            product = self._empty(_BLOCK * len(emission), lanes.shape[1]).numpy()
-            backward(self._back, emission, states, emitted, *work, product, out[rows], scales[length:].numpy())
+            product = self._empty(_BLOCK * len(emission), lanes.shape[1])
+            for t in range(length - 1, -1, -1):
+                backward(t, self._back, emission, states, emitted, work, product.numpy(), scales[length:].numpy())
+                if log:  # here, where they are in the cache
+                    clamped_log_(product)
+                hand_out(product.numpy() if len(emission) else work[0], t, out[rows])
             least[rows] = scales[:, : len(least[rows])].amin(dim=0)
         return least
 
@@ -194,29 +200,27 @@ def forward(
 
 @_compiled
 def backward(
+    t: int,
     back: Floats,
     emission: Floats,
     states: Floats,
     emitted: Floats,
-    message: Floats,
-    chart: Floats,
-    smoothed: Floats,
+    work: Floats,
     product: Floats,
-    out: Floats,
     scales: Floats,
 ) -> None:
-    """Write states given the ids before, times the probability of those behind, or what they emit if it is given."""
-    message[:] = 1
-    for t in range(len(states) - 1, -1, -1):
-        weigh(states[t], message, smoothed, scales[2 * t])
-        if len(emission):
-            multiply(emission, smoothed, product)
-            hand_out(product, t, out)
-        else:
-            hand_out(smoothed, t, out)
-        if t:
-            weigh(message, emitted[t], chart, scales[2 * t - 1])
-            multiply(back, chart, message)
+    """Write a position's states given the ids before, times the probability of those behind, and what they emit.
+
+    The positions are taken from the last to the first. `work` is the result, a message from behind and a chart.
+    """
+    smoothed, message, chart = work[0], work[1], work[2]
+    if t == len(states) - 1:
+        message[:] = 1
+    weigh(states[t], message, smoothed, scales[2 * t])
+    multiply(emission, smoothed, product)
+    if t:
+        weigh(message, emitted[t], chart, scales[2 * t - 1])
+        multiply(back, chart, message)
 
 
 @_compiled
