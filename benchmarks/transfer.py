@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -64,38 +65,61 @@ def extracted(path: Path, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x[rows], y[rows].unique(return_inverse=True)[1]
 
 
-def compare(name: str, x: torch.Tensor, y: torch.Tensor, strength: float, iterations: int) -> list[dict[str, Any]]:
-    """Return a record of ours on all folds, and of scikit-learn's, run on one fold and counted five times."""
-    classes, fold = int(y.max()) + 1, torch.arange(len(y)) % FOLDS
-    case = {
-        "features": name,
-        "n": len(y),
-        "width": x.shape[1],
-        "classes": classes,
-        "strength": strength,
-    }
-    before = time.process_time()
-    ours = fit(x, y, classes=classes, regularization=[strength], splits=[fold != k for k in range(FOLDS)])
-    seconds = time.process_time() - before
-    gap = float((ours.gaps / ours.objectives).max())
-    records = [{**case, "who": "isoloss", "seconds": seconds, "steps": ours.passes, "above": gap, "reached": True}]
+def compare(
+    name: str, x: torch.Tensor, y: torch.Tensor, strength: float, iterations: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Return a record of ours on all folds, and of scikit-learn's, run on one fold and counted five times.
+
+    In the first round scikit-learn's tolerance is found; in the others all that reach the objective take turns.
+    """
+    case = {"features": name, "n": len(y), "width": x.shape[1], "classes": int(y.max()) + 1, "strength": strength}
+    own = ours(x, y, strength)
+    best = own.pop("objective")
+    records = [{**case, "who": "isoloss", **own, "reached": True}]
     print(records[-1], flush=True)
-    best = float(ours.objectives[0, 0])
-    for dtype in (np.float64, np.float32):
+    train = torch.arange(len(y)) % FOLDS != 0
+    arrays = {dtype: x[train].numpy().astype(dtype) for dtype in ("float64", "float32")}
+    for dtype, features in arrays.items():
         kept = None
         for tolerance in TOLERANCES:
-            record = peer(x[fold != 0].numpy().astype(dtype), y[fold != 0].numpy(), strength, tolerance, iterations)
+            record = peer(features, y[train].numpy(), strength, tolerance, iterations)
             record["above"] = record.pop("objective") / best - 1
             record["reached"] = record["above"] <= AGREEMENT
-            print(name, dtype.__name__, record, flush=True)
+            print(name, dtype, record, flush=True)
             if kept is None or record["reached"]:
                 kept = record
             if not record["reached"]:
                 break
         assert kept is not None
-        kept["ours_over_theirs"] = kept["seconds"] / seconds
-        records.append({**case, "who": f"scikit-learn {dtype.__name__}", **kept})
+        records.append({**case, "who": f"scikit-learn {dtype}", **kept})
+    times = [[record["seconds"]] for record in records]
+    contenders = [record for record in records if record["reached"]]
+    for _ in range(rounds - 1 if len(contenders) > 1 else 0):
+        for record, seconds in zip(records, times, strict=True):
+            if record["who"] == "isoloss":
+                seconds.append(ours(x, y, strength)["seconds"])
+            elif record["reached"]:
+                features = arrays[record["who"].split()[1]]
+                again = peer(features, y[train].numpy(), strength, record["tolerance"], iterations)
+                seconds.append(again["seconds"])
+    for record, seconds in zip(records, times, strict=True):
+        record["seconds"], record["range"] = statistics.median(seconds), [min(seconds), max(seconds)]
+        if record["who"] != "isoloss":
+            ratios = [theirs / mine for theirs, mine in zip(seconds, times[0], strict=False)]
+            record["ours_over_theirs"] = statistics.median(ratios)
+            record["ratio_range"] = [min(ratios), max(ratios)]
     return records
+
+
+def ours(x: torch.Tensor, y: torch.Tensor, strength: float) -> dict[str, Any]:
+    """Return the processor time of isoloss for all folds, and what it proves."""
+    fold = torch.arange(len(y)) % FOLDS
+    splits = [fold != k for k in range(FOLDS)]
+    before = time.process_time()
+    found = fit(x, y, classes=int(y.max()) + 1, regularization=[strength], splits=splits)
+    seconds = time.process_time() - before
+    gap = float((found.gaps / found.objectives).max())
+    return {"seconds": seconds, "steps": found.passes, "above": gap, "objective": float(found.objectives[0, 0])}
 
 
 def peer(x: np.ndarray, y: np.ndarray, strength: float, tolerance: float, iterations: int) -> dict[str, Any]:
@@ -126,19 +150,25 @@ def page(record: dict[str, Any]) -> str:
         "# Convex probes: five folds on one thread",
         "",
         f"{record['date']}, `{record['command']}`. {record['machine']}.",
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in record["versions"].items()) + ".",
+        f"Load at the start: {record['load']}. Versions: "
+        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        + ".",
         "",
-        "Processor time for five folds: all five for isoloss, run once; five times the first for scikit-learn, at the "
+        "Processor time for five folds: all five for isoloss; five times the first for scikit-learn, at the "
         "loosest of its tolerances 1e-4, 1e-5 and 1e-6 that reaches an objective within 1e-6 (relative) of ours. Where "
         f"none does within {record['iterations']} iterations, the time is that of the attempt at 1e-6, and the ratio "
-        "says no more than that. Above: for isoloss the proven bound, largest of the folds; for scikit-learn the "
+        f"says no more than that. The others take turns in {record['rounds']} rounds: medians, and the range of the "
+        "ratio within a round. Above: for isoloss the proven bound, largest of the folds; for scikit-learn the "
         "objective over ours. Steps: readings of the features for isoloss, iterations for scikit-learn.",
         "",
         "| features | n x D, classes | strength | who | s | steps | above the minimum by | isoloss is faster by |",
         "|---|---|---:|---|---:|---:|---:|---:|",
     ]
     for row in record["results"]:
-        ratio = "" if row["who"] == "isoloss" else f"{row['ours_over_theirs']:.2g}"
+        ratio = ""
+        if row["who"] != "isoloss":
+            low, high = row["ratio_range"]
+            ratio = f"{row['ours_over_theirs']:.3g}" + (f" ({low:.3g}-{high:.3g})" if row["reached"] else "")
         if not row["reached"]:
             ratio = f"not reached ({ratio})"
         shape = f"{row['n']:,} x {row['width']:,}, {row['classes']}"
@@ -156,25 +186,31 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--classes", type=int, default=50)
     parser.add_argument("--iterations", type=int, default=300, help="of scikit-learn")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each that reaches the objective")
     parser.add_argument("--run", type=Path, help="a run on a grammar, whose features are compared too")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     shape = (args.examples, args.width, args.classes)
     results = []
     if args.run:
-        results += compare("BERT's token states", *extracted(args.run, args.examples), 1e-3, args.iterations)
+        results += compare(
+            "BERT's token states", *extracted(args.run, args.examples), 1e-3, args.iterations, args.rounds
+        )
     for name, decay, strength in (
         ("Gaussian, isotropic", 0.0, 1e-2),
         ("Gaussian, isotropic", 0.0, 1e-3),
         ("Gaussian, deviations j^-0.75", 0.75, 1e-3),
     ):
-        results += compare(name, *planted(*shape, decay=decay), strength, args.iterations)
+        results += compare(name, *planted(*shape, decay=decay), strength, args.iterations, args.rounds)
     record = {
         "date": datetime.date.today().isoformat(),
         "command": "python benchmarks/transfer.py " + " ".join(sys.argv[1:]),
         "machine": machine(),
         "versions": versions(LIBRARIES),
         "iterations": args.iterations,
+        "rounds": args.rounds,
+        "load": load,
         "results": results,
     }
     write_text(RESULTS / "transfer.json", json.dumps(record, indent=1) + "\n")

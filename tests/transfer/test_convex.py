@@ -135,6 +135,16 @@ def test_certificate_is_that_of_autograd(
             assert float(found.gaps[s, r]) == pytest.approx(bound, rel=1e-5, abs=1e-20)
 
 
+def test_steps_on_features_without_preconditioning_have_the_right_length() -> None:
+    """K x A alone foresees half of the curvature here: every other step would be too long, and be taken back."""
+    g = seeds.generator(0, "isotropic")
+    x, rule = torch.randn(2000, 100, generator=g), torch.randn(100, 30, generator=g)
+    y = (0.3 * x @ rule - (-torch.rand(2000, 30, generator=g).log()).log()).argmax(dim=1)
+    found = fit(x, y, classes=30, regularization=[1e-3])
+    assert bool((found.gaps <= 1e-6 * found.objectives).all())
+    assert found.passes <= 46  # 39; 53 without the scale of the last step
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_evaluation_against_autograd(dtype: torch.dtype) -> None:
     x, y = planted(40, 5, 4)

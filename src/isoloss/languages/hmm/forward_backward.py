@@ -7,12 +7,18 @@ the sentence, has the id V: it is summed over, which leaves the other positions'
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from scipy.sparse.csgraph import connected_components
+
+from isoloss.languages import batches
+from isoloss.languages.pcfg.inside_outside import Backend, choose_backend
+
+if TYPE_CHECKING:
+    from isoloss.languages.hmm.numba_kernels import Kernels
 
 Float = npt.NDArray[np.float64]
 Index = slice | torch.Tensor
@@ -20,20 +26,16 @@ Index = slice | torch.Tensor
 _RELIABLE = 1e-25  # a smaller normalizer in float32 may rest on denormal numbers: its row is computed in float64
 
 
-class LeaveOneOut(NamedTuple):
-    """What one forward and one backward pass give; the states are of no meaning where a row is impossible."""
-
-    states: torch.Tensor  # (T, n, S) Pr(state at t | all other tokens)
-    possible: torch.Tensor  # (n,) bool, whether the sentence has a probability above 0
-
-
 class ForwardBackward:
     """The recursions of one model, or of some of its states that no transition may leave.
+
+    Rows that float32 may not hold are computed in float64.
 
     Attributes:
         states: The kept states, a slice where they are consecutive.
         tokens: The tokens that these emit, likewise.
         emission: (states, tokens), the kept part.
+        backend: What computes: "numba" or "torch"; by default what `choose_backend` says.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class ForwardBackward:
         states: npt.NDArray[np.int64],
         device: torch.device,
         dtype: torch.dtype,
+        backend: Backend | None = None,
     ) -> None:
         self._model = initial, transition, emission, states
         self.device, self.dtype = device, dtype
+        self.backend: Backend = backend or choose_backend(device)
         tokens = np.flatnonzero((emission[states] > 0).any(axis=0))
         self.states, self.tokens = _index(states, device), _index(tokens, device)
         kept = emission[np.ix_(states, tokens)]
@@ -56,7 +60,7 @@ class ForwardBackward:
         local = np.full(emission.shape[1] + 1, foreign)
         local[tokens], local[-1] = np.arange(len(tokens)), unknown
         self._local = torch.as_tensor(local, device=device)
-        self._scaled, self._log_peak, self.emission, self._initial, self._transition = (
+        scaled, self._log_peak, self.emission, first, step = (
             torch.as_tensor(table).to(device, dtype)
             for table in (
                 rows,
@@ -66,7 +70,12 @@ class ForwardBackward:
                 transition[np.ix_(states, states)],
             )
         )
-        self._back = self._transition.T.contiguous()
+        if self.backend == "numba":
+            from isoloss.languages.hmm.numba_kernels import Kernels
+
+            self._engine: Recursions | Kernels = Kernels(first, step, scaled, self.emission)
+        else:
+            self._engine = Recursions(first, step, scaled, self.emission)
 
     @functools.cached_property
     def _wide(self) -> ForwardBackward:
@@ -75,56 +84,105 @@ class ForwardBackward:
     def log_prob(self, ids: torch.Tensor) -> torch.Tensor:
         """Return (n,): the log-probability of the known tokens in nats, by the forward recursion; -inf for none."""
         local = self._local[ids]
-        scales = torch.empty(ids.shape[1], len(ids), dtype=self.dtype, device=self.device)
-        filtered = self._initial.expand(len(ids), -1)
-        for t in range(ids.shape[1]):
-            filtered = (filtered @ self._transition if t else filtered) * self._scaled[local[:, t]]
-            scales[t] = filtered.sum(dim=1)
-            filtered /= scales[t].clamp(min=torch.finfo(self.dtype).tiny)[:, None]
-        result = scales.log().sum(dim=0) + self._log_peak[local].sum(dim=1)
-        if self.dtype != torch.float64 and bool((low := scales.amin(dim=0) < _RELIABLE).any()):
+        scales = self._engine.scales(local)
+        result = scales.log().sum(dim=1) + self._log_peak[local].sum(dim=1)
+        if (low := self._unreliable(scales.amin(dim=1))) is not None:
             result[low] = self._wide.log_prob(ids[low].cpu()).to(result)
         return result + 0.0  # no -0.0
 
-    def leave_one_out(self, ids: torch.Tensor) -> LeaveOneOut:
-        """Return each position's state distribution given all other tokens: predicted state times backward message."""
-        n, length = ids.shape
-        local, tiny = self._local[ids], torch.finfo(self.dtype).tiny
-        states = torch.empty(length, n, len(self._initial), dtype=self.dtype, device=self.device)
-        scales = torch.empty(2 * length, n, dtype=self.dtype, device=self.device)
-        states[0] = self._initial
-        emitted = [self._scaled[local[:, t]] for t in range(length)]
-        for t in range(length):
-            filtered = states[t] * emitted[t]
-            scales[t] = filtered.sum(dim=1)
-            if t + 1 < length:
-                filtered /= scales[t].clamp(min=tiny)[:, None]
-                torch.mm(filtered, self._transition, out=states[t + 1])
-        backward = torch.ones_like(states[0])
-        for t in range(length - 1, -1, -1):
-            states[t] *= backward
-            scales[length + t] = states[t].sum(dim=1)
-            if t:
-                backward = (backward * emitted[t]) @ self._back
-                backward /= backward.amax(dim=1, keepdim=True).clamp_(min=tiny)
-        states /= scales[length:].clamp(min=tiny)[:, :, None]
-        least = scales.amin(dim=0)
-        possible = least > 0
-        if self.dtype != torch.float64 and bool((low := least < _RELIABLE).any()):
-            again = self._wide.leave_one_out(ids[low].cpu())
-            states[:, low], possible[low] = again.states.to(states), again.possible.to(self.device)
-        return LeaveOneOut(states, possible)
+    def states_given(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
+        """Write (n, T, S), each position's states given all other tokens, or with `own` given all of them, to `out`.
 
-    def posterior(self, ids: torch.Tensor) -> LeaveOneOut:
-        """Return each position's state distribution given all tokens, its own included; as `leave_one_out`."""
-        states, possible = self.leave_one_out(ids)
-        states *= self._scaled[self._local[ids].T]
-        scales = states.sum(dim=2)
-        states /= scales.clamp(min=torch.finfo(self.dtype).tiny)[:, :, None]
-        if self.dtype != torch.float64 and bool((low := scales.amin(dim=0) < _RELIABLE).any()):
-            again = self._wide.posterior(ids[low].cpu())
-            states[:, low], possible[low] = again.states.to(states), again.possible.to(self.device)
-        return LeaveOneOut(states, possible)
+        Returns:
+            (n,) bool, whether the sentence has a probability above 0: else its rows of `out` have no meaning.
+        """
+        least = self._engine.states(self._local[ids], out, own=own)
+        possible = least > 0
+        if (low := self._unreliable(least)) is not None:
+            states, possible[low] = self._again(ids[low], own=own)
+            out[low] = states.to(out)
+        return possible
+
+    def conditionals(self, ids: torch.Tensor, out: torch.Tensor, *, log: bool) -> torch.Tensor:
+        """Write (n, T, tokens), Pr(token | all other tokens) or its log, to `out`; return (n,) as `states_given`."""
+        least = self._engine.conditionals(self._local[ids], out, log=log)
+        possible = least > 0
+        if (low := self._unreliable(least)) is not None:
+            states, possible[low] = self._again(ids[low], own=False)
+            probs = (states @ self._wide.emission).to(out)
+            out[low] = batches.clamped_log_(probs) if log else probs
+        return possible
+
+    def _again(self, ids: torch.Tensor, *, own: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results of `states_given`, computed in float64."""
+        states = torch.empty(*ids.shape, len(self.emission), dtype=torch.float64)
+        possible = self._wide.states_given(ids.cpu(), states, own=own)
+        return states, possible.to(self.device)
+
+    def _unreliable(self, least: torch.Tensor) -> torch.Tensor | None:
+        """Return which rows (n,) float64 must compute, or None."""
+        low = least < _RELIABLE
+        return low if self.dtype != torch.float64 and bool(low.any()) else None
+
+
+class Recursions:
+    """The recursions of one model in torch, on any device; `numba_kernels.Kernels` computes the same.
+
+    `scaled` is (ids, S), the emission factors of each id that may come; `transition` is (S, S), `emission` (S, V).
+    """
+
+    def __init__(
+        self, initial: torch.Tensor, transition: torch.Tensor, scaled: torch.Tensor, emission: torch.Tensor
+    ) -> None:
+        self._initial, self._transition, self._scaled, self._emission = initial, transition, scaled, emission
+        self._back = transition.T.contiguous()
+
+    def scales(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return (n, T): the factor of each id given those before it."""
+        scales = self._scaled.new_empty(ids.shape[1], len(ids))
+        filtered = self._initial.expand(len(ids), -1)
+        for t in range(ids.shape[1]):
+            filtered = (filtered @ self._transition if t else filtered) * self._scaled[ids[:, t]]
+            scales[t] = _normalize(filtered)
+        return scales.T
+
+    def states(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
+        """Write (n, T, S), the states given all other ids, or with `own` all; return (n,) the least normalizers."""
+        length = ids.shape[1]
+        states = torch.empty_like(out.transpose(0, 1), memory_format=torch.contiguous_format)
+        scales = self._scaled.new_empty(3 * length - 1, len(ids))
+        states[0] = self._initial
+        emitted = [self._scaled[ids[:, t]] for t in range(length)]
+        for t in range(length):
+            filtered = states[t].mul_(emitted[t]) if own else states[t] * emitted[t]
+            scales[t] = _normalize(filtered)
+            if t + 1 < length:
+                torch.mm(filtered, self._transition, out=states[t + 1])
+        message = torch.ones_like(states[0])
+        for t in range(length - 1, -1, -1):
+            scales[length + t] = _normalize(states[t].mul_(message))
+            if t:
+                message = message * emitted[t]
+                scales[2 * length + t - 1] = _normalize(message)
+                message = message @ self._back
+        out.copy_(states.transpose(0, 1))
+        return scales.amin(dim=0)
+
+    def conditionals(self, ids: torch.Tensor, out: torch.Tensor, *, log: bool) -> torch.Tensor:
+        """Write (n, T, V), the probabilities of each token given all other ids, or their logs; return as `states`."""
+        states = out.new_empty(*ids.shape, len(self._initial))
+        least = self.states(ids, states, own=False)
+        torch.matmul(states, self._emission, out=out)
+        if log:
+            batches.clamped_log_(out)
+        return least
+
+
+def _normalize(rows: torch.Tensor) -> torch.Tensor:
+    """Divide rows by their sums, in place, and return these; where they are 0, so is the row."""
+    sums = rows.sum(dim=1)
+    rows /= sums.clamp(min=torch.finfo(rows.dtype).tiny)[:, None]
+    return sums
 
 
 class Components:

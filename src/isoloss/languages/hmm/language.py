@@ -6,7 +6,7 @@ Shapes: n sentences, T positions, S states, V tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,8 @@ _ROUNDING = 1e-12  # of a row's sum; a row that is nearer to 1 stays as it is
 
 Matrix = npt.ArrayLike | torch.Tensor
 Float = npt.NDArray[np.float64]
-_CHUNK_BYTES = 1 << 22  # of a chunk's (n, T, S + V) probabilities
+_CHARTS = 128  # sentences of a chunk are a multiple of this, so that the charts of the compiled kernels are full
+_CHUNK_BYTES = 5 << 20  # of a chunk's (n, T, S + V) probabilities
 
 
 class HMM(ExactLanguage):
@@ -226,8 +227,11 @@ class HMM(ExactLanguage):
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         # the sum over all state sequences, not the most likely one of them
         out = torch.zeros(len(ids), dtype=self.dtype, device=self.device)
-        for rows, model in self._chunks(ids, spare=0):
+
+        def compute(rows: Index, model: ForwardBackward) -> None:
             out[rows] = model.log_prob(ids[rows])
+
+        batches.run_in_threads(compute, self._chunks(ids, spare=0), self.device)
         _check_possible(out != -math.inf)
         return out
 
@@ -237,14 +241,20 @@ class HMM(ExactLanguage):
         shape = (ids if positions is None else positions).shape
         impossible = math.log(torch.finfo(self.dtype).tiny)
         out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
-        for rows, model, probs in self._conditionals(ids, positions):
-            _put(out, rows, model.tokens, batches.clamped_log_(probs), others=impossible)
+
+        def use(rows: Index, model: ForwardBackward, probs: torch.Tensor) -> None:
+            _put(out, rows, model.tokens, probs, others=impossible)
+
+        self._conditionals(ids, positions, use, out, log=True)
         return _zero_padding(out, lengths) if positions is None else out
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         out = torch.zeros((ids if positions is None else positions).shape, dtype=self.dtype, device=self.device)
-        for rows, _, probs in self._conditionals(ids, positions):
+
+        def use(rows: Index, _: ForwardBackward, probs: torch.Tensor) -> None:
             out[rows] = batches.entropies(probs)
+
+        self._conditionals(ids, positions, use, out[..., None], log=False)
         return _zero_padding(out, lengths) if positions is None else out
 
     def posterior(
@@ -255,43 +265,74 @@ class HMM(ExactLanguage):
         Arguments and errors as for `log_prob`.
         """
         ids, lengths = self._checked(tokens, lengths, mask)
-        out = torch.zeros(*ids.shape, len(self.states), dtype=self.dtype, device=self.device)
+        out = batches.large_zeros((*ids.shape, len(self.states)), self.dtype, self.device)
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
-        for rows, model in self._chunks(ids, spare=0):
-            given_all = model.posterior(ids[rows])
-            possible[rows] = given_all.possible
-            _put(out, rows, model.states, given_all.states.transpose(0, 1), others=0.0)
+
+        def compute(rows: Index, model: ForwardBackward) -> None:
+            states = _room(out, rows, model.emission.shape[0])
+            possible[rows] = model.states_given(ids[rows], states, own=True)
+            _put(out, rows, model.states, states, others=0.0)
+
+        batches.run_in_threads(compute, self._chunks(ids, spare=0), self.device)
         _check_possible(possible)
         return _zero_padding(out, lengths)
 
     def _conditionals(
-        self, ids: torch.Tensor, positions: torch.Tensor | None
-    ) -> Iterator[tuple[Index, ForwardBackward, torch.Tensor]]:
-        """Yield rows, their model, (rows, T or k, its tokens) conditionals; at the end, complain of impossible rows.
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None,
+        use: Callable[[Index, ForwardBackward, torch.Tensor], None],
+        out: torch.Tensor,
+        *,
+        log: bool,
+    ) -> None:
+        """Compute (rows, T or k, tokens) conditionals, or their logs, for `use`; complain of impossible rows.
 
         `Pr(x_t = c | x_-t)` is proportional to `sum_z Pr(z_t = z | x_<t) Pr(x_>t | z_t = z) Pr(c | z)`: one forward and
-        one backward pass give all positions and tokens (the paper's section 2.1 and appendix A.3).
+        one backward pass give all positions and tokens (the paper's section 2.1 and appendix A.3). They are written to
+        the `_room` in `out`.
         """
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
-        for rows, model in self._chunks(ids, spare=1):
-            states, possible[rows] = model.leave_one_out(ids[rows])
-            if positions is not None:
-                states = states[positions[rows].T, torch.arange(states.shape[1], device=self.device)]
-            yield rows, model, (states @ model.emission).transpose(0, 1)
+
+        def compute(rows: Index, model: ForwardBackward) -> None:
+            given, probs = ids[rows], _room(out, rows, model.emission.shape[1])
+            if positions is None:
+                possible[rows] = model.conditionals(given, probs, log=log)
+            else:
+                states = probs.new_empty(*given.shape, model.emission.shape[0])
+                possible[rows] = model.states_given(given, states, own=False)
+                asked = states[torch.arange(len(given), device=self.device)[:, None], positions[rows]]
+                torch.matmul(asked, model.emission, out=probs)
+                if log:
+                    batches.clamped_log_(probs)
+            use(rows, model, probs)
+
+        batches.run_in_threads(compute, self._chunks(ids, spare=1), self.device)
         _check_possible(possible)
 
     def _chunks(self, ids: torch.Tensor, *, spare: int) -> Iterator[tuple[Index, ForwardBackward]]:
         for chosen, model in self._engine.assign(ids, spare=spare):
             states, tokens = model.emission.shape
             size = max(16, _CHUNK_BYTES // (max(1, ids.shape[1]) * (states + tokens) * self.dtype.itemsize))
+            size -= size % _CHARTS if size > _CHARTS else 0
             total = len(ids) if chosen is None else len(chosen)
             for first in range(0, total, size):
                 part = slice(first, min(first + size, total))
                 yield (part if chosen is None else chosen[part]), model
 
 
+def _room(out: torch.Tensor, rows: Index, columns: int) -> torch.Tensor:
+    """Return where (rows, T, columns) are computed: rows of `out` where it has as many columns, else new memory."""
+    if isinstance(rows, slice) and columns == out.shape[2]:
+        return out[rows]
+    count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+    return out.new_empty(count, out.shape[1], columns)
+
+
 def _put(out: torch.Tensor, rows: Index, columns: Index, values: torch.Tensor, *, others: float) -> None:
-    """Write (rows, T, columns) values, and one number in the other columns, into rows of (n, T, all columns)."""
+    """Write values in their `_room`, and one number in the other columns, into rows of (n, T, all columns)."""
+    if isinstance(rows, slice) and values.shape[2] == out.shape[2]:
+        return  # they are there
     if values.shape[2] < out.shape[2]:
         whole = values.new_full((*values.shape[:2], out.shape[2]), others)
         whole[:, :, columns] = values

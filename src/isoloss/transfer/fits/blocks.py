@@ -18,6 +18,7 @@ Features = torch.Tensor | np.ndarray[Any, Any] | StoredFeatures
 
 _EXACT_WIDTH = 2048  # features up to which the second moments are decomposed exactly
 _RANK = 512  # of their approximation above that
+_PANEL = 256  # columns of the second moments that are computed together
 
 
 class FeatureBlocks:
@@ -87,10 +88,10 @@ class FeatureBlocks:
         total = torch.zeros(self.width, dtype=torch.float64, device=self.device)
         for first, last in zip(self._cuts[:-1], self._cuts[1:], strict=True):
             block = self._block(first, last).double()
-            bad = int((~block.isfinite()).any(dim=1).sum())
-            if bad:
+            total += (part := block.sum(dim=0))
+            if not bool(part.isfinite().all()):
+                bad = int((~block.isfinite()).any(dim=1).sum())
                 raise IsolossError(f"{bad} of {last - first} examples read together have NaN or infinite features")
-            total += block.sum(dim=0)
         return total / len(self.labels)
 
 
@@ -122,8 +123,10 @@ def second_moments(rows: FeatureBlocks) -> Spectrum:
     if width <= _EXACT_WIDTH:
         moments = torch.zeros(width, width, device=rows.device)
         for x, _, _ in rows.blocks(torch.float32):
-            moments.addmm_(x.T, x, alpha=1 / count)
-        values, vectors = torch.linalg.eigh(moments)
+            for first in range(0, width, _PANEL):  # the lower triangle is all that is read
+                columns = slice(first, first + _PANEL)
+                moments[first:, columns].addmm_(x[:, first:].T, x[:, columns], alpha=1 / count)
+        values, vectors = torch.linalg.eigh(moments, UPLO="L")
         return Spectrum(vectors, values.clamp(min=0), math.inf)
     drawn = torch.randn(width, _RANK, generator=seeds.generator(0, "convex probe", "sketch")).to(rows.device)
     test = torch.linalg.qr(drawn).Q

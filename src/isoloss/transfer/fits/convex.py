@@ -159,8 +159,10 @@ def evaluate(rows: FeatureBlocks, problems: list[Problem], dtype: torch.dtype) -
     """
     num, classes = len(problems), problems[0].trial.shape[1]
     splits = torch.tensor([p.split for p in problems], device=rows.device)
-    weight = torch.stack([p.trial for p in problems], dim=1).to(dtype)  # (D + 1, P, C)
-    flat, bias = weight[:-1].reshape(rows.width, -1), weight[-1].contiguous()
+    # a row for each problem and class: products of long rows are the faster ones
+    weight = torch.stack([p.trial.T for p in problems]).to(dtype)  # (P, C, D + 1)
+    coefficients, bias = weight[:, :, :-1].contiguous(), weight[:, :, -1:]
+    at_zero = not bool(coefficients.any())  # the first time
     losses = torch.zeros(num, dtype=torch.float64, device=rows.device)
     gradient = torch.zeros_like(weight)
     outer = torch.zeros(num, classes, classes, dtype=dtype, device=rows.device)
@@ -168,22 +170,21 @@ def evaluate(rows: FeatureBlocks, problems: list[Problem], dtype: torch.dtype) -
         used = inside.any(dim=0)[splits]
         if not bool(used.any()):
             continue
-        all_used = bool(used.all())
-        active = slice(None) if all_used else used.nonzero()[:, 0]
-        columns = flat if all_used else weight[:-1, active].reshape(rows.width, -1)
-        log_probs = torch.mm(x, columns).view(len(x), -1, classes).add_(bias[active]).log_softmax(dim=2)
-        used_rows = inside[:, splits[active]].to(dtype)  # (B, P)
-        picked = y[:, None, None].expand(-1, log_probs.shape[1], 1)
-        losses[active] -= (log_probs.gather(2, picked)[:, :, 0] * used_rows).double().sum(dim=0)
-        residual = log_probs.exp_().mul_(used_rows[:, :, None])
-        by_problem = residual.transpose(0, 1)
-        outer[active] += by_problem.transpose(1, 2) @ by_problem
-        residual.scatter_add_(2, picked, -used_rows[:, :, None])
-        product = torch.mm(x.T, residual.flatten(1))
-        gradient[:-1, active] += product.view(rows.width, -1, classes)
-        gradient[-1, active] += residual.sum(dim=0)
+        active = slice(None) if bool(used.all()) else used.nonzero()[:, 0]
+        logits = weight.new_zeros(len(bias[active]), classes, len(x))
+        if not at_zero:
+            torch.mm(coefficients[active].flatten(0, 1), x.T, out=logits.view(-1, len(x)))
+        log_probs = logits.add_(bias[active]).log_softmax(dim=1)
+        used_rows = inside[:, splits[active]].T[:, None].to(dtype)  # (P, 1, B)
+        picked = y.expand(len(log_probs), 1, -1)
+        losses[active] -= (log_probs.gather(1, picked) * used_rows).double().sum(dim=(1, 2))
+        residual = log_probs.exp_().mul_(used_rows)
+        outer[active] += residual @ residual.transpose(1, 2)
+        residual.scatter_add_(1, picked, -used_rows)
+        gradient[active, :, :-1] += torch.mm(residual.flatten(0, 1), x).view(-1, classes, rows.width)
+        gradient[active, :, -1] += residual.sum(dim=2)
     return [
-        Evaluation.of(problem, float(losses[i]), gradient[:, i], outer[i], rows.sizes[problem.split])
+        Evaluation.of(problem, float(losses[i]), gradient[i].T.contiguous(), outer[i], rows.sizes[problem.split])
         for i, problem in enumerate(problems)
     ]
 
@@ -191,11 +192,13 @@ def evaluate(rows: FeatureBlocks, problems: list[Problem], dtype: torch.dtype) -
 def _certify(rows: FeatureBlocks, problems: list[Problem]) -> None:
     """Set each problem's objective, gradient norm and gap in float64, with intercepts that are exactly optimal."""
     count, classes = len(rows.labels), problems[0].theta.shape[1]
-    weight = torch.stack([p.theta[:-1] for p in problems], dim=1).double().flatten(1)
-    logits = torch.empty(count, len(problems), classes, dtype=torch.float64, device=rows.device)
+    weight = torch.stack([p.theta[:-1] for p in problems], dim=1).double()  # (D, P, C)
+    splits = torch.tensor([p.split for p in problems], device=rows.device)
+    logits = torch.zeros(count, len(problems), classes, dtype=torch.float64, device=rows.device)
     first = 0
-    for x, _, _ in rows.blocks(torch.float64):
-        logits[first : first + len(x)] = (x @ weight).view(len(x), -1, classes)
+    for x, _, inside in rows.blocks(torch.float64):
+        used = inside.any(dim=0)[splits]
+        logits[first : first + len(x), used] = torch.tensordot(x, weight[:, used], dims=1)
         first += len(x)
     for i, problem in enumerate(problems):
         inside = rows.members[:, problem.split]
@@ -207,11 +210,12 @@ def _certify(rows: FeatureBlocks, problems: list[Problem]) -> None:
         logits[:, i] = residual * inside[:, None] / rows.sizes[problem.split]
     gradient = torch.zeros_like(weight)
     first = 0
-    for x, _, _ in rows.blocks(torch.float64):
-        gradient += x.T @ logits[first : first + len(x)].flatten(1)
+    for x, _, inside in rows.blocks(torch.float64):
+        used = inside.any(dim=0)[splits]
+        gradient[:, used] += torch.tensordot(x.T, logits[first : first + len(x), used], dims=1)
         first += len(x)
     for i, problem in enumerate(problems):
-        whole = gradient.view(rows.width, -1, classes)[:, i] + problem.strength * problem.theta[:-1]
+        whole = gradient[:, i] + problem.strength * problem.theta[:-1]
         balanced = float(logits[:, i].sum(dim=0).abs().max()) < 1e-10
         problem.gradient_norm = float(whole.norm())
         problem.gap = problem.gradient_norm**2 / (2 * problem.strength) if balanced else math.inf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +52,7 @@ class Problem:
         self._gradient = self._direction = torch.zeros_like(self.theta)
         self._slope, self._step = 0.0, 0.0
         self._best, self._waited = math.inf, 0
-        self._pairs: deque[tuple[torch.Tensor, torch.Tensor, float]] = deque(maxlen=_HISTORY)
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor, float]] = []
 
     def bound(self) -> float:
         """Return the bound on the gap, were the intercepts optimal."""
@@ -72,7 +71,7 @@ class Problem:
                 step, change = self.trial - self.theta, evaluation.gradient - self._gradient
                 product = float((step * change).sum())
                 if product > 1e-10 * float(step.norm() * change.norm()):
-                    self._pairs.append((step, change, product))
+                    self._pairs = [*self._pairs[1 - _HISTORY :], (step, change, product)]
             self.theta, self.value, self._gradient = self.trial, evaluation.value, evaluation.gradient
             self._direction = -self._inverse(evaluation, spectrum)
             self._slope, self._step = float((self._gradient * self._direction).sum()), 1.0
@@ -99,9 +98,14 @@ class Problem:
             alphas.append(alpha)
         values, turn = torch.linalg.eigh(evaluation.curvature)
         values, turn = values.clamp(min=1e-6 * float(values[-1])).to(q.dtype), turn.to(q.dtype)
-        turned = q @ turn
-        solved = torch.cat([spectrum.solve(turned[:-1], values, self.strength), (turned[-1] / values)[None]])
-        q = solved @ turn.T
+        last = self._pairs[-1:]
+        turned = torch.cat([vector @ turn for vector in (q, *(change for _, change, _ in last))], dim=1)
+        repeated = values.repeat(1 + len(last))
+        solved = torch.cat([spectrum.solve(turned[:-1], repeated, self.strength), (turned[-1] / repeated)[None]])
+        q, *foreseen = (part @ turn.T for part in torch.split(solved, len(values), dim=1))
+        for (_, change, product), inverse in zip(last, foreseen, strict=True):
+            # to the scale that the last step shows, halfway: its directions are those of large curvature
+            q *= math.sqrt(product / float((change * inverse).sum()))
         for (step, change, product), alpha in zip(self._pairs, reversed(alphas), strict=True):
             q += step * (alpha - float((change * q).sum()) / product)
         return q
