@@ -220,11 +220,12 @@ class ClusteredRatioEstimator:
         """Return everything as tensors, from which `from_state` goes on."""
         self._rows = [torch.cat(self._rows)]
         document = self._clusters.document
-        if self._kept is not None:
-            self._kept = [torch.cat(self._kept)]
+        kept = {}
+        if self._kept is not None:  # in the same parts, by which sums over their columns are rounded
+            kept = {"kept": torch.cat(self._kept), "kept_sizes": torch.tensor([len(part) for part in self._kept])}
         return {
             "rows": self._rows[0],
-            **({} if self._kept is None else {"kept": self._kept[0]}),
+            **kept,
             "moments": self._moments,
             "groups": self._groups,
             "part": self._part,
@@ -254,7 +255,7 @@ class ClusteredRatioEstimator:
             keep_rows="kept" in state,
         )
         if "kept" in state:
-            estimator._kept = [state["kept"]]
+            estimator._kept = [part.clone() for part in state["kept"].split(state["kept_sizes"].tolist())]
         estimator._rows, estimator._moments = [state["rows"]], state["moments"].clone()
         estimator._group_moments = state["group_moments"].clone()
         estimator._clusters.open = state["open"].clone()
