@@ -349,6 +349,27 @@ def test_seconds_end_a_spectrum_within_a_probe_which_is_left_out(monkeypatch):
     assert (short.moment(1).value, short.moment(1).stderr) == (whole.moment(1).value, whole.moment(1).stderr)
 
 
+def test_the_time_is_that_of_everything(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(accumulation.time, "perf_counter", lambda: now[0])
+
+    def slowly(method):
+        def slow(loss, *arguments):
+            now[0] += 1.0
+            return method(loss, *arguments)
+
+        return slow
+
+    for name in ("by_cluster", "gauss_newton_product"):
+        monkeypatch.setattr(MeanLoss, name, slowly(getattr(MeanLoss, name)))
+    noise = noise_sharpness(windows(), stream(2, 6), causal=False, seconds=4.5)
+    # the loss without noise, and two pairs
+    assert (noise.num_probes, noise.seconds) == (2, 5.0)
+    eigenvalues = largest_eigenvalues(windows(), stream(2, 6), causal=False, num_eigenvalues=2)
+    # the search, and the residual of each vector
+    assert {e.seconds for e in eigenvalues} == {e.details["iterations"] + 2.0 for e in eigenvalues}
+
+
 # --- both ------------------------------------------------------------------------------------------------------------
 
 

@@ -145,8 +145,8 @@ def largest_eigenvalues(
         file.remove()
     if not is_exact:
         warn(
-            f"the search for eigenvalues ended with product {search.space.steps} with the matrix, before it converged: the "
-            "values are too small, and their errors do not say by how much"
+            f"the search for eigenvalues ended with product {search.space.steps} with the matrix, before it converged: "
+            "the values are too small, and their errors do not say by how much"
         )
     seconds = search.seconds + time.perf_counter() - begun
     return [replace(estimate, seconds=seconds) for estimate in estimates]
