@@ -8,14 +8,25 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import torch
 from dense_curvature import batch_of, bert
 
 from isoloss import flatness
 from isoloss.flatness.engine import accumulation
 
+
+def of_documents(measure, model, batches, **options):
+    """A measurement whose clusters are documents of four sequences, some of which go on in the next batch."""
+    documents = [(torch.arange(6) + 6 * number) // 4 for number in range(len(batches))]
+    given = [{**batch, "documents": of_batch} for batch, of_batch in zip(batches, documents, strict=True)]
+    return measure(model, given, **options)
+
+
 MEASURES = {
     "fisher": flatness.fisher_trace,
     "minimal": partial(flatness.fisher_trace, rescaling="minimal"),
+    "minimal of documents": partial(of_documents, partial(flatness.fisher_trace, rescaling="minimal")),
+    "hessian of documents": partial(of_documents, flatness.hessian_trace),
     "hessian": partial(flatness.hessian_trace, group_size=4),
     "published code": partial(flatness.hessian_trace, method="published-code"),
     "fisher-rao": flatness.fisher_rao_norm,
