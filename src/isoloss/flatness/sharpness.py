@@ -172,6 +172,9 @@ def noise_sharpness(
         >>> rise = noise_sharpness(model, batches, num_probes=4)
         >>> rise.num_probes, rise.stderr > 0
         (4, True)
+        >>> rise = noise_sharpness(model, batches, rtol=0.5)  # looked at after 64 pairs, 128, ...
+        >>> rise.num_probes, rise.details["ended"], rise.stderr <= 0.5 * rise.value
+        (64, 'rtol', True)
     """
     _check_size("relative_std", relative_std)
     stopping = Stopping.of(options)

@@ -298,6 +298,9 @@ def spectral_density(
         >>> density, stderr = spectrum.density(torch.linspace(-0.1, 0.5, 7), width=0.01)
         >>> spectrum.nodes.shape == (8, 5), density.shape == stderr.shape == (7,), spectrum.moment(1).value > 0
         (True, True, True)
+        >>> short = spectral_density(model, batches, num_steps=5, seconds=1e-6)  # two probes are taken in any case
+        >>> short.nodes.shape == (2, 5), short.details["ended"]
+        (True, 'seconds')
     """
     stopping = Stopping.of(options)
     most = stopping.number_of_probes(num_probes, _PROBES)
