@@ -1,5 +1,6 @@
 """`isoloss flatness` as a user meets it: several models, stopping, resuming, interruptions, and what it refuses."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -24,6 +25,7 @@ from isoloss.errors import IsolossWarning
 from isoloss.evaluation import context as contexts
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
 from isoloss.flatness.comparing import compare
+from isoloss.flatness.engine.curvature_products import MeanLoss
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.ratio_estimator import ClusteredRatio
 from isoloss.statistics.tables import short_names
@@ -219,6 +221,102 @@ def test_an_interruption_prints_the_estimate_so_far(capsys, folder, monkeypatch)
     assert "was measured; the estimate from the first 50 sequences:" in err
     assert "to go on" not in err
     assert "over 50 sequences" in out
+
+
+PROBED = {  # what each probe calls, and how often
+    "noise-sharpness": ("by_cluster", 2, "--num-probes 6"),
+    "spectral-density": ("gauss_newton_product", 3, "--num-probes 6 --spectrum-steps 3"),
+}
+
+
+@pytest.mark.parametrize("name", PROBED)
+def test_a_measure_by_probes_resumes_from_the_file_that_ctrl_c_writes(name, capsys, folder, tmp_path, monkeypatch):
+    called, per_probe, options = PROBED[name]
+    words = (folder / "a", "--data", folder / "ids.npy", "--measures", name, *options.split())
+    whole = json.loads(call(capsys, *words, "--json").out)["models"][0]["estimates"][name]
+    count, measure = [0], getattr(MeanLoss, called)
+
+    def stop(*arguments):
+        count[0] += 1
+        if count[0] == 3 * per_probe + 2:  # within the fourth probe; noise first takes the loss without any
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    resume = ("--resume", tmp_path / "half")
+    with monkeypatch.context() as patch:
+        patch.setattr(MeanLoss, called, stop)
+        out, err = call(capsys, *words, *resume, status=130)
+    assert f"interrupted while {name} of {folder / 'a'} was measured; the estimate from 3 probes:" in err
+    assert "3 probes" in out
+    assert f"to go on: isoloss flatness {' '.join(map(str, (*words, *resume)))}" in err
+    resumed = json.loads(call(capsys, *words, *resume, "--json").out)["models"][0]["estimates"][name]
+    for estimate in (*whole.values(), *resumed.values()):
+        del estimate["seconds"]
+    assert resumed == whole
+    assert not (tmp_path / "half").exists()
+
+
+def test_the_search_for_eigenvalues_resumes_from_the_file_that_ctrl_c_writes(capsys, folder, tmp_path, monkeypatch):
+    words = (folder / "a", "--data", folder / "ids.npy", "--measures", "largest-eigenvalue", "--json")
+    (whole,) = json.loads(call(capsys, *words).out)["models"]
+    taken, product = [], MeanLoss.gauss_newton_product
+
+    def stop(loss, vector):
+        taken.append(len(taken))
+        if len(taken) == 4:
+            raise KeyboardInterrupt
+        return product(loss, vector)
+
+    resume = ("--resume", tmp_path / "half")
+    with monkeypatch.context() as patch:
+        patch.setattr(MeanLoss, "gauss_newton_product", stop)
+        out, err = call(capsys, *words, *resume, status=130)
+    assert out == ""  # an estimate would take further products
+    assert f"to go on: isoloss flatness {' '.join(map(str, (*words, *resume)))}" in err
+    with monkeypatch.context() as patch:
+        patch.setattr(MeanLoss, "gauss_newton_product", stop)
+        (resumed,) = json.loads(call(capsys, *words, *resume).out)["models"]
+    for model in (whole, resumed):
+        del model["estimates"]["largest-eigenvalue"]["largest-eigenvalue"]["seconds"]
+    assert resumed == whole
+    # three before it was interrupted, the rest after, and one for the residual norm
+    details = whole["estimates"]["largest-eigenvalue"]["largest-eigenvalue"]["details"]
+    assert len(taken) - 1 == details["iterations"] + 1
+    assert not (tmp_path / "half").exists()
+
+
+def test_each_measure_says_what_makes_its_error_smaller(capsys, folder):
+    words = (folder / "a", "--data", folder / "ids.npy", "--rtol", "1e-6", "--num-probes", "2", "--measures")
+
+    def remark(*names):
+        return " ".join(call(capsys, *words, *names).out.split())
+
+    above = "the error is above --rtol 1e-06: give more"
+    assert f"{above} --num-probes, and --num-sequences for the part of the inputs" in remark("noise-sharpness")
+    assert f"{above} --num-probes " in remark("spectral-density", "--spectrum-steps", "2") + " "
+    assert f"{above} --num-sequences" in remark("largest-eigenvalue")
+    assert "it takes no rtol" in refusal(capsys, *words, "squared-norm")
+
+
+def test_a_negative_value_can_reach_its_tolerance(capsys, folder, monkeypatch):
+    import isoloss.flatness as package
+
+    ids = torch.randint(0, VOCAB, (8, 4))
+    found = fisher_trace(llama(16), [{"input_ids": ids, "labels": ids}], causal=True)
+    negative = dataclasses.replace(found, value=-found.value, stderr=0.01 * found.value)
+    monkeypatch.setattr(package, "hessian_trace", lambda *_, rtol=None, **__: negative)
+    words = (folder / "a", "--data", folder / "ids.npy", "--measures", "hessian-trace", "--rtol")
+    assert "above --rtol" not in call(capsys, *words, "0.02").out
+    assert "above --rtol" in call(capsys, *words, "0.005").out
+
+
+def test_every_model_has_the_time_for_its_eigenvalues(capsys, folder):
+    words = (folder / "a", folder / "b", "--data", folder / "ids.npy", "--measures", "largest-eigenvalue", "--json")
+    out, err = call(capsys, *words, "--seconds", "1e-9")
+    assert "ended with product 1 with the matrix, before it converged: the values are too small" in err
+    models = json.loads(out)["models"]
+    details = [model["estimates"]["largest-eigenvalue"]["largest-eigenvalue"]["details"] for model in models]
+    assert [(one["ended"], one["iterations"], one["converged"]) for one in details] == [("seconds", 1, False)] * 2
 
 
 @pytest.mark.slow

@@ -14,11 +14,13 @@ import isoloss.flatness
 from isoloss.cli.main import main
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
+from isoloss.evaluation.context import MeasureContext
 from isoloss.evaluation.evaluator import evaluate
 from isoloss.evaluation.measures.base import Measure, MeasureResult, make_measure, name_fields, settings_of
 from isoloss.evaluation.measures.flatness import FlatnessMeasure
 from isoloss.evaluation.reading import ReadingConfig
 from isoloss.flatness import fisher_trace
+from isoloss.flatness.engine import accumulation
 from isoloss.flatness.rescaling import rescaled_at_random
 from isoloss.languages.api import Language
 from isoloss.languages.config import PCFGConfig
@@ -179,6 +181,54 @@ def test_two_models_are_compared_by_every_measure_that_can_be_paired(capsys, che
     out = capsys.readouterr().out
     assert re.search(r"^a  .*\nb  ", out, re.MULTILINE)
     assert ("a minus b" in out) == bool(comparison["pairs"])
+
+
+def context_of(checkpoints, **more):
+    inputs = read_inputs(
+        checkpoints / "ids.npy",
+        checkpoint=str(checkpoints / "a"),
+        config=load_model(checkpoints / "a", device="cpu").model.config,
+        kind="masked",
+        num_sequences=40,
+        mask_id=9,
+        masking=ObjectiveConfig(masking="fraction"),
+    )
+    return MeasureContext(read=lambda number, seed: inputs.cut(8), objective=ObjectiveConfig(), **more)
+
+
+@pytest.mark.parametrize("dies_at", [3, 8])
+def test_the_control_goes_on_from_either_of_its_two_measurements(checkpoints, dies_at, tmp_path, monkeypatch):
+    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    measure, calls = make_measure("rescaling-control"), []
+    model = load_model(checkpoints / "a", device="cpu").model
+    straight = measure.run(model, context_of(checkpoints)).estimates
+
+    def stop(done):
+        calls.append(done)
+        if len(calls) == dies_at:  # five batches of the plain trace, and then those of the minimal one
+            raise RuntimeError("the machine went down")
+
+    with pytest.raises(RuntimeError, match="went down"):
+        measure.run(model, context_of(checkpoints, resume=tmp_path / "half", progress=stop))
+    assert len(list(tmp_path.iterdir())) == 1
+    found = measure.run(model, context_of(checkpoints, resume=tmp_path / "half", progress=calls.append)).estimates
+    assert calls[dies_at:] == ([24, 32, 40, 8, 16, 24, 32, 40] if dies_at == 3 else [8, 16, 24, 32, 40, 24, 32, 40])
+    for name, estimate in straight.items():
+        assert found[name] == dataclasses.replace(estimate, seconds=found[name].seconds)
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_counts_to_as_many_probes_as_may_be_taken(checkpoints):
+    for name, default in (("noise-sharpness", 16), ("spectral-density", 8)):
+        for settings, limits, most in (
+            ({}, {}, default),
+            ({}, {"rtol": 0.1}, 1024),
+            ({}, {"seconds": 60.0}, 1024),
+            ({"num_probes": 5}, {"rtol": 0.1}, 5),
+        ):
+            context = context_of(checkpoints, **limits)
+            assert make_measure(name, settings).amount(40, context) == (most, "probes")
+    assert make_measure("trace").amount(40, context) == (40, "sequences")
 
 
 def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():

@@ -7,7 +7,7 @@ import torch
 from dense_curvature import batch_of, bert, dense_gauss_newton, dense_hessian, gpt2, windows
 
 from isoloss import seeds
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import largest_eigenvalues, spectral_density
 from isoloss.flatness.engine import control_variates
 from isoloss.flatness.engine.curvature_products import Lanczos
@@ -90,12 +90,14 @@ def test_the_error_bounds_the_distance_to_an_eigenvalue_before_convergence():
     model, batches = bert(), [batch_of(8, seed=1)]
     truth = torch.linalg.eigvalsh(matrix_of(model, batches, "hessian"))
     for iterations in (3, 5, 8):
-        found = largest_eigenvalues(
-            model, batches, matrix="hessian", num_eigenvalues=3, rtol=1e-12, max_iterations=iterations, seed=1
-        )
+        with pytest.warns(IsolossWarning, match=f"ended with product {iterations} .*, before it converged"):
+            found = largest_eigenvalues(
+                model, batches, matrix="hessian", num_eigenvalues=3, rtol=1e-12, max_iterations=iterations, seed=1
+            )
         assert not found[0].details["converged"]
-        assert found[0].details["iterations"] == iterations
-        for e in found:
+        assert (found[0].details["iterations"], found[0].details["ended"]) == (iterations, "max_iterations")
+        for rank, e in enumerate(found, start=1):
+            assert e.value <= float(truth[-rank]) + 1e-12  # Cauchy's interlacing: too small, if anything
             distance = float((truth - e.value).abs().min())
             assert e.details["residual_norm"] > 1e-6
             assert distance <= e.details["residual_norm"] * (1 + 1e-9)

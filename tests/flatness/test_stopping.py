@@ -1,14 +1,21 @@
 """What all measures have in common: influences, when they stop, and how they go on after an interruption."""
 
 import inspect
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import killed_measurements
 import numpy as np
 import pytest
 import torch
 from dense_curvature import batch_of, bert, windows
+from torch import nn
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import (
     InterruptedEstimate,
     Options,
@@ -24,6 +31,7 @@ from isoloss.flatness import (
     weighted_fisher_trace,
 )
 from isoloss.flatness.engine import accumulation
+from isoloss.flatness.engine.curvature_products import MeanLoss
 from isoloss.statistics.paired import paired_difference, paired_log_ratio
 
 STREAMS = {
@@ -258,9 +266,168 @@ def test_ctrl_c_between_probes_leaves_an_estimate(name):
 
 
 def test_seconds_end_the_search_for_eigenvalues_unconverged():
-    first, *_ = largest_eigenvalues(windows(), stream(2, 6), num_eigenvalues=3, causal=False, seconds=1e-9, rtol=1e-9)
-    assert (first.details["iterations"], first.details["converged"]) == (3, False)
+    options = {"num_eigenvalues": 3, "causal": False, "rtol": 1e-9}
+    with pytest.warns(
+        IsolossWarning, match="ended with product 3 with the matrix, before it converged: the values are"
+    ):
+        first, *_ = largest_eigenvalues(windows(), stream(2, 6), **options, seconds=1e-9)
+    assert (first.details["iterations"], first.details["converged"], first.details["ended"]) == (3, False, "seconds")
     assert first.stderr >= first.details["residual_norm"] > 0
+    whole = largest_eigenvalues(windows(), stream(2, 6), **options)[0]
+    assert (whole.details["converged"], whole.details["ended"], first.value < whole.value) == (True, "rtol", True)
+    every = {**options, "num_eigenvalues": whole.details["num_parameters"], "rtol": None}
+    assert largest_eigenvalues(windows(), stream(2, 6), **every)[0].details["ended"] in ("rtol", "complete basis")
+
+
+@pytest.mark.usefixtures("_writes_always")
+def test_an_eigenvalue_goes_on_to_more_products_and_not_to_fewer(tmp_path):
+    options = {"causal": False, "rtol": 1e-9, "resume": tmp_path / "half"}
+
+    def stop(done):
+        if done == 5:  # four are in the file
+            raise RuntimeError("the machine went down")
+
+    with pytest.raises(RuntimeError, match="went down"):
+        first_eigenvalue(windows(), stream(2, 6), progress=stop, **options)
+    with pytest.raises(IsolossError, match="max_iterations is 3, and the resume file holds 4 already: give at least"):
+        first_eigenvalue(windows(), stream(2, 6), max_iterations=3, **options)
+    with pytest.warns(IsolossWarning, match="ended with product 4 with the matrix"):
+        found = first_eigenvalue(windows(), stream(2, 6), max_iterations=4, **options)
+    assert found.details["ended"] == "max_iterations"
+
+
+def of_products(monkeypatch, *, fails_at=None):
+    """The numbers of all products with the Gauss-Newton matrix that are taken from here on."""
+    taken, product = [], MeanLoss.gauss_newton_product
+
+    def counted(loss, vector):
+        if len(taken) + 1 == fails_at:
+            raise RuntimeError("the machine went down")
+        taken.append(len(taken) + 1)
+        return product(loss, vector)
+
+    monkeypatch.setattr(MeanLoss, "gauss_newton_product", counted)
+    return taken
+
+
+@pytest.mark.usefixtures("_writes_always")
+@pytest.mark.parametrize("fails_at", range(1, 14))
+def test_a_spectrum_goes_on_within_a_probe(fails_at, tmp_path, monkeypatch):
+    options = {"causal": False, "num_probes": 3, "num_steps": 4, "resume": tmp_path / "half"}
+    straight = spectral_density(windows(), stream(2, 6), **options)
+    with monkeypatch.context() as patch:
+        of_products(patch, fails_at=fails_at)
+        if fails_at <= 12:
+            with pytest.raises(RuntimeError, match="went down"):
+                spectral_density(windows(), stream(2, 6), **options)
+        else:
+            spectral_density(windows(), stream(2, 6), **options)
+    seen = []
+    with monkeypatch.context() as patch:
+        taken = of_products(patch)
+        found = spectral_density(windows(), stream(2, 6), progress=seen.append, **options)
+    # nothing is taken twice
+    assert len(taken) == (13 - fails_at if fails_at <= 12 else 12)
+    assert seen == list(range(4 - math.ceil(len(taken) / 4), 4))
+    assert torch.equal(found.nodes, straight.nodes)
+    assert torch.equal(found.weights, straight.weights)
+
+
+def test_seconds_end_a_spectrum_within_a_probe_which_is_left_out(monkeypatch):
+    now, product = [0.0], MeanLoss.gauss_newton_product
+
+    def slow(loss, vector):
+        now[0] += 1.0
+        return product(loss, vector)
+
+    monkeypatch.setattr(accumulation.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(MeanLoss, "gauss_newton_product", slow)
+    short = spectral_density(windows(), stream(2, 6), causal=False, num_steps=5, seconds=13.0)
+    assert (short.nodes.shape, short.details["ended"], short.seconds, now[0]) == ((2, 5), "seconds", 13.0, 13.0)
+    whole = spectral_density(windows(), stream(2, 6), causal=False, num_steps=5, num_probes=2)
+    assert torch.equal(short.nodes, whole.nodes)
+    assert (short.moment(1).value, short.moment(1).stderr) == (whole.moment(1).value, whole.moment(1).stderr)
+
+
+def test_the_time_is_that_of_everything(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(accumulation.time, "perf_counter", lambda: now[0])
+
+    def slowly(method):
+        def slow(loss, *arguments):
+            now[0] += 1.0
+            return method(loss, *arguments)
+
+        return slow
+
+    for name in ("by_cluster", "gauss_newton_product"):
+        monkeypatch.setattr(MeanLoss, name, slowly(getattr(MeanLoss, name)))
+    noise = noise_sharpness(windows(), stream(2, 6), causal=False, seconds=4.5)
+    # the loss without noise, and two pairs
+    assert (noise.num_probes, noise.seconds) == (2, 5.0)
+    eigenvalues = largest_eigenvalues(windows(), stream(2, 6), causal=False, num_eigenvalues=2)
+    # the search, and the residual of each vector
+    assert {e.seconds for e in eigenvalues} == {e.details["iterations"] + 2.0 for e in eigenvalues}
+
+
+# --- both ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_writes_always")
+@pytest.mark.parametrize("name", ["fisher", "sam", *PROBES])
+def test_ctrl_c_before_the_error_is_looked_at_changes_nothing(name, tmp_path):
+    measure, size = {**STREAMS, **PROBES}[name], 1 if name in BY_BATCH else 8
+    batches, calls = stream(72 // size if name in STREAMS else 2, size), []
+    options = {"causal": False, "rtol": 0.999, "resume": tmp_path / "half"}
+    straight = measure(windows(), batches, **options)
+    assert straight.samples == 64 or straight.num_probes == 64
+
+    def stop(done):
+        calls.append(done)
+        if done == 64:
+            raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedEstimate):
+        measure(windows(), batches, progress=stop, **options)
+    assert (tmp_path / "half").exists()
+    found = measure(windows(), batches, progress=calls.append, **options)
+    assert calls[-2:] == [64, 64]  # only the last item is taken again
+    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
+
+
+@pytest.mark.usefixtures("_writes_always")
+def test_a_parameter_without_dimensions_is_in_the_resume_file(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.model, self.scale = windows(), nn.Parameter(torch.tensor(scale, dtype=torch.float64))
+
+        def forward(self, input_ids):
+            output = self.model(input_ids)
+            output.logits = output.logits * self.scale
+            return output
+
+    def stop(done):
+        if done == 12:
+            raise RuntimeError("the machine went down")
+
+    options = {"causal": False, "resume": tmp_path / "half"}
+    with pytest.raises(RuntimeError, match="went down"):
+        fisher_trace(Scaled(1.0), stream(3, 6), progress=stop, **options)
+    with pytest.raises(IsolossError, match="it differs in weights"):
+        fisher_trace(Scaled(1.1), stream(3, 6), **options)
+    assert fisher_trace(Scaled(1.0), stream(3, 6), **options).samples == 18
+
+
+def test_results_of_killed_processes_are_those_of_straight_ones_byte_for_byte(tmp_path):
+    """Each measurement is killed (SIGKILL) in one process, and goes on in another."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = Path(__file__).with_name("killed_measurements.py")
+    subprocess.run([sys.executable, program, tmp_path], check=True, env=environment)
+    for name in killed_measurements.MEASURES:
+        found, first = json.loads((tmp_path / f"{name}.json").read_text())
+        assert found == killed_measurements.measured(name), name
+        assert first > 1, name  # it did not begin again
 
 
 # --- errors against repeated draws -----------------------------------------------------------------------------------

@@ -59,10 +59,12 @@ class Args:
     num_sequences: int = 512
     """Sequences to measure on, at most; the tokens of all others in --data make the error smaller."""
     rtol: float | None = None
-    """Stop when the standard error is at most this fraction of the value; checked after 64, 128, 256, ... sequences or
-    documents. The first of several models decides."""
+    """Stop when the standard error is at most this fraction of the value; checked after 64, 128, 256, ... of what the
+    error is over: sequences or documents, groups (hessian-trace), batches (sam-sharpness) or probes. For
+    largest-eigenvalue it is the search's accuracy, 1e-3 or better. The first of several models decides."""
     seconds: float | None = None
-    """Stop after this time, if 64 sequences or documents are done. The first of several models decides."""
+    """Stop after this time, if 64 of what the error is over are done, or 2 probes. The first of several models decides;
+    for largest-eigenvalue, each has this time."""
     resume: Path | None = None
     """For one measure of one model: a file to resume from, written every half minute and on Ctrl-C, and removed at the
     end."""
@@ -120,7 +122,7 @@ def main(arguments: list[str]) -> int:
             nonlocal current
             if current != (measure, model):
                 current = measure, model
-                bar.begin(measure, *flatness_measure(measure, settings).amount(inputs.num_sequences))
+                bar.begin(measure, *flatness_measure(measure, settings).amount(inputs.num_sequences, context))
             bar(done, model)
 
         try:
@@ -225,7 +227,10 @@ def _print(args: Any, results: FlatnessResults, *, is_random: bool) -> None:
         so_far = ""
         if partial_estimate is not None:
             order = "" if is_random else " in the order of the data, which are not a random sample"
-            so_far = f"; the estimate from the first {partial_estimate.details['sequences']:,} sequences{order}:"
+            part = f"the first {partial_estimate.details['sequences']:,} sequences{order}"
+            if "clusters" not in partial_estimate.details:  # by probes, each of which sees all sequences
+                part = f"{partial_estimate.num_probes} probes"
+            so_far = f"; the estimate from {part}:"
         common.note(f"interrupted while {measure} of {model} was measured{so_far}")
         if partial_estimate is not None:
             common.say(f"{measure} of {model} so far: {partial_estimate}")

@@ -73,8 +73,16 @@ def _remarks(args: Any, estimate: Estimate) -> Iterator[str]:
         yield f"{details['quantized_weights']:,} quantized weights were not measured: they are not parameters"
     if details.get("parameters_without_gradient"):
         yield f"parameters without gradient: {', '.join(details['parameters_without_gradient'])}"
-    if args.rtol is not None and estimate.stderr > args.rtol * estimate.value:
-        yield f"the error is above --rtol {args.rtol:g}: give more --num-sequences"
+    if args.rtol is not None and estimate.stderr > args.rtol * abs(estimate.value):
+        yield f"the error is above --rtol {args.rtol:g}: give more {_what_helps(estimate)}"
+
+
+def _what_helps(estimate: Estimate) -> str:
+    """Return the options by which the error of an estimate gets smaller."""
+    if "clusters" in estimate.details:
+        return "--num-sequences"
+    covers_inputs = estimate.details["error_covers"].startswith("inputs")
+    return "--num-probes, and --num-sequences for the part of the inputs" if covers_inputs else "--num-probes"
 
 
 def _of_minimum(estimate: Estimate) -> Iterator[str]:

@@ -64,7 +64,8 @@ def hessian_trace(
         num_probes: Random vectors per position and group; the published code takes one per batch.
         seed: Decides them.
         group_size: Sequences that share z; where batches have `documents`, the sequences of a document do.
-        options: As follows; a cluster is a group, or a batch for the published code.
+        options: As follows; a cluster is a group, or a batch for the published code: `rtol` and `seconds` end it after
+            64 of these at the earliest.
 
     Returns:
         The estimate, `by_parameter` adding up to `value`; with `method="residual"`, `details` has `fisher`,
@@ -72,6 +73,7 @@ def hessian_trace(
 
     Raises:
         IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
+        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
         >>> trace = hessian_trace(model, batches)

@@ -30,6 +30,9 @@ _POSITIONS = 256  # whose predictions are in float64 together
 def squared_parameter_norm(model: nn.Module, *, parameters: Mapping[str, nn.Parameter] | None = None) -> Estimate:
     """Return the sum of the squared parameters: exact, with an error of 0.
 
+    It has no batches, so there is nothing that `num_sequences`, `rtol` or `seconds` could end early, nothing to report
+    progress on, and nothing to resume: it reads each weight once.
+
     Args:
         model: Any module.
         parameters: The parameters, by name; None: all trainable ones, tied ones once.
@@ -78,6 +81,7 @@ def fisher_rao_norm(
 
     Raises:
         IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
+        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example (the model and batches are like those of `fisher_trace`):
         >>> norm = fisher_rao_norm(model, batches)
@@ -111,6 +115,7 @@ def relative_flatness(
 
     Raises:
         IsolossError: As for `fisher_trace`, `parameters` are given, or something follows the last linear map.
+        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
         >>> flatness = relative_flatness(model, batches)

@@ -7,6 +7,7 @@ The examples measure the model and the batches of that of `isoloss.flatness.fish
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Unpack
@@ -61,11 +62,13 @@ def sam_sharpness(
             code 0.5.
         num_steps: Steps of ascent.
         adaptive: See above.
-        options: As follows; `parameters` are those that move.
+        options: As follows; `parameters` are those that move. A sample is a batch: `rtol` and `seconds` end it after 64
+            of these at the earliest.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, the gradient is zero, or a loss or
             gradient is not finite.
+        InterruptedEstimate: Ctrl-C after at least two batches; it carries the estimate so far.
 
     Example:
         >>> sam_sharpness(model, batches).value > 0
@@ -158,7 +161,8 @@ def noise_sharpness(
         relative_std: The noise's size, relative to the weights'.
         num_probes: R, pairs of noise, at least 2. None: 16; or at most 1024 with `rtol` or `seconds`.
         seed: Decides the noise.
-        options: As follows, a pair being a probe; `parameters` are those that move.
+        options: As follows, a pair being a probe; `parameters` are those that move. `rtol` is of the whole error, and
+            pairs make only their own part of it smaller: where that of the inputs alone is larger, `num_probes` end it.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, or a logit is not finite.
@@ -168,6 +172,9 @@ def noise_sharpness(
         >>> rise = noise_sharpness(model, batches, num_probes=4)
         >>> rise.num_probes, rise.stderr > 0
         (4, True)
+        >>> rise = noise_sharpness(model, batches, rtol=0.5)  # looked at after 64 pairs, 128, ...
+        >>> rise.num_probes, rise.details["ended"], rise.stderr <= 0.5 * rise.value
+        (64, 'rtol', True)
     """
     _check_size("relative_std", relative_std)
     stopping = Stopping.of(options)
@@ -193,6 +200,7 @@ def noise_sharpness(
             influence=influence.numpy(),
         )
 
+    begun = time.perf_counter()
     before = loss.by_cluster()
     with weights_restored(loss.parameters) as originals:
 
@@ -205,6 +213,7 @@ def noise_sharpness(
             return (both[0] + both[1]) / 2 - before
 
         probes = Probes(rise, estimate)
+        probes.seconds = time.perf_counter() - begun
         file = loss.resume_file(options, {"measure": "noise sharpness", "relative std": relative_std, "seed": seed})
         ended = probes.take(most, stopping, file=file, progress=options.get("progress"))
     return estimate(probes.values, ended)

@@ -7,15 +7,16 @@ The examples measure the model and the batches of that of `isoloss.flatness.fish
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
 
 from isoloss import seeds
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.flatness.engine import control_variates
 from isoloss.flatness.engine.accumulation import UNIT, Accumulation, Options, Probes, State, Stopping, takes_options
 from isoloss.flatness.engine.curvature_products import Lanczos, MeanLoss, Product
@@ -54,29 +55,40 @@ def largest_eigenvalues(
     norm is added to its square. It holds where the error is small beside the distance to the next eigenvalue. The
     largest eigenvalue of a mean over few inputs is too large on average, by a term of second order.
 
+    A search that `seconds` or `max_iterations` end before it converges gives values that are too small: each is at most
+    the eigenvalue of the same rank of A (Cauchy's interlacing), and the eigenvalue within its residual norm may be one
+    of lower rank. The error does not cover that, `details["converged"]` is False, and a warning says so.
+
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
         batches: As for `fisher_trace`; all are kept, and each product runs over all.
         matrix: `"gauss-newton"` (the Fisher matrix), or `"hessian"` at the given labels.
         num_eigenvalues: How many, by value: for the Hessian, negative ones come last.
-        max_iterations: Stop after as many products; `details["converged"]` is then False. As many vectors of P
-            numbers are kept.
+        max_iterations: Stop after as many products. As many vectors of P numbers are kept, and written to the file
+            `resume`.
         seed: Decides the start vector.
-        options: As follows, but `rtol` is of the residual norms: stop as soon as all are at most this fraction of the
-            largest eigenvalue (1e-3 unless it is smaller). `seconds` ends it once there are `num_eigenvalues` products
-            with the matrix, and `progress` counts these.
+        options: As follows, but `rtol` is not of the error: the search stops as soon as all residual norms are at most
+            this fraction of the largest eigenvalue in size, and 1e-3 where it is larger or None. More products do not
+            make the inputs' part of the error smaller, more sequences do. `progress` counts products, and `seconds`
+            ends the search once there are `num_eigenvalues` of them; the residual norms and errors then take one more
+            product and pass over the inputs for each eigenvalue.
 
     Returns:
-        The estimates, the largest eigenvalue first.
+        The estimates, the largest eigenvalue first. The details' `ended` is `"rtol"` where it converged, `"complete
+        basis"` where the vectors span everything, `"seconds"` or `"max_iterations"`.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, something is not finite, there are fewer
-            than two independent sequences, or a part of the model has no second derivative.
+            than two independent sequences, a part of the model has no second derivative, or `resume` is of another
+            measurement.
+        KeyboardInterrupt: Ctrl-C. It carries no estimate, which would take further products: `resume` keeps the search.
 
     Example:
         >>> first, second = largest_eigenvalues(model, batches, num_eigenvalues=2)
         >>> first.value > second.value > 0, first.details["residual_norm"] <= 1e-3 * first.value
         (True, True)
+        >>> first.details["ended"], first.stderr > 10 * first.details["residual_norm"]
+        ('rtol', True)
     """
     rtol = min(Stopping.of(options).rtol or _RTOL, _RTOL)  # of the residual: it is no sampling error
     loss = MeanLoss.of(model, batches, options)
@@ -92,9 +104,14 @@ def largest_eigenvalues(
     file = loss.resume_file(options, {"measure": "eigenvalues", "matrix": matrix, "seed": seed})
     if file is not None and (state := file.read()) is not None:
         search.load_state(*state)
+        Stopping.check_resumed(len(search), max_iterations, "max_iterations")
     limit = Stopping(seconds=options.get("seconds"))
-    search.run(search.steps(max_iterations), limit, file=file, progress=options.get("progress"))
-    estimates = []
+    ended = search.run(search.steps(max_iterations), limit, file=file, progress=options.get("progress"))
+    if search.converged or search.space.complete:  # with the last product that was allowed, perhaps
+        ended = "rtol" if search.converged else "complete basis"
+    is_exact = search.converged or search.space.complete
+    residual = "the residual of Lanczos' method" if is_exact else "the distance to an eigenvalue, perhaps a smaller one"
+    begun, estimates = time.perf_counter(), []
     values, vectors, _ = search.space.ritz()
     for number in range(1, num_eigenvalues + 1):
         x = search.space.vector(vectors[:, -number])
@@ -111,22 +128,28 @@ def largest_eigenvalues(
                 unit=UNIT,
                 num_predictions=loss.num_positions,
                 method=f"eigenvalue {number} of the {_NAMES[matrix]}, Lanczos",
-                seconds=search.seconds,
                 details={
                     **loss.details(seed),
                     "clusters": "documents" if loss.by_document else "sequences",
                     "matrix": matrix,
                     "iterations": search.space.steps,
-                    "converged": search.converged or search.space.complete,
+                    "converged": is_exact,
                     "residual_norm": residual_norm,
-                    "error_covers": "inputs, and the residual of Lanczos' method",
+                    "ended": ended or "max_iterations",
+                    "error_covers": f"inputs, and {residual}",
                 },
                 influence=psi.numpy(),
             )
         )
     if file is not None:
         file.remove()
-    return estimates
+    if not is_exact:
+        warn(
+            f"the search for eigenvalues ended with product {search.space.steps} with the matrix, before it converged: "
+            "the values are too small, and their errors do not say by how much"
+        )
+    seconds = search.seconds + time.perf_counter() - begun
+    return [replace(estimate, seconds=seconds) for estimate in estimates]
 
 
 class _Search(Accumulation):
@@ -259,9 +282,11 @@ def spectral_density(
         batches: As for `fisher_trace`; all are kept, and each product runs over all.
         matrix: `"gauss-newton"` (the Fisher matrix), or `"hessian"` at the given labels.
         num_probes: R, at least 2. None: 8; or at most 1024 with `rtol` or `seconds`.
-        num_steps: s, at most P of them are taken; as many vectors of P numbers are kept.
+        num_steps: s, at most P of them are taken; as many vectors of P numbers are kept, and written to `resume`.
         seed: Decides the probes.
-        options: As follows; `rtol` is of the trace, `moment(1)`.
+        options: As follows, each sample a probe of s products with the matrix. `rtol` is of the trace, `moment(1)`,
+            over probes; a higher moment or the density at a point may have another relative error. `seconds` ends it
+            within a probe too, which is then left out, and `resume` goes on within one.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, something is not finite, or a part of the
@@ -273,6 +298,9 @@ def spectral_density(
         >>> density, stderr = spectrum.density(torch.linspace(-0.1, 0.5, 7), width=0.01)
         >>> spectrum.nodes.shape == (8, 5), density.shape == stderr.shape == (7,), spectrum.moment(1).value > 0
         (True, True, True)
+        >>> short = spectral_density(model, batches, num_steps=5, seconds=1e-6)  # two probes are taken in any case
+        >>> short.nodes.shape == (2, 5), short.details["ended"]
+        (True, 'seconds')
     """
     stopping = Stopping.of(options)
     most = stopping.number_of_probes(num_probes, _PROBES)
@@ -281,14 +309,9 @@ def spectral_density(
     loss = MeanLoss.of(model, batches, options)
     product = _product(loss, matrix)
 
-    def quadrature(probe: int) -> torch.Tensor:
-        """Return (2, s): nodes and weights."""
+    def begin(probe: int) -> Lanczos:
         signs = control_variates.rademacher((loss.num_parameters,), device_of(model), seed, "spectrum", probe)
-        space = Lanczos(product, signs.to(loss.dtype), seeds.generator(seed, "lanczos", probe))
-        for _ in range(min(num_steps, loss.num_parameters)):
-            space.step()
-        nodes, vectors, _ = space.ritz()
-        return torch.stack([nodes, vectors[0].square()])
+        return Lanczos(product, signs.to(loss.dtype), seeds.generator(seed, "lanczos", probe))
 
     def density(values: torch.Tensor, ended: str) -> SpectralDensity:
         return SpectralDensity(
@@ -305,10 +328,72 @@ def spectral_density(
             seconds=probes.seconds,
         )
 
-    probes = Probes(quadrature, lambda values: density(values, "interrupted").moment(1))
+    probes = _Quadratures(begin, min(num_steps, loss.num_parameters), lambda v: density(v, "interrupted").moment(1))
+    progress = options.get("progress")
+
+    def after_probe(done: int) -> None:
+        if progress is not None and not probes.is_within_probe:
+            progress(done)
+
     file = loss.resume_file(options, {"measure": "spectrum", "matrix": matrix, "steps": num_steps, "seed": seed})
-    ended = probes.take(most, stopping, file=file, progress=options.get("progress"))
+    ended = probes.take(most, stopping, file=file, progress=after_probe)
     return density(probes.values, ended)
+
+
+class _Quadratures(Probes):
+    """Nodes and weights (2, s) of probes, each of which takes s steps of Lanczos' method: a step is an item."""
+
+    def __init__(
+        self, begin: Callable[[int], Lanczos], num_steps: int, estimate: Callable[[torch.Tensor], Estimate]
+    ) -> None:
+        super().__init__(self._quadrature, estimate)
+        self._begin, self._num_steps = begin, num_steps
+        self._latest: tuple[int, Lanczos] | None = None  # the probe under way, or the last that was taken
+
+    @property
+    def is_within_probe(self) -> bool:
+        """Whether a probe is under way."""
+        return self._latest is not None and self._latest[0] == len(self)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last step is over."""
+        return self._latest is None or self._latest[1].is_whole
+
+    def items(self, number: int) -> Iterator[int]:
+        """Yield the number of the probe that a step is of, until there are `number` probes."""
+        while len(self) < number:
+            yield len(self)
+
+    def add(self, item: int) -> None:
+        """Take a step of the probe of this number; the last one ends it."""
+        space = self._space(item)
+        if space.steps < self._num_steps:
+            space.step()
+        if space.steps == self._num_steps:
+            super().add(item)
+
+    def state(self) -> State:
+        """Return what the probes gave, and the vectors of the one under way."""
+        tensors = {"values": self.values} if len(self) else {}
+        if self.is_within_probe:
+            tensors |= self._space(len(self)).state()
+        return {"seconds": self.seconds}, tensors
+
+    def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Go on from the probes that were taken, and from the one that was under way."""
+        super().load_state(document, {"values": tensors.pop("values", torch.empty(0))})
+        if tensors:
+            self._space(len(self)).load_state(tensors)
+
+    def _space(self, probe: int) -> Lanczos:
+        if self._latest is None or self._latest[0] != probe:
+            self._latest = probe, self._begin(probe)
+        return self._latest[1]
+
+    def _quadrature(self, probe: int) -> torch.Tensor:
+        nodes, vectors, _ = self._space(probe).ritz()
+        return torch.stack([nodes, vectors[0].square()])
 
 
 def _product(loss: MeanLoss, matrix: str) -> Product:

@@ -174,7 +174,7 @@ class ColumnRatios:
         return (a - d @ self.fitted.beta[fold]) / self.fit.positions[others].sum()
 
     def plus(self, other: ColumnRatios) -> ColumnRatios:
-        """Return the columns' sums with those of another one over the same clusters, which has no controls."""
+        """Return the columns' sums with those of another one over the same clusters and parts, without controls."""
         fitted = self.fitted._replace(ratios=self.fitted.ratios + other.fitted.ratios)
         rows = tuple(one + another for one, another in zip(self.rows, other.rows, strict=True))
         return replace(self, fitted=fitted, by_fold=self.by_fold + other.by_fold, rows=rows)

@@ -218,13 +218,18 @@ class ClusteredRatioEstimator:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything as tensors, from which `from_state` goes on."""
+        if self._kept is None:
+            return self._sums()
+        # in the same parts, which decide how sums over the columns are rounded
+        sizes = torch.tensor([len(part) for part in self._kept])
+        return {**self._sums(), "kept": torch.cat(self._kept), "kept_sizes": sizes}
+
+    def _sums(self) -> dict[str, torch.Tensor]:
+        """Return the state but for the rows that are kept by column."""
         self._rows = [torch.cat(self._rows)]
         document = self._clusters.document
-        if self._kept is not None:
-            self._kept = [torch.cat(self._kept)]
         return {
             "rows": self._rows[0],
-            **({} if self._kept is None else {"kept": self._kept[0]}),
             "moments": self._moments,
             "groups": self._groups,
             "part": self._part,
@@ -254,7 +259,7 @@ class ClusteredRatioEstimator:
             keep_rows="kept" in state,
         )
         if "kept" in state:
-            estimator._kept = [state["kept"]]
+            estimator._kept = [part.clone() for part in torch.split(state["kept"], state["kept_sizes"].tolist())]
         estimator._rows, estimator._moments = [state["rows"]], state["moments"].clone()
         estimator._group_moments = state["group_moments"].clone()
         estimator._clusters.open = state["open"].clone()
@@ -267,11 +272,11 @@ class ClusteredRatioEstimator:
         """Return the estimator of several processes, none of which result a cluster with another."""
         for part in parts:
             part._record(part._clusters.close())
-        states = [part.state() for part in parts]
+        states = [part._sums() for part in parts]
         joined = cls.from_state(states[0])
         joined._rows = [state["rows"] for state in states]
-        if joined._kept is not None:
-            joined._kept = [state["kept"] for state in states]
+        if parts[0]._kept is not None:
+            joined._kept = [rows for part in parts for rows in part._kept or []]
         joined._moments = torch.stack([state["moments"] for state in states]).sum(dim=0)
         joined._group_moments = torch.stack([state["group_moments"] for state in states]).sum(dim=0)
         return joined
@@ -290,7 +295,9 @@ class ClusteredRatioEstimator:
         """Return it, or, where a document goes on, another one in which it ends."""
         if self._clusters.document is None:
             return self
-        return ClusteredRatioEstimator.merged([ClusteredRatioEstimator.from_state(self.state())])
+        copy = ClusteredRatioEstimator.from_state(self._sums())
+        copy._kept = None if self._kept is None else list(self._kept)
+        return ClusteredRatioEstimator.merged([copy])
 
     def _best(self) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
         """Return the result with as many of the auxiliary sample's controls as make its error smallest."""

@@ -59,7 +59,7 @@ class FlatnessMeasure(Measure):
         """Return the estimates in what the function returned."""
         return {self.name: result}
 
-    def amount(self, num_sequences: int) -> tuple[int, str]:
+    def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
         """Return what `progress` counts to at most, given the number of sequences, and what it counts."""
         return num_sequences, "sequences"
 
@@ -170,7 +170,10 @@ class RescalingControl(MinimalTrace):
 
         other = rescaled_at_random(model, granularity=self.rescaling_granularity, seed=self.seed)
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(Trace)}
-        plain, minimal = Trace(**settings).run(other, context), super().run(other, context)
+        of_plain = context  # with a file of its own to resume from
+        if context.resume is not None:
+            of_plain = dataclasses.replace(context, resume=context.resume.with_name(f"{context.resume.name}.plain"))
+        plain, minimal = Trace(**settings).run(other, of_plain), super().run(other, context)
         estimates = {
             "trace-rescaled-at-random": plain.estimates["trace"],
             "minimal-trace-rescaled-at-random": minimal.estimates[self.name],
@@ -291,9 +294,12 @@ class _OverProbes(_Probed):
 
     default_probes: ClassVar[int]
 
-    def amount(self, num_sequences: int) -> tuple[int, str]:
+    def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
         """Return the number of probes."""
-        return self.num_probes or self.default_probes, "probes"
+        from isoloss.flatness.engine.accumulation import Stopping
+
+        stopping = Stopping(rtol=context.rtol, seconds=context.seconds)
+        return stopping.number_of_probes(self.num_probes, self.default_probes), "probes"
 
     def continued(self, context: MeasureContext, first: Estimate) -> tuple[Self, MeasureContext]:
         """Return the measure with as many probes as the first model took."""
@@ -327,13 +333,13 @@ class LargestEigenvalue(_Spectral):
     name: ClassVar[str] = "largest-eigenvalue"
     calls: ClassVar[str] = "largest_eigenvalues"
 
-    def amount(self, num_sequences: int) -> tuple[int, str]:
+    def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
         """Return the most products with the matrix that are taken."""
         return 100, "products"
 
     def continued(self, context: MeasureContext, first: Estimate) -> tuple[Self, MeasureContext]:
-        """Return the same tolerance for all: `rtol` is of the residual, and all sequences are taken anyway."""
-        return self, dataclasses.replace(context, seconds=None)
+        """Return the same tolerance and time for all: `rtol` is of the residual, and all sequences are taken anyway."""
+        return self, context
 
     def estimates(self, result: Any) -> dict[str, Estimate]:
         """Return the eigenvalues by their rank."""

@@ -26,7 +26,7 @@ from isoloss.statistics.estimate import Estimate
 UNIT = "nats per predicted token"
 FIRST_LOOK = 64  # samples, before a measurement may end early because its error is small
 _MOST_PROBES = 1024  # where rtol or seconds decides
-_EVERY_SECONDS = 30.0  # a resume file is written
+_EVERY_SECONDS = 30.0  # a resume file is written; less often where writing it takes longer than a second
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]  # JSON types, and tensors
 
@@ -58,11 +58,12 @@ class Options(TypedDict, total=False):
             samples only, so that a lucky moment does not end it. More probes do not make the inputs' part of an error
             smaller.
         seconds: Stop at the first batch or probe that ends later than this after the start, once there are 64 clusters
-            or batches, or 2 probes.
+            or batches, or 2 probes. The details' `ended` says what ended it.
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters to measure, by name; None: all trainable ones, tied ones once.
         resume: A file to go on from, and to write what has been measured to every half minute and on Ctrl-C. It is
-            removed at the end.
+            removed at the end. The result is the same, bit for bit on one device with as many threads. Refused where
+            weights, inputs or settings differ.
         progress: Called after each batch with the number of sequences done, or after each probe with that of probes.
     """
 
@@ -191,16 +192,18 @@ class Accumulation(abc.ABC):
                 if not self.has_value:
                     continue
                 if stopping.rtol is not None and len(self) >= look:
-                    look = _next_look(len(self))
                     value, stderr = self.error()
                     if stderr <= stopping.rtol * abs(value):
                         return "rtol"
+                    look = _next_look(len(self))
                 if stopping.seconds is not None and len(self) >= self.fewest and self.seconds >= stopping.seconds:
                     return "seconds"
                 if file is not None:
                     file.write_sometimes(self.state)
         except KeyboardInterrupt as interruption:
-            if file is not None and self.is_whole:
+            # what goes on from a state takes the looks that lie ahead of it, and would miss one that is due
+            is_due = stopping.rtol is not None and len(self) >= look
+            if file is not None and self.is_whole and not is_due:
                 file.write(self.state)
             if (partial := self.partial()) is None:
                 raise
@@ -245,6 +248,10 @@ class Probes(Accumulation):
         """Go on from the probes that were taken."""
         self.seconds, self._rows = document["seconds"], list(tensors["values"])
 
+    def items(self, number: int) -> Iterable[int]:
+        """Return what `add` is given until there are `number` probes."""
+        return range(len(self), number)
+
     def take(
         self,
         number: int,
@@ -257,7 +264,7 @@ class Probes(Accumulation):
         if file is not None and (state := file.read()) is not None:
             self.load_state(*state)
             stopping.check_resumed(len(self), number, "num_probes")
-        reason = self.run(range(len(self), number), stopping, file=file, progress=progress) or "num_probes"
+        reason = self.run(self.items(number), stopping, file=file, progress=progress) or "num_probes"
         if file is not None:
             file.remove()
         return reason
@@ -302,7 +309,7 @@ class ResumeFile:
         self._identity = {**identity, "weights": _weights_digest(model), "inputs": self._inputs.hexdigest()}
         self._expected = ""
         self._read = ""  # the digest of the inputs that are in the sums; empty: none was added here
-        self._written = time.perf_counter()
+        self._written, self._pause = time.perf_counter(), _EVERY_SECONDS
 
     def read(self) -> State | None:
         """Return what the file holds, or None where there is none."""
@@ -338,17 +345,19 @@ class ResumeFile:
 
     def write_sometimes(self, state: Callable[[], State]) -> None:
         """Write the file if the last time was long ago."""
-        if time.perf_counter() - self._written >= _EVERY_SECONDS:
+        if time.perf_counter() - self._written >= self._pause:
             self.write(state)
 
     def write(self, state: Callable[[], State]) -> None:
         """Write the file, in one step, if there is anything new."""
         if not self._read:
             return
+        begun = time.perf_counter()
         document, tensors = state()
         header = {"identity": self._identity, "read": self._read, "state": document}
         files.write_bytes(self._path, save(tensors, metadata={"measurement": json.dumps(header)}))
         self._written = time.perf_counter()
+        self._pause = _EVERY_SECONDS * max(1.0, self._written - begun)
 
     def remove(self) -> None:
         """Remove the file: the measurement is complete."""
@@ -365,7 +374,7 @@ def _weights_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
