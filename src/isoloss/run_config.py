@@ -298,10 +298,12 @@ class TrainConfig:
 
     def _check_stacked(self, architecture: Any) -> None:
         """Refuse what the compiled loss and gradient of stacked runs do not have."""
-        width = architecture.shape(self.model).d_model if architecture.stacks else 0
+        shape = architecture.shape(self.model) if architecture.stacks else None
+        width, inner = (0, 0) if shape is None else (shape.d_model, shape.intermediate)
         wrong = {
             f"the architecture is {self.model.architecture}; only BERTs stack": not architecture.stacks,
             f"the width is {width}; it must be a multiple of 16": width % 16,
+            f"ffn is {inner}; it must be a multiple of 4": inner % 4,
             f"masking is {self.objective.masking!r}; it must be 'one'": self.objective.masking != "one",
             f"the algorithm is {self.algorithm.kind}; it must be gradient": not self.algorithm.stacks,
             f"precision is {self.precision}; it must be float32": self.precision != "float32",

@@ -143,7 +143,7 @@ class Reference:
             scores = torch.einsum("nthe,nuhe->nhtu", q, k) / (c.hidden_size // c.num_attention_heads) ** 0.5
             weights = self.drop(scores.softmax(dim=-1), (1, 0, 2, 3) if is_last else (1, 2, 3, 0))
             mixed = torch.einsum("nhtu,nuhe->nthe", weights, v).flatten(2)
-            mixed, order = (mixed[:, 0], (0, 1)) if is_last else (mixed, (1, 0, 2))
+            mixed, order = (mixed[:, 0], (1, 0)) if is_last else (mixed, (2, 1, 0))
             out = self.drop(self.linear(mixed, f"{name}.attention.output.dense"), order)
             x = self.norm(x + out, f"{name}.attention.output.LayerNorm")
             hidden = gelu(self.linear(x, f"{name}.intermediate.dense"))

@@ -219,6 +219,7 @@ def test_killed_runs_go_on_together_or_alone(tmp_path):
         ({"model": ModelConfig(architecture="lstm")}, "architecture is lstm; only BERTs"),
         ({"model": ModelConfig(architecture="bert-pre-ln")}, "architecture is bert-pre-ln; only BERTs"),
         ({"model": ModelConfig(size="d16", width=24)}, "width is 24; it must be a multiple of 16"),
+        ({"model": ModelConfig(size="d16", ffn=50)}, "ffn is 50; it must be a multiple of 4"),
         ({"objective": ObjectiveConfig(masking="fraction")}, "masking is 'fraction'; it must be 'one'"),
         ({"algorithm": SAMConfig()}, "algorithm is sam; it must be gradient"),
         ({"stages": (StageConfig(steps=10, algorithm=SAMConfig()),)}, r"stages\[0\].* algorithm is sam"),

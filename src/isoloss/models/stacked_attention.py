@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isoloss.models.fused_kernels import F32, KEEP_ALL, Bits, Floats, compiled, exp
+from isoloss.models.stacked_columns import product
 
 Ints = npt.NDArray[np.int64]
 
@@ -72,11 +73,11 @@ def attention(
     level: np.int16,
     scale: np.float32,
 ) -> None:
-    """Set `mixed` (d, N) to the attention of x (N, d) from every position; keep qkv (3 d, N), p and w (h T, T n)."""
+    """Set `mixed` (d, N) to the attention of x (d, N) from every position; keep qkv (3 d, N), p and w (h T, T n)."""
     n, length, d, heads = z.sentences, z.tokens, z.width, z.heads
     e = d // heads
     factor = F32(1) / np.sqrt(F32(e))
-    np.dot(matrix(theta, a[QKV], 3 * d, d), x.T, qkv)
+    product(matrix(theta, a[QKV], 3 * d, d), x, qkv)
     for j in range(3 * d):
         b = theta[a[QKV_BIAS] + j]
         for i in range(n * length):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from isoloss.models.fused_kernels import F32, KEEP_ALL, Bits, Floats, add_norm, add_norm_backward, compiled, exp, gelu
+from isoloss.models.fused_kernels import F32, KEEP_ALL, Bits, Floats, compiled, exp
 from isoloss.models.stacked_attention import (
     FIRST,
     HEAD,
@@ -41,12 +41,21 @@ from isoloss.models.stacked_attention import (
     WORDS,
     Ints,
     Sizes,
-    add_columns,
     attention,
     attention_backward,
     from_one,
     from_one_backward,
     matrix,
+)
+from isoloss.models.stacked_columns import (
+    add_norm,
+    add_norm_backward,
+    add_rows,
+    empty,
+    gelu,
+    outer_product,
+    product,
+    transpose,
 )
 
 
@@ -107,131 +116,149 @@ def _member(
     losses: Floats,
 ) -> None:
     n, length, d, m, layers, heads = z.sentences, z.tokens, z.width, z.inner, z.layers, z.heads
-    rows = n * length
-    eps = F32(1e-12)
-    x = np.empty((layers + 1, rows, d), np.float32)  # the input of each block; of the last entry, n rows are used
-    between = np.empty((layers, rows, d), np.float32)  # after the attention's layer norm
-    u0, inverse0 = np.empty((rows, d), np.float32), np.empty(rows, np.float32)
-    u1, inverse1 = np.empty((layers, rows, d), np.float32), np.empty((layers, rows), np.float32)
-    u2, inverse2 = np.empty((layers, rows, d), np.float32), np.empty((layers, rows), np.float32)
-    slope, hidden = np.empty((layers, rows, m), np.float32), np.empty((layers, rows, m), np.float32)
-    qkv = np.empty((layers, 3 * d, rows), np.float32)
-    p = np.empty((layers, heads * length, length * n), np.float32)
-    w = np.empty((layers, heads * length, length * n), np.float32)
-    mixed = np.empty((layers, d, rows), np.float32)
-    product = np.empty((rows, d), np.float32)
-
-    # --- forward
+    rows, full = n * length, layers - 1
     words, position = matrix(theta, at[WORDS], z.ids, d), matrix(theta, at[PLACES], length, d)
     kind, norm, shift = theta[at[TYPES] :][:d], theta[at[NORM] :][:d], theta[at[SHIFT] :][:d]
-    nothing = bits[:0].reshape(0, d)
-    dropped = _taken(bits, 0, rows, d)
-    _embed(words, position, kind, norm, shift, tokens, dropped, level, scale, u0, inverse0, x[0])
+    u0, inverse0, states = empty(rows, d), np.empty(rows, np.float32), empty(rows, d)
+
+    # --- forward
+    _embed(words, position, kind, norm, shift, tokens, _taken(bits, 0, rows, d), level, scale, u0, inverse0, states)
     drawn = rows * d
-    for layer in range(layers - 1):
-        a = at[FIRST + OF_BLOCK * layer :]
+    x = empty(layers * d, rows).reshape(layers, d, rows)  # what goes into each full layer, and comes out of the last
+    mixed = empty(layers * d, rows).reshape(layers, d, rows)
+    qkv = empty(layers * 3 * d, rows).reshape(layers, 3 * d, rows)
+    p = empty(layers * heads * length, length * n).reshape(layers, heads * length, length * n)
+    w = empty(layers * heads * length, length * n).reshape(layers, heads * length, length * n)
+    between, u1, u2 = empty(full * d, rows), empty(full * d, rows), empty(full * d, rows)
+    inverse1, inverse2 = np.empty((layers, rows), np.float32), np.empty((layers, rows), np.float32)
+    slope, hidden = empty(full * m, rows), empty(full * m, rows)
+    if full:
+        transpose(states, x[0])
+    for layer in range(full):
+        a, own, inner = (
+            at[FIRST + OF_BLOCK * layer :],
+            slice(layer * d, (layer + 1) * d),
+            slice(layer * m, (layer + 1) * m),
+        )
         dropped = _taken(bits, drawn, heads * length, length * n)
         attention(theta, a, z, x[layer], unseen, qkv[layer], p[layer], w[layer], mixed[layer], dropped, level, scale)
         drawn += heads * length * rows
-        np.dot(mixed[layer].T, matrix(theta, a[OUT], d, d).T, product)
-        dropped, more = _taken(bits, drawn, rows, d), _taken(bits, drawn + rows * d, rows, d)
+        dropped, more = _taken(bits, drawn, d, rows), _taken(bits, drawn + rows * d, d, rows)
         drawn += 2 * rows * d
         _after_attention(
-            theta, a, d, m, product, x[layer], dropped, more, level, scale, u1[layer], inverse1[layer],
-            between[layer], slope[layer], hidden[layer], u2[layer], inverse2[layer], x[layer + 1],
+            theta, a, d, m, mixed[layer], x[layer], dropped, more, level, scale, u1[own], inverse1[layer],
+            between[own], slope[inner], hidden[inner], u2[own], inverse2[layer], x[layer + 1],
         )  # fmt: skip
-    last = layers - 1
-    a = at[FIRST + OF_BLOCK * last :]
-    selected = np.empty((n, d), np.float32)
+    if full:
+        transpose(x[full], states)
+    a = at[FIRST + OF_BLOCK * full :]
+    selected = empty(n, d)
     for i in range(n):
-        selected[i] = x[last, places[i] * n + i]
+        selected[i] = states[places[i] * n + i]
     query, keyed = np.empty((n, d), np.float32), np.empty((heads, n, d), np.float32)
     seen, values = np.empty((heads, n, d), np.float32), np.empty((n, d), np.float32)
     p1, w1 = np.empty((heads * n, length), np.float32), np.empty((heads * n, length), np.float32)
-    dropped = _taken(bits, drawn, heads * n, length)
-    from_one(theta, a, z, x[last], selected, unseen, query, keyed, p1, w1, seen, values, dropped, level, scale)
+    of_scores = _taken(bits, drawn, heads * n, length)
+    from_one(theta, a, z, states, selected, unseen, query, keyed, p1, w1, seen, values, of_scores, level, scale)
     drawn += heads * n * length
-    out = product[:n]
-    np.dot(values, matrix(theta, a[OUT], d, d).T, out)
-    dropped, more = _taken(bits, drawn, n, d), _taken(bits, drawn + n * d, n, d)
-    top = x[layers, :n]
+    dropped, more = _taken(bits, drawn, d, n), _taken(bits, drawn + n * d, d, n)
+    last, before, top, v1, v2, v3 = empty(d, n), empty(d, n), empty(d, n), empty(d, n), empty(d, n), empty(d, n)
+    last_slope, last_hidden, mixture = empty(m, n), empty(m, n), empty(d, n)
+    i1, i2, i3 = np.empty(n, np.float32), np.empty(n, np.float32), np.empty(n, np.float32)
+    transpose(values, mixture)
+    transpose(selected, last)
     _after_attention(
-        theta, a, d, m, out, selected, dropped, more, level, scale, u1[last, :n], inverse1[last, :n],
-        between[last, :n], slope[last, :n], hidden[last, :n], u2[last, :n], inverse2[last, :n], top,
-    )  # fmt: skip
-    head = matrix(theta, at[HEAD], d, d)
-    head_slope, u3, inverse3 = np.empty((n, d), np.float32), np.empty((n, d), np.float32), np.empty(n, np.float32)
-    features, zero = np.empty((n, d), np.float32), np.zeros((n, d), np.float32)
-    np.dot(top, head.T, head_slope)
-    gelu(head_slope, theta[at[HEAD_BIAS] :][:d], u3)
-    head_norm = theta[at[HEAD_NORM] :][:d]
-    add_norm(
-        u3, zero[0], zero, nothing, KEEP_ALL, scale, head_norm, theta[at[HEAD_SHIFT] :][:d], eps, inverse3, features
+        theta, a, d, m, mixture, last, dropped, more, level, scale, v1, i1, before, last_slope, last_hidden, v2, i2, top
     )
-    logits = np.dot(features, words.T)
-    _cross_entropy(logits, theta[at[OUTPUT] :][: z.ids], labels, targets, losses)
+    head, head_slope, features = matrix(theta, at[HEAD], d, d), empty(d, n), empty(d, n)
+    nothing, zero = bits[:0].reshape(0, n), np.zeros((d, n), np.float32)
+    product(head, top, head_slope)
+    gelu(head_slope, theta[at[HEAD_BIAS] :], v3)
+    head_norm = theta[at[HEAD_NORM] :]
+    add_norm(v3, zero.reshape(-1), zero, nothing, KEEP_ALL, scale, head_norm, theta[at[HEAD_SHIFT] :], i3, features)
+    logits = empty(-(-z.ids // 4) * 4, n)
+    logits[z.ids :] = 0
+    product(words, features, logits[: z.ids])
+    _cross_entropy(logits[: z.ids], theta[at[OUTPUT] :], labels, targets, losses)
 
     # --- backward
-    sums = np.zeros((3, d), np.float32)
-    np.dot(logits.T, features, matrix(grad, at[WORDS], z.ids, d))
-    add_columns(logits, grad[at[OUTPUT] :])
-    d_features = np.dot(logits, words)
-    d_top, unused = np.empty((n, d), np.float32), np.empty((n, d), np.float32)
-    add_norm_backward(d_features, u3, inverse3, nothing, KEEP_ALL, scale, head_norm, d_top, unused, sums)
-    grad[at[HEAD_NORM] :][:d] = sums[1]
-    grad[at[HEAD_SHIFT] :][:d] = sums[2]
-    for i in range(n):
-        for j in range(d):
-            d_top[i, j] *= head_slope[i, j]
-    np.dot(d_top.T, top, matrix(grad, at[HEAD], d, d))
-    add_columns(d_top, grad[at[HEAD_BIAS] :])
-    d_out, d_product, d_residual = np.dot(d_top, head), np.empty((n, d), np.float32), np.empty((n, d), np.float32)
+    d_features, d_top, unused, unused_bias = empty(d, n), empty(d, n), empty(d, n), np.empty(d, np.float32)
+    outer_product(logits[: z.ids], features, matrix(grad, at[WORDS], z.ids, d))
+    add_rows(logits[: z.ids], grad[at[OUTPUT] :])
+    _transposed_product(words, logits, d_features)
+    add_norm_backward(
+        d_features, v3, i3, nothing, KEEP_ALL, scale, head_norm, d_top, unused, unused_bias,
+        grad[at[HEAD_NORM] :], grad[at[HEAD_SHIFT] :],
+    )  # fmt: skip
+    _multiply(d_top, head_slope)
+    outer_product(d_top, top, matrix(grad, at[HEAD], d, d))
+    add_rows(d_top, grad[at[HEAD_BIAS] :])
+    product(head.T, d_top, d_features)
+    d_mixture, d_last = empty(d, n), empty(d, n)
     _after_attention_backward(
-        theta, grad, a, d, m, d_out, dropped, more, level, scale, u1[last, :n], inverse1[last, :n],
-        between[last, :n], slope[last, :n], hidden[last, :n], u2[last, :n], inverse2[last, :n], d_product, d_residual,
+        theta, grad, a, d, m, mixture, d_features, dropped, more, level, scale, v1, i1, before, last_slope, last_hidden,
+        v2, i2, d_mixture, d_last,
     )  # fmt: skip
-    np.dot(d_product.T, values, matrix(grad, a[OUT], d, d))
-    d_values = np.dot(d_product, matrix(theta, a[OUT], d, d))
-    d_x = np.zeros((rows, d), np.float32)
-    dropped = _taken(bits, drawn - heads * n * length, heads * n, length)
+    d_states, d_values, d_selected = np.zeros((rows, d), np.float32), empty(n, d), empty(n, d)
+    transpose(d_mixture, d_values)
+    transpose(d_last, d_selected)
     from_one_backward(
-        theta, grad, a, z, x[last], selected, query, keyed, p1, w1, seen, d_values, dropped, level, scale, d_x,
-        d_residual,
+        theta, grad, a, z, states, selected, query, keyed, p1, w1, seen, d_values, of_scores, level, scale, d_states,
+        d_selected,
     )  # fmt: skip
     for i in range(n):
-        d_x[places[i] * n + i] += d_residual[i]
+        d_states[places[i] * n + i] += d_selected[i]
     drawn -= heads * n * length
-    d_product, d_residual = np.empty((rows, d), np.float32), np.empty((rows, d), np.float32)
-    d_mixed, d_qkv = np.empty((d, rows), np.float32), np.empty((3 * d, rows), np.float32)
-    for layer in range(layers - 2, -1, -1):
-        a = at[FIRST + OF_BLOCK * layer :]
+    d_x, d_mixed, d_qkv, d_residual = empty(d, rows), empty(d, rows), empty(3 * d, rows), empty(d, rows)
+    if full:
+        transpose(d_states, d_x)
+    for layer in range(full - 1, -1, -1):
+        a, own, inner = (
+            at[FIRST + OF_BLOCK * layer :],
+            slice(layer * d, (layer + 1) * d),
+            slice(layer * m, (layer + 1) * m),
+        )
         drawn -= 2 * rows * d
-        dropped, more = _taken(bits, drawn, rows, d), _taken(bits, drawn + rows * d, rows, d)
+        dropped, more = _taken(bits, drawn, d, rows), _taken(bits, drawn + rows * d, d, rows)
         _after_attention_backward(
-            theta, grad, a, d, m, d_x, dropped, more, level, scale, u1[layer], inverse1[layer],
-            between[layer], slope[layer], hidden[layer], u2[layer], inverse2[layer], d_product, d_residual,
+            theta, grad, a, d, m, mixed[layer], d_x, dropped, more, level, scale, u1[own], inverse1[layer],
+            between[own], slope[inner], hidden[inner], u2[own], inverse2[layer], d_mixed, d_residual,
         )  # fmt: skip
-        np.dot(d_product.T, mixed[layer].T, matrix(grad, a[OUT], d, d))
-        np.dot(matrix(theta, a[OUT], d, d).T, d_product.T, d_mixed)
         drawn -= heads * length * rows
         dropped = _taken(bits, drawn, heads * length, length * n)
         attention_backward(z, qkv[layer], p[layer], w[layer], d_mixed, dropped, level, scale, d_qkv)
-        np.dot(d_qkv, x[layer], matrix(grad, a[QKV], 3 * d, d))
-        for j in range(3 * d):
-            grad[a[QKV_BIAS] + j] = _sum(d_qkv[j])
-        np.dot(d_qkv.T, matrix(theta, a[QKV], 3 * d, d), d_x)
-        for i in range(rows):
-            for j in range(d):
-                d_x[i, j] += d_residual[i, j]
-    sums[:] = 0
+        outer_product(d_qkv, x[layer], matrix(grad, a[QKV], 3 * d, d))
+        add_rows(d_qkv, grad[a[QKV_BIAS] :])
+        product(matrix(theta, a[QKV], 3 * d, d).T, d_qkv, d_x)
+        for j in range(d):
+            for i in range(rows):
+                d_x[j, i] += d_residual[j, i]
+    if full:
+        transpose(d_x, d_states)
+    sums = np.zeros((2, d), np.float32)
     d_words, d_position = matrix(grad, at[WORDS], z.ids, d), matrix(grad, at[PLACES], length, d)
     dropped = _taken(bits, 0, rows, d)
-    _embed_backward(d_x, u0, inverse0, norm, tokens, z.padding, dropped, level, scale, d_words, d_position, sums)
+    _embed_backward(d_states, u0, inverse0, norm, tokens, z.padding, dropped, level, scale, d_words, d_position, sums)
     grad[at[NORM] :][:d] = sums[0]
     grad[at[SHIFT] :][:d] = sums[1]
     for t in range(length):
         for j in range(d):
             grad[at[TYPES] + j] += d_position[t, j]
+
+
+@compiled
+def _transposed_product(w: Floats, y: Floats, x: Floats) -> None:
+    """Set x (k, N) to the product of the transpose of w (m, k) and y, which has rows of zeros up to a multiple of 4."""
+    padded = np.zeros((y.shape[0], w.shape[1]), np.float32)
+    padded[: w.shape[0]] = w
+    product(padded.T, y, x)
+
+
+@compiled
+def _multiply(x: Floats, y: Floats) -> None:
+    for j in range(x.shape[0]):
+        for n in range(x.shape[1]):
+            x[j, n] *= y[j, n]
 
 
 @compiled
@@ -324,40 +351,39 @@ def _embed_backward(
 
 
 @compiled
-def _sum(values: Floats) -> np.float32:
-    total = F32(0)
-    for i in range(values.shape[0]):
-        total += values[i]
-    return total
-
-
-@compiled
 def _cross_entropy(logits: Floats, bias: Floats, labels: Ints, targets: Floats, losses: Floats) -> None:
-    """Set `losses` (n,), and the logits to the gradient of their mean; arguments as for `loss_and_gradient`."""
-    n, ids = logits.shape
+    """Set `losses` (n,), and the logits (V, n) to the gradient of their mean; see `loss_and_gradient`."""
+    ids, n = logits.shape
+    one = F32(1) / F32(n)
+    highest, total, mass = np.full(n, -np.inf, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)
+    for j in range(ids):
+        for i in range(n):
+            logits[j, i] += bias[j]
+            highest[i] = max(highest[i], logits[j, i])
     for i in range(n):
-        highest = F32(-np.inf)
-        for j in range(ids):
-            logits[i, j] += bias[j]
-            highest = max(highest, logits[i, j])
-        mass, along = F32(0), F32(0)
-        for j in range(targets.shape[1]):
-            mass += targets[i, j]
-            along += targets[i, j] * (logits[i, j] - highest)
         if targets.shape[1] == 0:
-            mass, along = F32(1), logits[i, labels[i]] - highest
-        total = F32(0)
-        for j in range(ids):
-            logits[i, j] = exp(logits[i, j] - highest)
-            total += logits[i, j]
-        losses[i] = np.log(total) * mass - along
-        factor = mass / (total * F32(n))
-        for j in range(ids):
-            logits[i, j] *= factor
-        for j in range(targets.shape[1]):
-            logits[i, j] -= targets[i, j] / F32(n)
+            mass[i], losses[i] = F32(1), highest[i] - logits[labels[i], i]
+        else:
+            along = F32(0)
+            for j in range(targets.shape[1]):
+                mass[i] += targets[i, j]
+                along += targets[i, j] * (logits[j, i] - highest[i])
+            losses[i] = -along
+    for j in range(ids):
+        for i in range(n):
+            logits[j, i] = exp(logits[j, i] - highest[i])
+            total[i] += logits[j, i]
+    for i in range(n):
+        losses[i] += np.log(total[i]) * mass[i]
+        total[i] = mass[i] * one / total[i]
+    for j in range(ids):
+        for i in range(n):
+            logits[j, i] *= total[i]
+    for i in range(n):
         if targets.shape[1] == 0:
-            logits[i, labels[i]] -= F32(1) / F32(n)
+            logits[labels[i], i] -= one
+        for j in range(targets.shape[1]):
+            logits[j, i] -= targets[i, j] * one
 
 
 @compiled
@@ -366,7 +392,7 @@ def _after_attention(
     a: Ints,
     d: int,
     m: int,
-    product: Floats,
+    mixed: Floats,
     x: Floats,
     bits: Bits,
     more_bits: Bits,
@@ -381,16 +407,15 @@ def _after_attention(
     inverse2: Floats,
     y: Floats,
 ) -> None:
-    """Set y (R, d) to a block's output from the attention's projected one, `product` (R, d), and its input x (R, d)."""
-    eps = F32(1e-12)
-    u1[:] = product
-    bias, norm, shift = theta[a[OUT_BIAS] :][:d], theta[a[NORM1] :][:d], theta[a[SHIFT1] :][:d]
-    add_norm(u1, bias, x, bits, level, scale, norm, shift, eps, inverse1, between)
-    np.dot(between, matrix(theta, a[INNER], m, d).T, slope)
-    gelu(slope, theta[a[INNER_BIAS] :][:m], hidden)
-    np.dot(hidden, matrix(theta, a[OUTER], d, m).T, u2)
-    bias, norm, shift = theta[a[OUTER_BIAS] :][:d], theta[a[NORM2] :][:d], theta[a[SHIFT2] :][:d]
-    add_norm(u2, bias, between, more_bits, level, scale, norm, shift, eps, inverse2, y)
+    """Set y (d, N) to a block's output from the attention's mixed values (d, N) and the block's input x (d, N)."""
+    product(matrix(theta, a[OUT], d, d), mixed, u1)
+    bias, norm, shift = theta[a[OUT_BIAS] :], theta[a[NORM1] :], theta[a[SHIFT1] :]
+    add_norm(u1, bias, x, bits, level, scale, norm, shift, inverse1, between)
+    product(matrix(theta, a[INNER], m, d), between, slope)
+    gelu(slope, theta[a[INNER_BIAS] :], hidden)
+    product(matrix(theta, a[OUTER], d, m), hidden, u2)
+    bias, norm, shift = theta[a[OUTER_BIAS] :], theta[a[NORM2] :], theta[a[SHIFT2] :]
+    add_norm(u2, bias, between, more_bits, level, scale, norm, shift, inverse2, y)
 
 
 @compiled
@@ -400,6 +425,7 @@ def _after_attention_backward(
     a: Ints,
     d: int,
     m: int,
+    mixed: Floats,
     d_y: Floats,
     bits: Bits,
     more_bits: Bits,
@@ -412,32 +438,28 @@ def _after_attention_backward(
     hidden: Floats,
     u2: Floats,
     inverse2: Floats,
-    d_product: Floats,
+    d_mixed: Floats,
     d_x: Floats,
 ) -> None:
-    """Set the gradients of `product` and x of `_after_attention`, and those of its parameters."""
-    rows = d_y.shape[0]
-    sums = np.zeros((3, d), np.float32)
-    d_outer, d_between = np.empty((rows, d), np.float32), np.empty((rows, d), np.float32)
-    norm = theta[a[NORM2] :][:d]
-    add_norm_backward(d_y, u2, inverse2, more_bits, level, scale, norm, d_outer, d_between, sums)
-    grad[a[OUTER_BIAS] :][:d] = sums[0]
-    grad[a[NORM2] :][:d] = sums[1]
-    grad[a[SHIFT2] :][:d] = sums[2]
-    np.dot(d_outer.T, hidden, matrix(grad, a[OUTER], d, m))
-    d_hidden = np.dot(d_outer, matrix(theta, a[OUTER], d, m))
-    for i in range(rows):
-        for j in range(m):
-            d_hidden[i, j] *= slope[i, j]
-    np.dot(d_hidden.T, between, matrix(grad, a[INNER], m, d))
-    add_columns(d_hidden, grad[a[INNER_BIAS] :])
-    more = np.dot(d_hidden, matrix(theta, a[INNER], m, d))
-    for i in range(rows):
-        for j in range(d):
-            d_between[i, j] += more[i, j]
-    sums[:] = 0
-    norm = theta[a[NORM1] :][:d]
-    add_norm_backward(d_between, u1, inverse1, bits, level, scale, norm, d_product, d_x, sums)
-    grad[a[OUT_BIAS] :][:d] = sums[0]
-    grad[a[NORM1] :][:d] = sums[1]
-    grad[a[SHIFT1] :][:d] = sums[2]
+    """Set the gradients of `mixed` and x of `_after_attention`, and those of its parameters."""
+    columns = d_y.shape[1]
+    d_product, d_between, d_hidden, more = empty(d, columns), empty(d, columns), empty(m, columns), empty(d, columns)
+    add_norm_backward(
+        d_y, u2, inverse2, more_bits, level, scale, theta[a[NORM2] :], d_product, d_between, grad[a[OUTER_BIAS] :],
+        grad[a[NORM2] :], grad[a[SHIFT2] :],
+    )  # fmt: skip
+    outer_product(d_product, hidden, matrix(grad, a[OUTER], d, m))
+    product(matrix(theta, a[OUTER], d, m).T, d_product, d_hidden)
+    _multiply(d_hidden, slope)
+    outer_product(d_hidden, between, matrix(grad, a[INNER], m, d))
+    add_rows(d_hidden, grad[a[INNER_BIAS] :])
+    product(matrix(theta, a[INNER], m, d).T, d_hidden, more)
+    for j in range(d):
+        for i in range(columns):
+            d_between[j, i] += more[j, i]
+    add_norm_backward(
+        d_between, u1, inverse1, bits, level, scale, theta[a[NORM1] :], d_product, d_x, grad[a[OUT_BIAS] :],
+        grad[a[NORM1] :], grad[a[SHIFT1] :],
+    )  # fmt: skip
+    outer_product(d_product, mixed, matrix(grad, a[OUT], d, d))
+    product(matrix(theta, a[OUT], d, d).T, d_product, d_mixed)
