@@ -4,16 +4,21 @@ A member of a stack is a model whose parameters are one vector, laid out by `iso
 are computed one after the other by the same code on arrays of the same shapes, so that what one of them gets does not
 depend on the others. Everything is float32, and dropout is as in `isoloss.models.fused_kernels`.
 
-Shapes: S members, n sentences, T tokens, N = n T rows, row t n + i of token t of sentence i; d the width, m the
-feed-forward width, h heads of e = d / h, V ids. In the last layer all that follows the scores runs on the n predicted
-positions alone.
+Shapes: S members, n sentences, T tokens, N = n T places, place t n + i of token t of sentence i; d the width, m the
+feed-forward width, h heads of e = d / h, V ids. Activations are (features, N), as `isoloss.models.stacked_columns` has
+them, but for the embedding and the last layer's attention, which are (N, features). In the last layer all that follows
+the scores runs on the n predicted positions alone.
+
+A step's random bits are read in this order: those of the embedding (N, d); in each layer but the last, those of the
+attention's weights (h, T, T, n), of its output (d, N) and of the feed-forward block (d, N); in the last layer, those of
+the weights (h, n, T), of the output (d, n) and of the feed-forward block (d, n).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from isoloss.models.fused_kernels import F32, KEEP_ALL, Bits, Floats, compiled, exp
+from isoloss.models.fused_kernels import KEEP_ALL, Bits, Floats, compiled
 from isoloss.models.stacked_attention import (
     FIRST,
     HEAD,
@@ -57,6 +62,7 @@ from isoloss.models.stacked_columns import (
     product,
     transpose,
 )
+from isoloss.models.stacked_ends import cross_entropy, embed, embed_backward
 
 
 @compiled
@@ -122,7 +128,7 @@ def _member(
     u0, inverse0, states = empty(rows, d), np.empty(rows, np.float32), empty(rows, d)
 
     # --- forward
-    _embed(words, position, kind, norm, shift, tokens, _taken(bits, 0, rows, d), level, scale, u0, inverse0, states)
+    embed(words, position, kind, norm, shift, tokens, _taken(bits, 0, rows, d), level, scale, u0, inverse0, states)
     drawn = rows * d
     x = empty(layers * d, rows).reshape(layers, d, rows)  # what goes into each full layer, and comes out of the last
     mixed = empty(layers * d, rows).reshape(layers, d, rows)
@@ -179,7 +185,7 @@ def _member(
     logits = empty(-(-z.ids // 4) * 4, n)
     logits[z.ids :] = 0
     product(words, features, logits[: z.ids])
-    _cross_entropy(logits[: z.ids], theta[at[OUTPUT] :], labels, targets, losses)
+    cross_entropy(logits[: z.ids], theta[at[OUTPUT] :], labels, targets, losses)
 
     # --- backward
     d_features, d_top, unused, unused_bias = empty(d, n), empty(d, n), empty(d, n), np.empty(d, np.float32)
@@ -238,7 +244,7 @@ def _member(
     sums = np.zeros((2, d), np.float32)
     d_words, d_position = matrix(grad, at[WORDS], z.ids, d), matrix(grad, at[PLACES], length, d)
     dropped = _taken(bits, 0, rows, d)
-    _embed_backward(d_states, u0, inverse0, norm, tokens, z.padding, dropped, level, scale, d_words, d_position, sums)
+    embed_backward(d_states, u0, inverse0, norm, tokens, z.padding, dropped, level, scale, d_words, d_position, sums)
     grad[at[NORM] :][:d] = sums[0]
     grad[at[SHIFT] :][:d] = sums[1]
     for t in range(length):
@@ -259,131 +265,6 @@ def _multiply(x: Floats, y: Floats) -> None:
     for j in range(x.shape[0]):
         for n in range(x.shape[1]):
             x[j, n] *= y[j, n]
-
-
-@compiled
-def _embed(
-    words: Floats,
-    position: Floats,
-    kind: Floats,
-    norm: Floats,
-    shift: Floats,
-    tokens: Ints,
-    bits: Bits,
-    level: np.int16,
-    scale: np.float32,
-    u: Floats,
-    inverse: Floats,
-    y: Floats,
-) -> None:
-    """Set y (N, d) to the embedding of the tokens (T, n), with layer norm and dropout; keep u (N, d) and inverse."""
-    length, n = tokens.shape
-    d = words.shape[1]
-    one, added = F32(1) / F32(d), np.empty(d, np.float32)
-    for t in range(length):
-        for j in range(d):
-            added[j] = position[t, j] + kind[j]
-        for i in range(n):
-            row, token, total = t * n + i, tokens[t, i], F32(0)
-            for j in range(d):
-                v = words[token, j] + added[j]
-                u[row, j] = v
-                total += v
-            mean = total * one
-            total = F32(0)
-            for j in range(d):
-                v = u[row, j] - mean
-                total += v * v
-            r = F32(1) / np.sqrt(total * one + F32(1e-12))
-            inverse[row] = r
-            for j in range(d):
-                v = (u[row, j] - mean) * r
-                u[row, j] = v
-                v = v * norm[j] + shift[j]
-                if level != KEEP_ALL:
-                    v = v * scale if bits[row, j] >= level else F32(0)
-                y[row, j] = v
-
-
-@compiled
-def _embed_backward(
-    d_y: Floats,
-    u: Floats,
-    inverse: Floats,
-    norm: Floats,
-    tokens: Ints,
-    padding: int,
-    bits: Bits,
-    level: np.int16,
-    scale: np.float32,
-    d_words: Floats,
-    d_position: Floats,
-    sums: Floats,
-) -> None:
-    """Add the gradients of `_embed`; in `sums` (2, d), those of the layer norm. The padding's word has none."""
-    length, n = tokens.shape
-    d = u.shape[1]
-    one, g = F32(1) / F32(d), np.empty(d, np.float32)
-    for t in range(length):
-        for i in range(n):
-            row, token = t * n + i, tokens[t, i]
-            plain, along = F32(0), F32(0)
-            for j in range(d):
-                v = d_y[row, j]
-                if level != KEEP_ALL:
-                    v = v * scale if bits[row, j] >= level else F32(0)
-                sums[0, j] += v * u[row, j]
-                sums[1, j] += v
-                v *= norm[j]
-                g[j] = v
-                plain += v
-                along += v * u[row, j]
-            plain *= one
-            along *= one
-            r = inverse[row]
-            for j in range(d):
-                v = r * (g[j] - plain - u[row, j] * along)
-                g[j] = v
-                d_position[t, j] += v
-            if token != padding:
-                for j in range(d):
-                    d_words[token, j] += g[j]
-
-
-@compiled
-def _cross_entropy(logits: Floats, bias: Floats, labels: Ints, targets: Floats, losses: Floats) -> None:
-    """Set `losses` (n,), and the logits (V, n) to the gradient of their mean; see `loss_and_gradient`."""
-    ids, n = logits.shape
-    one = F32(1) / F32(n)
-    highest, total, mass = np.full(n, -np.inf, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)
-    for j in range(ids):
-        for i in range(n):
-            logits[j, i] += bias[j]
-            highest[i] = max(highest[i], logits[j, i])
-    for i in range(n):
-        if targets.shape[1] == 0:
-            mass[i], losses[i] = F32(1), highest[i] - logits[labels[i], i]
-        else:
-            along = F32(0)
-            for j in range(targets.shape[1]):
-                mass[i] += targets[i, j]
-                along += targets[i, j] * (logits[j, i] - highest[i])
-            losses[i] = -along
-    for j in range(ids):
-        for i in range(n):
-            logits[j, i] = exp(logits[j, i] - highest[i])
-            total[i] += logits[j, i]
-    for i in range(n):
-        losses[i] += np.log(total[i]) * mass[i]
-        total[i] = mass[i] * one / total[i]
-    for j in range(ids):
-        for i in range(n):
-            logits[j, i] *= total[i]
-    for i in range(n):
-        if targets.shape[1] == 0:
-            logits[labels[i], i] -= one
-        for j in range(targets.shape[1]):
-            logits[j, i] -= targets[i, j] * one
 
 
 @compiled
