@@ -25,6 +25,7 @@ Tokens = npt.NDArray[np.int64]
 
 F32 = np.float32
 KEEP_ALL = np.int16(-(1 << 15))
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz"}}
 _LOG2_E, _LN2_HIGH, _LN2_LOW = F32(1.4426950408889634), F32(0.693359375), F32(-2.12194440e-4)
 _ROOT_HALF, _ROOT_2PI = F32(0.7071067811865476), F32(0.3989422804014327)
 
@@ -35,11 +36,25 @@ def compiled(kernel: Kernel) -> Kernel:
     Sums over a row may be taken in another order, one that is fixed when the kernel is compiled, so that they fill the
     vector registers. NaN and infinity stay what they are.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz"}}
     try:
-        return numba.njit(cache=True, **options)(kernel)  # type: ignore[no-any-return]
+        return numba.njit(cache=True, **_OPTIONS)(kernel)  # type: ignore[no-any-return]
     except RuntimeError:  # no folder can be written
-        return numba.njit(**options)(kernel)  # type: ignore[no-any-return]
+        return sums(kernel)
+
+
+def part(kernel: Kernel) -> Kernel:
+    """Return what only other kernels call, compiled into each of them.
+
+    It is not kept on the disk by itself: a kernel that finds its parts there may round otherwise than one that is
+    compiled with them. Nor are sums reordered: in what order depends on the process that compiles, and large kernels
+    would differ from process to process.
+    """
+    return numba.njit(nogil=True, error_model="numpy", fastmath={"contract", "nsz"})(kernel)  # type: ignore[no-any-return]
+
+
+def sums(kernel: Kernel) -> Kernel:
+    """Return a `part` that does nothing but add up, in the order that fills the vector registers."""
+    return numba.njit(**_OPTIONS)(kernel)  # type: ignore[no-any-return]
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from isoloss.models.fused_kernels import F32, KEEP_ALL, Bits, Floats, compiled, exp
+from isoloss.models.fused_kernels import F32, KEEP_ALL, Bits, Floats, exp, part, sums
 from isoloss.models.stacked_columns import product
 
 Ints = npt.NDArray[np.int64]
@@ -44,13 +44,13 @@ def num_drawn(sizes: Sizes) -> int:
     return rows * width + (sizes.layers - 1) * full + heads * rows + 2 * n * width
 
 
-@compiled
+@part
 def matrix(vector: Floats, start: int, rows: int, columns: int) -> Floats:
     """Return the matrix that begins at `start`, which shares memory with the vector."""
     return vector[start : start + rows * columns].reshape(rows, columns)
 
 
-@compiled
+@part
 def add_columns(values: Floats, sums: Floats) -> None:
     """Add the sum of the rows of `values` (N, k) to the first k of `sums`."""
     for i in range(values.shape[0]):
@@ -58,7 +58,7 @@ def add_columns(values: Floats, sums: Floats) -> None:
             sums[j] += values[i, j]
 
 
-@compiled
+@part
 def attention(
     theta: Floats,
     a: Ints,
@@ -121,7 +121,7 @@ def attention(
                         out[head, c, t, i] += after[head, t, u, i] * parts[2, head, c, u, i]
 
 
-@compiled
+@part
 def attention_backward(
     z: Sizes,
     qkv: Floats,
@@ -169,7 +169,15 @@ def attention_backward(
                         d_parts[1, head, c, u, i] += g[u, i] * parts[0, head, c, t, i]
 
 
-@compiled
+@sums
+def _dot(x: Floats, y: Floats, i: int) -> np.float32:
+    total = F32(0)
+    for j in range(x.shape[1]):
+        total += x[i, j] * y[i, j]
+    return total
+
+
+@part
 def from_one(
     theta: Floats,
     a: Ints,
@@ -208,9 +216,7 @@ def from_one(
         for i in range(n):
             highest = F32(-np.inf)
             for t in range(length):
-                score = F32(0)
-                for j in range(d):
-                    score += keyed[head, i, j] * states[t, i, j]
+                score = _dot(keyed[head], states[t], i)
                 before[head, i, t] = score * factor + unseen[t, i]
                 highest = max(highest, before[head, i, t])
             total = F32(0)
@@ -237,7 +243,7 @@ def from_one(
                 values[i, head * e + c] = mixed[i, c] + own[i, c]
 
 
-@compiled
+@part
 def from_one_backward(
     theta: Floats,
     grad: Floats,
@@ -283,9 +289,7 @@ def from_one_backward(
                 of_bias += part[i, c] * bias[2 * d + head * e + c]
             mean = F32(0)
             for t in range(length):
-                slope = of_bias
-                for j in range(d):
-                    slope += d_seen[i, j] * states[t, i, j]
+                slope = of_bias + _dot(d_seen, states[t], i)
                 if level != KEEP_ALL:
                     slope = slope * scale if bits[head * n + i, t] >= level else F32(0)
                 slopes[t] = slope

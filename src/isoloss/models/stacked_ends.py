@@ -7,11 +7,38 @@ from __future__ import annotations
 
 import numpy as np
 
-from isoloss.models.fused_kernels import F32, KEEP_ALL, Bits, Floats, compiled, exp
+from isoloss.models.fused_kernels import F32, KEEP_ALL, Bits, Floats, exp, part
+from isoloss.models.fused_kernels import sums as adding
 from isoloss.models.stacked_attention import Ints
 
 
-@compiled
+@adding
+def _total(u: Floats, row: int) -> np.float32:
+    total = F32(0)
+    for j in range(u.shape[1]):
+        total += u[row, j]
+    return total
+
+
+@adding
+def _squares(u: Floats, row: int, mean: np.float32) -> np.float32:
+    total = F32(0)
+    for j in range(u.shape[1]):
+        total += (u[row, j] - mean) * (u[row, j] - mean)
+    return total
+
+
+@adding
+def _dots(g: Floats, u: Floats, row: int) -> tuple[np.float32, np.float32]:
+    """Return the sum of g (d,), and that of g times a row of u (N, d)."""
+    plain, along = F32(0), F32(0)
+    for j in range(u.shape[1]):
+        plain += g[j]
+        along += g[j] * u[row, j]
+    return plain, along
+
+
+@part
 def embed(
     words: Floats,
     position: Floats,
@@ -34,17 +61,11 @@ def embed(
         for j in range(d):
             added[j] = position[t, j] + kind[j]
         for i in range(n):
-            row, token, total = t * n + i, tokens[t, i], F32(0)
+            row, token = t * n + i, tokens[t, i]
             for j in range(d):
-                v = words[token, j] + added[j]
-                u[row, j] = v
-                total += v
-            mean = total * one
-            total = F32(0)
-            for j in range(d):
-                v = u[row, j] - mean
-                total += v * v
-            r = F32(1) / np.sqrt(total * one + F32(1e-12))
+                u[row, j] = words[token, j] + added[j]
+            mean = _total(u, row) * one
+            r = F32(1) / np.sqrt(_squares(u, row, mean) * one + F32(1e-12))
             inverse[row] = r
             for j in range(d):
                 v = (u[row, j] - mean) * r
@@ -55,7 +76,7 @@ def embed(
                 y[row, j] = v
 
 
-@compiled
+@part
 def embed_backward(
     d_y: Floats,
     u: Floats,
@@ -77,17 +98,14 @@ def embed_backward(
     for t in range(length):
         for i in range(n):
             row, token = t * n + i, tokens[t, i]
-            plain, along = F32(0), F32(0)
             for j in range(d):
                 v = d_y[row, j]
                 if level != KEEP_ALL:
                     v = v * scale if bits[row, j] >= level else F32(0)
                 sums[0, j] += v * u[row, j]
                 sums[1, j] += v
-                v *= norm[j]
-                g[j] = v
-                plain += v
-                along += v * u[row, j]
+                g[j] = v * norm[j]
+            plain, along = _dots(g, u, row)
             plain *= one
             along *= one
             r = inverse[row]
@@ -100,7 +118,7 @@ def embed_backward(
                     d_words[token, j] += g[j]
 
 
-@compiled
+@part
 def cross_entropy(logits: Floats, bias: Floats, labels: Ints, targets: Floats, losses: Floats) -> None:
     """Set `losses` (n,), and the logits (V, n) to the gradient of their mean; see `isoloss.models.stacked_kernels`."""
     ids, n = logits.shape

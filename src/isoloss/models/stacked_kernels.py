@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from isoloss.models.fused_kernels import KEEP_ALL, Bits, Floats, compiled
+from isoloss.models.fused_kernels import KEEP_ALL, Bits, Floats, compiled, part
 from isoloss.models.stacked_attention import (
     FIRST,
     HEAD,
@@ -97,7 +97,7 @@ def loss_and_gradient(
         )  # fmt: skip
 
 
-@compiled
+@part
 def _taken(bits: Bits, start: int, rows: int, columns: int) -> Bits:
     """Return the bits of (rows, columns) values, or of none where nothing is dropped."""
     if bits.shape[0] == 0:
@@ -105,7 +105,7 @@ def _taken(bits: Bits, start: int, rows: int, columns: int) -> Bits:
     return bits[start : start + rows * columns].reshape(rows, columns)
 
 
-@compiled
+@part
 def _member(
     theta: Floats,
     grad: Floats,
@@ -252,7 +252,7 @@ def _member(
             grad[at[TYPES] + j] += d_position[t, j]
 
 
-@compiled
+@part
 def _transposed_product(w: Floats, y: Floats, x: Floats) -> None:
     """Set x (k, N) to the product of the transpose of w (m, k) and y, which has rows of zeros up to a multiple of 4."""
     padded = np.zeros((y.shape[0], w.shape[1]), np.float32)
@@ -260,14 +260,14 @@ def _transposed_product(w: Floats, y: Floats, x: Floats) -> None:
     product(padded.T, y, x)
 
 
-@compiled
+@part
 def _multiply(x: Floats, y: Floats) -> None:
     for j in range(x.shape[0]):
         for n in range(x.shape[1]):
             x[j, n] *= y[j, n]
 
 
-@compiled
+@part
 def _after_attention(
     theta: Floats,
     a: Ints,
@@ -299,7 +299,7 @@ def _after_attention(
     add_norm(u2, bias, between, more_bits, level, scale, norm, shift, inverse2, y)
 
 
-@compiled
+@part
 def _after_attention_backward(
     theta: Floats,
     grad: Floats,
