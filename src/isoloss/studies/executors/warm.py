@@ -18,29 +18,36 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from isoloss.errors import IsolossError
+from isoloss.evaluation.measures.base import Measure
 
 # what training and evaluation need. With one OpenMP thread, imports start no threads; forking threads could hang
 PRELOADED = (
     "isoloss.cli.train",
     "isoloss.cli.eval",
     "isoloss.evaluation.evaluator",
+    "isoloss.evaluation.loss",
     "isoloss.evaluation.measures.flatness",
     "isoloss.evaluation.measures.loss",
     "isoloss.evaluation.measures.transfer",
     "isoloss.evaluation.pretraining",
     "isoloss.evaluation.context",
+    "isoloss.flatness.rescaling.families",
     "isoloss.flatness.rescaling.minimal",
     "isoloss.languages.hmm.language",
     "isoloss.languages.pcfg.language",
+    "isoloss.languages.pcfg.numba_kernels",
+    "isoloss.languages.vectorized_sampler",
     "isoloss.models.architectures",
     "isoloss.models.bert",
     "isoloss.models.expansion",
     "isoloss.models.fused",
+    "isoloss.models.stacked_kernels",
+    "isoloss.training.stack",
     "isoloss.training.trainer",
     "isoloss.transfer.draws",
     "isoloss.transfer.linear_probing",
@@ -154,6 +161,7 @@ def serve(lifeline: int) -> None:
     """Fork a process for every command on standard input, until that is closed."""
     for name in PRELOADED:
         importlib.import_module(name)
+    _read_help_texts(Measure, importlib.import_module("isoloss.cli.options").help_texts)
     running: set[int] = set()
     buffer = b""
     while True:
@@ -172,6 +180,13 @@ def serve(lifeline: int) -> None:
             if ended:
                 running.remove(pid)
                 _say(ended=pid, status=os.waitstatus_to_exitcode(status))
+
+
+def _read_help_texts(config: type, read: Callable[[type], object]) -> None:
+    """Read the help of the options that settings of this type have, which takes `isoloss eval` a second."""
+    for subclass in config.__subclasses__():
+        read(subclass)
+        _read_help_texts(subclass, read)
 
 
 def _become(arguments: Sequence[str], log: str, lifeline: int) -> None:
