@@ -18,12 +18,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from isoloss.errors import IsolossError
 from isoloss.evaluation.measures.base import Measure
+from isoloss.studies.plan import Resources
 
 # what training and evaluation need. With one OpenMP thread, imports start no threads; forking threads could hang
 PRELOADED = (
@@ -54,10 +56,16 @@ PRELOADED = (
     "isoloss.transfer.whole_language",
     "transformers.models.bert.modeling_bert",
 )
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ISOLOSS_EXIT_WITH_STDIN": "1"}  # of every unit
+EXIT_WITH_STDIN = {"ISOLOSS_EXIT_WITH_STDIN": "1"}  # in the environment of every command
 _REAP_SECONDS = 0.05
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 IS_AVAILABLE = sys.platform == "linux"  # elsewhere, libraries that torch links to do not survive a fork
+
+
+def can_fork(needs: Resources) -> bool:
+    """Whether a unit of these needs can be forked: GPUs and threads must not have been used before."""
+    return IS_AVAILABLE and needs.cores == needs.processes == 1 and not needs.gpus
 
 
 class WarmProcess:
@@ -70,18 +78,19 @@ class WarmProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[lifeline],
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **EXIT_WITH_STDIN},
             start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
         )
         os.close(lifeline)
         self._statuses: dict[int, int] = {}
         self._buffer = b""
 
-    def start(self, arguments: Sequence[str], log: Path) -> WarmCommand:
-        """Start an `isoloss` command, with its output in `log`."""
+    def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] = _NOTHING) -> WarmCommand:
+        """Start an `isoloss` command, with its output in `log` and further variables in its environment."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"arguments": list(arguments), "log": str(log)}).encode() + b"\n")
+            command = {"arguments": list(arguments), "log": str(log), "environment": dict(environment)}
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise IsolossError(_GONE) from None
@@ -172,6 +181,7 @@ def serve(lifeline: int) -> None:
             for document in map(json.loads, lines):
                 pid = os.fork()
                 if pid == 0:
+                    os.environ.update(document["environment"])
                     _become(document["arguments"], document["log"], lifeline)
                 running.add(pid)
                 _say(started=pid)
@@ -184,7 +194,8 @@ def serve(lifeline: int) -> None:
 
 def _read_help_texts(config: type, read: Callable[[type], object]) -> None:
     """Read the help of the options that settings of this type have, which takes `isoloss eval` a second."""
-    for subclass in config.__subclasses__():
+    subclasses: list[type] = config.__subclasses__()
+    for subclass in subclasses:
         read(subclass)
         _read_help_texts(subclass, read)
 
