@@ -35,9 +35,7 @@ def _check_lease() -> None:
     """Refuse to write results if another process has taken over this one's work."""
     lease = os.environ.get(LEASE)
     if lease and successor(Path(lease)).exists():
-        raise IsolossError(
-            f"another process has taken over this work ({successor(Path(lease))}): nothing more is written"
-        )
+        raise IsolossError(f"another process has taken over this work, {successor(Path(lease))}: nothing is written")
 
 
 @contextlib.contextmanager

@@ -24,12 +24,8 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(units, words):
 
 
 def test_the_longest_chain_comes_first():
-    units = [
-        unit("long", seconds=5),
-        unit("first", seconds=2),
-        unit("second", "first", seconds=4),
-        unit("third", "second"),
-    ]
+    first, long = unit("first", seconds=2), unit("long", seconds=5)
+    units = [long, first, unit("second", "first", seconds=4), unit("third", "second")]
     check(units)
     assert urgency(units) == {"long": 5, "first": 7, "second": 5, "third": 1}
 

@@ -29,7 +29,7 @@ from typing import Protocol
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.studies import attempts
-from isoloss.studies.leases import EXPIRY_SECONDS, HEARTBEATS, Attempt, Lease, Leases
+from isoloss.studies.leases import EXPIRY_SECONDS, HEARTBEATS, Attempt, End, Lease, Leases
 from isoloss.studies.plan import Resources, Unit, check
 
 LOOK_SECONDS = 1.0  # between two looks at what other processes have done
@@ -247,7 +247,7 @@ class Jobs:
         if status == 0:
             attempts.publish(unit, lease.number)
             if unit.done():
-                lease.end("done", seconds=round(job.seconds, 3))
+                self._end(job, "done", seconds=round(job.seconds, 3))
                 attempts.clean(unit, self._has_ended(unit))
                 self.count += 1
                 self._unseen.append(unit)
@@ -255,12 +255,12 @@ class Jobs:
                 self.say(f"{unit.name}: done in {job.seconds:.0f} s ({self.num_done} of {len(self.units)} units)")
                 return
         if status in STOPPED:
-            lease.end("stopped", seconds=round(job.seconds, 3))
+            self._end(job, "stopped", seconds=round(job.seconds, 3))
             heapq.heappush(self._ready, self._place[unit.name])
             return
         reason = "ended without its result" if status == 0 else f"failed with status {status}"
         is_final = status == BAD_INPUT or self._tries.get(unit.name, 0) >= self.options.retries
-        lease.end("failed", reason=reason, final=is_final, last_line=last_line(job.log))
+        self._end(job, "failed", reason=reason, final=is_final, last_line=last_line(job.log))
         self._note_failure(unit, is_final, f"{unit.name} {reason}; the end of {job.log}:\n{_tail(job.log)}")
 
     def tell(self) -> None:
@@ -277,7 +277,7 @@ class Jobs:
         if not self._given_up:
             return
         texts = list(self._given_up.values())
-        waiting = f"\n{len(self._blocked)} more units wait for these" if self._blocked else ""
+        waiting = f"\nnot started, as they wait for what failed: {len(self._blocked)} units" if self._blocked else ""
         if len(texts) == 1:
             raise IsolossError(texts[0] + waiting)
         names = ", ".join(self._given_up)
@@ -318,6 +318,10 @@ class Jobs:
             return False
         self._checked[key] = now
         return self.leases.is_lost(unit.file_name, number)
+
+    def _end(self, job: Job, how: End, **details: object) -> None:
+        job.lease.end(how, **details)
+        self._last[job.unit.file_name] = Attempt(job.lease.number, how)
 
     def _forget(self, job: Job) -> None:
         self._held.pop(job.unit.name, None)

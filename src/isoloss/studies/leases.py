@@ -124,11 +124,14 @@ class Leases:
         """
         path = self.folder / f"{unit}.{number}.json"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with path.open("x") as file:
+            if not self.folder.is_dir():
+                self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                file = path.open("x")
+            except FileExistsError:
+                return None
+            with file:
                 json.dump({**_this_process(), "began": _now()}, file)
-        except FileExistsError:
-            return None
         except OSError as error:
             raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
         return Lease(path, unit, number)
