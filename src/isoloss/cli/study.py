@@ -20,7 +20,7 @@ from isoloss.studies.leases import EXPIRY_SECONDS
 if TYPE_CHECKING:
     from isoloss.studies.claims import ClaimResult
     from isoloss.studies.folder import StudyFolder
-    from isoloss.studies.jobs import Executor
+    from isoloss.studies.jobs import Executor, Options
     from isoloss.studies.results import Summary
 
 EXAMPLES = [
@@ -33,8 +33,9 @@ EXAMPLES = [
     ("isoloss study compare results/a results/b", "compare a study with its repetition"),
 ]
 
-RUNNING = {"--executor", "--workers", "--retries", "--keep-going", "--no-keep-going", "--expiry"}  # options of run
-Action = Literal["plan", "run", "status", "report", "verify", "export", "compare"]
+WORKING = {"--workers", "--retries", "--keep-going", "--no-keep-going", "--expiry"}  # options of work
+RUNNING = WORKING | {"--executor", "--submit", "--address"}
+Action = Literal["plan", "run", "work", "status", "report", "verify", "export", "compare"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Args:
     """Plan, run, look at, report, verify, export or compare a study. Its whole state is in its folder."""
 
     action: tyro.conf.Positional[Action]
-    """plan: list the units; run: run them; status: show progress; report: write the page; verify: check the files;
-    export: write the results to --output; compare: compare two exports."""
+    """plan: list the units; run: run them; work: help another process that runs them; status: show progress; report:
+    write the page; verify: check the files; export: write the results to --output; compare: compare two exports."""
     name: tyro.conf.Positional[str]
     """The study (isoloss ls studies), or the path of a Python file that defines one; for compare, an export."""
     other: tyro.conf.Positional[Path | None] = None
@@ -64,6 +65,10 @@ class Args:
     """How many times a unit that fails is tried again."""
     keep_going: bool = True
     """Go on with other units after one has failed."""
+    address: str = ""
+    """For the executor ray: address of a cluster, such as auto; default: one that is started on this machine."""
+    submit: tuple[str, ...] = ()
+    """For the executor slurm: parameters of submitit, NAME=VALUE: timeout_min=600 slurm_partition=gpu ..."""
     expiry: float = EXPIRY_SECONDS
     """Seconds without a sign of life after which another process takes over a unit; over a slow network file system,
     give more."""
@@ -90,13 +95,15 @@ def main(arguments: list[str]) -> int:
     scale = args.scale or next(iter(study.scales))
     seeds = f"-seeds-{args.seed_offset}" if args.seed_offset else ""
     path = args.folder or Path("runs") / f"{study.name}-{scale}{seeds}"
+    if args.executor != Args.executor:
+        path = path.absolute()  # commands may start in another folder, on another machine
     folder = StudyFolder(study, path, scale, args.seed_offset)
     if args.action in ("plan", "status"):
         from isoloss.cli import study_progress
 
         start = _run_command(args, folder)
         return study_progress.show(folder, args.action, start, args.workers, watch=args.watch, as_json=args.json)
-    actions = {"run": _run, "report": _report, "verify": _verify}
+    actions = {"run": _run, "work": _work, "report": _report, "verify": _verify}
     return {**actions, "export": _export}[args.action](args, folder)
 
 
@@ -105,7 +112,8 @@ def _check_options(args: Args, arguments: list[str]) -> None:
     for option in (word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")):
         if args.action == "compare" and option != "--json":
             raise IsolossError(f"{option} is not for study compare, which only reads two exports")
-        if args.action != "run" and option in RUNNING - ({"--workers"} if args.action == "plan" else set()):
+        takes = {"run": RUNNING, "work": WORKING, "plan": {"--workers"}}
+        if option in RUNNING - takes.get(args.action, set()):
             raise IsolossError(f"{option} is for study run: study {args.action} starts no units")
         if args.action != "status" and option == "--watch":
             raise IsolossError(f"--watch is for study status, not for study {args.action}")
@@ -117,12 +125,12 @@ def _check_options(args: Args, arguments: list[str]) -> None:
 
 def _run(args: Args, folder: StudyFolder) -> int:
     from isoloss.studies.growing import GrowingPage
-    from isoloss.studies.jobs import Jobs, Options
+    from isoloss.studies.jobs import Jobs
     from isoloss.studies.plan import in_order
 
     folder.exists()  # refuses another's folder before anything is written
     execute: Executor = EXECUTORS.load(args.executor)
-    options = Options(workers=args.workers, retries=args.retries, keep_going=args.keep_going, expiry=args.expiry)
+    options = _options(args, folder)
     with files.lock(folder.path, wait=True):
         folder.prepare()
     units = folder.plan()
@@ -143,6 +151,51 @@ def _run(args: Args, folder: StudyFolder) -> int:
     with files.lock(folder.path, wait=True):
         page = folder.report()
     return _emit_summary(args, folder, page)
+
+
+def _options(args: Args, folder: StudyFolder) -> Options:
+    """Return how the plan is carried out, and by which command another process helps."""
+    from isoloss.studies.jobs import Options
+
+    keep_going = "--keep-going" if args.keep_going else "--no-keep-going"
+    name = str(Path(args.name).absolute()) if args.name.endswith(".py") else args.name
+    work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute()), keep_going]
+    work += ["--retries", str(args.retries), "--expiry", str(args.expiry)]
+    pairs = dict[str, str | int | float]()
+    for text in args.submit:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise IsolossError(f"--submit takes NAME=VALUE, such as timeout_min=600, not {text!r}")
+        pairs[name] = int(value) if value.isdecimal() else value
+    return Options(
+        workers=args.workers,
+        retries=args.retries,
+        keep_going=args.keep_going,
+        expiry=args.expiry,
+        work=tuple(work),
+        submit=pairs,
+        address=args.address,
+    )
+
+
+def _work(args: Args, folder: StudyFolder) -> int:
+    """Carry out units of a study that another process runs, until none is left; that one writes the report."""
+    from isoloss.studies.executors import local
+    from isoloss.studies.jobs import Jobs
+    from isoloss.studies.plan import in_order
+
+    if not folder.exists():
+        raise IsolossError(f"{folder.path} holds no study yet: {_run_command(args, folder)} starts one")
+    options = _options(args, folder)
+    jobs = Jobs(in_order(folder.plan()), folder.path, options, say=common.note)
+    try:
+        local.run(jobs, options)
+    except KeyboardInterrupt:
+        common.note("stopped; progress is saved")
+        return interrupts.status()
+    jobs.raise_failures()
+    common.note(f"{jobs.count} units done; no more are left")
+    return 0
 
 
 def _run_command(args: Args, folder: StudyFolder) -> str:

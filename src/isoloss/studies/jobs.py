@@ -49,6 +49,9 @@ class Options:
             wrong (exit status 2) is not.
         keep_going: Whether other units start after one has failed.
         expiry: Seconds without a heartbeat after which another process may take over a unit.
+        work: Arguments of the `isoloss` command by which a process on another machine carries out the same plan.
+        submit: Parameters of the cluster, by name.
+        address: Where a cluster is; empty: one on this machine.
 
     Raises:
         IsolossError: A number is out of range.
@@ -58,6 +61,9 @@ class Options:
     retries: int = 2
     keep_going: bool = True
     expiry: float = EXPIRY_SECONDS
+    work: tuple[str, ...] = ()
+    submit: Mapping[str, str | int | float] = field(default_factory=dict)
+    address: str = ""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -89,11 +95,8 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """The whole command, under torchrun if it has several processes."""
-        if self.unit.needs.processes == 1:
-            return [sys.executable, "-m", "isoloss", *self.arguments]
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.unit.needs.processes))
-        return [sys.executable, *launcher, "-m", "isoloss", *self.arguments]
+        """The whole command."""
+        return command(self.arguments, self.unit.needs)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -110,6 +113,14 @@ class Job:
     def seconds(self) -> float:
         """How long it has been running."""
         return time.monotonic() - self.start
+
+
+def command(arguments: Sequence[str], needs: Resources) -> list[str]:
+    """Return the command that runs `isoloss` with these arguments, under torchrun if it has several processes."""
+    if needs.processes == 1:
+        return [sys.executable, "-m", "isoloss", *arguments]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(needs.processes))
+    return [sys.executable, *launcher, "-m", "isoloss", *arguments]
 
 
 class Executor(Protocol):
@@ -150,6 +161,7 @@ class Jobs:
         self.units, self.logs, self.options, self.say = units, folder / "logs", options, say
         self.leases = Leases(folder / "leases", options.expiry)
         self.count = 0  # units that this process has run
+        self.observes = False  # whether to tell of units that other processes have done, too
         self.lost: set[Job] = set()  # held ones whose lease another process has taken: their commands are to be ended
         self._on_done, self._unseen = on_done, list[Unit]()
         self._by_name = {unit.name: unit for unit in units}
@@ -218,7 +230,7 @@ class Jobs:
         if self._given_up and not self.options.keep_going:
             return None
         if time.monotonic() - self._looked > LOOK_SECONDS:
-            self._look()
+            self.look()
         passed, job = list[int](), None
         while self._ready and job is None:
             place = heapq.heappop(self._ready)
@@ -369,7 +381,7 @@ class Jobs:
                 self._blocked.add(name)
                 waiting += self._followers.get(name, ())
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """See what other processes have begun and ended."""
         self._looked = time.monotonic()
         now = self.leases.attempts()
@@ -380,6 +392,9 @@ class Jobs:
                 continue
             if attempt.end == "done" and unit.done():
                 self._note_done(unit)
+                if self.observes:
+                    self._unseen.append(unit)
+                    self.say(f"{unit.name}: done ({self.num_done} of {len(self.units)} units)")
             elif attempt.end == "failed":
                 end = self.leases.ended(file_name, attempt.number, "failed")
                 text = f"{unit.name} {end.get('reason', 'failed')} in another process: {end.get('last_line', '')}"
