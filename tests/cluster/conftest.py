@@ -2,16 +2,9 @@
 
 import os
 import subprocess
-import sys
 
 import longer_study
 import pytest
-
-
-def command(file, folder, *options):
-    """The command that carries out the study."""
-    words = ("study", "run", str(file), "--folder", str(folder), *map(str, options))
-    return [sys.executable, "-m", "isoloss", *words]
 
 
 @pytest.fixture(scope="session")
@@ -20,5 +13,5 @@ def carried_out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
     file = longer_study.write(folder)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command(file, folder / "out"), check=True, env=environment, stdout=subprocess.DEVNULL)
+    subprocess.run(longer_study.command(file, folder / "out"), check=True, env=environment, stdout=subprocess.DEVNULL)
     return file, folder / "out"

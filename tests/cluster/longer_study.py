@@ -1,6 +1,7 @@
 """The study in blocks with runs of some seconds, for executors that are stopped while they train."""
 
 import hashlib
+import sys
 
 import studies_in_process
 
@@ -35,3 +36,9 @@ def ends(folder):
 def is_training(folder):
     """Whether an attempt at a run has a checkpoint."""
     return any((folder / "runs").glob(".*.attempt-*/checkpoints/step-*"))
+
+
+def command(file, folder, *options):
+    """The command that carries out the study."""
+    words = ("study", "run", str(file), "--folder", str(folder), *map(str, options))
+    return [sys.executable, "-m", "isoloss", *words]

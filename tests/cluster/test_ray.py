@@ -5,9 +5,8 @@ import subprocess
 import time
 
 import pytest
-from longer_study import contents, ends, is_training
+from longer_study import command, contents, ends, is_training
 
-from conftest import command
 from isoloss.errors import IsolossError
 from isoloss.studies.executors import ray as executor
 from isoloss.studies.jobs import Jobs, Options

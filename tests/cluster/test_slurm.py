@@ -6,9 +6,8 @@ import subprocess
 import time
 
 import pytest
-from longer_study import contents, ends, is_training
+from longer_study import command, contents, ends, is_training
 
-from conftest import command
 from isoloss.errors import IsolossError
 from isoloss.studies.executors import slurm
 from isoloss.studies.jobs import Jobs, Options
@@ -36,6 +35,7 @@ def wait_for(condition, seconds=120.0):
     return result
 
 
+@pytest.mark.cluster
 def test_workers_one_killed_and_one_timed_out_give_the_same_bytes(carried_out, tmp_path):
     file, expected = carried_out
     out = tmp_path / "out"

@@ -33,7 +33,7 @@ EXAMPLES = [
     ("isoloss study compare results/a results/b", "compare a study with its repetition"),
 ]
 
-WORKING = {"--workers", "--retries", "--keep-going", "--no-keep-going", "--expiry"}  # options of work
+WORKING = {"--workers", "--retries", "--no-keep-going", "--expiry"}  # options of work
 RUNNING = WORKING | {"--executor", "--submit", "--address"}
 Action = Literal["plan", "run", "work", "status", "report", "verify", "export", "compare"]
 
@@ -157,10 +157,10 @@ def _options(args: Args, folder: StudyFolder) -> Options:
     """Return how the plan is carried out, and by which command another process helps."""
     from isoloss.studies.jobs import Options
 
-    keep_going = "--keep-going" if args.keep_going else "--no-keep-going"
     name = str(Path(args.name).absolute()) if args.name.endswith(".py") else args.name
-    work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute()), keep_going]
+    work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute())]
     work += ["--retries", str(args.retries), "--expiry", str(args.expiry)]
+    work += [] if args.keep_going else ["--no-keep-going"]
     pairs = dict[str, str | int | float]()
     for text in args.submit:
         name, equals, value = text.partition("=")

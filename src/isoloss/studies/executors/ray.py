@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import signal
 import subprocess
@@ -64,7 +65,7 @@ def _connect(options: Options) -> Any:
     if ray.is_initialized():
         return ray
     try:
-        ray.init(address=options.address or "local", log_to_driver=False, logging_level="ERROR")
+        ray.init(address=options.address or "local", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise IsolossError(f"no Ray cluster answers at {options.address}: {error}") from error
     return ray
@@ -80,8 +81,10 @@ def _carry_out_all(ray: Any, task: Any, jobs: Jobs, options: Options) -> None:
                 running[_submit(task, job)] = job
                 free -= job.unit.needs.all_cores
             jobs.tell()
-            ended, _ = ray.wait(list(running), timeout=POLL_SECONDS) if running else ([], time.sleep(POLL_SECONDS))
-            for reference in ended:
+            if not running:
+                time.sleep(POLL_SECONDS)
+                continue
+            for reference in ray.wait(list(running), timeout=POLL_SECONDS)[0]:
                 job = running.pop(reference)
                 free += job.unit.needs.all_cores
                 jobs.ended(job, _status(ray, reference, job, jobs))
