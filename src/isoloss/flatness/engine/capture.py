@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from isoloss.flatness.engine.factors import SelectedRows
 from isoloss.flatness.engine.layouts import Contribution, Handle, Layout, Rule, without_trailing
 from isoloss.flatness.engine.origins import Origins, tensors_in
+from isoloss.flatness.engine.sharing import Sharing
 from isoloss.flatness.engine.vjp_rules import rule_of
 
 _RESHAPES = (torch.Tensor.view, torch.Tensor.reshape)
@@ -94,7 +95,7 @@ class Capture(TorchFunctionMode):
         self.expands, self.shared = expands, False
         self._handles = {id(parameter): Handle(name) for name, parameter in parameters.items()}
         self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
-        self._origins = Origins()
+        self._origins, self._sharing = Origins(), Sharing(self)
         self._aliases: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
         self.predicted, self.unknown = predicted, unknown
         self._select_before = select_before
@@ -148,9 +149,9 @@ class Capture(TorchFunctionMode):
             return self.layout
         return self.layout.gathered(without_trailing(owners.expand(shape), trailing).reshape(-1))
 
-    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+    def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Apply a function and note the use of the parameters among its arguments."""
-        return self._watched(function, args, {})
+        return self._watched(function, args, kwargs)
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """Return (1, m, ...) of values (B, T, ...): the predicted positions, as one sequence from here on."""
@@ -221,8 +222,14 @@ class Capture(TorchFunctionMode):
 
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         touched = {handle.name for value in tensors_in((args, kwargs)) if (handle := self.handle(value)) is not None}
-        rule = rule_of(func) if touched and torch.is_grad_enabled() else None
+        shared = self._sharing.names(tensors_in((args, kwargs)))
+        touched |= shared
+        rule = rule_of(func) if touched and not shared and torch.is_grad_enabled() else None
         result = rule(self, *args, **kwargs) if rule is not None and _fits(rule, self, args, kwargs) else None
+        if result is None and touched and torch.is_grad_enabled():
+            followed = self._sharing.follow(func, args, kwargs)
+            if followed is not None:
+                return followed
         if result is None:
             output = func(*args, **kwargs)
         else:

@@ -126,7 +126,7 @@ class Uses(Protocol):
         """Return how the tokens lie in what has this shape and as many trailing dimensions, by a value in it."""
         ...
 
-    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+    def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Apply a function and note the use of the parameters among its arguments."""
         ...
 

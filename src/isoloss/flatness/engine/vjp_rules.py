@@ -51,8 +51,7 @@ def _affine(
 ) -> Result | None:
     """Return the rule of what `apply` gives for x: y = x W^T (`by_rows`) or y = x W, plus a bias if there is one."""
     matrix = uses.handle(weight)
-    x = x if _is_plain(uses, x) else slice_rules.for_each_sequence(uses, x)
-    if x is None:
+    if not _is_plain(uses, x):
         return None
     contributions: dict[str, Contribution] = {}
     if matrix is not None:
