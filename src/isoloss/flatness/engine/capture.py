@@ -76,7 +76,6 @@ class Capture(TorchFunctionMode):
         predicted: (B, T) the positions that are predicted.
         select_before: Select them before the linear map with this weight.
         unknown: (m,) which of the selected positions are NaN from there on; None: none.
-        expands: Whether a lookup for all sequences together is made one for each, so that a rule can tell them apart.
     """
 
     def __init__(
@@ -86,13 +85,11 @@ class Capture(TorchFunctionMode):
         *,
         select_before: torch.Tensor | None = None,
         unknown: torch.Tensor | None = None,
-        expands: bool = True,
     ) -> None:
         super().__init__()
         self.layout = Layout(*predicted.shape)
         self.uses: list[Use] = []
         self.without_rule: set[str] = set()
-        self.expands, self.shared = expands, False
         self._handles = {id(parameter): Handle(name) for name, parameter in parameters.items()}
         self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
         self._origins, self._sharing = Origins(), Sharing(self)
@@ -109,17 +106,9 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.has_selected:
             args, kwargs = self._together(func, args, kwargs)
-        if self.shared and func is torch.Tensor.repeat and self._is_repeated(*args):
-            return args[0].clone()
         if func is F.linear:
             return self._linear(*args, **kwargs)
         return self._watched(func, args, kwargs)
-
-    def _is_repeated(self, values: torch.Tensor, *sizes: Any) -> bool:
-        """Whether this would give each sequence what it has already been given."""
-        times = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
-        number = self.layout.num_sequences
-        return len(values) % number == 0 and times == (number, *[1] * (values.ndim - 1))
 
     def _linear(
         self,
@@ -191,6 +180,10 @@ class Capture(TorchFunctionMode):
         if isinstance(value, (tuple, list)) and any(True for _ in tensors_in(value)):
             return type(value)(self._at_selected(part, is_here=is_here) for part in value)
         return value
+
+    def lose_shared(self, logits: torch.Tensor) -> None:
+        """Note that parameters have no rule behind logits that all sequences seem to share: they met none."""
+        self.without_rule |= self._sharing.names([logits])
 
     @property
     def has_selected(self) -> bool:

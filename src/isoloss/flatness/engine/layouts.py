@@ -111,8 +111,6 @@ class Uses(Protocol):
     """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule."""
 
     layout: Layout  # how the tokens lie at this point
-    expands: bool  # whether a lookup for all sequences together may be made one for each
-    shared: bool  # whether one was, which the model does not know
 
     def handle(self, value: Any) -> Handle | None:
         """Return the parameter that a tensor is, if it is one that is measured."""

@@ -107,18 +107,18 @@ class Sharing:
         """Map or normalize the rows of a shared tensor."""
         first, *others = tensors_in((args, kwargs))
         source, further = self._of(first), args[1:]
-        is_activation = any(value.requires_grad and not isinstance(value, nn.Parameter) for value in others)
-        if source is None or is_activation or self.names(others):
+        if source is None or any(map(_is_activation, others)) or self.names(others):
             return None
         make = lambda: self._uses.apply(function, source.each, *further, **kwargs)  # noqa: E731
         return self._add(function(*args, **kwargs), [first, *others], make)
 
     def _looked_up(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Look up the same rows of a parameter for all sequences."""
-        index, *further = args
-        if index.ndim != 1:
+        (index, *further), layout = args, self._uses.layout
+        is_packed = layout.num_sequences > 1 and index.numel() == layout.num_sequences * layout.length
+        if is_packed or index.shape[:-1] not in ((), (1,)):
             return None
-        every = index.expand(self._uses.layout.num_sequences, -1)
+        every = index.expand(layout.num_sequences, *index.shape)
         make = partial(self._uses.apply, function, every, *further, **kwargs)
         return self._add(function(*args, **kwargs), tensors_in((args, kwargs)), make)
 
@@ -130,9 +130,9 @@ class Sharing:
         others = [part for part in parts if isinstance(part, torch.Tensor)]
         if not shapes or len(shapes) + len(others) < len(values):
             return None
-        if any(self._uses.handle(value) is not None for value in others):
+        if any(self._uses.handle(value) is not None for value in (values if name == "matmul" else others)):
             return None
-        if name == "matmul" and min(map(len, shapes)) < 3:  # a product with weights
+        if name == "matmul" and min(map(len, shapes)) < 3:  # a product of weights
             return None
 
         def combined(pure: Callable[..., Any], ndim: int) -> Any:
@@ -142,11 +142,13 @@ class Sharing:
         axes, most = max(map(len, shapes)), max((value.ndim for value in others), default=0)
         has_axis = most > 0 and all(len(shape) < most or (len(shape) == most and shape[0] == 1) for shape in shapes)
         if has_axis and any(value.ndim == most and len(value) == layout.num_sequences for value in others):
-            return None if layout.selected is not None or (_writes(function) and isinstance(parts[0], Shared)) else combined(function, most)
-        spread = [value.shape for value in others]
-        if spread and (name == "matmul" or torch.broadcast_shapes(*shapes, *spread) != torch.broadcast_shapes(*shapes)):
+            is_known = layout.selected is None and not (_writes(function) and isinstance(parts[0], Shared))
+            return combined(function, most) if is_known else None
+        pure = getattr(torch, name[:-1], None) if _writes(function) else function
+        if pure is None or any(map(_is_activation, others)):
             return None
-        pure = getattr(torch, name[:-1]) if _writes(function) else function
+        if others and (name == "matmul" or not _is_covered(others, shapes)):
+            return None
         return self._add(function(*args, **kwargs), values, lambda: combined(pure, axes + 1))
 
     def _copied(self, function: Callable[..., Any], args: tuple[Any, ...], source: Shared) -> Any:
@@ -163,6 +165,16 @@ class Sharing:
                 return source.beside(output.ndim).expand(output.shape)
             return source.each.reshape(output.shape).clone(memory_format=torch.contiguous_format)
         return self._add(output, [value], lambda: source.each) if output.shape == value.shape else None
+
+
+def _is_activation(value: torch.Tensor) -> bool:
+    return value.requires_grad and not isinstance(value, nn.Parameter)
+
+
+def _is_covered(values: list[torch.Tensor], shapes: list[torch.Size]) -> bool:
+    """Whether what is computed value by value has the shape that it has without these values."""
+    spread: Callable[..., torch.Size] = torch.broadcast_shapes
+    return spread(*shapes, *(value.shape for value in values)) == spread(*shapes)
 
 
 def _writes(function: Callable[..., Any]) -> bool:
