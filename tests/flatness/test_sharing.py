@@ -97,6 +97,8 @@ class Sharer(nn.Module):
             x = x + (scores.tanh() @ (keys @ keys.mT @ keys)).transpose(1, 2).reshape(number, 7, 8)
         elif self.kind == "expanded":
             x = x + self.map(rows)[None, 1:].expand(number, -1, -1).sum(dim=1, keepdim=True)
+        elif self.kind == "expanded like":
+            x = x.tanh() * self.map(rows)[None].expand_as(x)
         elif self.kind == "repeated":
             keys = self.map(rows).view(7, 2, 4).permute(1, 0, 2).repeat(number, 1, 1)
             x = x + (x.view(number, 7, 2, 4).transpose(1, 2).flatten(0, 1) * keys).view(number, 2, 7, 4).transpose(
@@ -131,6 +133,7 @@ KINDS = {
     "two of them": (),
     "as matrices": (),
     "expanded": (),
+    "expanded like": (),
     "repeated": (),
     "a rate": (),
     "repeated for heads": ("table.weight", "norm.weight", "norm.bias", "map.weight", "map.bias"),

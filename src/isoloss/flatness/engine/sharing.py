@@ -71,6 +71,8 @@ class Sharing:
             return self._looked_up(function, args, kwargs)
         if is_pointwise(name) or name == "matmul":
             return self._combined(function, args, kwargs)
+        if name == "expand_as":
+            return self.follow(torch.Tensor.expand, (args[0], args[1].shape), {})
         source, further = self._shared.get(args[0]), args[1:]
         if source is None or len(values) > 1 or _writes(function):
             return None
