@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install demo test test-all test-cluster lint types docs bench-languages clean
 
 help:
-	@echo "make demo      the study same-loss at laptop scale: under twenty minutes on two cores, a page after five"
+	@echo "make demo      the study same-loss at laptop scale: about twenty minutes on two cores, a first page after six"
 	@echo "make test      the test suite"
 	@echo "make test-all  the test suite with the slow tests"
 	@echo "make test-cluster   the executors ray and slurm, on this machine; installs Ray"

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from isoloss.studies.plan import Resources
 POLL_SECONDS = 0.1
 SAY_SECONDS = 60.0
 GRACE_SECONDS = 60.0  # for commands to save after an interrupt
+CONNECTING_SECONDS = 10.0
 UNSEEN = 69  # status of a task whose node does not see the folder: EX_UNAVAILABLE
 
 
@@ -64,9 +66,12 @@ def _connect(options: Options) -> Any:
         raise IsolossError("the executor ray needs Ray: pip install 'isoloss[ray]'") from None
     if ray.is_initialized():
         return ray
+    host, colon, port = options.address.removeprefix("ray://").rpartition(":")
     try:
+        if colon and port.isdecimal():  # Ray itself would wait for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECTING_SECONDS).close()
         ray.init(address=options.address or "local", log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise IsolossError(f"no Ray cluster answers at {options.address}: {error}") from error
     return ray
 
