@@ -178,7 +178,8 @@ folder, count, steps, few = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], tu
 units = []
 for i in range(count):
     path = folder / "runs" / f"run-{i}"
-    words = ("train", str(path), *few, "--steps", steps, "--seed", str(i), "--checkpoint-every", "20")
+    words = ("train", str(path), *few, "--steps", steps, "--seed", str(i))
+    words += ("--checkpoints", *map(str, range(20, int(steps), 20)))
     units.append(Unit(name=f"train {i}", arguments=words, done=lambda path=path: Run(path).complete, makes=(path,)))
 options = Options(workers=2, expiry=3.0)
 local.run(Jobs(units, folder, options, say=lambda line: print(line, flush=True)), options)
@@ -216,9 +217,9 @@ def done_by(output):
 
 
 def test_two_executors_one_of_them_killed_do_every_unit_once(tmp_path):
-    start(tmp_path / "alone", 4, 60).communicate(timeout=300)
+    assert len(done_by(start(tmp_path / "alone", 4, 400).communicate(timeout=300)[0])) == 4
     folder = tmp_path / "both"
-    killed, other = start(folder, 4, 60), start(folder, 4, 60)
+    killed, other = start(folder, 4, 400), start(folder, 4, 400)
     wait_for(lambda: has_checkpoint(folder))
     killed.send_signal(signal.SIGKILL)
     by_killed, by_other = (done_by(process.communicate(timeout=300)[0]) for process in (killed, other))
@@ -242,12 +243,12 @@ def stopped(process, number):
 
 
 def test_an_executor_that_was_paused_longer_than_the_expiry_spoils_nothing(tmp_path):
-    start(tmp_path / "alone", 1, 300).communicate(timeout=300)
+    assert done_by(start(tmp_path / "alone", 1, 600).communicate(timeout=300)[0]) == ["train 0"]
     folder = tmp_path / "paused"
-    paused = start(folder, 1, 300)
+    paused = start(folder, 1, 600)
     wait_for(lambda: has_checkpoint(folder))
     stopped(paused, signal.SIGSTOP)
-    other = start(folder, 1, 300)
+    other = start(folder, 1, 600)
     wait_for(lambda: has_checkpoint(folder, 2))
     before = {path: path.read_bytes() for path in (folder / "runs").glob(".run-0.attempt-1/*") if path.is_file()}
     stopped(paused, signal.SIGCONT)  # while the other is at work
