@@ -4,12 +4,13 @@ BIN := .venv/bin
 # one thread a process: the demo and the tests run as many processes as there are cores
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-all lint types docs bench-languages clean
+.PHONY: help install demo test test-all test-cluster lint types docs bench-languages clean
 
 help:
-	@echo "make demo      the study same-loss at laptop scale: under twenty minutes on two cores, a page after five"
+	@echo "make demo      the study same-loss at laptop scale: about twenty minutes on two cores, a first page after six"
 	@echo "make test      the test suite"
 	@echo "make test-all  the test suite with the slow tests"
+	@echo "make test-cluster   the executors ray and slurm, on this machine; installs Ray"
 	@echo "make lint types docs   style, type and documentation checks"
 	@echo "make bench-languages   exact inference and sampling against other libraries, in an environment of its own"
 
@@ -30,6 +31,10 @@ test: install
 
 test-all: install
 	$(BIN)/python -m pytest --numprocesses 2 --quiet -m "not gpu"
+
+test-cluster: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,slurm]'
+	$(BIN)/python -m pytest --quiet -m "cluster and not slow" tests/cluster
 
 lint: install
 	$(BIN)/ruff check .

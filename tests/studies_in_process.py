@@ -3,6 +3,7 @@
 from isoloss.cli import study as command
 from isoloss.cli.main import main
 from isoloss.studies.folder import StudyFolder
+from isoloss.studies.jobs import Jobs, Options
 from isoloss.studies.spec import load_study
 
 BLOCKS = """
@@ -99,21 +100,27 @@ def write(folder):
     return folder / "blocks.py"
 
 
-def run(units, *, workers, logs, say, on_done):
-    """An executor of a few lines: every unit in turn, in this process."""
-    todo = [unit for unit in units if not unit.done()]
-    for unit in todo:
-        say(unit.name)
-        assert main(list(unit.arguments)) == 0
-        on_done(unit)
-    return len(todo)
+def run(jobs, options):
+    """An executor of a few lines: every job in turn, in this process."""
+    for job in jobs:
+        jobs.ended(job, main(list(job.arguments)))
+
+
+def carry_out(units, folder, execute=run, **options):
+    """Carry out a plan by an executor, as `isoloss study run` does; return what it said and which units were done."""
+    said, done = [], []
+    made = Options(**options)
+    jobs = Jobs(units, folder, made, say=said.append, on_done=lambda unit: done.append(unit.name))
+    execute(jobs, made)
+    jobs.raise_failures()
+    return said, done
 
 
 def finish(folder, seed_offset=0):
     """Make the study in blocks, without any page but the last; return its folder."""
     made = StudyFolder(load_study(write(folder)), folder / "out", seed_offset=seed_offset)
     made.prepare()
-    run(made.plan(), workers=1, logs=folder, say=lambda _: None, on_done=lambda _: None)
+    carry_out(made.plan(), made.path)
     made.report()
     return made.path
 

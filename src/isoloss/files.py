@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,25 @@ from typing import Any, BinaryIO
 from isoloss.errors import IsolossError, most_like
 
 TEMPORARY = ".tmp-"  # prefix of everything unfinished; whatever carries it may be deleted once its writer is gone
+LEASE = "ISOLOSS_LEASE"  # in the environment: the lease of the attempt that this process makes (isoloss.studies.leases)
+
+
+def successor(lease: Path) -> Path:
+    """Return the lease file of the next attempt.
+
+    Example:
+        >>> successor(Path("leases/train-base.1.json"))
+        PosixPath('leases/train-base.2.json')
+    """
+    unit, number, kind = lease.name.rsplit(".", 2)
+    return lease.with_name(f"{unit}.{int(number) + 1}.{kind}")
+
+
+def _check_lease() -> None:
+    """Refuse to write results if another process has taken over this one's work."""
+    lease = os.environ.get(LEASE)
+    if lease and successor(Path(lease)).exists():
+        raise IsolossError(f"another process has taken over this work, {successor(Path(lease))}: nothing is written")
 
 
 @contextlib.contextmanager
@@ -25,13 +45,14 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         IsolossError: It cannot be written.
     """
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    temporary = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        _check_lease()
         temporary.replace(path)
     except BaseException as error:  # of the disk, or Ctrl-C
         with contextlib.suppress(OSError):
@@ -39,6 +60,11 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError):
             raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
         raise
+
+
+def _temporary(path: Path) -> Path:
+    """Return the name under which this process makes a file or folder; on other machines the same number is another."""
+    return path.with_name(f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{path.name}")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -59,6 +85,7 @@ def write_json(path: Path, document: Any) -> None:
 
 def append_json(path: Path, line: Any) -> None:
     """Add a line to a file of JSON lines."""
+    _check_lease()
     try:
         with path.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -126,8 +153,8 @@ def new_directory(path: Path) -> Iterator[Path]:
     its content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    replaced = path.with_name(f"{TEMPORARY}{os.getpid()}-replaced-{path.name}")
+    temporary = _temporary(path)
+    replaced = temporary.with_name(f"{temporary.name}-replaced")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -136,6 +163,7 @@ def new_directory(path: Path) -> Iterator[Path]:
             if file.is_file():
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
+        _check_lease()
         if path.exists():
             path.rename(replaced)  # deleting it in place would leave part of it under its name if killed
         temporary.rename(path)

@@ -279,7 +279,9 @@ TASKS = Registry(
 EXECUTORS = Registry(
     "executor",
     "executors",
-    _entries("isoloss.studies.executors.local", {"local": ("run", "worker processes on this machine")}),
+    _entries("isoloss.studies.executors.local", {"local": ("run", "worker processes on this machine")})
+    | _entries("isoloss.studies.executors.ray", {"ray": ("run", "tasks on a Ray cluster")})
+    | _entries("isoloss.studies.executors.slurm", {"slurm": ("run", "Slurm jobs that share the study's folder")}),
     Form(function="a function like isoloss.studies.executors.local.run"),
 )
 STUDIES = Registry(

@@ -116,7 +116,7 @@ def test_every_part_has_the_norm_of_its_entries(name):
             predictions = predictor.forward(batch)
             cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(5)).double()
             found = predictor.squared_norms(predictions, cotangent).by_parameter
-            assert bool(predictor.slow_parameters) == (name == "deberta")
+            assert predictor.slow_parameters == ()
         expected = dense(model, batch, cotangent, splits, causal=causal)
         assert found.shape == expected.shape
         assert_norms(found, expected, rtol=1e-9)

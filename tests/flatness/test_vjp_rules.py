@@ -102,7 +102,7 @@ ODD = {
     "in place": (),
     "raw positions": ("positions",),
     "whole raw positions": (),
-    "table without batch": ("table.weight",),
+    "table without batch": (),
     "scalar": (),
     "experts": (),
     "time first": (),

@@ -17,9 +17,10 @@ from isoloss.runs import Run
 from isoloss.studies import growing
 from isoloss.studies.executors import local
 from isoloss.studies.folder import StudyFolder
+from isoloss.studies.jobs import Jobs, Options
 from isoloss.studies.plan import Unit, in_order
 from isoloss.studies.spec import load_study
-from studies_in_process import call
+from studies_in_process import call, carry_out
 
 
 @pytest.fixture
@@ -44,17 +45,17 @@ def text_of(folder):
 # --- the order
 
 
-def unit(name, *after, cost=1.0, block=0):
-    return Unit(name=name, arguments=("ls",), done=lambda: False, after=after, cost=cost, block=block)
+def unit(name, *after, seconds=1.0, block=0):
+    return Unit(name=name, arguments=("ls",), done=lambda: False, after=after, seconds=seconds, block=block)
 
 
 def test_a_lower_block_comes_first_and_in_it_the_longest_chain():
     units = [
-        unit("late long", cost=100, block=2),
-        unit("short", cost=2),
-        unit("then", "first", cost=5),
-        unit("first", cost=1),
-        unit("middle", "first", cost=50, block=1),
+        unit("late long", seconds=100, block=2),
+        unit("short", seconds=2),
+        unit("then", "first", seconds=5),
+        unit("first", seconds=1),
+        unit("middle", "first", seconds=50, block=1),
     ]
     assert [each.name for each in in_order(units)] == ["first", "then", "short", "middle", "late long"]
 
@@ -81,8 +82,7 @@ def test_a_worker_without_work_in_its_block_starts_the_next_one(tmp_path):
         block=1,
     )
     units = [slow, command("d", block=1), command("a", block=0), command("b", "a", block=0)]
-    said, done = [], []
-    local.run(in_order(units), workers=2, logs=tmp_path, say=said.append, on_done=lambda unit: done.append(unit.name))
+    said, done = carry_out(in_order(units), tmp_path, local.run, workers=2)
     started = [line.split(":")[0] for line in said if "started" in line]
     assert started[:2] == ["a", "c"]
     assert started.index("b") < started.index("d")
@@ -96,13 +96,15 @@ def test_the_hook_is_called_when_the_workers_have_work_again(tmp_path):
         done = (tmp_path / name).exists
         return Unit(name=name, arguments=("text", "python-docs", str(tmp_path / name)), done=done, after=after)
 
-    local.run(
+    options = Options(workers=1)
+    jobs = Jobs(
         [command("a"), command("b", "a")],
-        workers=1,
-        logs=tmp_path,
+        tmp_path,
+        options,
         say=lambda line: events.append(line.partition(" ")[0] + " " + line.split(": ")[-1][:4]),
         on_done=lambda unit: events.append(f"page after {unit.name}"),
     )
+    local.run(jobs, options)
     assert events[1:] == ["a: star", "a: done", "b: star", "page after a", "b: done", "page after b"]
 
 

@@ -16,13 +16,14 @@ from isoloss.errors import IsolossError
 from isoloss.runs import Run
 from isoloss.studies.executors import local
 from isoloss.studies.plan import Unit
+from studies_in_process import carry_out
 
 TRAINING = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--device", "cpu", "--threads", "1")
 
 
 def training(path: Path, steps: int) -> Unit:
     arguments = ("train", str(path), *TRAINING, "--steps", str(steps))
-    return Unit(name=f"train {path.name}", arguments=arguments, done=lambda: Run(path).complete)
+    return Unit(name=f"train {path.name}", arguments=arguments, done=lambda: Run(path).complete, makes=(path,))
 
 
 def measuring(path: Path) -> Unit:
@@ -33,14 +34,13 @@ def measuring(path: Path) -> Unit:
 
 def test_a_plan_is_carried_out_once(tmp_path):
     units = [measuring(tmp_path / "a"), training(tmp_path / "a", 20)]
-    said: list[str] = []
-    assert local.run(units, workers=2, logs=tmp_path / "logs", say=said.append) == 2
+    said, done = carry_out(units, tmp_path, local.run)
+    assert done == ["train a", "measure a"]
     assert [line for line in said if "started" in line] == ["train a: started", "measure a: started"]
     assert said[0] == f"2 of 2 units to do, 2 at a time; their output is in {tmp_path / 'logs'}"
     assert all(unit.done() for unit in units)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    assert local.run(units, workers=2, logs=tmp_path / "logs", say=said.append) == 0
-    assert said[-1].startswith("measure a: done in ")
+    assert carry_out(units, tmp_path, local.run) == ([], [])
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
@@ -48,20 +48,19 @@ def test_a_failure_shows_its_log_and_stops_what_waits_for_it(tmp_path):
     broken = Unit(name="broken", arguments=("sample", "no-such-language"), done=lambda: False)
     after = Unit(name="after", arguments=("ls",), done=lambda: False, after=("broken",))
     with pytest.raises(IsolossError, match=r"broken failed with status 2.*\n.*no language 'no-such-language'"):
-        local.run([broken, after], workers=1, logs=tmp_path, say=lambda _: None)
-    assert not (tmp_path / "after.log").exists()
+        carry_out([broken, after], tmp_path, local.run, workers=1)
+    assert not list((tmp_path / "logs").glob("after*"))
 
 
 def test_a_unit_that_ends_without_its_result_is_a_failure(tmp_path):
     unit = Unit(name="nothing", arguments=("--version",), done=lambda: False)
     with pytest.raises(IsolossError, match="nothing ended without its result"):
-        local.run([unit], workers=1, logs=tmp_path, say=lambda _: None)
+        carry_out([unit], tmp_path, local.run, retries=0)
 
 
 def test_a_unit_that_says_nothing_is_said_to_be_at_work(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "HEARTBEAT_SECONDS", 0.0)
-    said: list[str] = []
-    local.run([training(tmp_path / "a", 5)], workers=1, logs=tmp_path / "logs", say=said.append)
+    said, _ = carry_out([training(tmp_path / "a", 5)], tmp_path, local.run)
     quiet = [line for line in said if line.startswith("  ")]
     assert quiet
     assert re.fullmatch(r"  train a: running for \d+ s", quiet[0])
@@ -70,23 +69,24 @@ def test_a_unit_that_says_nothing_is_said_to_be_at_work(tmp_path, monkeypatch):
 def test_logs_that_cannot_be_written_are_refused(tmp_path):
     (tmp_path / "logs").write_text("a file")
     unit = Unit(name="a", arguments=("--version",), done=lambda: False)
-    with pytest.raises(IsolossError, match=r"cannot write .*logs/a\.log"):
-        local.run([unit], workers=1, logs=tmp_path / "logs", say=lambda _: None)
+    with pytest.raises(IsolossError, match=r"cannot write .*logs/a\.1\.log"):
+        carry_out([unit], tmp_path, local.run)
 
 
 def test_at_least_one_worker(tmp_path):
     with pytest.raises(IsolossError, match="0 workers"):
-        local.run([], workers=0, logs=tmp_path, say=lambda _: None)
+        carry_out([], tmp_path, local.run, workers=0)
 
 
 ENGINE = """
 import pathlib, sys
 from isoloss.runs import Run
 from isoloss.studies.executors import local
+from isoloss.studies.jobs import Jobs, Options
 from isoloss.studies.plan import Unit
 path = pathlib.Path(sys.argv[1])
-unit = Unit(name="train", arguments=tuple(sys.argv[2:]), done=lambda: Run(path).complete)
-local.run([unit], workers=1, logs=path.parent / "logs", say=lambda line: None)
+unit = Unit(name="train", arguments=tuple(sys.argv[2:]), done=lambda: Run(path).complete, makes=(path,))
+local.run(Jobs([unit], path.parent, options := Options(workers=1)), options)
 """
 
 
@@ -107,11 +107,11 @@ def is_free(folder: Path) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_engine(tmp_path, number):
-    run = Run(tmp_path / "run")
-    arguments = ("train", str(run.path), *TRAINING, "--steps", "1000000")
+    arguments = ("train", str(tmp_path / "run"), *TRAINING, "--steps", "1000000")
     engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(run.path), *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", ENGINE, str(tmp_path / "run"), *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
+    run = Run(tmp_path / ".run.attempt-1")
     wait_for(lambda: (run.path / "metrics.jsonl").exists())
     assert not is_free(run.path)
     engine.send_signal(number)

@@ -6,8 +6,8 @@ from isoloss.errors import IsolossError
 from isoloss.studies.plan import Unit, check, urgency
 
 
-def unit(name, *after, cost=1.0):
-    return Unit(name=name, arguments=("ls",), done=lambda: False, after=after, cost=cost)
+def unit(name, *after, seconds=1.0):
+    return Unit(name=name, arguments=("ls",), done=lambda: False, after=after, seconds=seconds)
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,12 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(units, words):
 
 
 def test_the_longest_chain_comes_first():
-    units = [unit("long", cost=5), unit("first", cost=2), unit("second", "first", cost=4), unit("third", "second")]
+    first, long = unit("first", seconds=2), unit("long", seconds=5)
+    units = [long, first, unit("second", "first", seconds=4), unit("third", "second")]
     check(units)
     assert urgency(units) == {"long": 5, "first": 7, "second": 5, "third": 1}
 
 
 def test_of_several_followers_the_longest_counts():
-    units = [unit("first", cost=1), unit("short", "first", cost=2), unit("long", "first", cost=9)]
+    units = [unit("first", seconds=1), unit("short", "first", seconds=2), unit("long", "first", seconds=9)]
     assert urgency(units)["first"] == 10

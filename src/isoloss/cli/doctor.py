@@ -14,6 +14,8 @@ from isoloss.runs import commit, versions
 EXAMPLES = [("isoloss doctor", "versions, devices, threads, kernels and optional parts")]
 
 OPTIONAL = {
+    "ray": "runs studies on a Ray cluster",
+    "submitit": "runs studies on Slurm",
     "tensorboard": "logs the metrics",
     "trackio": "logs the metrics",
     "wandb": "logs the metrics",

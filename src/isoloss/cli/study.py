@@ -15,11 +15,12 @@ from isoloss.cli import common
 from isoloss.errors import IsolossError
 from isoloss.registry import EXECUTORS
 from isoloss.runs import Run
+from isoloss.studies.leases import EXPIRY_SECONDS
 
 if TYPE_CHECKING:
     from isoloss.studies.claims import ClaimResult
     from isoloss.studies.folder import StudyFolder
-    from isoloss.studies.plan import Executor, Unit
+    from isoloss.studies.jobs import Executor, Options
     from isoloss.studies.results import Summary
 
 EXAMPLES = [
@@ -32,7 +33,9 @@ EXAMPLES = [
     ("isoloss study compare results/a results/b", "compare a study with its repetition"),
 ]
 
-Action = Literal["plan", "run", "status", "report", "verify", "export", "compare"]
+WORKING = {"--workers", "--retries", "--no-keep-going", "--expiry"}  # options of work
+RUNNING = WORKING | {"--executor", "--submit", "--address"}
+Action = Literal["plan", "run", "work", "status", "report", "verify", "export", "compare"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Args:
     """Plan, run, look at, report, verify, export or compare a study. Its whole state is in its folder."""
 
     action: tyro.conf.Positional[Action]
-    """plan: list the units; run: run them; status: show progress; report: write the page; verify: check the files;
-    export: write the results to --output; compare: compare two exports."""
+    """plan: list the units; run: run them; work: help another process that runs them; status: show progress; report:
+    write the page; verify: check the files; export: write the results to --output; compare: compare two exports."""
     name: tyro.conf.Positional[str]
     """The study (isoloss ls studies), or the path of a Python file that defines one; for compare, an export."""
     other: tyro.conf.Positional[Path | None] = None
@@ -55,9 +58,22 @@ class Args:
     output: Path | None = None
     """For export: folder for the results. An earlier export of the same results is replaced."""
     workers: int = 2
-    """Units run at the same time, one thread each."""
+    """Cores that units may use at the same time; most units use one."""
     executor: str = "local"
-    """What runs the units: local, or an executor that an installed package registers."""
+    """What runs the units (isoloss ls executors)."""
+    retries: int = 2
+    """How many times a unit that fails is tried again."""
+    keep_going: bool = True
+    """Go on with other units after one has failed."""
+    address: str = ""
+    """For the executor ray: address of a cluster, such as auto; default: one that is started on this machine."""
+    submit: tuple[str, ...] = ()
+    """For the executor slurm: parameters of submitit, NAME=VALUE: timeout_min=600 slurm_partition=gpu ..."""
+    expiry: float = EXPIRY_SECONDS
+    """Seconds without a sign of life after which another process takes over a unit; over a slow network file system,
+    give more."""
+    watch: bool = False
+    """For status: show it again and again, until all units are done."""
     json: bool = False
     """Print one JSON document."""
 
@@ -79,8 +95,15 @@ def main(arguments: list[str]) -> int:
     scale = args.scale or next(iter(study.scales))
     seeds = f"-seeds-{args.seed_offset}" if args.seed_offset else ""
     path = args.folder or Path("runs") / f"{study.name}-{scale}{seeds}"
+    if args.executor != Args.executor:
+        path = path.absolute()  # commands may start in another folder, on another machine
     folder = StudyFolder(study, path, scale, args.seed_offset)
-    actions = {"plan": _show_units, "status": _show_units, "run": _run, "report": _report, "verify": _verify}
+    if args.action in ("plan", "status"):
+        from isoloss.cli import study_progress
+
+        start = _run_command(args, folder)
+        return study_progress.show(folder, args.action, start, args.workers, watch=args.watch, as_json=args.json)
+    actions = {"run": _run, "work": _work, "report": _report, "verify": _verify}
     return {**actions, "export": _export}[args.action](args, folder)
 
 
@@ -89,85 +112,90 @@ def _check_options(args: Args, arguments: list[str]) -> None:
     for option in (word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")):
         if args.action == "compare" and option != "--json":
             raise IsolossError(f"{option} is not for study compare, which only reads two exports")
-        if args.action in ("report", "verify", "export") and option in ("--executor", "--workers"):
+        takes = {"run": RUNNING, "work": WORKING, "plan": {"--workers"}}
+        if option in RUNNING - takes.get(args.action, set()):
             raise IsolossError(f"{option} is for study run: study {args.action} starts no units")
+        if args.action != "status" and option == "--watch":
+            raise IsolossError(f"--watch is for study status, not for study {args.action}")
         if args.action != "export" and option == "--output":
             raise IsolossError(f"--output is for study export: study {args.action} writes into the study's folder")
     if args.other is not None and args.action != "compare":
         raise IsolossError(f"unexpected argument {args.other}: study {args.action} takes one study")
 
 
-def _show_units(args: Args, folder: StudyFolder) -> int:
-    """Print each unit and its state, for `plan` and `status`; refuse a folder that holds something else."""
-    if not folder.exists() and args.action == "status":
-        start = f"{_run_command(args, folder)} starts one"
-        raise IsolossError(f"{folder.path} holds no study: {start}{files.nearest(folder.path)}")
-    units = folder.plan()
-    progress = [(unit, *_state(unit)) for unit in units]
-    done = sum(state == "done" for _, state, _ in progress)
-    if args.json:
-        rows = [
-            {
-                "unit": unit.name,
-                "state": state,
-                "progress": text,
-                "after": list(unit.after),
-                "arguments": list(unit.arguments),
-            }
-            for unit, state, text in progress
-        ]
-        common.emit_json(
-            {"study": folder.study.name, "scale": folder.scale_name, "folder": str(folder.path), "units": rows}
-        )
-        return 0
-    if args.action == "plan":
-        cells = [(unit.name, text or state, ", ".join(unit.after)) for unit, state, text in progress]
-        columns = ("unit", "state", "after")
-        common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, cells, left=len(columns))
-    else:
-        lines = [(unit.name, text or state) for unit, state, text in progress]
-        common.print_table(str(folder.path), ("unit", "state"), lines, left=2)
-    common.say_wrapped(f"{done} of {len(units)} units done in {folder.path}; --json has the command of each")
-    return 0
-
-
-def _state(unit: Unit) -> tuple[str, str]:
-    """Return `done`, `begun` or `to do`, and how far a unit is that was begun."""
-    if unit.done():
-        return "done", ""
-    progress = unit.progress()
-    return ("begun", progress) if progress else ("to do", "")
-
-
 def _run(args: Args, folder: StudyFolder) -> int:
     from isoloss.studies.growing import GrowingPage
+    from isoloss.studies.jobs import Jobs
     from isoloss.studies.plan import in_order
 
     folder.exists()  # refuses another's folder before anything is written
     execute: Executor = EXECUTORS.load(args.executor)
-    with files.lock(folder.path):
+    options = _options(args, folder)
+    with files.lock(folder.path, wait=True):
         folder.prepare()
-        units = folder.plan()
-        if args.executor == "local" and args.workers > (os.cpu_count() or 1):
-            common.note(f"{args.workers} workers share {os.cpu_count()} cores: more workers than cores are no faster")
-        try:
-            count = execute(
-                in_order(units),
-                workers=args.workers,
-                logs=folder.path / "logs",
-                say=common.note,
-                on_done=GrowingPage(folder, units, common.note),
-            )
-        except KeyboardInterrupt:
-            common.note("stopped; progress is saved. To resume:")
-            common.note(f"  {_run_command(args, folder)} --workers {args.workers}")
-            return interrupts.status()
-        if count:
-            common.note(f"{count} units done; writing the report")
-        else:
-            common.note(f"all {len(units)} units were done already")
+    units = folder.plan()
+    if args.executor == "local" and args.workers > (os.cpu_count() or 1):
+        common.note(f"{args.workers} workers share {os.cpu_count()} cores: more workers than cores are no faster")
+    jobs = Jobs(in_order(units), folder.path, options, say=common.note, on_done=GrowingPage(folder, units, common.note))
+    try:
+        execute(jobs, options)
+    except KeyboardInterrupt:
+        common.note("stopped; progress is saved. To resume:")
+        common.note(f"  {_run_command(args, folder)} --workers {args.workers}")
+        return interrupts.status()
+    jobs.raise_failures()
+    if jobs.count:
+        common.note(f"{jobs.count} units done; writing the report")
+    else:
+        common.note(f"all {len(units)} units were done already")
+    with files.lock(folder.path, wait=True):
         page = folder.report()
     return _emit_summary(args, folder, page)
+
+
+def _options(args: Args, folder: StudyFolder) -> Options:
+    """Return how the plan is carried out, and by which command another process helps."""
+    from isoloss.studies.jobs import Options
+
+    name = str(Path(args.name).absolute()) if args.name.endswith(".py") else args.name
+    work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute())]
+    work += ["--retries", str(args.retries), "--expiry", str(args.expiry)]
+    work += [] if args.keep_going else ["--no-keep-going"]
+    pairs = dict[str, str | int | float]()
+    for text in args.submit:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise IsolossError(f"--submit takes NAME=VALUE, such as timeout_min=600, not {text!r}")
+        pairs[name] = int(value) if value.isdecimal() else value
+    return Options(
+        workers=args.workers,
+        retries=args.retries,
+        keep_going=args.keep_going,
+        expiry=args.expiry,
+        work=tuple(work),
+        submit=pairs,
+        address=args.address,
+    )
+
+
+def _work(args: Args, folder: StudyFolder) -> int:
+    """Carry out units of a study that another process runs, until none is left; that one writes the report."""
+    from isoloss.studies.executors import local
+    from isoloss.studies.jobs import Jobs
+    from isoloss.studies.plan import in_order
+
+    if not folder.exists():
+        raise IsolossError(f"{folder.path} holds no study yet: {_run_command(args, folder)} starts one")
+    options = _options(args, folder)
+    jobs = Jobs(in_order(folder.plan()), folder.path, options, say=common.note)
+    try:
+        local.run(jobs, options)
+    except KeyboardInterrupt:
+        common.note("stopped; progress is saved")
+        return interrupts.status()
+    jobs.raise_failures()
+    common.note(f"{jobs.count} units done; no more are left")
+    return 0
 
 
 def _run_command(args: Args, folder: StudyFolder) -> str:

@@ -22,13 +22,14 @@ a function `study()` that returns it.
 from isoloss.lazy import exports
 from isoloss.studies.spec import Experiment, Measurement, Scale, Study, load_study
 
-__all__ = ["Claim", "Contrast", "Experiment", "Measurement", "PageParts", "Results", "Scale", "Study",
-           "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
+__all__ = ["Claim", "Contrast", "Experiment", "Measurement", "PageParts", "Resources", "Results", "Scale",
+           "Study", "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
 
 _EXPORTS = {
     "Claim": "isoloss.studies.claims",
     "Contrast": "isoloss.studies.claims",
     "PageParts": "isoloss.studies.page",
+    "Resources": "isoloss.studies.plan",
     "Results": "isoloss.studies.results",
     "StudyFolder": "isoloss.studies.folder",
     "SummaryTable": "isoloss.studies.results",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,21 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import pending
 from isoloss.evaluation.measures.base import settings_of
+from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.answers import answer_all, check_measures
 from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims
-from isoloss.studies.plan import Unit
+from isoloss.studies.plan import Resources, Unit
 from isoloss.studies.results import Results, Summary, checkpoint_tables, common_measures, control_tables, run_of
 from isoloss.studies.spec import Experiment, Measurement, Study
 
 CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
+# seconds on one core of a recent server, of the models that studies on a laptop have; only the order matters before
+# anything is measured, and `isoloss.studies.estimates` corrects them by what has been
+MEASURING_SECONDS = 5.0  # of one checkpoint
+STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with the square root of the batch
+STACKED = 3.0  # how many times as fast stacked runs train
 CLAIMS = "claims_sha256"  # the key in study.json of the hash that the file of claims had at the start
-DEVICE = ("--device", "cpu", "--threads", "1")
 
 
 class StudyFolder:
@@ -63,7 +69,11 @@ class StudyFolder:
             "runs": {name: configs.fingerprint(experiment.config) for name, experiment in experiments.items()},
             "measured": {
                 name: [
-                    configs.to_dict(part) | {"steps": list(experiment.steps(part))} for part in experiment.measurements
+                    {
+                        **{key: value for key, value in configs.to_dict(part).items() if key != "needs"},
+                        "steps": list(experiment.steps(part)),
+                    }
+                    for part in experiment.measurements
                 ]
                 for name, experiment in experiments.items()
             },
@@ -147,7 +157,8 @@ class StudyFolder:
                     done=functools.partial(_is_measured, run, experiment, part),
                     progress=functools.partial(_measuring_progress, run, experiment, part),
                     after=(_training_unit(name, experiment),),
-                    cost=10.0 * len(experiment.steps(part)),
+                    seconds=MEASURING_SECONDS * len(experiment.steps(part)),
+                    needs=part.needs,
                     block=experiment.block,
                 )
                 for part in experiment.measurements
@@ -162,18 +173,21 @@ class StudyFolder:
         units = []
         for unit, members in together.items():
             runs = {run_of(self.path, name): experiment for name, experiment in members.items()}
+            needs = next(iter(members.values())).needs
             after = (other for experiment in members.values() for other in experiment.after)
             units.append(
                 Unit(
                     name=unit,
                     arguments=(
                         *("train", *(str(run.path) for run in runs)),
-                        *("--config", *(str(self._config(name)) for name in members), *DEVICE),
+                        *("--config", *(str(self._config(name)) for name in members), *_device(needs)),
                     ),
+                    makes=tuple(run.path for run in runs),
                     done=functools.partial(_are_trained, runs),
                     progress=functools.partial(_training_progress, runs),
                     after=tuple(dict.fromkeys(_training_unit(other, experiments[other]) for other in after)),
-                    cost=sum(e.config.steps * e.config.batch_size**0.5 / 1000 for e in members.values()),
+                    seconds=sum(_training_seconds(e.config) for e in members.values()),
+                    needs=needs,
                     block=min(experiment.block for experiment in members.values()),
                 )
             )
@@ -269,7 +283,18 @@ def _eval_arguments(run: Run, experiment: Experiment, part: Measurement) -> tupl
         for word in (f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list | tuple) else [value]))
     ]
     steps = map(str, experiment.steps(part))
-    return ("eval", str(run.path), "--measures", *part.measures, "--steps", *steps, *settings, *DEVICE)
+    return ("eval", str(run.path), "--measures", *part.measures, "--steps", *steps, *settings, *_device(part.needs))
+
+
+def _device(needs: Resources) -> tuple[str, ...]:
+    """Return the options that say what a command computes on."""
+    return "--device", "cuda" if needs.gpus else "cpu", "--threads", str(needs.cores)
+
+
+def _training_seconds(config: TrainConfig) -> float:
+    """Return about how long a narrow BERT takes to train on one core; wider ones take longer."""
+    seconds = STEP_SECONDS * config.steps * math.sqrt(config.batch_size)
+    return seconds / STACKED if config.stacked else seconds
 
 
 def _training_unit(name: str, experiment: Experiment) -> str:
@@ -285,8 +310,8 @@ def _are_trained(runs: Mapping[Run, Experiment]) -> bool:
     return all(_is_trained(run, experiment) for run, experiment in runs.items())
 
 
-def _training_progress(runs: Mapping[Run, Experiment]) -> str:
-    begun = [run for run in runs if run.exists]
+def _training_progress(runs: Mapping[Run, Experiment], where: Callable[[Path], Path]) -> str:
+    begun = [run for run in (Run(where(run.path)) for run in runs) if run.exists]
     made, total = sum(max(run.steps(), default=0) for run in begun), sum(one.config.steps for one in runs.values())
     return f"step {made:,} of {total:,}" if begun else ""
 
@@ -296,7 +321,7 @@ def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:
     return _is_trained(run, experiment) and not pending(run, part.measures, steps, part.settings)
 
 
-def _measuring_progress(run: Run, experiment: Experiment, part: Measurement) -> str:
+def _measuring_progress(run: Run, experiment: Experiment, part: Measurement, _: Callable[[Path], Path]) -> str:
     present = [step for step in experiment.steps(part) if step in run.steps()]
     total = len(experiment.steps(part)) * len(part.measures)
     made = len(present) * len(part.measures) - len(pending(run, part.measures, present, part.settings))

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from isoloss import files
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import Unit
 
@@ -36,7 +37,7 @@ class GrowingPage:
     the finished study is not written here.
 
     Args:
-        folder: The study, whose lock is held.
+        folder: The study.
         units: Its plan.
         say: Called with one line for each page.
     """
@@ -57,7 +58,8 @@ class GrowingPage:
             return
         what, start = f"the page of {len(complete)} of {blocks} blocks", time.monotonic()
         try:
-            page = self._folder.report(complete)
+            with files.lock(self._folder.path):
+                page = self._folder.report(complete)
             self._say(f"{what}: {page}, written in {time.monotonic() - start:.0f} s")
         except Exception as error:  # a study's own functions may raise anything on part of its results
             self._say(f"{what} could not be written: {type(error).__name__}: {' '.join(str(error).split())}")

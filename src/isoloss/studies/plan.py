@@ -1,14 +1,62 @@
-"""The plan of a study: commands on directories, and which each has to wait for."""
+"""The plan of a study: commands on directories, which each has to wait for, and what each needs."""
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Protocol
 
 from isoloss.errors import IsolossError
+
+_LONGEST_NAME = 150  # characters of a file name, which several endings follow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a unit of work needs while it runs.
+
+    Attributes:
+        cores: CPU cores, at least 1; each of its processes computes with as many threads.
+        gpus: GPUs of each process: a whole number, or a fraction below 1, so that several units share one. Then it
+            trains and measures on `cuda`, otherwise on `cpu`.
+        memory: Memory in GiB; 0: not known, and not reserved.
+        processes: Number of processes, started by torchrun on one machine.
+
+    Raises:
+        IsolossError: A number is out of range.
+
+    Example:
+        >>> Resources(cores=2, gpus=0.25)
+        Resources(cores=2, gpus=0.25, memory=0.0, processes=1)
+    """
+
+    cores: int = 1
+    gpus: float = 0.0
+    memory: float = 0.0
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("cores", 1), ("processes", 1), ("gpus", 0), ("memory", 0)):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= least):
+                raise IsolossError(f"{name} of a unit of work is {value}; it must be at least {least}")
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise IsolossError(f"gpus of a unit of work is {self.gpus}; above 1 it must be a whole number")
+
+    @property
+    def all_cores(self) -> int:
+        """Cores of all its processes."""
+        return self.cores * self.processes
+
+    @property
+    def all_gpus(self) -> float:
+        """GPUs of all its processes."""
+        return self.gpus * self.processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,51 +67,38 @@ class Unit:
         name: What it is called, unique in a plan.
         arguments: Of the `isoloss` command.
         done: Whether its result is there; reads files only.
-        progress: Progress of a started unit that is not done, e.g. `step 100 of 300`; empty: not started.
+        progress: Progress of a started unit that is not done, e.g. `step 100 of 300`; empty: not started. It is given a
+            function from the path of each of `makes` to the folder in which the present attempt makes it.
+        makes: Paths of the run directories that it makes, as they stand in `arguments`. An attempt makes each in a
+            folder of its own (`isoloss.studies.attempts`), and only one that is complete gets its name.
         after: Names of the units whose results it needs.
-        cost: Expected duration, in any one unit of time for the whole plan; decides the order within a block.
+        seconds: Expected duration on one core, before anything is measured; decides the order within a block.
+        needs: What it needs while it runs.
         block: Number of its block; units of lower blocks start first.
     """
 
     name: str
     arguments: tuple[str, ...]
     done: Callable[[], bool]
-    progress: Callable[[], str] = lambda: ""
+    progress: Callable[[Callable[[Path], Path]], str] = lambda _: ""
+    makes: tuple[Path, ...] = ()
     after: tuple[str, ...] = ()
-    cost: float = 1.0
+    seconds: float = 1.0
+    needs: Resources = field(default_factory=Resources)
     block: int = 0
 
+    @property
+    def file_name(self) -> str:
+        """Its name in the names of files.
 
-class Executor(Protocol):
-    """Carries out a plan; registered in `isoloss.registry.EXECUTORS`. All state is in the files of the units."""
-
-    def __call__(
-        self,
-        units: Sequence[Unit],
-        *,
-        workers: int,
-        logs: Path,
-        say: Callable[[str], None],
-        on_done: Callable[[Unit], None],
-    ) -> int:
-        """Carry out the units that are not done, each after those it waits for.
-
-        Args:
-            units: The plan, in the order in which to start its units; each comes after those it waits for. Whenever a
-                worker is free, start the first unit that need not wait.
-            workers: How many units run at a time.
-            logs: Folder for the units' output.
-            say: Called with one line when a unit starts or ends, and on progress.
-            on_done: Called in this process after each unit that was run and is done. It may take seconds, to write the
-                interim page; other units keep running.
-
-        Returns:
-            How many units were run.
-
-        Raises:
-            IsolossError: A unit failed.
-            KeyboardInterrupt: Passed on after the units have saved.
+        Example:
+            >>> Unit(name="train base, grammars 1 to 4", arguments=(), done=lambda: False).file_name
+            'train-base-grammars-1-to-4'
         """
+        plain = re.sub(r"[^A-Za-z0-9_-]+", "-", self.name)
+        if len(plain) <= _LONGEST_NAME:
+            return plain
+        return f"{plain[: _LONGEST_NAME - 9]}-{hashlib.sha256(self.name.encode()).hexdigest()[:8]}"
 
 
 def in_order(units: Sequence[Unit]) -> list[Unit]:
@@ -74,8 +109,8 @@ def in_order(units: Sequence[Unit]) -> list[Unit]:
 
     Example:
         >>> known = {"arguments": (), "done": lambda: False}
-        >>> plan = [Unit(name="b", block=1, cost=9, **known), Unit(name="short", **known),
-        ...         Unit(name="long", cost=2, **known)]
+        >>> plan = [Unit(name="b", block=1, seconds=9, **known), Unit(name="short", **known),
+        ...         Unit(name="long", seconds=2, **known)]
         >>> [unit.name for unit in in_order(plan)]
         ['long', 'short', 'b']
     """
@@ -86,11 +121,17 @@ def in_order(units: Sequence[Unit]) -> list[Unit]:
 
 def check(units: Sequence[Unit]) -> None:
     """Refuse a plan with a repeated name, an unknown predecessor, one of a later block, or a cycle."""
-    names = [unit.name for unit in units]
-    blocks = {unit.name: unit.block for unit in units}
-    for name in names:
-        if names.count(name) > 1:
-            raise IsolossError(f"two units of the plan are called {name!r}")
+    blocks: dict[str, int] = {}
+    names: dict[str, str] = {}
+    for unit in units:
+        if unit.name in blocks:
+            raise IsolossError(f"two units of the plan are called {unit.name!r}")
+        blocks[unit.name] = unit.block
+        other = names.setdefault(unit.file_name, unit.name)
+        if other != unit.name:
+            raise IsolossError(
+                f"the units {other!r} and {unit.name!r} would have the same files, {unit.file_name}: rename one"
+            )
     for unit in units:
         for name in unit.after:
             if name not in blocks:
@@ -100,22 +141,60 @@ def check(units: Sequence[Unit]) -> None:
                     f"unit {unit.name!r} of block {unit.block} waits for {name!r} of block {blocks[name]}: a block "
                     "must be complete without the later ones"
                 )
+    _sorted(units)
+
+
+def _sorted(units: Sequence[Unit]) -> list[str]:
+    """Return the names of units, each after those it waits for."""
     try:
-        TopologicalSorter({unit.name: unit.after for unit in units}).prepare()
+        return list(TopologicalSorter({unit.name: unit.after for unit in units}).static_order())
     except CycleError as error:
         raise IsolossError(f"the units {', '.join(sorted(set(error.args[1])))} wait for each other") from error
 
 
 def urgency(units: Sequence[Unit]) -> dict[str, float]:
-    """Return for each unit the cost of the longest chain that starts with it: the longest is started first."""
+    """Return for each unit the seconds of the longest chain that starts with it: the longest is started first."""
+    by_name = {unit.name: unit for unit in units}
+    longest = dict.fromkeys(by_name, 0.0)  # of the chains of those that wait for it
     result: dict[str, float] = {}
+    for name in reversed(_sorted(units)):
+        result[name] = by_name[name].seconds + longest[name]
+        for before in by_name[name].after:
+            longest[before] = max(longest[before], result[name])
+    return {unit.name: result[unit.name] for unit in units}
 
-    def chain(unit: Unit) -> float:
-        if unit.name not in result:
-            followers = [u for u in units if unit.name in u.after]
-            result[unit.name] = unit.cost + max((chain(u) for u in followers), default=0.0)
-        return result[unit.name]
 
+def makespan(units: Sequence[Unit], workers: int) -> float:
+    """Return the seconds that so many workers of one core take for a plan, each busy whenever a unit can start.
+
+    Args:
+        units: The units to run, in the order in which to start them; what they wait for may be missing: it is done.
+        workers: How many units run at a time.
+
+    Example:
+        >>> known = {"arguments": (), "done": lambda: False}
+        >>> plan = [Unit(name="a", seconds=3, **known), Unit(name="b", seconds=2, **known),
+        ...         Unit(name="c", seconds=2, after=("a",), **known)]
+        >>> makespan(plan, 1), makespan(plan, 2)
+        (7.0, 5.0)
+    """
+    place = {unit.name: i for i, unit in enumerate(units)}
+    waits = {unit.name: sum(name in place for name in unit.after) for unit in units}
+    followers: dict[str, list[str]] = {}
     for unit in units:
-        chain(unit)
-    return result
+        for name in unit.after:
+            followers.setdefault(name, []).append(unit.name)
+    ready = [place[name] for name, count in waits.items() if count == 0]
+    heapq.heapify(ready)
+    running: list[tuple[float, int]] = []
+    now = 0.0
+    while ready or running:
+        while ready and len(running) < workers:
+            i = heapq.heappop(ready)
+            heapq.heappush(running, (now + units[i].seconds, i))
+        now, ended = heapq.heappop(running)
+        for name in followers.get(units[ended].name, ()):
+            waits[name] -= 1
+            if waits[name] == 0:
+                heapq.heappush(ready, place[name])
+    return now

@@ -16,6 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.files import nearest
 from isoloss.registry import STUDIES
 from isoloss.run_config import TrainConfig
+from isoloss.studies.plan import Resources
 
 if TYPE_CHECKING:
     from isoloss.studies.claims import ClaimResult, Contrast
@@ -32,12 +33,14 @@ class Measurement:
         steps: Steps that have a checkpoint; empty: every checkpoint that the run keeps.
         settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss eval`.
         name: First part of the unit's name; the second is the run.
+        needs: What the unit needs; with GPUs it measures on `cuda`.
     """
 
     measures: tuple[str, ...]
     steps: tuple[int, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     name: str = "measure"
+    needs: Resources = field(default_factory=Resources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class Experiment:
             runs. Lower blocks run first, and an interim page can show the complete ones.
         stack: What it is trained together with: one unit of work trains all runs of the same name here, whose configs
             have `stacked` and models of one shape; empty: it is trained by itself.
+        needs: What training needs; with GPUs it trains on `cuda`. The runs of one stack have the same.
     """
 
     config: TrainConfig
@@ -61,6 +65,7 @@ class Experiment:
     group: str = ""
     block: int = 0
     stack: str = ""
+    needs: Resources = field(default_factory=Resources)
 
     @property
     def kept_steps(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from isoloss.flatness.engine.factors import SelectedRows
 from isoloss.flatness.engine.layouts import Contribution, Handle, Layout, Rule, without_trailing
 from isoloss.flatness.engine.origins import Origins, tensors_in
+from isoloss.flatness.engine.sharing import Sharing
 from isoloss.flatness.engine.vjp_rules import rule_of
 
 _RESHAPES = (torch.Tensor.view, torch.Tensor.reshape)
@@ -75,7 +76,6 @@ class Capture(TorchFunctionMode):
         predicted: (B, T) the positions that are predicted.
         select_before: Select them before the linear map with this weight.
         unknown: (m,) which of the selected positions are NaN from there on; None: none.
-        expands: Whether a lookup for all sequences together is made one for each, so that a rule can tell them apart.
     """
 
     def __init__(
@@ -85,16 +85,14 @@ class Capture(TorchFunctionMode):
         *,
         select_before: torch.Tensor | None = None,
         unknown: torch.Tensor | None = None,
-        expands: bool = True,
     ) -> None:
         super().__init__()
         self.layout = Layout(*predicted.shape)
         self.uses: list[Use] = []
         self.without_rule: set[str] = set()
-        self.expands, self.shared = expands, False
         self._handles = {id(parameter): Handle(name) for name, parameter in parameters.items()}
         self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
-        self._origins = Origins()
+        self._origins, self._sharing = Origins(), Sharing(self)
         self._aliases: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
         self.predicted, self.unknown = predicted, unknown
         self._select_before = select_before
@@ -108,17 +106,9 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.has_selected:
             args, kwargs = self._together(func, args, kwargs)
-        if self.shared and func is torch.Tensor.repeat and self._is_repeated(*args):
-            return args[0].clone()
         if func is F.linear:
             return self._linear(*args, **kwargs)
         return self._watched(func, args, kwargs)
-
-    def _is_repeated(self, values: torch.Tensor, *sizes: Any) -> bool:
-        """Whether this would give each sequence what it has already been given."""
-        times = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
-        number = self.layout.num_sequences
-        return len(values) % number == 0 and times == (number, *[1] * (values.ndim - 1))
 
     def _linear(
         self,
@@ -148,9 +138,9 @@ class Capture(TorchFunctionMode):
             return self.layout
         return self.layout.gathered(without_trailing(owners.expand(shape), trailing).reshape(-1))
 
-    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+    def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Apply a function and note the use of the parameters among its arguments."""
-        return self._watched(function, args, {})
+        return self._watched(function, args, kwargs)
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """Return (1, m, ...) of values (B, T, ...): the predicted positions, as one sequence from here on."""
@@ -191,6 +181,10 @@ class Capture(TorchFunctionMode):
             return type(value)(self._at_selected(part, is_here=is_here) for part in value)
         return value
 
+    def lose_shared(self, logits: torch.Tensor) -> None:
+        """Note that parameters have no rule behind logits that all sequences seem to share: they met none."""
+        self.without_rule |= self._sharing.names([logits])
+
     @property
     def has_selected(self) -> bool:
         """Whether the predicted positions have been selected."""
@@ -221,8 +215,14 @@ class Capture(TorchFunctionMode):
 
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         touched = {handle.name for value in tensors_in((args, kwargs)) if (handle := self.handle(value)) is not None}
-        rule = rule_of(func) if touched and torch.is_grad_enabled() else None
+        shared = self._sharing.names(tensors_in((args, kwargs)))
+        touched |= shared
+        rule = rule_of(func) if touched and not shared and torch.is_grad_enabled() else None
         result = rule(self, *args, **kwargs) if rule is not None and _fits(rule, self, args, kwargs) else None
+        if result is None and touched and torch.is_grad_enabled():
+            followed = self._sharing.follow(func, args, kwargs)
+            if followed is not None:
+                return followed
         if result is None:
             output = func(*args, **kwargs)
         else:

@@ -111,8 +111,6 @@ class Uses(Protocol):
     """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule."""
 
     layout: Layout  # how the tokens lie at this point
-    expands: bool  # whether a lookup for all sequences together may be made one for each
-    shared: bool  # whether one was, which the model does not know
 
     def handle(self, value: Any) -> Handle | None:
         """Return the parameter that a tensor is, if it is one that is measured."""
@@ -126,7 +124,7 @@ class Uses(Protocol):
         """Return how the tokens lie in what has this shape and as many trailing dimensions, by a value in it."""
         ...
 
-    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+    def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Apply a function and note the use of the parameters among its arguments."""
         ...
 

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from isoloss.flatness.engine.layouts import Layout, without_trailing
 
 _GATHERS = {"getitem", "index_select", "repeat", "repeat_interleave"}
-_MOVES = _GATHERS | {"chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"}
-_MOVES |= {"transpose", "permute", "t", "T", "mT", "expand", "narrow", "select", "contiguous", "clone"}
+MOVES = _GATHERS | {"chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"}
+MOVES |= {"transpose", "permute", "t", "T", "mT", "expand", "narrow", "select", "contiguous", "clone"}
 _IN_PLACE = {"rsub", "rdiv", "where", "to", "type", "type_as", "float", "double", "half", "bfloat16", "softmax"}
 _IN_PLACE |= {"log_softmax", "layer_norm", "rms_norm", "dropout"}
 _PRODUCTS = {"linear", "matmul", "mm", "bmm", "grouped_mm"}
@@ -134,10 +134,10 @@ def _moved(
 ) -> list[torch.Tensor | None]:
     """Return the owners of the outputs' values by those of the source's; None: not known."""
     first = args[0] if args else None
-    if name in _MOVES and first is source:
+    if name in MOVES and first is source:
         moved = _gathered(owners, args[1]) if name == "getitem" else function(owners, *args[1:], **kwargs)
         return list(tensors_in(moved))
-    if name in _IN_PLACE or _is_pointwise(name):
+    if is_by_value(name):
         return [owners.expand(value.shape) for value in outputs]
     if name in _PRODUCTS:
         row = owners[..., :1] if first is source else owners[..., :1, :]
@@ -180,7 +180,13 @@ def _gathered(owners: torch.Tensor, index: Any) -> torch.Tensor:
     return rows.reshape(*rows.shape, *[1] * len(rest)).expand(*rows.shape, *rest)
 
 
-def _is_pointwise(name: str) -> bool:
+def is_by_value(name: str) -> bool:
+    """Whether the function of this name gives values that stand where those stand that they are computed from."""
+    return name in _IN_PLACE or is_pointwise(name)
+
+
+def is_pointwise(name: str) -> bool:
+    """Whether the function of this name works value by value, and broadcasts."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return False

@@ -50,7 +50,6 @@ class Passes:
         self._model, self._causal = model, causal
         self._slow: set[str] = set()  # by automatic differentiation, as a use of them has no rule
         self._reached: set[str] = set()
-        self._expands = True  # lookups for all sequences together
 
     @property
     def slow_parameters(self) -> tuple[str, ...]:
@@ -96,16 +95,8 @@ class Passes:
         self, batch: Batch, selection: PositionSelection, *, unknown: torch.Tensor | None = None
     ) -> Predictions | None:
         watched = {name: value for name, value in self.parameters.items() if name not in self._slow}
-        capture = Capture(
-            watched, batch.predicted, select_before=selection.weight, unknown=unknown, expands=self._expands
-        )
-        try:
-            return predict(self._model, batch, capture, selection)
-        except RuntimeError:
-            if selection.is_early or not capture.shared:
-                raise
-        self._expands = False  # the model does not take the rows of a lookup that was expanded
-        return self._attempt(batch, selection, unknown=unknown)
+        capture = Capture(watched, batch.predicted, select_before=selection.weight, unknown=unknown)
+        return predict(self._model, batch, capture, selection)
 
     def _switch_on(self, names: Iterable[str]) -> None:
         """Let only these parameters require a gradient."""

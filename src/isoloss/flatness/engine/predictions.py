@@ -284,6 +284,7 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
     shape = (1, len(batch.targets)) if capture.has_selected else tuple(batch.predicted.shape)
     _check_logits(model, logits, shape, batch)
     assert logits is not None
+    capture.lose_shared(logits)
     last_linear = capture.decoder(logits)
     if capture.has_selected:
         selected = logits.view(logits.shape[1:]) if logits.is_contiguous() else logits[0]

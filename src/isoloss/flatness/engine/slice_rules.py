@@ -130,17 +130,21 @@ def _expand(uses: Uses, input: Any, *sizes: Any) -> Result | None:  # noqa: A002
     output, number = input.expand(*sizes), layout.num_sequences
     if handle is None or handle.transposed or isinstance(handle.slot, int) or layout.selected is not None:
         return None
-    if output.shape[:1] != (number,) or len(shape) != output.ndim:
+    is_whole = output.shape == (number, *shape)
+    if not is_whole and (output.shape[:1] != (number,) or len(shape) != output.ndim or shape[0] != 1):
+        return None
+    rows = torch.arange(len(input), device=input.device) if is_whole and input.ndim == 2 else None
+    slots = handle.slot if isinstance(handle.slot, torch.Tensor) else rows
+    if slots is not None and output.numel() != number * input.numel():
         return None
 
     def contribution(cotangent: torch.Tensor) -> Factor:
-        if isinstance(handle.slot, torch.Tensor):
-            sequences = torch.arange(number, device=cotangent.device).repeat_interleave(len(handle.slot))
-            return lookups(cotangent.flatten(0, 1), handle.slot.repeat(number), sequences, number)
+        if slots is not None:
+            sequences = torch.arange(number, device=cotangent.device).repeat_interleave(len(slots))
+            return lookups(cotangent.reshape(-1, shape[-1]), slots.repeat(number), sequences, number)
         return Dense(torch.stack([part.sum_to_size(shape).flatten() for part in cotangent[:, None]]))
 
-    fits = shape[0] == 1 and (handle.slot is None or shape[1:] == output.shape[1:])
-    return Result(output, {handle.name: contribution}) if fits else None
+    return Result(output, {handle.name: contribution})
 
 
 # --- the same parameter in another guise ------------------------------------------------------------------------------
@@ -181,21 +185,6 @@ def _unsqueeze(uses: Uses, input: Any, dim: int) -> Result | None:  # noqa: A002
     if isinstance(handle.slot, torch.Tensor) and input.ndim == 2 and dim == 0:
         return Result(input.unsqueeze(0), {}, alias=handle)
     return _same_numbers(handle, input, input.unsqueeze(dim))
-
-
-def for_each_sequence(uses: Uses, rows: torch.Tensor) -> torch.Tensor | None:
-    """Return (B, R, b) of rows (1, R, b) of a parameter, noted: all sequences share them, so each is given its own.
-
-    None: these are no such rows, or the model does not take as many.
-    """
-    layout, handle = uses.layout, uses.handle(rows)
-    if handle is None or not isinstance(handle.slot, torch.Tensor) or rows.ndim != 3 or len(rows) != 1:
-        return None
-    if not uses.expands or layout.num_sequences < 2 or layout.selected is not None:
-        return None
-    uses.shared = True
-    given: torch.Tensor = uses.apply(torch.Tensor.expand, rows, layout.num_sequences, -1, -1)
-    return given
 
 
 def _same_numbers(handle: Handle, values: torch.Tensor, viewed: torch.Tensor) -> Result | None:

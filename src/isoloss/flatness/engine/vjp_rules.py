@@ -51,8 +51,7 @@ def _affine(
 ) -> Result | None:
     """Return the rule of what `apply` gives for x: y = x W^T (`by_rows`) or y = x W, plus a bias if there is one."""
     matrix = uses.handle(weight)
-    x = x if _is_plain(uses, x) else slice_rules.for_each_sequence(uses, x)
-    if x is None:
+    if not _is_plain(uses, x):
         return None
     contributions: dict[str, Contribution] = {}
     if matrix is not None:
@@ -99,10 +98,8 @@ def _embedding(
                 f"derivative: set {option} to {None if option == 'max_norm' else False}"
             )
     layout = uses.layout
-    # positions or types that all sequences share: one row each, so that their cotangents stay apart
-    is_shared = input.ndim == 2 and input.shape[0] == 1 and layout.num_sequences > 1 and layout.selected is None
-    shared = is_shared and uses.expands
-    index = layout.tokens(input.expand(layout.num_sequences, -1) if shared else input, 0)
+    is_shared = layout.num_sequences > 1 and input.shape[:-1] in ((), (1,))  # by all sequences
+    index = None if is_shared else layout.tokens(input, 0)
     if index is None or layout.selected is not None or input.ndim < 2:
         return None
     skipped = None if padding_idx is None else padding_idx % weight.shape[0]
@@ -114,11 +111,7 @@ def _embedding(
             rows = rows.masked_fill((index == skipped)[:, :, None], 0.0)
         return Outer(index, rows)
 
-    output = F.embedding(input, weight, padding_idx)
-    if shared:
-        uses.shared = True
-        output = output.expand(layout.num_sequences, *output.shape[1:])
-    return Result(output, {handle.name: contribution})
+    return Result(F.embedding(input, weight, padding_idx), {handle.name: contribution})
 
 
 # --- vectors ---------------------------------------------------------------------------------------------------------

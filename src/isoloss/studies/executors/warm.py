@@ -18,39 +18,54 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from isoloss.errors import IsolossError
+from isoloss.evaluation.measures.base import Measure
+from isoloss.studies.plan import Resources
 
 # what training and evaluation need. With one OpenMP thread, imports start no threads; forking threads could hang
 PRELOADED = (
     "isoloss.cli.train",
     "isoloss.cli.eval",
     "isoloss.evaluation.evaluator",
+    "isoloss.evaluation.loss",
     "isoloss.evaluation.measures.flatness",
     "isoloss.evaluation.measures.loss",
     "isoloss.evaluation.measures.transfer",
     "isoloss.evaluation.pretraining",
     "isoloss.evaluation.context",
+    "isoloss.flatness.rescaling.families",
     "isoloss.flatness.rescaling.minimal",
     "isoloss.languages.hmm.language",
     "isoloss.languages.pcfg.language",
+    "isoloss.languages.pcfg.numba_kernels",
+    "isoloss.languages.vectorized_sampler",
     "isoloss.models.architectures",
     "isoloss.models.bert",
     "isoloss.models.expansion",
     "isoloss.models.fused",
+    "isoloss.models.stacked_kernels",
+    "isoloss.training.stack",
     "isoloss.training.trainer",
     "isoloss.transfer.draws",
     "isoloss.transfer.linear_probing",
     "isoloss.transfer.whole_language",
     "transformers.models.bert.modeling_bert",
 )
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ISOLOSS_EXIT_WITH_STDIN": "1"}  # of every unit
+EXIT_WITH_STDIN = {"ISOLOSS_EXIT_WITH_STDIN": "1"}  # in the environment of every command
 _REAP_SECONDS = 0.05
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 IS_AVAILABLE = sys.platform == "linux"  # elsewhere, libraries that torch links to do not survive a fork
+
+
+def can_fork(needs: Resources) -> bool:
+    """Whether a unit of these needs can be forked: GPUs and threads must not have been used before."""
+    return IS_AVAILABLE and needs.cores == needs.processes == 1 and not needs.gpus
 
 
 class WarmProcess:
@@ -63,18 +78,19 @@ class WarmProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[lifeline],
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **EXIT_WITH_STDIN},
             start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
         )
         os.close(lifeline)
         self._statuses: dict[int, int] = {}
         self._buffer = b""
 
-    def start(self, arguments: Sequence[str], log: Path) -> WarmCommand:
-        """Start an `isoloss` command, with its output in `log`."""
+    def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] = _NOTHING) -> WarmCommand:
+        """Start an `isoloss` command, with its output in `log` and further variables in its environment."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"arguments": list(arguments), "log": str(log)}).encode() + b"\n")
+            command = {"arguments": list(arguments), "log": str(log), "environment": dict(environment)}
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise IsolossError(_GONE) from None
@@ -154,6 +170,7 @@ def serve(lifeline: int) -> None:
     """Fork a process for every command on standard input, until that is closed."""
     for name in PRELOADED:
         importlib.import_module(name)
+    _read_help_texts(Measure, importlib.import_module("isoloss.cli.options").help_texts)
     running: set[int] = set()
     buffer = b""
     while True:
@@ -164,6 +181,7 @@ def serve(lifeline: int) -> None:
             for document in map(json.loads, lines):
                 pid = os.fork()
                 if pid == 0:
+                    os.environ.update(document["environment"])
                     _become(document["arguments"], document["log"], lifeline)
                 running.add(pid)
                 _say(started=pid)
@@ -172,6 +190,14 @@ def serve(lifeline: int) -> None:
             if ended:
                 running.remove(pid)
                 _say(ended=pid, status=os.waitstatus_to_exitcode(status))
+
+
+def _read_help_texts(config: type, read: Callable[[type], object]) -> None:
+    """Read the help of the options that settings of this type have, which takes `isoloss eval` a second."""
+    subclasses: list[type] = config.__subclasses__()
+    for subclass in subclasses:
+        read(subclass)
+        _read_help_texts(subclass, read)
 
 
 def _become(arguments: Sequence[str], log: str, lifeline: int) -> None:

@@ -1,0 +1,163 @@
+"""Attempts at a unit: each makes its run directories in folders of its own, and only what is complete gets their names.
+
+An attempt N at the run `runs/NAME` is made in `runs/.NAME.attempt-N`, beside it, so that relative paths to other runs
+hold. It starts from the files of the attempt before. If that one has ended, or its process has, its folder is renamed;
+if not even that is known, it is copied, and whoever still writes there can do no harm. A finished attempt is published
+by a rename that fails if the run is there already. So two processes that hold a unit's lease one after the other never
+write into one folder, not even if the first was paused and goes on later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.runs import Run
+from isoloss.studies.plan import Unit
+
+_NUMBER = re.compile(r"\.attempt-(\d+)$")
+_TRIES = 5  # at copying files that their writer may delete meanwhile
+_APPENDED = (".jsonl",)  # files that grow; all others are replaced, never changed
+
+
+def folder(path: Path, number: int) -> Path:
+    """Return where an attempt at a run is made; the run itself, if that is complete.
+
+    Example:
+        >>> folder(Path("runs/base"), 2)
+        PosixPath('runs/.base.attempt-2')
+    """
+    return path if Run(path).complete else path.with_name(f".{path.name}.attempt-{number}")
+
+
+def latest(path: Path) -> Path:
+    """Return where the last attempt at a run is made: the run itself, if that is complete or no attempt is there."""
+    earlier = _attempts(path)
+    return path if Run(path).complete or not earlier else earlier[max(earlier)]
+
+
+def arguments(unit: Unit, number: int) -> tuple[str, ...]:
+    """Return the arguments of a unit's command, with the folders of an attempt for the runs that it makes."""
+    folders = {str(path): str(folder(path, number)) for path in unit.makes}
+    return tuple(folders.get(word, word) for word in unit.arguments)
+
+
+def prepare(unit: Unit, number: int, has_ended: Callable[[int], bool]) -> None:
+    """Give the folders of an attempt the files of the last one before it.
+
+    Args:
+        unit: The unit.
+        number: The number of the attempt, whose lease this process holds.
+        has_ended: Whether nobody writes into the folders of the attempt of that number any more.
+
+    Raises:
+        IsolossError: The files cannot be read or written.
+    """
+    for path in unit.makes:
+        own = folder(path, number)
+        if own == path:
+            continue
+        earlier = {n: where for n, where in _attempts(path).items() if n < number}
+        if own.exists():  # what is left of this attempt itself
+            continue
+        if earlier:
+            last = max(earlier)
+            if has_ended(last) and _is_free(earlier[last]):
+                with _named(own):
+                    earlier[last].rename(own)
+            else:
+                _copy(earlier[last], own)
+            for n, where in earlier.items():
+                if n != last and has_ended(n):
+                    shutil.rmtree(where, ignore_errors=True)
+        elif Run(path).exists:  # begun by hand
+            with files.lock(path), _named(path):
+                path.rename(own)
+
+
+def publish(unit: Unit, number: int) -> None:
+    """Give the complete runs of an attempt their names; those that another process has published stay as they are.
+
+    Raises:
+        IsolossError: A folder cannot be renamed.
+    """
+    for path in unit.makes:
+        own = folder(path, number)
+        if own == path or not Run(own).complete:
+            continue
+        with _named(path):
+            try:
+                own.rename(path)  # fails if the name stands for a folder with files
+            except OSError:
+                if not Run(path).complete:
+                    raise
+
+
+def clean(unit: Unit, has_ended: Callable[[int], bool]) -> None:
+    """Delete the folders of earlier attempts at a unit that is done, of those into which nobody writes."""
+    for path in unit.makes:
+        for number, where in _attempts(path).items():
+            if has_ended(number):
+                shutil.rmtree(where, ignore_errors=True)
+
+
+def _attempts(path: Path) -> dict[int, Path]:
+    """Return the folders of the attempts at a run, by number."""
+    prefix = f".{path.name}.attempt-"
+    try:
+        names = [name for name in os.listdir(path.parent) if name.startswith(prefix)]
+    except FileNotFoundError:
+        return {}
+    matches = ((_NUMBER.search(name), name) for name in names)
+    return {int(match[1]): path.with_name(name) for match, name in matches if match}
+
+
+def _is_free(run: Path) -> bool:
+    """Whether no process of this machine holds a run, such as a command whose executor has just been killed."""
+    try:
+        with files.lock(run):
+            return True
+    except IsolossError:
+        return False
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a folder whose writer may still be at work; its complete checkpoints suffice."""
+    for last_try in (False,) * (_TRIES - 1) + (True,):
+        try:
+            with files.new_directory(target) as folder:
+                shutil.copytree(
+                    source,
+                    folder,
+                    dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns(f"{files.TEMPORARY}*", ".lock"),
+                    copy_function=_link_or_copy,
+                )
+            return
+        except (OSError, shutil.Error) as error:
+            if last_try:
+                raise IsolossError(f"cannot copy {source} to {target}: {error}") from error
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Link a file that is only ever replaced; copy one that grows, or where links are not to be had."""
+    if not source.endswith(_APPENDED):
+        with contextlib.suppress(OSError):
+            os.link(source, target)
+            return
+    shutil.copy2(source, target)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Say of which folder a rename failed."""
+    try:
+        yield
+    except OSError as error:
+        raise IsolossError(f"cannot rename {path}: {error.strerror or error}") from error

@@ -1,0 +1,101 @@
+"""How many cores, GPUs and how much memory an executor has for units at a time, and which unit gets which GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from isoloss.errors import IsolossError
+from isoloss.studies.plan import Resources, Unit
+
+_ROUNDING = 1e-9  # thirds of a GPU add up to one
+
+
+@dataclass
+class Capacity:
+    """What is free.
+
+    Attributes:
+        cores: CPU cores.
+        gpus: Of each GPU, by what `CUDA_VISIBLE_DEVICES` calls it, the free fraction.
+        memory: Memory in GiB.
+
+    Example:
+        >>> capacity = Capacity(cores=4, gpus={"0": 1.0}, memory=8.0)
+        >>> capacity.take(Resources(gpus=0.5)), capacity.take(Resources(gpus=0.75))
+        (('0',), None)
+    """
+
+    cores: int
+    gpus: dict[str, float] = field(default_factory=dict)
+    memory: float = 0.0
+
+    @classmethod
+    def of_machine(cls, cores: int) -> Capacity:
+        """Return so many cores with the GPUs and the memory of this machine."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        return cls(cores, dict.fromkeys(visible_gpus(), 1.0), memory)
+
+    def check(self, units: Sequence[Unit]) -> None:
+        """Refuse a unit that does not fit even if nothing else runs. Call it before anything is taken.
+
+        Raises:
+            IsolossError: A unit needs more; the first is named.
+        """
+        for unit in units:
+            if not self.fits(unit.needs):
+                needs = unit.needs
+                raise IsolossError(
+                    f"{unit.name} needs {_words(needs.all_cores, needs.all_gpus, needs.memory)}; there are "
+                    f"{_words(self.cores, len(self.gpus), self.memory)} (--workers is the number of cores)"
+                )
+
+    def fits(self, needs: Resources) -> bool:
+        """Whether a unit of these needs could start now."""
+        return needs.all_cores <= self.cores and needs.memory <= self.memory and self._choose(needs) is not None
+
+    def take(self, needs: Resources) -> tuple[str, ...] | None:
+        """Reserve what a unit needs, and return its GPUs; None: it does not fit now."""
+        chosen = self._choose(needs)
+        if chosen is None or not self.fits(needs):
+            return None
+        self._change(needs, chosen, -1)
+        return chosen
+
+    def give_back(self, needs: Resources, gpus: Sequence[str]) -> None:
+        """Free what `take` reserved."""
+        self._change(needs, gpus, 1)
+
+    def _change(self, needs: Resources, gpus: Sequence[str], sign: int) -> None:
+        self.cores += sign * needs.all_cores
+        self.memory += sign * needs.memory
+        for gpu in gpus:
+            self.gpus[gpu] += sign * min(needs.gpus, 1.0)
+
+    def _choose(self, needs: Resources) -> tuple[str, ...] | None:
+        """Return GPUs that have room, the fullest first, so that whole ones stay free; None: there are too few."""
+        if not needs.gpus:
+            return ()
+        if needs.gpus < 1 and needs.processes > 1:
+            return None  # each process of a group needs a GPU of its own
+        each, count = min(needs.gpus, 1.0), max(1, round(needs.all_gpus))
+        free = sorted((room, gpu) for gpu, room in self.gpus.items() if room >= each - _ROUNDING)
+        return tuple(gpu for _, gpu in free[:count]) if len(free) >= count else None
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the NVIDIA GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` calls them; loads no torch."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(name for name in given.split(",") if name and name != "-1")
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(str(i) for i, line in enumerate(line for line in listed.splitlines() if line.startswith("GPU ")))
+
+
+def _words(cores: int, gpus: float, memory: float) -> str:
+    parts = [f"{cores} cores" if cores != 1 else "1 core", f"{gpus:g} GPUs" if gpus != 1 else "1 GPU"]
+    return ", ".join([*parts, f"{memory:.3g} GiB of memory"])

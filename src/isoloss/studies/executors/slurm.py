@@ -1,0 +1,141 @@
+"""The Slurm executor: workers, submitted by submitit, that take units from the study's folder.
+
+Each worker is a Slurm job that runs `isoloss study work` on the folder, which all machines share. So dependencies need
+nothing of the scheduler. Before its time limit a worker saves, and submitit queues it again.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isoloss.errors import IsolossError
+from isoloss.studies.jobs import Jobs, Options
+
+if TYPE_CHECKING:
+    import submitit
+
+POLL_SECONDS = 2.0
+SAY_SECONDS = 60.0
+GRACE_SECONDS = 60.0  # for a worker to save after an interrupt
+CLUSTERS = ("slurm", "local", "debug")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a Slurm job does: it carries out units of the plan until none is left.
+
+    Attributes:
+        arguments: Of the `isoloss` command.
+    """
+
+    arguments: tuple[str, ...]
+
+    def __call__(self) -> int:
+        """Run the command; when the job is interrupted, the command saves first."""
+        process = subprocess.Popen([sys.executable, "-m", "isoloss", *self.arguments])
+        try:
+            return process.wait()
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(GRACE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        """Return what submitit queues again before the time limit: the same, as all progress is in the folder."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+def run(jobs: Jobs, options: Options) -> None:
+    """Submit workers, and watch the folder until all units are done.
+
+    Args:
+        jobs: The jobs; this process takes none.
+        options: How they are carried out: `workers` is the number of Slurm jobs, each with the cores and GPUs of the
+            largest unit; `work` what each runs; `submit` parameters of submitit's `AutoExecutor.update_parameters`, and
+            `cluster`: `slurm`, or `local` to try it on this machine.
+
+    Raises:
+        IsolossError: submitit or Slurm is missing, a parameter is wrong, or workers end without having done anything.
+        KeyboardInterrupt: Passed on after the workers were cancelled.
+    """
+    todo = [unit for unit in jobs.units if not jobs.is_done(unit)]
+    if not todo:
+        return
+    jobs.observes = True
+    executor, cores = _executor(jobs, options, jobs.logs.parent)
+    work = (*options.work, "--workers", str(cores))
+    jobs.say(f"{len(todo)} of {len(jobs.units)} units to do by {options.workers} jobs; their output is in {jobs.logs}")
+    running: list[Any] = []
+    told = time.monotonic()
+    done_before = -1
+    try:
+        while not jobs.finished:
+            if not any(not job.done() for job in running):
+                if jobs.num_done == done_before:
+                    raise IsolossError(_without_progress(running))
+                done_before = jobs.num_done
+                count = min(options.workers, len(jobs.units) - jobs.num_done)
+                running = executor.submit_array([Worker(work)] * count)
+                jobs.say(f"submitted {count} jobs: {', '.join(job.job_id for job in running)}")
+            time.sleep(POLL_SECONDS)
+            jobs.look()
+            jobs.tell()
+            if time.monotonic() - told > SAY_SECONDS:
+                told = time.monotonic()
+                jobs.say(f"{jobs.num_done} of {len(jobs.units)} units done")
+    except BaseException:
+        for job in running:
+            job.cancel()
+        raise
+
+
+def _executor(jobs: Jobs, options: Options, folder: Path) -> tuple[Any, int]:
+    """Return submitit's executor, and the number of cores of each worker."""
+    try:
+        import submitit
+    except ImportError:
+        raise IsolossError("the executor slurm needs submitit: pip install 'isoloss[slurm]'") from None
+    given = dict(options.submit)
+    cluster = given.pop("cluster", "slurm")
+    if cluster not in CLUSTERS:
+        raise IsolossError(f"cluster is {cluster!r}; it must be one of {', '.join(CLUSTERS)}")
+    if cluster == "slurm" and shutil.which("sbatch") is None:
+        raise IsolossError(
+            "this machine has no sbatch, so it cannot submit to Slurm; --submit cluster=local tries it here"
+        )
+    needs = [unit.needs for unit in jobs.units]
+    parameters: dict[str, Any] = {
+        "name": "isoloss",
+        "timeout_min": 60,
+        "cpus_per_task": max(each.all_cores for each in needs),
+        "gpus_per_node": math.ceil(max(each.all_gpus for each in needs)),
+        **given,
+    }
+    if memory := max(each.memory for each in needs):
+        parameters.setdefault("mem_gb", memory)
+    executor = submitit.AutoExecutor(folder=folder / "slurm" / "%j", cluster=cluster)
+    try:
+        executor.update_parameters(**parameters)
+    except (NameError, TypeError, ValueError) as error:
+        raise IsolossError(f"--submit: {error}") from error
+    return executor, parameters["cpus_per_task"]
+
+
+def _without_progress(workers: list[Any]) -> str:
+    """Return what the workers said that ended before any unit was done."""
+    texts = [text.strip() for worker in workers for text in (worker.stderr(), worker.stdout()) if text]
+    end = "\n".join(texts[0].splitlines()[-15:]) if texts else "they said nothing"
+    return f"the workers ended and no unit was done; the end of what one said:\n{end}"

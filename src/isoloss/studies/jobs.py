@@ -1,0 +1,444 @@
+"""The units of a plan as jobs: what can start, who has it, and what became of it. What all executors share.
+
+An executor only places commands. It takes a job from `Jobs`, runs its command somewhere, and says how that ended:
+
+    def run(jobs: Jobs, options: Options) -> None:
+        for job in jobs:
+            jobs.ended(job, job.call())
+
+All state is in the study's folder: leases, logs and results. Any number of executors can work on one folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import heapq
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.studies import attempts
+from isoloss.studies.leases import EXPIRY_SECONDS, HEARTBEATS, Attempt, End, Lease, Leases
+from isoloss.studies.plan import Resources, Unit, check
+
+LOOK_SECONDS = 1.0  # between two looks at what other processes have done
+WAIT_SECONDS = 0.1  # of an executor that has nothing to start
+LONGEST_DELAY = 60.0  # before another try, in seconds
+BAD_INPUT = 2  # the exit status of a command that would fail again
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a plan is carried out.
+
+    Attributes:
+        workers: Number of cores that the units may use at a time; of executors on a cluster, number of workers.
+        retries: How many times a unit that fails is tried again, after 1, 2, 4, ... seconds. One whose input is
+            wrong (exit status 2) is not.
+        keep_going: Whether other units start after one has failed.
+        expiry: Seconds without a heartbeat after which another process may take over a unit.
+        work: Arguments of the `isoloss` command by which a process on another machine carries out the same plan.
+        submit: Parameters of the cluster, by name.
+        address: Where a cluster is; empty: one on this machine.
+
+    Raises:
+        IsolossError: A number is out of range.
+    """
+
+    workers: int = 2
+    retries: int = 2
+    keep_going: bool = True
+    expiry: float = EXPIRY_SECONDS
+    work: tuple[str, ...] = ()
+    submit: Mapping[str, str | int | float] = field(default_factory=dict)
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise IsolossError(f"{self.workers} workers cannot carry out a plan; give at least 1")
+        if self.retries < 0:
+            raise IsolossError(f"retries is {self.retries}; it must be at least 0")
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """An attempt at a unit, which this process holds the lease of.
+
+    Attributes:
+        unit: The unit.
+        lease: Its lease.
+        log: File for the output of its command.
+        start: When it was taken, by `time.monotonic`.
+    """
+
+    unit: Unit
+    lease: Lease
+    log: Path
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments of the `isoloss` command, with the folders of this attempt."""
+        return attempts.arguments(self.unit, self.lease.number)
+
+    @property
+    def command(self) -> list[str]:
+        """The whole command."""
+        return command(self.arguments, self.unit.needs)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that the command needs."""
+        return {"OMP_NUM_THREADS": str(self.unit.needs.cores), files.LEASE: str(self.lease.path.absolute())}
+
+    def call(self) -> int:
+        """Run the command on this machine, with its output in the log, and return its exit status."""
+        with self.log.open("wb") as file:
+            environment = {**os.environ, **self.environment}
+            return subprocess.call(self.command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been running."""
+        return time.monotonic() - self.start
+
+
+def command(arguments: Sequence[str], needs: Resources) -> list[str]:
+    """Return the command that runs `isoloss` with these arguments, under torchrun if it has several processes."""
+    if needs.processes == 1:
+        return [sys.executable, "-m", "isoloss", *arguments]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(needs.processes))
+    return [sys.executable, *launcher, "-m", "isoloss", *arguments]
+
+
+class Executor(Protocol):
+    """Carries out a plan; registered in `isoloss.registry.EXECUTORS`."""
+
+    def __call__(self, jobs: Jobs, options: Options) -> None:
+        """Run the command of every job that `jobs` hands out, until it is finished.
+
+        Raises:
+            KeyboardInterrupt: Passed on, after the running commands have saved and ended.
+        """
+
+
+class Jobs:
+    """The jobs of a plan, handed out one by one.
+
+    Args:
+        units: The plan, in the order in which to start its units; each comes after those it waits for.
+        folder: The study's folder, for `leases` and `logs`.
+        options: How the plan is carried out.
+        say: Called with one line when a unit starts or ends.
+        on_done: Called in this process after each unit that it ran and that is done; it may take seconds.
+
+    Raises:
+        IsolossError: A plan that cannot be carried out.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        folder: Path,
+        options: Options,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        on_done: Callable[[Unit], None] = lambda _: None,
+    ) -> None:
+        check(units)
+        self.units, self.logs, self.options, self.say = units, folder / "logs", options, say
+        self.leases = Leases(folder / "leases", options.expiry)
+        self.count = 0  # units that this process has run
+        self.observes = False  # whether to tell of units that other processes have done, too
+        self.lost: set[Job] = set()  # held ones whose lease another process has taken: their commands are to be ended
+        self._on_done, self._unseen = on_done, list[Unit]()
+        self._by_name = {unit.name: unit for unit in units}
+        self._place = {unit.name: place for place, unit in enumerate(units)}
+        self._waits = {unit.name: len(set(unit.after)) for unit in units}
+        self._followers: dict[str, list[str]] = {}
+        for unit in units:
+            for name in set(unit.after):
+                self._followers.setdefault(name, []).append(unit.name)
+        self._last = self.leases.attempts()  # by file name
+        self._done: set[str] = set()
+        self._held: dict[str, Job] = {}
+        self._elsewhere: dict[str, None] = {}  # could start, but another process has it
+        self._ready: list[int] = []  # could start: a heap of places
+        self._tries: dict[str, int] = {}  # failed ones since the start
+        self._not_before: dict[str, float] = {}
+        self._checked: dict[tuple[str, int], float] = {}  # when leases of others were looked up
+        self._given_up: dict[str, str] = {}
+        self._blocked: set[str] = set()  # by one that was given up
+        self._looked = time.monotonic()
+        self._heartbeat = _Heartbeat(self)
+        for unit in units:
+            if self._waits[unit.name] == 0:
+                heapq.heappush(self._ready, self._place[unit.name])
+        for unit in units:
+            if unit.done():
+                self._note_done(unit)
+
+    def is_done(self, unit: Unit) -> bool:
+        """Whether a unit is known to be done."""
+        return unit.name in self._done
+
+    @property
+    def num_done(self) -> int:
+        """How many units of the plan are done."""
+        return len(self._done)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to run, to wait for or to tell."""
+        if self._held or self._unseen:
+            return False
+        if self._given_up and not self.options.keep_going:
+            return True
+        return len(self._done) + len(self._given_up) + len(self._blocked) == len(self.units)
+
+    def __iter__(self) -> Iterator[Job]:
+        """Hand out one job after another; wait while other processes have the rest."""
+        while not self.finished:
+            job = self.next()
+            self.tell()
+            if job:
+                yield job
+            else:
+                time.sleep(WAIT_SECONDS)
+
+    def next(self, fits: Callable[[Resources], bool] = lambda _: True) -> Job | None:
+        """Return the first job that can start now and whose needs fit, with its lease taken; None: there is none.
+
+        Args:
+            fits: Whether the executor has room for a unit of these needs.
+
+        Raises:
+            IsolossError: A lease, a log or a folder cannot be written.
+        """
+        if self._given_up and not self.options.keep_going:
+            return None
+        if time.monotonic() - self._looked > LOOK_SECONDS:
+            self.look()
+        passed, job = list[int](), None
+        while self._ready and job is None:
+            place = heapq.heappop(self._ready)
+            unit = self.units[place]
+            if unit.name in self._done or unit.name in self._given_up or unit.name in self._held:
+                continue
+            if self._not_before.get(unit.name, 0.0) > time.monotonic() or not fits(unit.needs):
+                passed.append(place)
+                continue
+            job = self._take(unit)
+        for place in passed:
+            heapq.heappush(self._ready, place)
+        return job
+
+    def ended(self, job: Job, status: int) -> None:
+        """Say how a job's command ended, by its exit status, negative for a signal. Publishes what it made.
+
+        A command that was stopped by Ctrl-C or SIGTERM has saved; it is not done, and has not failed.
+        """
+        unit, lease = job.unit, job.lease
+        self._forget(job)
+        if not lease.is_held():
+            self.say(f"{unit.name}: another process has taken it over")
+            self._elsewhere[unit.name] = None
+            return
+        if status == 0:
+            attempts.publish(unit, lease.number)
+            if unit.done():
+                self._end(job, "done", seconds=round(job.seconds, 3))
+                attempts.clean(unit, self._has_ended(unit))
+                self.count += 1
+                self._unseen.append(unit)
+                self._note_done(unit)
+                self.say(f"{unit.name}: done in {job.seconds:.0f} s ({self.num_done} of {len(self.units)} units)")
+                return
+        if status in STOPPED:
+            self._end(job, "stopped", seconds=round(job.seconds, 3))
+            heapq.heappush(self._ready, self._place[unit.name])
+            return
+        reason = "ended without its result" if status == 0 else f"failed with status {status}"
+        is_final = status == BAD_INPUT or self._tries.get(unit.name, 0) >= self.options.retries
+        self._end(job, "failed", reason=reason, final=is_final, last_line=last_line(job.log))
+        self._note_failure(unit, is_final, f"{unit.name} {reason}; the end of {job.log}:\n{_tail(job.log)}")
+
+    def tell(self) -> None:
+        """Call `on_done` for the units that ended; call it when the workers are busy, as it may take seconds."""
+        while self._unseen:
+            self._on_done(self._unseen.pop(0))
+
+    def give_back(self, job: Job) -> None:
+        """Give back a job whose command was not started."""
+        self.ended(job, -signal.SIGTERM)
+
+    def raise_failures(self) -> None:
+        """Raise an `IsolossError` that tells of the units that failed, if any did."""
+        if not self._given_up:
+            return
+        texts = list(self._given_up.values())
+        waiting = f"\nnot started, as they wait for what failed: {len(self._blocked)} units" if self._blocked else ""
+        if len(texts) == 1:
+            raise IsolossError(texts[0] + waiting)
+        names = ", ".join(self._given_up)
+        raise IsolossError(f"{len(texts)} units failed: {names}{waiting}\n\n" + "\n\n".join(texts))
+
+    # --- what this process does
+
+    def _take(self, unit: Unit) -> Job | None:
+        """Take a unit's lease and make its folders; None: it is done, or another process has it."""
+        last = self._last.get(unit.file_name, Attempt())
+        is_open = last.number == 0 or last.end is not None or self._is_lost(unit, last.number)
+        lease = self.leases.take(unit.file_name, last.number + 1) if is_open else None
+        if lease is None:
+            self._elsewhere[unit.name] = None
+            return None
+        self._last[unit.file_name] = Attempt(lease.number)
+        if lease.number > 1 and unit.done():  # published by a process that ended before it could say so
+            lease.end("done")
+            self._note_done(unit)
+            return None
+        job = Job(unit, lease, self.logs / f"{unit.file_name}.{lease.number}.log")
+        self._held[unit.name] = job
+        self._heartbeat.start()
+        try:
+            files.write_bytes(job.log, b"")  # now, as it is read from here on
+            attempts.prepare(unit, lease.number, self._has_ended(unit))
+        except BaseException:
+            self._forget(job)
+            lease.end("stopped")
+            raise
+        self.say(f"{unit.name}: started")
+        return job
+
+    def _is_lost(self, unit: Unit, number: int) -> bool:
+        """Whether another process's lease is lost; looked up once per heartbeat, as there may be many leases."""
+        key, now = (unit.name, number), time.monotonic()
+        if now - self._checked.get(key, -math.inf) < self.options.expiry / HEARTBEATS:
+            return False
+        self._checked[key] = now
+        return self.leases.is_lost(unit.file_name, number)
+
+    def _end(self, job: Job, how: End, **details: object) -> None:
+        job.lease.end(how, **details)
+        self._last[job.unit.file_name] = Attempt(job.lease.number, how)
+
+    def _forget(self, job: Job) -> None:
+        self._held.pop(job.unit.name, None)
+        self.lost.discard(job)
+
+    def _has_ended(self, unit: Unit) -> Callable[[int], bool]:
+        """Return a function that says of an attempt at a unit whether its process can no longer write."""
+
+        def has_ended(number: int) -> bool:
+            job = self._held.get(unit.name)
+            if job is not None and job.lease.number == number:
+                return False
+            return self.leases.has_ended(unit.file_name, number)
+
+        return has_ended
+
+    # --- what becomes of units
+
+    def _note_done(self, unit: Unit) -> None:
+        if unit.name in self._done:
+            return
+        self._done.add(unit.name)
+        self._elsewhere.pop(unit.name, None)
+        for name in self._followers.get(unit.name, ()):
+            self._waits[name] -= 1
+            if self._waits[name] == 0:
+                heapq.heappush(self._ready, self._place[name])
+
+    def _note_failure(self, unit: Unit, is_final: bool, text: str) -> None:
+        """Note that a unit failed, here or elsewhere. Unless it is tried again, those that wait for it never start."""
+        self._elsewhere.pop(unit.name, None)
+        tries = self._tries[unit.name] = self._tries.get(unit.name, 0) + 1
+        if not is_final:
+            delay = min(2.0 ** (tries - 1), LONGEST_DELAY)
+            self._not_before[unit.name] = time.monotonic() + delay
+            heapq.heappush(self._ready, self._place[unit.name])
+            self.say(f"{text.splitlines()[0]}\n  it is tried again after {delay:.0f} s")
+            return
+        self._given_up[unit.name] = text
+        self.say(text.splitlines()[0])
+        waiting = list(self._followers.get(unit.name, ()))
+        while waiting:
+            name = waiting.pop()
+            if name not in self._blocked:
+                self._blocked.add(name)
+                waiting += self._followers.get(name, ())
+
+    def look(self) -> None:
+        """See what other processes have begun and ended."""
+        self._looked = time.monotonic()
+        now = self.leases.attempts()
+        for file_name, attempt in now.items():
+            before, self._last[file_name] = self._last.get(file_name), attempt
+            unit = self._by_file.get(file_name)
+            if unit is None or attempt == before or unit.name in self._held or unit.name in self._done:
+                continue
+            if attempt.end == "done" and unit.done():
+                self._note_done(unit)
+                if self.observes:
+                    self._unseen.append(unit)
+                    self.say(f"{unit.name}: done ({self.num_done} of {len(self.units)} units)")
+            elif attempt.end == "failed":
+                end = self.leases.ended(file_name, attempt.number, "failed")
+                text = f"{unit.name} {end.get('reason', 'failed')} in another process: {end.get('last_line', '')}"
+                self._note_failure(unit, bool(end.get("final")), text)
+        # what others had is looked at again: it may have been stopped or lost
+        for name in self._elsewhere:
+            heapq.heappush(self._ready, self._place[name])
+        self._elsewhere.clear()
+
+    @functools.cached_property
+    def _by_file(self) -> Mapping[str, Unit]:
+        return {unit.file_name: unit for unit in self.units}
+
+
+class _Heartbeat:
+    """A thread that says, while jobs are held, that this process is alive, and notes those that were taken over."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._jobs.options.expiry / HEARTBEATS)
+            for job in list(self._jobs._held.values()):
+                if job.lease.is_held():
+                    job.lease.beat()
+                else:
+                    self._jobs.lost.add(job)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not empty; empty: there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = log.read_text(errors="replace").replace("\r", "\n").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return ""
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])

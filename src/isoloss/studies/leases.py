@@ -1,0 +1,214 @@
+"""Leases: which process works on which unit of a plan, so that no two do the same one, on any number of machines.
+
+The folder `leases` of a study has, for each attempt N at a unit,
+
+UNIT.N.json      who has it: host, process, when it began. Created exclusively, so that one process alone gets it; its
+                 modification time is the last heartbeat
+UNIT.N.done, .failed or .stopped   how it ended, written by its owner
+
+The attempt of the highest N counts. A lease that has not ended is lost when its heartbeat is older than the expiry, or
+when its owner was a process of this machine that is no more; any process may then take attempt N + 1. So nothing is
+ever deleted or overwritten, and a process that was paused finds, when it goes on, that there is a later attempt.
+
+Ages are differences between two modification times of the same file system, so that the clocks of machines need not
+agree. Only exclusive creation is required of the file system, which NFS has (version 3 and later).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from isoloss import files
+from isoloss.errors import IsolossError
+
+EXPIRY_SECONDS = 60.0  # after the last heartbeat; longer than file systems over a network remember attributes
+HEARTBEATS = 6  # within an expiry
+
+End = Literal["done", "failed", "stopped"]
+_ENDS = ("done", "failed", "stopped")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The last attempt at a unit, as the names of its files tell it.
+
+    Attributes:
+        number: Its number, from 1; 0: there is none.
+        end: How it ended; None: it has not.
+    """
+
+    number: int = 0
+    end: End | None = None
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A unit that this process works on.
+
+    Attributes:
+        path: The lease file.
+        unit: The unit's name in the names of files.
+        number: The number of the attempt.
+    """
+
+    path: Path
+    unit: str
+    number: int
+
+    def is_held(self) -> bool:
+        """Whether no later attempt has been taken."""
+        return not files.successor(self.path).exists()
+
+    def beat(self) -> None:
+        """Say that the owner is alive."""
+        with contextlib.suppress(OSError):  # of a file system that does not answer now; the next beat may
+            os.utime(self.path)
+
+    def end(self, how: End, **details: Any) -> None:
+        """Write how the attempt ended, unless it was lost before."""
+        if self.is_held():
+            files.write_json(self.path.with_suffix(f".{how}"), details)
+
+
+class Leases:
+    """The leases of a study.
+
+    Args:
+        folder: Their folder, which need not exist.
+        expiry: Seconds after the last heartbeat at which a lease is lost.
+
+    Raises:
+        IsolossError: An expiry that is not positive.
+    """
+
+    def __init__(self, folder: Path, expiry: float = EXPIRY_SECONDS) -> None:
+        if not expiry > 0:
+            raise IsolossError(f"the expiry of leases is {expiry} seconds; it must be above 0")
+        self.folder, self.expiry = folder, expiry
+
+    def attempts(self) -> dict[str, Attempt]:
+        """Return the last attempt at every unit that has one, by the unit's name in the names of files.
+
+        One listing of the folder; no file is read.
+        """
+        found: dict[str, tuple[int, str]] = {}
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return {}
+        for name in names:
+            unit, _, rest = name.partition(".")
+            number, _, kind = rest.partition(".")
+            if unit and number.isdecimal() and kind in ("json", *_ENDS):
+                key = (int(number), "" if kind == "json" else kind)  # an end is above the beginning of the same attempt
+                found[unit] = max(found.get(unit, key), key)
+        return {unit: Attempt(number, end or None) for unit, (number, end) in found.items()}  # type: ignore[arg-type]
+
+    def take(self, unit: str, number: int) -> Lease | None:
+        """Take an attempt at a unit; None: another process has it.
+
+        Args:
+            unit: The unit's name in the names of files.
+            number: The number of the attempt, one more than that of the last.
+
+        Raises:
+            IsolossError: The file cannot be written.
+        """
+        path = self.folder / f"{unit}.{number}.json"
+        try:
+            if not self.folder.is_dir():
+                self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                file = path.open("x")
+            except FileExistsError:
+                return None
+            with file:
+                json.dump({**_this_process(), "began": _now()}, file)
+        except OSError as error:
+            raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+        return Lease(path, unit, number)
+
+    def is_lost(self, unit: str, number: int) -> bool:
+        """Whether an attempt that has not ended was lost: its owner is no more, or has not said otherwise for long."""
+        owner = self.owner(unit, number)
+        if owner and _is_gone(owner):
+            return True
+        beaten = self._modified(self.folder / f"{unit}.{number}.json")
+        return beaten is not None and self._time() - beaten > self.expiry
+
+    def has_ended(self, unit: str, number: int) -> bool:
+        """Whether the process of an attempt said that it ended, or is known to be no more: it writes no longer."""
+        if any((self.folder / f"{unit}.{number}.{end}").exists() for end in _ENDS):
+            return True
+        return _is_gone(self.owner(unit, number))
+
+    def owner(self, unit: str, number: int) -> Mapping[str, Any]:
+        """Return what an attempt's lease says of its owner; empty if it cannot be read, as while it is written."""
+        return _read(self.folder / f"{unit}.{number}.json")
+
+    def ended(self, unit: str, number: int, how: End) -> Mapping[str, Any]:
+        """Return what is known of an attempt that ended so; empty if it cannot be read."""
+        return _read(self.folder / f"{unit}.{number}.{how}")
+
+    def _time(self) -> float:
+        """The time by the clock that gives the files in this folder their modification times."""
+        clock = self.folder / f".clock-{socket.gethostname()}-{os.getpid()}"
+        clock.touch()
+        try:
+            return clock.stat().st_mtime
+        finally:
+            clock.unlink(missing_ok=True)
+
+    def _modified(self, path: Path) -> float | None:
+        try:
+            with path.open("rb") as file:  # opening a file over a network reads its attributes anew
+                return os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return None
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "system": _system(), "started": _started(os.getpid())}
+
+
+def _is_gone(owner: Mapping[str, Any]) -> bool:
+    """Whether a process was of this system, and has ended."""
+    return owner.get("system") == _system() != "" and _started(owner.get("pid", 0)) != owner.get("started")
+
+
+def _system() -> str:
+    """What tells processes of this system, whose numbers can be looked up, from others: the boot and the container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks after the boot, which with its number is unique; empty: there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

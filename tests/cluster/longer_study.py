@@ -1,0 +1,44 @@
+"""The study in blocks with runs of some seconds, for executors that are stopped while they train."""
+
+import hashlib
+import sys
+
+import studies_in_process
+
+STEPS = 400
+
+
+def write(folder):
+    """Write the study's file; return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = studies_in_process.write(folder)
+    text = file.read_text()
+    assert text.count("steps=6") == 1
+    file.write_text(text.replace("steps=6", f"steps={STEPS}").replace("(1, 2, 3)", "(1, 2)"))
+    return file
+
+
+def contents(folder):
+    """SHA-256 of every file of the runs, but for those that say when things happened."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((folder / "runs").rglob("*"))
+        if path.is_file() and path.name not in ("log.jsonl", ".lock")
+    }
+
+
+def ends(folder):
+    """How often each kind of end is in the leases."""
+    kinds = [path.suffix[1:] for path in (folder / "leases").iterdir() if path.suffix != ".json"]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def is_training(folder):
+    """Whether an attempt at a run has a checkpoint."""
+    return any((folder / "runs").glob(".*.attempt-*/checkpoints/step-*"))
+
+
+def command(file, folder, *options):
+    """The command that carries out the study."""
+    words = ("study", "run", str(file), "--folder", str(folder), *map(str, options))
+    return [sys.executable, "-m", "isoloss", *words]

@@ -1,0 +1,82 @@
+"""The Slurm executor by submitit's local executor: workers share the folder, one is killed and one times out."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from longer_study import command, contents, ends, is_training
+
+from isoloss.errors import IsolossError
+from isoloss.studies.executors import slurm
+from isoloss.studies.jobs import Jobs, Options
+from isoloss.studies.plan import Unit
+
+pytest.importorskip("submitit")
+
+
+def processes(*words):
+    """The numbers of the processes whose command line has all these words, below this one."""
+    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()]
+    below = {os.getpid()}
+    for pid, parent, _ in sorted(rows, key=lambda row: int(row[0])):
+        if int(parent) in below:
+            below.add(int(pid))
+    return [int(pid) for pid, _, text in rows if int(pid) in below and all(word in text for word in words)]
+
+
+def wait_for(condition, seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return result
+
+
+@pytest.mark.cluster
+def test_workers_one_killed_and_one_timed_out_give_the_same_bytes(carried_out, tmp_path):
+    file, expected = carried_out
+    out = tmp_path / "out"
+    options = ("--executor", "slurm", "--submit", "cluster=local", "timeout_min=1", "--workers", "2")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    driver = subprocess.Popen(
+        command(file, out, *options), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for(lambda: is_training(out) and len(processes("study work")) == 2)
+    os.kill(processes("study work")[0], signal.SIGKILL)
+    os.kill(processes("submitit.core._submit")[-1], signal.SIGUSR2)  # as Slurm does before the time limit
+    said = driver.communicate(timeout=300)[0]
+    assert driver.returncode == 0, said
+    assert said.count("submitted 2 jobs") == 2, said  # the second time after both had ended
+    assert contents(out) == contents(expected)
+    found = ends(out)
+    assert found.pop("stopped", 0) >= 1
+    assert found == {"done": len(list((expected / "leases").glob("*.done")))}
+    assert (out / "report" / "index.html").is_file()
+
+
+def test_workers_that_do_nothing_are_an_error(tmp_path):
+    unit = Unit(name="a", arguments=("ls",), done=lambda: False)
+    options = Options(workers=1, work=("study", "work", "no-such-study"), submit={"cluster": "local"})
+    with pytest.raises(
+        IsolossError, match=r"(?s)no unit was done; the end of what one said:.*no study 'no-such-study'"
+    ):
+        slurm.run(Jobs([unit], tmp_path, options), options)
+
+
+@pytest.mark.parametrize(
+    ("submit", "message"),
+    [
+        ({"cluster": "pbs"}, "cluster is 'pbs'; it must be one of slurm, local, debug"),
+        ({"cluster": "slurm"}, "this machine has no sbatch"),
+        ({"cluster": "local", "no_such": 1}, "--submit: .*no_such"),
+    ],
+)
+def test_wrong_parameters(tmp_path, monkeypatch, submit, message):
+    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no sbatch
+    unit = Unit(name="a", arguments=("ls",), done=lambda: False)
+    options = Options(submit=submit)
+    with pytest.raises(IsolossError, match=message):
+        slurm.run(Jobs([unit], tmp_path, options), options)

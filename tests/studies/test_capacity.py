@@ -1,0 +1,65 @@
+"""Cores, memory and GPUs: what fits, which GPU a unit gets, and what can never fit."""
+
+import pytest
+
+from isoloss.errors import IsolossError
+from isoloss.studies.capacity import Capacity, visible_gpus
+from isoloss.studies.plan import Resources, Unit
+
+
+def test_units_share_a_gpu_and_whole_ones_stay_free():
+    capacity = Capacity(cores=8, gpus={"0": 1.0, "1": 1.0}, memory=4.0)
+    third = Resources(gpus=1 / 3)
+    placed = [capacity.take(third) for _ in range(3)]
+    assert placed == [("0",), ("0",), ("0",)]
+    assert capacity.take(Resources(gpus=1)) == ("1",)
+    assert capacity.take(third) is None
+    capacity.give_back(third, ("0",))
+    assert capacity.take(third) == ("0",)
+
+
+def test_cores_memory_and_processes_count():
+    capacity = Capacity(cores=4, gpus={"0": 1.0, "1": 1.0, "2": 1.0}, memory=10.0)
+    two = Resources(cores=2, processes=2, gpus=1, memory=6.0)
+    assert capacity.take(two) == ("0", "1")
+    assert capacity.cores == 0
+    assert capacity.memory == 4.0
+    assert not capacity.fits(Resources())
+    capacity.give_back(two, ("0", "1"))
+    assert capacity == Capacity(cores=4, gpus={"0": 1.0, "1": 1.0, "2": 1.0}, memory=10.0)
+    assert not capacity.fits(Resources(memory=11.0))
+
+
+@pytest.mark.parametrize(
+    ("needs", "words"),
+    [
+        ({"cores": 3}, r"large needs 3 cores, 0 GPUs, 0 GiB of memory; there are 2 cores, 1 GPU, 8 GiB of memory"),
+        ({"gpus": 2}, "large needs 1 core, 2 GPUs"),
+        ({"memory": 9}, "large needs 1 core, 0 GPUs, 9 GiB of memory"),
+    ],
+)
+def test_what_can_never_fit_is_refused(needs, words):
+    unit = Unit(name="large", arguments=(), done=lambda: False, needs=Resources(**needs))
+    with pytest.raises(IsolossError, match=words):
+        Capacity(cores=2, gpus={"0": 1.0}, memory=8.0).check([unit])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"cores": 0}, "cores of a unit of work is 0; it must be at least 1"),
+        ({"gpus": -0.5}, "gpus of a unit of work is -0.5; it must be at least 0"),
+        ({"gpus": 1.5}, "gpus of a unit of work is 1.5; above 1 it must be a whole number"),
+        ({"memory": float("nan")}, "memory of a unit of work is nan"),
+    ],
+)
+def test_wrong_needs(given, words):
+    with pytest.raises(IsolossError, match=words):
+        Resources(**given)
+
+
+def test_gpus_are_those_that_the_environment_names(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-77")
+    assert visible_gpus() == ("2", "GPU-77")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == ()

@@ -1,0 +1,265 @@
+"""Jobs: what is handed out and when, what is tried again, and that executors on one folder share the work."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from isoloss.errors import IsolossError
+from isoloss.studies import jobs as jobs_module
+from isoloss.studies.jobs import Jobs, Options
+from isoloss.studies.plan import Resources, Unit
+
+
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch):
+    monkeypatch.setattr(jobs_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(jobs_module, "LONGEST_DELAY", 0.0)
+
+
+def unit(folder, name, *after, **more):
+    """A unit that is done when there is a file of its name."""
+    return Unit(name=name, arguments=("ls",), done=(folder / name).exists, after=after, **more)
+
+
+def finish(jobs, job):
+    (jobs.logs.parent / job.unit.name).touch()
+    jobs.ended(job, 0)
+
+
+def test_units_wait_for_others_and_for_room(tmp_path):
+    units = [unit(tmp_path, "a"), unit(tmp_path, "b", "a"), unit(tmp_path, "large", needs=Resources(cores=4))]
+    said = []
+    jobs = Jobs(units, tmp_path, Options(), say=said.append)
+    a = jobs.next(lambda needs: needs.cores < 4)
+    assert a.unit.name == "a"
+    assert jobs.next(lambda needs: needs.cores < 4) is None
+    large = jobs.next()
+    assert large.unit.name == "large"
+    assert jobs.next() is None
+    finish(jobs, a)
+    b = jobs.next()
+    assert b.unit.name == "b"
+    finish(jobs, large)
+    finish(jobs, b)
+    jobs.tell()
+    assert jobs.finished
+    assert jobs.count == jobs.num_done == 3
+    assert said[-1] == "b: done in 0 s (3 of 3 units)"
+
+
+def test_a_failure_is_tried_again_and_then_given_up(tmp_path):
+    units = [unit(tmp_path, "a"), unit(tmp_path, "b", "a"), unit(tmp_path, "c", "b"), unit(tmp_path, "d")]
+    jobs = Jobs(units, tmp_path, Options(retries=1))
+    for number in (1, 2):
+        job = jobs.next()
+        assert (job.unit.name, job.lease.number) == ("a", number)
+        job.log.write_text("first\nthe reason\n")
+        jobs.ended(job, 1)
+    finish(jobs, jobs.next())  # others go on
+    jobs.tell()
+    assert jobs.finished
+    with pytest.raises(IsolossError, match=r"a failed with status 1; .*a\.2\.log:\nfirst\nthe reason\n") as caught:
+        jobs.raise_failures()
+    assert str(caught.value).endswith("not started, as they wait for what failed: 2 units")
+    # the next executor tries again
+    assert Jobs(units, tmp_path, Options()).next().lease.number == 3
+
+
+def test_bad_input_is_not_tried_again(tmp_path):
+    jobs = Jobs([unit(tmp_path, "a")], tmp_path, Options(retries=5))
+    jobs.ended(jobs.next(), 2)
+    assert jobs.next() is None
+    assert jobs.finished
+
+
+def test_without_keep_going_nothing_starts_after_a_failure(tmp_path):
+    jobs = Jobs([unit(tmp_path, "a"), unit(tmp_path, "b")], tmp_path, Options(keep_going=False))
+    jobs.ended(jobs.next(), 2)
+    assert jobs.next() is None
+    assert jobs.finished
+    with pytest.raises(IsolossError, match="a failed with status 2"):
+        jobs.raise_failures()
+
+
+def test_a_unit_that_was_stopped_has_not_failed(tmp_path):
+    jobs = Jobs([unit(tmp_path, "a")], tmp_path, Options(retries=0))
+    for number in (1, 2, 3):
+        job = jobs.next()
+        assert job.lease.number == number
+        jobs.ended(job, 130)
+    finish(jobs, jobs.next())
+    jobs.raise_failures()
+
+
+def test_two_executors_share_a_folder(tmp_path):
+    units = [unit(tmp_path, name) for name in "abc"]
+    one, other = (Jobs(units, tmp_path, Options()) for _ in range(2))
+    a, b = one.next(), other.next()
+    assert (a.unit.name, b.unit.name) == ("a", "b")
+    c = other.next()
+    assert one.next() is None
+    assert not one.finished
+    finish(one, a)
+    finish(other, b)
+    other.ended(c, 1)  # it fails once: either may try it again
+    again = one.next()
+    assert (again.unit.name, again.lease.number) == ("c", 2)
+    finish(one, again)
+    assert other.next() is None
+    for each in (one, other):
+        each.tell()
+        assert each.finished
+    assert (one.count, other.count) == (2, 1)
+
+
+def test_what_another_executor_gave_up_is_given_up(tmp_path):
+    units = [unit(tmp_path, "a"), unit(tmp_path, "b", "a")]
+    one, other = (Jobs(units, tmp_path, Options(retries=0)) for _ in range(2))
+    job = one.next()
+    job.log.write_text("the reason\n")
+    one.ended(job, 1)
+    assert other.next() is None
+    assert other.finished
+    with pytest.raises(IsolossError, match="a failed with status 1 in another process: the reason\n"):
+        other.raise_failures()
+
+
+def test_a_lease_that_was_lost_is_taken_over_and_its_holder_told(tmp_path):
+    units = [unit(tmp_path, "a")]
+    slow = Jobs(units, tmp_path, Options(expiry=0.3))
+    job = slow.next()
+    job.lease.path.write_text("{}")  # as of another machine
+    other = Jobs(units, tmp_path, Options(expiry=1000))
+    long_ago = time.time() - 2000
+    while (taken := other.next()) is None:  # between two heartbeats of the first
+        os.utime(job.lease.path, (long_ago, long_ago))
+    assert taken.lease.number == 2
+    deadline = time.monotonic() + 30
+    while job not in slow.lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    finish(other, taken)
+    slow.ended(job, 0)  # changes nothing
+    assert slow.next() is None
+    assert slow.finished
+    assert (slow.count, other.count) == (0, 1)
+    assert sorted(path.name for path in (tmp_path / "leases").iterdir()) == ["a.1.json", "a.2.done", "a.2.json"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workers": 0}, "0 workers cannot carry out a plan; give at least 1"),
+        ({"retries": -1}, "retries is -1; it must be at least 0"),
+    ],
+)
+def test_wrong_options(given, message):
+    with pytest.raises(IsolossError, match=message):
+        Options(**given)
+
+
+# --- with real commands and real processes
+
+FEW = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--device", "cpu", "--threads", "1")
+ENGINE = """
+import sys
+from pathlib import Path
+from isoloss.runs import Run
+from isoloss.studies.executors import local
+from isoloss.studies.jobs import Jobs, Options
+from isoloss.studies.plan import Unit
+folder, count, steps, few = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], tuple(sys.argv[4:])
+units = []
+for i in range(count):
+    path = folder / "runs" / f"run-{i}"
+    words = ("train", str(path), *few, "--steps", steps, "--seed", str(i))
+    words += ("--checkpoints", *map(str, range(20, int(steps), 20)))
+    units.append(Unit(name=f"train {i}", arguments=words, done=lambda path=path: Run(path).complete, makes=(path,)))
+options = Options(workers=2, expiry=3.0)
+local.run(Jobs(units, folder, options, say=lambda line: print(line, flush=True)), options)
+"""
+
+
+def start(folder, count, steps):
+    words = [sys.executable, "-c", ENGINE, str(folder), str(count), str(steps), *FEW]
+    return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def contents(folder):
+    """SHA-256 of every file of the runs, but for those that say when things happened."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((folder / "runs").rglob("*"))
+        if path.is_file() and path.name not in ("log.jsonl", ".lock")
+    }
+
+
+def has_checkpoint(folder, number=None):
+    pattern = f".run-*.attempt-{number or '*'}/checkpoints/step-*"
+    return any((folder / "runs").glob(pattern))
+
+
+def done_by(output):
+    return [line.split(":")[0] for line in output.splitlines() if ": done in" in line]
+
+
+def test_two_executors_one_of_them_killed_do_every_unit_once(tmp_path):
+    assert len(done_by(start(tmp_path / "alone", 4, 400).communicate(timeout=300)[0])) == 4
+    folder = tmp_path / "both"
+    killed, other = start(folder, 4, 400), start(folder, 4, 400)
+    wait_for(lambda: has_checkpoint(folder))
+    killed.send_signal(signal.SIGKILL)
+    by_killed, by_other = (done_by(process.communicate(timeout=300)[0]) for process in (killed, other))
+    assert sorted(by_killed + by_other) == [f"train {i}" for i in range(4)]
+    assert by_other
+    ends = [path.name for path in (folder / "leases").iterdir() if not path.name.endswith(".json")]
+    assert sorted(name.split(".")[0] for name in ends) == [f"train-{i}" for i in range(4)]
+    assert all(name.endswith(".done") for name in ends)
+    assert contents(folder) == contents(tmp_path / "alone")
+
+
+def stopped(process, number):
+    """Send a signal to an executor and all that it started."""
+    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = {int(child): int(parent) for child, parent in (line.split() for line in listed.splitlines())}
+    family = [process.pid]
+    for pid in family:
+        family += [child for child, parent in parents.items() if parent == pid]
+    for pid in family:
+        os.kill(pid, number)
+
+
+def test_an_executor_that_was_paused_longer_than_the_expiry_spoils_nothing(tmp_path):
+    assert done_by(start(tmp_path / "alone", 1, 600).communicate(timeout=300)[0]) == ["train 0"]
+    folder = tmp_path / "paused"
+    paused = start(folder, 1, 600)
+    wait_for(lambda: has_checkpoint(folder))
+    stopped(paused, signal.SIGSTOP)
+    other = start(folder, 1, 600)
+    wait_for(lambda: has_checkpoint(folder, 2))
+    before = {path: path.read_bytes() for path in (folder / "runs").glob(".run-0.attempt-1/*") if path.is_file()}
+    stopped(paused, signal.SIGCONT)  # while the other is at work
+    outputs = [process.communicate(timeout=300)[0] for process in (paused, other)]
+    assert [done_by(output) for output in outputs] == [[], ["train 0"]]
+    assert "train 0: another process has taken it over" in outputs[0]
+    assert paused.returncode == other.returncode == 0
+    final = Path(folder / "runs" / "run-0")
+    assert final.is_dir()
+    assert before  # what the paused one had written; it added nothing
+    after = {path: path.read_bytes() for path in before if path.exists() and path.name != ".lock"}
+    assert after.items() <= before.items()
+    published = {name: digest for name, digest in contents(folder).items() if name.startswith("runs/run-0/")}
+    assert published == contents(tmp_path / "alone")

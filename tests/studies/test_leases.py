@@ -1,0 +1,127 @@
+"""Leases: one process alone gets an attempt, and a lost one is noticed by its silence or by its process being gone."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.studies.leases import Attempt, Leases
+
+TAKE = """
+import pathlib, sys
+from isoloss.studies.leases import Leases
+Leases(pathlib.Path(sys.argv[1])).take("a", 1)
+"""
+TAKER = """
+import sys, time
+from pathlib import Path
+from isoloss.studies.leases import Leases
+leases, start = Leases(Path(sys.argv[1])), float(sys.argv[2])
+time.sleep(max(0.0, start - time.time()))
+print(sum(leases.take(f"unit-{i}", 1) is not None for i in range(200)))
+"""
+
+
+def test_of_many_processes_one_gets_each_lease(tmp_path):
+    words = [sys.executable, "-c", TAKER, str(tmp_path), str(time.time() + 3)]
+    takers = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    counts = [int(taker.communicate(timeout=60)[0]) for taker in takers]
+    assert sum(counts) == 200
+    assert sum(count > 0 for count in counts) > 1  # or they did not compete
+    assert Leases(tmp_path).attempts() == {f"unit-{i}": Attempt(1) for i in range(200)}
+
+
+def test_the_last_attempt_and_its_end_count(tmp_path):
+    leases = Leases(tmp_path / "leases")
+    assert leases.attempts() == {}
+    for number, end in ((1, "failed"), (2, "stopped"), (10, "done")):
+        lease = leases.take("a", number)
+        assert leases.attempts() == {"a": Attempt(number)}
+        lease.end(end, seconds=number)
+        assert leases.attempts() == {"a": Attempt(number, end)}
+        assert leases.ended("a", number, end) == {"seconds": number}
+    (tmp_path / "leases" / "notes.txt").write_text("not a lease")
+    assert leases.attempts() == {"a": Attempt(10, "done")}
+    assert leases.take("a", 10) is None
+
+
+def test_silence_longer_than_the_expiry_loses_a_lease(tmp_path):
+    leases = Leases(tmp_path, expiry=30)
+    lease = leases.take("a", 1)
+    lease.path.write_text("{}")  # as another machine's, whose processes cannot be looked up
+    assert not leases.is_lost("a", 1)
+    long_ago = time.time() - 31
+    os.utime(lease.path, (long_ago, long_ago))
+    assert leases.is_lost("a", 1)
+    lease.beat()
+    assert not leases.is_lost("a", 1)
+
+
+def test_a_process_of_this_machine_that_is_gone_loses_its_lease_at_once(tmp_path):
+    leases = Leases(tmp_path, expiry=1000)
+    subprocess.run([sys.executable, "-c", TAKE, str(tmp_path)], check=True)
+    assert leases.owner("a", 1)["pid"] != os.getpid()
+    assert leases.is_lost("a", 1)
+    assert leases.has_ended("a", 1)
+    leases.take("b", 1)
+    assert not leases.is_lost("b", 1)
+    assert not leases.has_ended("b", 1)
+    # the same number, of a process that began at another time
+    owner = {**leases.owner("b", 1), "started": "1"}
+    (tmp_path / "b.1.json").write_text(json.dumps(owner))
+    assert leases.is_lost("b", 1)
+
+
+def test_a_lost_lease_has_no_end(tmp_path):
+    leases = Leases(tmp_path)
+    first = leases.take("a", 1)
+    assert first.is_held()
+    leases.take("a", 2)
+    assert not first.is_held()
+    first.end("done")
+    assert leases.attempts() == {"a": Attempt(2)}
+    assert not (tmp_path / "a.1.done").exists()
+
+
+def test_a_process_without_its_lease_writes_nothing(tmp_path, monkeypatch):
+    leases = Leases(tmp_path / "leases")
+    lease = leases.take("a", 1)
+    monkeypatch.setenv(files.LEASE, str(lease.path))
+    files.write_text(tmp_path / "kept", "first")
+    files.append_json(tmp_path / "lines", 1)
+    leases.take("a", 2)
+    with pytest.raises(
+        IsolossError, match=r"another process has taken over this work, .*a\.2\.json: nothing is written"
+    ):
+        files.write_text(tmp_path / "kept", "second")
+    with pytest.raises(IsolossError, match="another process"):
+        files.append_json(tmp_path / "lines", 2)
+    with pytest.raises(IsolossError, match="another process"), files.new_directory(tmp_path / "folder") as folder:
+        (folder / "file").write_text("late")
+    assert (tmp_path / "kept").read_text() == "first"
+    assert (tmp_path / "lines").read_text() == "1\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "leases", "lines"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "leases").write_text("a file")
+    with pytest.raises(IsolossError, match=r"cannot write .*leases/a\.1\.json"):
+        Leases(tmp_path / "leases").take("a", 1)
+    with pytest.raises(IsolossError, match="the expiry of leases is 0 seconds; it must be above 0"):
+        Leases(tmp_path, expiry=0)
+
+
+def test_threads_compete_too(tmp_path):
+    leases, taken = Leases(tmp_path), []
+    threads = [threading.Thread(target=lambda: taken.append(leases.take("a", 1))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(lease is not None for lease in taken) == 1
