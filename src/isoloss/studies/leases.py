@@ -1,10 +1,9 @@
 """Leases: which process works on which unit of a plan, so that no two do the same one, on any number of machines.
 
-The folder `leases` of a study has, for each attempt N at a unit,
-
-UNIT.N.json      who has it: host, process, when it began. Created exclusively, so that one process alone gets it; its
-                 modification time is the last heartbeat
-UNIT.N.done, .failed or .stopped   how it ended, written by its owner
+The folder `leases` of a study has, for each attempt N at a unit, a file `UNIT.N.json` that says who has it: host,
+process, when it began. It is created exclusively, so that one process alone gets it, and its modification time is the
+last heartbeat. A second file, `UNIT.N.done`, `.failed` or `.stopped`, is written by its owner and says how the attempt
+ended.
 
 The attempt of the highest N counts. A lease that has not ended is lost when its heartbeat is older than the expiry, or
 when its owner was a process of this machine that is no more; any process may then take attempt N + 1. So nothing is
