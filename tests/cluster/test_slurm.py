@@ -61,7 +61,7 @@ def test_workers_that_do_nothing_are_an_error(tmp_path):
     unit = Unit(name="a", arguments=("ls",), done=lambda: False)
     options = Options(workers=1, work=("study", "work", "no-such-study"), submit={"cluster": "local"})
     with pytest.raises(
-        IsolossError, match=r"(?s)no unit was done; the end of what one said:.*no study 'no-such-study'"
+        IsolossError, match=r"(?s)no unit was done; the end of what one printed:.*no study 'no-such-study'"
     ):
         slurm.run(Jobs([unit], tmp_path, options), options)
 

@@ -1,4 +1,4 @@
-"""`isoloss study`: plan, run, status, report or verify a whole study, keep its results, and compare two of them."""
+"""`isoloss study`: plan, run, inspect, report or verify a whole study, export its results, and compare two exports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = [
     ("isoloss study run same-loss --scale laptop", "everything, ending with a report; the same command resumes"),
-    ("isoloss study run my_study.py", "a study of your own: a Python file that has an isoloss.studies.Study"),
+    ("isoloss study run my_study.py", "your own study: a Python file that defines an isoloss.studies.Study"),
     ("isoloss study status same-loss --scale laptop", "which units are done, which have started"),
     ("isoloss study verify same-loss --scale laptop", "check every file against what it was made from"),
     ("isoloss study run algorithms --seed-offset 1", "a repetition with other seeds, in a folder of its own"),
@@ -40,10 +40,10 @@ Action = Literal["plan", "run", "work", "status", "report", "verify", "export", 
 
 @dataclass(frozen=True)
 class Args:
-    """Plan, run, look at, report, verify, export or compare a study. Its whole state is in its folder."""
+    """Plan, run, inspect, report, verify, export or compare a study. Its whole state is in its folder."""
 
     action: tyro.conf.Positional[Action]
-    """plan: list the units; run: run them; work: help another process that runs them; status: show progress; report:
+    """plan: list the units; run: run them; work: help another process to run them; status: show progress; report:
     write the page; verify: check the files; export: write the results to --output; compare: compare two exports."""
     name: tyro.conf.Positional[str]
     """The study (isoloss ls studies), or the path of a Python file that defines one; for compare, an export."""
@@ -52,7 +52,7 @@ class Args:
     scale: str | None = None
     """Scale of the study (isoloss ls studies); default: the study's first scale."""
     seed_offset: int = 0
-    """Repetition of the study with other seeds: 1, 2, ...; 0 is the study itself."""
+    """Repeat the study with different seeds: 1, 2, ...; 0 is the study itself."""
     folder: Path | None = None
     """Folder of the study; default: runs/NAME-SCALE, or runs/NAME-SCALE-seeds-N for a seed offset of N."""
     output: Path | None = None
@@ -62,18 +62,18 @@ class Args:
     executor: str = "local"
     """What runs the units (isoloss ls executors)."""
     retries: int = 2
-    """How many times a unit that fails is tried again."""
+    """How many times a unit that fails is retried."""
     keep_going: bool = True
-    """Go on with other units after one has failed."""
+    """Continue with other units after one has failed."""
     address: str = ""
-    """For the executor ray: address of a cluster, such as auto; default: one that is started on this machine."""
+    """For the executor ray: address of a cluster, such as auto; default: start one on this machine."""
     submit: tuple[str, ...] = ()
     """For the executor slurm: parameters of submitit, NAME=VALUE: timeout_min=600 slurm_partition=gpu ..."""
     expiry: float = EXPIRY_SECONDS
-    """Seconds without a sign of life after which another process takes over a unit; over a slow network file system,
-    give more."""
+    """Seconds without a heartbeat from the process that runs a unit after which another takes it over; give more on a
+    slow network file system."""
     watch: bool = False
-    """For status: show it again and again, until all units are done."""
+    """For status: keep refreshing until all units are done."""
     json: bool = False
     """Print one JSON document."""
 
@@ -128,14 +128,14 @@ def _run(args: Args, folder: StudyFolder) -> int:
     from isoloss.studies.jobs import Jobs
     from isoloss.studies.plan import in_order
 
-    folder.exists()  # refuses another's folder before anything is written
+    folder.exists()  # refuses a folder that is not this study's before anything is written
     execute: Executor = EXECUTORS.load(args.executor)
     options = _options(args, folder)
     with files.lock(folder.path, wait=True):
         folder.prepare()
     units = folder.plan()
     if args.executor == "local" and args.workers > (os.cpu_count() or 1):
-        common.note(f"{args.workers} workers share {os.cpu_count()} cores: more workers than cores are no faster")
+        common.note(f"{args.workers} workers share {os.cpu_count()} cores: more workers than cores bring no speedup")
     jobs = Jobs(in_order(units), folder.path, options, say=common.note, on_done=GrowingPage(folder, units, common.note))
     try:
         execute(jobs, options)
@@ -147,14 +147,14 @@ def _run(args: Args, folder: StudyFolder) -> int:
     if jobs.count:
         common.note(f"{jobs.count} units done; writing the report")
     else:
-        common.note(f"all {len(units)} units were done already")
+        common.note(f"all {len(units)} units were already done")
     with files.lock(folder.path, wait=True):
         page = folder.report()
     return _emit_summary(args, folder, page)
 
 
 def _options(args: Args, folder: StudyFolder) -> Options:
-    """Return how the plan is carried out, and by which command another process helps."""
+    """Return how the plan is carried out, including the command with which another process helps."""
     from isoloss.studies.jobs import Options
 
     name = str(Path(args.name).absolute()) if args.name.endswith(".py") else args.name
@@ -179,7 +179,7 @@ def _options(args: Args, folder: StudyFolder) -> Options:
 
 
 def _work(args: Args, folder: StudyFolder) -> int:
-    """Carry out units of a study that another process runs, until none is left; that one writes the report."""
+    """Carry out units of a study that another process runs, until none is left; that process writes the report."""
     from isoloss.studies.executors import local
     from isoloss.studies.jobs import Jobs
     from isoloss.studies.plan import in_order
@@ -194,7 +194,7 @@ def _work(args: Args, folder: StudyFolder) -> int:
         common.note("stopped; progress is saved")
         return interrupts.status()
     jobs.raise_failures()
-    common.note(f"{jobs.count} units done; no more are left")
+    common.note(f"{jobs.count} units done; none are left")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`isoloss study plan` and `isoloss study status`: the units, how far each is, and how long the rest takes."""
+"""`isoloss study plan` and `isoloss study status`: the units, how far along each is, and the time that is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show(folder: StudyFolder, action: str, start: str, workers: int, *, watch: b
         action: `plan` or `status`.
         start: The command that runs the study.
         workers: Number of workers for the expected time.
-        watch: Whether to go on until all units are done.
+        watch: Whether to keep refreshing until all units are done.
         as_json: Whether to print JSON.
     """
     if not folder.exists() and action == "status":
@@ -44,7 +44,7 @@ def show(folder: StudyFolder, action: str, start: str, workers: int, *, watch: b
 
 
 def _states(folder: StudyFolder) -> tuple[list[UnitStatus], int]:
-    """Return how far each unit is, with expected seconds, and how many of these rest on measured ones."""
+    """Return how far along each unit is, with its expected seconds, and from how many units these were measured."""
     units, measured = with_measured_seconds(folder.plan(), folder.path)
     return statuses(units, folder.path), measured
 
@@ -128,9 +128,9 @@ def _counts(states: Sequence[UnitStatus]) -> str:
 
 
 def _watch(folder: StudyFolder, as_json: bool) -> int:
-    """Show the running and failed units again and again, until none is left to do."""
+    """Show the running and failed units, refreshed until all units are done."""
     if as_json:
-        raise IsolossError("--json is one document and --watch is many: leave one of them out")
+        raise IsolossError("--json prints one document, but --watch keeps printing: leave one of them out")
     from rich.live import Live
     from rich.table import Table
 

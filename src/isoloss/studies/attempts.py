@@ -1,10 +1,10 @@
-"""Attempts at a unit: each makes its run directories in folders of its own, and only what is complete gets their names.
+"""Attempts at a unit: each makes its run directories in folders of its own, and only complete ones get the final names.
 
 An attempt N at the run `runs/NAME` is made in `runs/.NAME.attempt-N`, beside it, so that relative paths to other runs
-hold. It starts from the files of the attempt before. If that one has ended, or its process has, its folder is renamed;
-if not even that is known, it is copied, and whoever still writes there can do no harm. A finished attempt is published
-by a rename that fails if the run is there already. So two processes that hold a unit's lease one after the other never
-write into one folder, not even if the first was paused and goes on later.
+still hold. It starts from the files of the previous attempt. If that attempt or its process is known to have ended, its
+folder is renamed; otherwise it is copied, so that a process that still writes there can do no harm. A finished attempt
+is published by a rename that fails if the run is there already. So two processes that hold a unit's lease one after the
+other never write into the same folder, not even if the first was paused and resumes later.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from isoloss.runs import Run
 from isoloss.studies.plan import Unit
 
 _NUMBER = re.compile(r"\.attempt-(\d+)$")
-_TRIES = 5  # at copying files that their writer may delete meanwhile
+_TRIES = 5  # at copying files that their writer may delete in the meantime
 _APPENDED = (".jsonl",)  # files that grow; all others are replaced, never changed
 
 
 def folder(path: Path, number: int) -> Path:
-    """Return where an attempt at a run is made; the run itself, if that is complete.
+    """Return where an attempt at a run is made; the run itself if that is complete.
 
     Example:
         >>> folder(Path("runs/base"), 2)
@@ -37,24 +37,24 @@ def folder(path: Path, number: int) -> Path:
 
 
 def latest(path: Path) -> Path:
-    """Return where the last attempt at a run is made: the run itself, if that is complete or no attempt is there."""
+    """Return where the last attempt at a run is made: the run itself if that is complete or there is no attempt."""
     earlier = _attempts(path)
     return path if Run(path).complete or not earlier else earlier[max(earlier)]
 
 
 def arguments(unit: Unit, number: int) -> tuple[str, ...]:
-    """Return the arguments of a unit's command, with the folders of an attempt for the runs that it makes."""
+    """Return the arguments of a unit's command, with each run that it makes replaced by the attempt's folder for it."""
     folders = {str(path): str(folder(path, number)) for path in unit.makes}
     return tuple(folders.get(word, word) for word in unit.arguments)
 
 
 def prepare(unit: Unit, number: int, has_ended: Callable[[int], bool]) -> None:
-    """Give the folders of an attempt the files of the last one before it.
+    """Fill the folders of an attempt with the files of the previous one.
 
     Args:
         unit: The unit.
         number: The number of the attempt, whose lease this process holds.
-        has_ended: Whether nobody writes into the folders of the attempt of that number any more.
+        has_ended: Whether the attempt of that number no longer writes into its folders.
 
     Raises:
         IsolossError: The files cannot be read or written.
@@ -64,7 +64,7 @@ def prepare(unit: Unit, number: int, has_ended: Callable[[int], bool]) -> None:
         if own == path:
             continue
         earlier = {n: where for n, where in _attempts(path).items() if n < number}
-        if own.exists():  # what is left of this attempt itself
+        if own.exists():  # left by this same attempt
             continue
         if earlier:
             last = max(earlier)
@@ -76,13 +76,13 @@ def prepare(unit: Unit, number: int, has_ended: Callable[[int], bool]) -> None:
             for n, where in earlier.items():
                 if n != last and has_ended(n):
                     shutil.rmtree(where, ignore_errors=True)
-        elif Run(path).exists:  # begun by hand
+        elif Run(path).exists:  # started by hand
             with files.lock(path), _named(path):
                 path.rename(own)
 
 
 def publish(unit: Unit, number: int) -> None:
-    """Give the complete runs of an attempt their names; those that another process has published stay as they are.
+    """Give the complete runs of an attempt their final names; runs that another process has published are kept.
 
     Raises:
         IsolossError: A folder cannot be renamed.
@@ -93,14 +93,14 @@ def publish(unit: Unit, number: int) -> None:
             continue
         with _named(path):
             try:
-                own.rename(path)  # fails if the name stands for a folder with files
+                own.rename(path)  # fails if a folder of that name holds files
             except OSError:
                 if not Run(path).complete:
                     raise
 
 
 def clean(unit: Unit, has_ended: Callable[[int], bool]) -> None:
-    """Delete the folders of earlier attempts at a unit that is done, of those into which nobody writes."""
+    """Delete the folders that attempts left at a unit that is done, unless something may still write there."""
     for path in unit.makes:
         for number, where in _attempts(path).items():
             if has_ended(number):
@@ -146,7 +146,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Link a file that is only ever replaced; copy one that grows, or where links are not to be had."""
+    """Link a file that is only ever replaced; copy one that grows, or where linking fails."""
     if not source.endswith(_APPENDED):
         with contextlib.suppress(OSError):
             os.link(source, target)
@@ -156,7 +156,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Say of which folder a rename failed."""
+    """Name the folder in the error if a rename fails."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How many cores, GPUs and how much memory an executor has for units at a time, and which unit gets which GPU."""
+"""The cores, GPUs and memory that an executor has free for units, and which unit gets which GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Capacity:
 
     Attributes:
         cores: CPU cores.
-        gpus: Of each GPU, by what `CUDA_VISIBLE_DEVICES` calls it, the free fraction.
+        gpus: Free fraction of each GPU, by its name in `CUDA_VISIBLE_DEVICES`.
         memory: Memory in GiB.
 
     Example:
@@ -34,7 +34,7 @@ class Capacity:
 
     @classmethod
     def of_machine(cls, cores: int) -> Capacity:
-        """Return so many cores with the GPUs and the memory of this machine."""
+        """Return this number of cores, with all GPUs and all memory of this machine."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         return cls(cores, dict.fromkeys(visible_gpus(), 1.0), memory)
 
@@ -42,7 +42,7 @@ class Capacity:
         """Refuse a unit that does not fit even if nothing else runs. Call it before anything is taken.
 
         Raises:
-            IsolossError: A unit needs more; the first is named.
+            IsolossError: A unit needs more than there is; the first such unit is named.
         """
         for unit in units:
             if not self.fits(unit.needs):
@@ -53,7 +53,7 @@ class Capacity:
                 )
 
     def fits(self, needs: Resources) -> bool:
-        """Whether a unit of these needs could start now."""
+        """Whether a unit with these needs could start now."""
         return needs.all_cores <= self.cores and needs.memory <= self.memory and self._choose(needs) is not None
 
     def take(self, needs: Resources) -> tuple[str, ...] | None:
@@ -75,7 +75,7 @@ class Capacity:
             self.gpus[gpu] += sign * min(needs.gpus, 1.0)
 
     def _choose(self, needs: Resources) -> tuple[str, ...] | None:
-        """Return GPUs that have room, the fullest first, so that whole ones stay free; None: there are too few."""
+        """Return GPUs that have room, the fullest first, so that whole ones stay free; None if there are too few."""
         if not needs.gpus:
             return ()
         if needs.gpus < 1 and needs.processes > 1:
@@ -86,7 +86,7 @@ class Capacity:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the NVIDIA GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` calls them; loads no torch."""
+    """Return the NVIDIA GPUs that this process may use, as named in `CUDA_VISIBLE_DEVICES`, without loading torch."""
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(name for name in given.split(",") if name and name != "-1")
     try:

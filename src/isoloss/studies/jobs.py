@@ -1,4 +1,4 @@
-"""The units of a plan as jobs: what can start, who has it, and what became of it. What all executors share.
+"""The units of a plan as jobs: what can start, who has it, and what became of it. All executors share this part.
 
 An executor only places commands. It takes a job from `Jobs`, runs its command somewhere, and says how that ended:
 
@@ -32,8 +32,8 @@ from isoloss.studies import attempts
 from isoloss.studies.leases import EXPIRY_SECONDS, HEARTBEATS, Attempt, End, Lease, Leases
 from isoloss.studies.plan import Resources, Unit, check
 
-LOOK_SECONDS = 1.0  # between two looks at what other processes have done
-WAIT_SECONDS = 0.1  # of an executor that has nothing to start
+LOOK_SECONDS = 1.0  # between two checks of what other processes have done
+WAIT_SECONDS = 0.1  # while an executor has nothing to start
 LONGEST_DELAY = 60.0  # before another try, in seconds
 BAD_INPUT = 2  # the exit status of a command that would fail again
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
@@ -44,14 +44,14 @@ class Options:
     """How a plan is carried out.
 
     Attributes:
-        workers: Number of cores that the units may use at a time; of executors on a cluster, number of workers.
+        workers: Number of cores that the units may use at a time; for the executor slurm, number of workers.
         retries: How many times a unit that fails is tried again, after 1, 2, 4, ... seconds. One whose input is
-            wrong (exit status 2) is not.
+            wrong (exit status 2) is not retried.
         keep_going: Whether other units start after one has failed.
         expiry: Seconds without a heartbeat after which another process may take over a unit.
-        work: Arguments of the `isoloss` command by which a process on another machine carries out the same plan.
+        work: Arguments of the `isoloss` command with which a process on another machine helps with the same plan.
         submit: Parameters of the cluster, by name.
-        address: Where a cluster is; empty: one on this machine.
+        address: Address of a cluster; empty: one is started on this machine.
 
     Raises:
         IsolossError: A number is out of range.
@@ -74,7 +74,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """An attempt at a unit, which this process holds the lease of.
+    """An attempt at a unit whose lease this process holds.
 
     Attributes:
         unit: The unit.
@@ -100,7 +100,7 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the command needs."""
+        """The environment variables that the command needs."""
         return {"OMP_NUM_THREADS": str(self.unit.needs.cores), files.LEASE: str(self.lease.path.absolute())}
 
     def call(self) -> int:
@@ -142,7 +142,7 @@ class Jobs:
         folder: The study's folder, for `leases` and `logs`.
         options: How the plan is carried out.
         say: Called with one line when a unit starts or ends.
-        on_done: Called in this process after each unit that it ran and that is done; it may take seconds.
+        on_done: Called in this process after each unit that it has completed; it may take seconds.
 
     Raises:
         IsolossError: A plan that cannot be carried out.
@@ -161,8 +161,8 @@ class Jobs:
         self.units, self.logs, self.options, self.say = units, folder / "logs", options, say
         self.leases = Leases(folder / "leases", options.expiry)
         self.count = 0  # units that this process has run
-        self.observes = False  # whether to tell of units that other processes have done, too
-        self.lost: set[Job] = set()  # held ones whose lease another process has taken: their commands are to be ended
+        self.observes = False  # whether to report the units that other processes have done, too
+        self.lost: set[Job] = set()  # held, but taken over by another process: their commands must be ended
         self._on_done, self._unseen = on_done, list[Unit]()
         self._by_name = {unit.name: unit for unit in units}
         self._place = {unit.name: place for place, unit in enumerate(units)}
@@ -176,7 +176,7 @@ class Jobs:
         self._held: dict[str, Job] = {}
         self._elsewhere: dict[str, None] = {}  # could start, but another process has it
         self._ready: list[int] = []  # could start: a heap of places
-        self._tries: dict[str, int] = {}  # failed ones since the start
+        self._tries: dict[str, int] = {}  # failed attempts since the start
         self._not_before: dict[str, float] = {}
         self._checked: dict[tuple[str, int], float] = {}  # when leases of others were looked up
         self._given_up: dict[str, str] = {}
@@ -201,7 +201,7 @@ class Jobs:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to run, to wait for or to tell."""
+        """Whether nothing is left to run, to wait for or to report."""
         if self._held or self._unseen:
             return False
         if self._given_up and not self.options.keep_going:
@@ -246,9 +246,9 @@ class Jobs:
         return job
 
     def ended(self, job: Job, status: int) -> None:
-        """Say how a job's command ended, by its exit status, negative for a signal. Publishes what it made.
+        """Record how a job's command ended, by its exit status, negative for a signal, and publish what it made.
 
-        A command that was stopped by Ctrl-C or SIGTERM has saved; it is not done, and has not failed.
+        A command that was stopped by Ctrl-C or SIGTERM has saved; its unit is not done, but has not failed either.
         """
         unit, lease = job.unit, job.lease
         self._forget(job)
@@ -276,7 +276,7 @@ class Jobs:
         self._note_failure(unit, is_final, f"{unit.name} {reason}; the end of {job.log}:\n{_tail(job.log)}")
 
     def tell(self) -> None:
-        """Call `on_done` for the units that ended; call it when the workers are busy, as it may take seconds."""
+        """Call `on_done` for the units that are newly done. Best when the workers are busy, as it may take seconds."""
         while self._unseen:
             self._on_done(self._unseen.pop(0))
 
@@ -285,7 +285,7 @@ class Jobs:
         self.ended(job, -signal.SIGTERM)
 
     def raise_failures(self) -> None:
-        """Raise an `IsolossError` that tells of the units that failed, if any did."""
+        """Raise an `IsolossError` that names the units that failed, if any did."""
         if not self._given_up:
             return
         texts = list(self._given_up.values())
@@ -306,7 +306,7 @@ class Jobs:
             self._elsewhere[unit.name] = None
             return None
         self._last[unit.file_name] = Attempt(lease.number)
-        if lease.number > 1 and unit.done():  # published by a process that ended before it could say so
+        if lease.number > 1 and unit.done():  # published by a process that ended before it could record that
             lease.end("done")
             self._note_done(unit)
             return None
@@ -340,7 +340,7 @@ class Jobs:
         self.lost.discard(job)
 
     def _has_ended(self, unit: Unit) -> Callable[[int], bool]:
-        """Return a function that says of an attempt at a unit whether its process can no longer write."""
+        """Return a function that tells whether the process of an attempt at a unit can no longer write."""
 
         def has_ended(number: int) -> bool:
             job = self._held.get(unit.name)
@@ -363,14 +363,14 @@ class Jobs:
                 heapq.heappush(self._ready, self._place[name])
 
     def _note_failure(self, unit: Unit, is_final: bool, text: str) -> None:
-        """Note that a unit failed, here or elsewhere. Unless it is tried again, those that wait for it never start."""
+        """Note that a unit failed, here or elsewhere. Unless it is retried, the units that wait for it never start."""
         self._elsewhere.pop(unit.name, None)
         tries = self._tries[unit.name] = self._tries.get(unit.name, 0) + 1
         if not is_final:
             delay = min(2.0 ** (tries - 1), LONGEST_DELAY)
             self._not_before[unit.name] = time.monotonic() + delay
             heapq.heappush(self._ready, self._place[unit.name])
-            self.say(f"{text.splitlines()[0]}\n  it is tried again after {delay:.0f} s")
+            self.say(f"{text.splitlines()[0]}\n  trying again in {delay:.0f} s")
             return
         self._given_up[unit.name] = text
         self.say(text.splitlines()[0])
@@ -399,7 +399,7 @@ class Jobs:
                 end = self.leases.ended(file_name, attempt.number, "failed")
                 text = f"{unit.name} {end.get('reason', 'failed')} in another process: {end.get('last_line', '')}"
                 self._note_failure(unit, bool(end.get("final")), text)
-        # what others had is looked at again: it may have been stopped or lost
+        # units that others had are considered again: they may have been stopped or lost
         for name in self._elsewhere:
             heapq.heappush(self._ready, self._place[name])
         self._elsewhere.clear()
@@ -410,14 +410,14 @@ class Jobs:
 
 
 class _Heartbeat:
-    """A thread that says, while jobs are held, that this process is alive, and notes those that were taken over."""
+    """A thread that renews the leases of the jobs held, and notes which of them were taken over."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, unless it runs."""
+        """Start the thread, unless it is running."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -433,7 +433,7 @@ class _Heartbeat:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty; empty: there is none."""
+    """Return the last non-empty line of a log; empty if there is none."""
     with contextlib.suppress(FileNotFoundError):
         lines = log.read_text(errors="replace").replace("\r", "\n").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -6,11 +6,11 @@ last heartbeat. A second file, `UNIT.N.done`, `.failed` or `.stopped`, is writte
 ended.
 
 The attempt of the highest N counts. A lease that has not ended is lost when its heartbeat is older than the expiry, or
-when its owner was a process of this machine that is no more; any process may then take attempt N + 1. So nothing is
-ever deleted or overwritten, and a process that was paused finds, when it goes on, that there is a later attempt.
+when its owner was a process on this machine that no longer exists; any process may then take attempt N + 1. So nothing
+is ever deleted or overwritten, and a process that was paused finds, when it resumes, that there is a later attempt.
 
-Ages are differences between two modification times of the same file system, so that the clocks of machines need not
-agree. Only exclusive creation is required of the file system, which NFS has (version 3 and later).
+Ages are differences between two modification times of the same file system, so the machines' clocks need not agree.
+The file system need only support exclusive creation, as NFS does (version 3 and later).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Literal
 from isoloss import files
 from isoloss.errors import IsolossError
 
-EXPIRY_SECONDS = 60.0  # after the last heartbeat; longer than file systems over a network remember attributes
+EXPIRY_SECONDS = 60.0  # after the last heartbeat; longer than network file systems cache attributes
 HEARTBEATS = 6  # within an expiry
 
 End = Literal["done", "failed", "stopped"]
@@ -37,11 +37,11 @@ _ENDS = ("done", "failed", "stopped")
 
 @dataclass(frozen=True)
 class Attempt:
-    """The last attempt at a unit, as the names of its files tell it.
+    """The last attempt at a unit, as read from the names of its files.
 
     Attributes:
-        number: Its number, from 1; 0: there is none.
-        end: How it ended; None: it has not.
+        number: Its number, from 1; 0 if there is none.
+        end: How it ended; None if it has not.
     """
 
     number: int = 0
@@ -54,7 +54,7 @@ class Lease:
 
     Attributes:
         path: The lease file.
-        unit: The unit's name in the names of files.
+        unit: The unit's name as it stands in file names.
         number: The number of the attempt.
     """
 
@@ -68,7 +68,7 @@ class Lease:
 
     def beat(self) -> None:
         """Say that the owner is alive."""
-        with contextlib.suppress(OSError):  # of a file system that does not answer now; the next beat may
+        with contextlib.suppress(OSError):  # the file system may not respond now; the next beat may succeed
             os.utime(self.path)
 
     def end(self, how: End, **details: Any) -> None:
@@ -94,7 +94,7 @@ class Leases:
         self.folder, self.expiry = folder, expiry
 
     def attempts(self) -> dict[str, Attempt]:
-        """Return the last attempt at every unit that has one, by the unit's name in the names of files.
+        """Return the last attempt at every unit that has one, by the unit's name as it stands in file names.
 
         One listing of the folder; no file is read.
         """
@@ -107,15 +107,15 @@ class Leases:
             unit, _, rest = name.partition(".")
             number, _, kind = rest.partition(".")
             if unit and number.isdecimal() and kind in ("json", *_ENDS):
-                key = (int(number), "" if kind == "json" else kind)  # an end is above the beginning of the same attempt
+                key = (int(number), "" if kind == "json" else kind)  # an end outranks the same attempt's beginning
                 found[unit] = max(found.get(unit, key), key)
         return {unit: Attempt(number, end or None) for unit, (number, end) in found.items()}  # type: ignore[arg-type]
 
     def take(self, unit: str, number: int) -> Lease | None:
-        """Take an attempt at a unit; None: another process has it.
+        """Take an attempt at a unit and return its lease; None: another process has it.
 
         Args:
-            unit: The unit's name in the names of files.
+            unit: The unit's name as it stands in file names.
             number: The number of the attempt, one more than that of the last.
 
         Raises:
@@ -136,7 +136,7 @@ class Leases:
         return Lease(path, unit, number)
 
     def is_lost(self, unit: str, number: int) -> bool:
-        """Whether an attempt that has not ended was lost: its owner is no more, or has not said otherwise for long."""
+        """Whether an attempt that has not ended was lost: its owner is gone, or its heartbeat is too old."""
         owner = self.owner(unit, number)
         if owner and _is_gone(owner):
             return True
@@ -144,17 +144,17 @@ class Leases:
         return beaten is not None and self._time() - beaten > self.expiry
 
     def has_ended(self, unit: str, number: int) -> bool:
-        """Whether the process of an attempt said that it ended, or is known to be no more: it writes no longer."""
+        """Whether an attempt was recorded as ended, or its process is known to be gone: it no longer writes."""
         if any((self.folder / f"{unit}.{number}.{end}").exists() for end in _ENDS):
             return True
         return _is_gone(self.owner(unit, number))
 
     def owner(self, unit: str, number: int) -> Mapping[str, Any]:
-        """Return what an attempt's lease says of its owner; empty if it cannot be read, as while it is written."""
+        """Return what an attempt's lease says about its owner; empty if unreadable, as while it is being written."""
         return _read(self.folder / f"{unit}.{number}.json")
 
     def ended(self, unit: str, number: int, how: End) -> Mapping[str, Any]:
-        """Return what is known of an attempt that ended so; empty if it cannot be read."""
+        """Return what was recorded when an attempt ended in this way; empty if it cannot be read."""
         return _read(self.folder / f"{unit}.{number}.{how}")
 
     def _time(self) -> float:
@@ -191,12 +191,12 @@ def _this_process() -> dict[str, Any]:
 
 
 def _is_gone(owner: Mapping[str, Any]) -> bool:
-    """Whether a process was of this system, and has ended."""
+    """Whether an owner is a process on this system that has ended."""
     return owner.get("system") == _system() != "" and _started(owner.get("pid", 0)) != owner.get("started")
 
 
 def _system() -> str:
-    """What tells processes of this system, whose numbers can be looked up, from others: the boot and the container."""
+    """The boot and the container, within which a process id can be looked up; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -205,7 +205,7 @@ def _system() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in ticks after the boot, which with its number is unique; empty: there is none."""
+    """When a process was started, in ticks since boot: unique together with its id; empty if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The plan of a study: commands on directories, which each has to wait for, and what each needs."""
+"""The plan of a study: commands on directories, which others each must wait for, and what each needs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Resources:
     """What a unit of work needs while it runs.
 
     Attributes:
-        cores: CPU cores, at least 1; each of its processes computes with as many threads.
-        gpus: GPUs of each process: a whole number, or a fraction below 1, so that several units share one. Then it
-            trains and measures on `cuda`, otherwise on `cpu`.
-        memory: Memory in GiB; 0: not known, and not reserved.
+        cores: CPU cores of each process, at least 1; the process computes with as many threads.
+        gpus: GPUs of each process: a whole number, or a fraction below 1, so that several units share one. With
+            GPUs, the unit trains and measures on `cuda`, otherwise on `cpu`.
+        memory: Memory in GiB; 0: unknown, so none is reserved.
         processes: Number of processes, started by torchrun on one machine.
 
     Raises:
@@ -65,14 +65,14 @@ class Unit:
 
     Attributes:
         name: What it is called, unique in a plan.
-        arguments: Of the `isoloss` command.
+        arguments: Arguments of the `isoloss` command.
         done: Whether its result is there; reads files only.
         progress: Progress of a started unit that is not done, e.g. `step 100 of 300`; empty: not started. It is given a
             function from the path of each of `makes` to the folder in which the present attempt makes it.
         makes: Paths of the run directories that it makes, as they stand in `arguments`. An attempt makes each in a
             folder of its own (`isoloss.studies.attempts`), and only one that is complete gets its name.
         after: Names of the units whose results it needs.
-        seconds: Expected duration on one core, before anything is measured; decides the order within a block.
+        seconds: Expected duration on one core, guessed beforehand; decides the order within a block.
         needs: What it needs while it runs.
         block: Number of its block; units of lower blocks start first.
     """
@@ -89,7 +89,7 @@ class Unit:
 
     @property
     def file_name(self) -> str:
-        """Its name in the names of files.
+        """Its name as it stands in file names.
 
         Example:
             >>> Unit(name="train base, grammars 1 to 4", arguments=(), done=lambda: False).file_name
@@ -102,7 +102,7 @@ class Unit:
 
 
 def in_order(units: Sequence[Unit]) -> list[Unit]:
-    """Return a plan in the order in which to start its units: block by block, and in each the longest chain first.
+    """Return a plan in the order in which to start its units: block by block, and in each, the longest chain first.
 
     Raises:
         IsolossError: As for `check`.
@@ -153,7 +153,7 @@ def _sorted(units: Sequence[Unit]) -> list[str]:
 
 
 def urgency(units: Sequence[Unit]) -> dict[str, float]:
-    """Return for each unit the seconds of the longest chain that starts with it: the longest is started first."""
+    """Return, for each unit, the seconds of the longest chain that starts with it; the largest starts first."""
     by_name = {unit.name: unit for unit in units}
     longest = dict.fromkeys(by_name, 0.0)  # of the chains of those that wait for it
     result: dict[str, float] = {}
@@ -165,10 +165,10 @@ def urgency(units: Sequence[Unit]) -> dict[str, float]:
 
 
 def makespan(units: Sequence[Unit], workers: int) -> float:
-    """Return the seconds that so many workers of one core take for a plan, each busy whenever a unit can start.
+    """Return the seconds that a number of one-core workers take for a plan if none idles while a unit can start.
 
     Args:
-        units: The units to run, in the order in which to start them; what they wait for may be missing: it is done.
+        units: The units to run, in the order in which to start them; a missing unit that one waits for counts as done.
         workers: How many units run at a time.
 
     Example:

@@ -1,4 +1,4 @@
-"""How far a study is, from its files alone: what is done, who works on what, what failed, how long the rest takes."""
+"""How far along a study is, from its files alone: what is done, running or failed, and how long the rest will take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = Literal["done", "running", "failed", "begun", "to do"]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitStatus:
-    """How far a unit is.
+    """How far along a unit is.
 
     Attributes:
         unit: The unit.
@@ -28,7 +28,7 @@ class UnitStatus:
         host: The machine on which it runs or ran last.
         since: When its last attempt began, in ISO 8601, UTC; empty: never.
         attempts: How many times it was started.
-        last_line: The last line of its log, of a failed one.
+        last_line: The last line of its log, if it failed.
     """
 
     unit: Unit
@@ -41,7 +41,7 @@ class UnitStatus:
 
 
 def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
-    """Return how far each unit of a plan is.
+    """Return how far along each unit of a plan is.
 
     Args:
         units: The plan.
@@ -54,7 +54,7 @@ def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
 
 def _status(unit: Unit, attempt: Attempt, leases: Leases, logs: Path) -> UnitStatus:
     number, name = attempt.number, unit.file_name
-    # an attempt that says that it is done is believed: reading every result of a large study takes long
+    # an attempt recorded as done is trusted: reading every result of a large study takes long
     if attempt.end == "done" or unit.done():
         return UnitStatus(unit=unit, state="done", attempts=number)
     progress = unit.progress(functools.partial(_latest, number=number))
@@ -78,15 +78,15 @@ def _status(unit: Unit, attempt: Attempt, leases: Leases, logs: Path) -> UnitSta
 
 
 def _latest(path: Path, number: int) -> Path:
-    """Return where a run is made now: looked up by name, as listing the folder for each of many runs takes long."""
+    """Return where a run is being made: looked up by name, as listing the folder for each of many runs takes long."""
     folder = attempts.folder(path, number)
     return folder if folder.exists() else path
 
 
 def with_measured_seconds(units: Sequence[Unit], folder: Path) -> tuple[list[Unit], int]:
-    """Return a plan with expected seconds that are corrected by what units of the same subcommand took.
+    """Return a plan whose expected seconds are corrected by how long units of the same subcommand took.
 
-    The factor of a subcommand is the time that its finished units took over the time that was expected of these.
+    The correction factor of a subcommand is the time that its finished units took, divided by that expected for them.
 
     Args:
         units: The plan.
@@ -104,7 +104,7 @@ def with_measured_seconds(units: Sequence[Unit], folder: Path) -> tuple[list[Uni
         attempt = last.get(unit.file_name, Attempt())
         if attempt.end == "done":
             end = leases.ended(unit.file_name, attempt.number, "done")
-            if attempt.number == 1 and "seconds" in end:  # of several attempts, the time of the last is not the whole
+            if attempt.number == 1 and "seconds" in end:  # with several attempts, the last one's time is not the whole
                 kind = unit.arguments[0] if unit.arguments else ""
                 took[kind] = took.get(kind, 0.0) + end["seconds"]
                 expected[kind] = expected.get(kind, 0.0) + unit.seconds
@@ -119,11 +119,11 @@ def with_measured_seconds(units: Sequence[Unit], folder: Path) -> tuple[list[Uni
 
 @dataclass(frozen=True, kw_only=True)
 class Remaining:
-    """How long the units take that are not done, in seconds.
+    """How long the units that are not done will take, in seconds.
 
     Attributes:
         total: On one core, one after the other.
-        longest_chain: Of units that wait for each other: no number of workers is faster.
+        longest_chain: For the longest chain of dependent units: no number of workers can be faster.
         with_workers: With the given number of workers.
     """
 
@@ -133,7 +133,7 @@ class Remaining:
 
 
 def remaining(states: Sequence[UnitStatus], workers: int) -> Remaining:
-    """Return how long what is left of a plan takes; a unit that has begun counts as a whole one.
+    """Return how long what is left of a plan will take; a unit that has begun counts in full.
 
     Args:
         states: The plan, with expected seconds.

@@ -1,11 +1,12 @@
-"""Tensors that all sequences share: what a model computes from parameters alone, as positions behind a layer norm.
+"""Tensors that all sequences share: what a model computes from parameters alone, such as normalized positions.
 
-The model may map, normalize and reshape such a tensor before its sequences use it. Where it meets them it is computed
-again with an axis of the sequences in front, so that each use of a parameter on the way has a rule, and a cotangent of
-each sequence.
+The model may map, normalize and reshape such a tensor before its sequences use it. Where it meets them, it is
+computed again with a leading axis of sequences, so that each use of a parameter on the way has a rule, and a cotangent
+for each sequence.
 
-Shapes say where that is. A parameter for which they would not with another number of sequences has no rule from the
-first batch on: nothing that a later batch happens to have as many sequences as is taken for these.
+Shapes tell where they meet. A parameter for which shapes would not tell with a different number of sequences has no
+rule from the first batch on. So if an axis of a later batch happens to be as long as its number of sequences, it is not
+mistaken for the axis of sequences.
 
 Shapes: B sequences.
 """
@@ -41,7 +42,7 @@ class Shared:
         return self.make()
 
     def beside(self, ndim: int) -> torch.Tensor:
-        """Return it for each sequence, as it broadcasts to an activation (B, ...) of so many axes."""
+        """Return `each`, reshaped to broadcast with an activation (B, ...) of `ndim` axes."""
         number, *shape = self.each.shape
         shape = [1] * (ndim - 1 - len(shape)) + shape[max(0, len(shape) - ndim + 1) :]
         return self.each.reshape(number, *shape)
@@ -51,17 +52,17 @@ class Sharing:
     """The tensors of a forward pass that all sequences share."""
 
     def __init__(self, uses: Uses) -> None:
-        self._uses: Uses = weakref.proxy(uses)  # which has this: its activations are to be freed with it
+        self._uses: Uses = weakref.proxy(uses)  # weak: it holds this object, and its activations must be freed with it
         self._shared: Any = WeakTensorKeyDictionary()
 
     def names(self, values: Iterable[torch.Tensor]) -> set[str]:
-        """Return the names of the parameters behind those of the values that are shared."""
+        """Return the names of the parameters behind those values that are shared."""
         if not self._shared:
             return set()
         return {name for value in values if value in self._shared for name in self._shared[value].names}
 
     def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a function gives that takes parameters or what is shared; None: it is not known."""
+        """Return the output of a function of parameters or shared tensors; None if the function cannot be followed."""
         name, values = name_of(function).strip("_"), list(tensors_in((args, kwargs)))
         if not args or args[0] is not values[0]:
             return None
@@ -88,7 +89,7 @@ class Sharing:
         return self._add(function(*args, **kwargs), values, lambda: torch.vmap(one)(source.each))
 
     def _of(self, value: torch.Tensor) -> Shared | None:
-        """Return a tensor as one that is shared, which a parameter is too; None: it is none."""
+        """Return a tensor as a shared one, which a parameter is, too; None if it is not shared."""
         found: Shared | None = self._shared.get(value)
         handle = self._uses.handle(value)
         if found is not None or handle is None or handle.transposed or isinstance(handle.slot, int):
@@ -97,7 +98,7 @@ class Sharing:
         return Shared(frozenset([handle.name]), partial(self._uses.apply, torch.Tensor.expand, value, *sizes))
 
     def _add(self, output: Any, values: Iterable[torch.Tensor], make: Callable[[], torch.Tensor]) -> Any:
-        """Note what was computed from these values; None: it is no tensor."""
+        """Record and return what was computed from these values; None if it is not a tensor."""
         if not isinstance(output, torch.Tensor):
             return None
         values = list(values)
@@ -125,7 +126,7 @@ class Sharing:
         return self._add(function(*args, **kwargs), tensors_in((args, kwargs)), make)
 
     def _combined(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Combine tensors of which some are shared: value by value or, from three axes on, as matrices."""
+        """Combine tensors of which some are shared: elementwise or, with three axes or more, by a matrix product."""
         name, layout, values = name_of(function), self._uses.layout, list(tensors_in((args, kwargs)))
         parts = [(self._of(arg) or arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
         shapes = [arg.shape for arg, part in zip(args, parts, strict=True) if isinstance(part, Shared)]
@@ -154,7 +155,7 @@ class Sharing:
         return self._add(function(*args, **kwargs), values, lambda: combined(pure, axes + 1))
 
     def _copied(self, function: Callable[..., Any], args: tuple[Any, ...], source: Shared) -> Any:
-        """Give each sequence a copy."""
+        """Give each sequence a copy of a shared tensor."""
         value, *sizes = args
         lead, output = (self._uses.layout.num_sequences,), function(*args)
         if name_of(function) == "repeat":
@@ -174,12 +175,12 @@ def _is_activation(value: torch.Tensor) -> bool:
 
 
 def _is_covered(values: list[torch.Tensor], shapes: list[torch.Size]) -> bool:
-    """Whether what is computed value by value has the shape that it has without these values."""
+    """Whether an elementwise result has the same shape with these values as without them."""
     spread: Callable[..., torch.Size] = torch.broadcast_shapes
     return spread(*shapes, *(value.shape for value in values)) == spread(*shapes)
 
 
 def _writes(function: Callable[..., Any]) -> bool:
-    """Whether it writes to its first argument."""
+    """Whether a function writes to its first argument."""
     name = name_of(function)
     return name.endswith("_") and not name.endswith("__")

@@ -26,11 +26,11 @@ class _Worker:
 
 
 def run(jobs: Jobs, options: Options) -> None:
-    """Run each job as a process of its own, as many at a time as the cores, GPUs and the memory allow.
+    """Run each job as a process of its own, as many at a time as cores, GPUs and memory allow.
 
-    A job gets the GPUs or the fraction of one that it needs, by `CUDA_VISIBLE_DEVICES`. On Linux, jobs of one thread
-    are forked from a process that has already imported everything (`isoloss.studies.executors.warm`). If this process
-    ends, however it ends, so do they, and the commands resume from their files.
+    A job gets the GPUs or the fraction of one that it needs through `CUDA_VISIBLE_DEVICES`. On Linux, single-threaded
+    jobs are forked from a process that has already imported everything (`isoloss.studies.executors.warm`). If this
+    process ends for any reason, so do the jobs; when run again, their commands resume from their files.
 
     Args:
         jobs: The jobs.
@@ -87,7 +87,7 @@ def _start(job: Job, gpus: tuple[str, ...], parent: WarmProcess | None) -> subpr
     with job.log.open("wb") as file:
         return subprocess.Popen(
             job.command,
-            stdin=subprocess.PIPE,  # never written to: its end tells the command that the executor is gone
+            stdin=subprocess.PIPE,  # never written to: its closing tells the command that the executor is gone
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment, **warm.EXIT_WITH_STDIN},
@@ -110,7 +110,7 @@ def _stop(jobs: Jobs, running: list[_Worker]) -> None:
         worker.process.wait(timeout=GRACE_SECONDS)
         _close(worker)
         status = worker.process.returncode
-        # what could not save in time was stopped as well
+        # a command that could not save in time counts as stopped, too
         jobs.ended(worker.job, -signal.SIGTERM if status is None or status == -signal.SIGKILL else status)
 
 

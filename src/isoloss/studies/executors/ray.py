@@ -1,7 +1,7 @@
 """The Ray executor: each job is a Ray task, on a cluster or on this machine.
 
-The leases are this process's. A node that dies costs only the jobs on it: they go on from their files on another. All
-nodes share the study's folder.
+This process holds the leases. If a node dies, only the jobs on it are affected: they resume from their files on another
+node. All nodes share the study's folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(jobs: Jobs, options: Options) -> None:
     Args:
         jobs: The jobs.
         options: How they are carried out: at most `workers` cores are used at a time; `address` is that of a cluster,
-            such as `auto`, and without it one is started on this machine, and ends with the study.
+            such as `auto`; without it, one is started on this machine and ends with the study.
 
     Raises:
         IsolossError: Ray is missing, or there is no cluster at that address; a node does not see the folder.
@@ -111,7 +111,7 @@ def _carry_out_all(ray: Any, task: Any, jobs: Jobs, options: Options) -> None:
 
 
 def _fits(free: int, workers: int, needs: Resources) -> bool:
-    """Whether a unit's cores are free; one that needs more than all is left to the cluster."""
+    """Whether a unit's cores are free; one that needs more than `workers` starts when nothing else runs."""
     return needs.all_cores <= free or free == workers
 
 
@@ -124,7 +124,7 @@ def _submit(task: Any, job: Job) -> Any:
 
 
 def _status(ray: Any, reference: Any, job: Job, jobs: Jobs) -> int:
-    """Return the exit status of a task's command; that of a stopped one if its node or worker was lost."""
+    """Return the exit status of a task's command; that of a stopped command if its node or worker was lost."""
     try:
         status: int = ray.get(reference, timeout=0)
     except ray.exceptions.OutOfMemoryError as error:
@@ -143,10 +143,10 @@ def carry_out(arguments: tuple[str, ...], needs: Resources, log: str, environmen
     """Run an `isoloss` command on a node and return its exit status; an interrupt lets it save first.
 
     Args:
-        arguments: Of the command.
-        needs: What it needs; Ray has placed it accordingly.
+        arguments: Arguments of the command.
+        needs: What the command needs; Ray has placed it accordingly.
         log: File for its output, in the shared folder.
-        environment: Further variables.
+        environment: Further environment variables.
     """
     if not Path(environment[files.LEASE]).is_file():
         return UNSEEN
@@ -159,7 +159,7 @@ def carry_out(arguments: tuple[str, ...], needs: Resources, log: str, environmen
         with Path(log).open("wb") as file:
             process = subprocess.Popen(
                 command(arguments, needs),
-                stdin=subprocess.PIPE,  # its end tells the command that the task is gone
+                stdin=subprocess.PIPE,  # never written to: its closing tells the command that the task is gone
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **more, **warm.EXIT_WITH_STDIN},

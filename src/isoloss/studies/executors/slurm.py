@@ -1,7 +1,7 @@
-"""The Slurm executor: workers, submitted by submitit, that take units from the study's folder.
+"""The Slurm executor: workers, submitted through submitit, that take units from the study's folder.
 
-Each worker is a Slurm job that runs `isoloss study work` on the folder, which all machines share. So dependencies need
-nothing of the scheduler. Before its time limit a worker saves, and submitit queues it again.
+Each worker is a Slurm job that runs `isoloss study work` on the folder, which all machines share. So the
+scheduler need not know about dependencies. Before its time limit, a worker saves, and submitit requeues it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Worker:
     """What a Slurm job does: it carries out units of the plan until none is left.
 
     Attributes:
-        arguments: Of the `isoloss` command.
+        arguments: Arguments of the `isoloss` command.
     """
 
     arguments: tuple[str, ...]
@@ -52,7 +52,7 @@ class Worker:
                     process.kill()
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """Return what submitit queues again before the time limit: the same, as all progress is in the folder."""
+        """Return what submitit requeues before the time limit: this same worker, as all progress is in the folder."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -62,7 +62,7 @@ def run(jobs: Jobs, options: Options) -> None:
     """Submit workers, and watch the folder until all units are done.
 
     Args:
-        jobs: The jobs; this process takes none.
+        jobs: The jobs; this process takes none of them.
         options: How they are carried out: `workers` is the number of Slurm jobs, each with the cores and GPUs of the
             largest unit; `work` what each runs; `submit` parameters of submitit's `AutoExecutor.update_parameters`, and
             `cluster`: `slurm`, or `local` to try it on this machine.
@@ -114,7 +114,7 @@ def _executor(jobs: Jobs, options: Options, folder: Path) -> tuple[Any, int]:
         raise IsolossError(f"cluster is {cluster!r}; it must be one of {', '.join(CLUSTERS)}")
     if cluster == "slurm" and shutil.which("sbatch") is None:
         raise IsolossError(
-            "this machine has no sbatch, so it cannot submit to Slurm; --submit cluster=local tries it here"
+            "this machine has no sbatch, so it cannot submit to Slurm; to try it here, give --submit cluster=local"
         )
     needs = [unit.needs for unit in jobs.units]
     parameters: dict[str, Any] = {
@@ -135,7 +135,7 @@ def _executor(jobs: Jobs, options: Options, folder: Path) -> tuple[Any, int]:
 
 
 def _without_progress(workers: list[Any]) -> str:
-    """Return what the workers said that ended before any unit was done."""
+    """Return an error message for workers that ended before any unit was done, with what one of them printed."""
     texts = [text.strip() for worker in workers for text in (worker.stderr(), worker.stdout()) if text]
-    end = "\n".join(texts[0].splitlines()[-15:]) if texts else "they said nothing"
-    return f"the workers ended and no unit was done; the end of what one said:\n{end}"
+    end = "\n".join(texts[0].splitlines()[-15:]) if texts else "(nothing)"
+    return f"the workers ended, but no unit was done; the end of what one printed:\n{end}"
