@@ -27,6 +27,11 @@ def processes(*words):
     return [int(pid) for pid, _, text in rows if int(pid) in below and all(word in text for word in words)]
 
 
+def parent(pid):
+    """The number of a process's parent."""
+    return int(subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout)
+
+
 def wait_for(condition, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not (result := condition()):
@@ -45,8 +50,10 @@ def test_workers_one_killed_and_one_timed_out_give_the_same_bytes(carried_out, t
         command(file, out, *options), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     wait_for(lambda: is_training(out) and len(processes("study work")) == 2)
-    os.kill(processes("study work")[0], signal.SIGKILL)
-    os.kill(processes("submitit.core._submit")[-1], signal.SIGUSR2)  # as Slurm does before the time limit
+    worker = processes("study work")[0]
+    (other,) = set(processes("submitit.core._submit")) - {parent(worker)}
+    os.kill(worker, signal.SIGKILL)
+    os.kill(other, signal.SIGUSR2)  # as Slurm does before the time limit
     said = driver.communicate(timeout=300)[0]
     assert driver.returncode == 0, said
     assert said.count("submitted 2 jobs") == 2, said  # the second time after both had ended

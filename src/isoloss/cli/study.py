@@ -137,6 +137,7 @@ def _run(args: Args, folder: StudyFolder) -> int:
     if args.executor == "local" and args.workers > (os.cpu_count() or 1):
         common.note(f"{args.workers} workers share {os.cpu_count()} cores: more workers than cores bring no speedup")
     jobs = Jobs(in_order(units), folder.path, options, say=common.note, on_done=GrowingPage(folder, units, common.note))
+    todo = len(units) - jobs.num_done
     try:
         execute(jobs, options)
     except KeyboardInterrupt:
@@ -144,8 +145,8 @@ def _run(args: Args, folder: StudyFolder) -> int:
         common.note(f"  {_run_command(args, folder)} --workers {args.workers}")
         return interrupts.status()
     jobs.raise_failures()
-    if jobs.count:
-        common.note(f"{jobs.count} units done; writing the report")
+    if todo:
+        common.note(f"{todo} units done; writing the report")
     else:
         common.note(f"all {len(units)} units were already done")
     with files.lock(folder.path, wait=True):
