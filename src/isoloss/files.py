@@ -221,6 +221,8 @@ def lock(folder: Path, *, name: str = ".lock", wait: bool = False) -> Iterator[N
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise IsolossError(f"{folder} is in use by another isoloss process; wait for it or stop it") from error
+        except OSError as error:
+            raise IsolossError(f"{folder} cannot be locked: {error.strerror or error}") from error
         yield
 
 

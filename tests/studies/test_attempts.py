@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
 from isoloss.studies import attempts
@@ -52,10 +53,26 @@ def test_an_attempt_goes_on_from_the_one_before(tmp_path, has_ended):
 
 
 def test_a_run_begun_by_hand_is_continued(tmp_path):
-    write(tmp_path / "a", run_json="{}")
-    attempts.prepare(unit(tmp_path / "a"), 1, lambda _: True)
+    made = unit(tmp_path / "a", tmp_path / "complete", tmp_path / "locked")
+    for name in ("a", "complete", "locked"):
+        write(tmp_path / name, run_json="{}")
+    write(tmp_path / "complete", result_json="{}")
+    with files.lock(tmp_path / "locked"):
+        attempts.adopt([made])
     assert not (tmp_path / "a").exists()
+    assert Run(tmp_path / "complete").exists
+    assert Run(tmp_path / "locked").exists
+    attempts.prepare(made, 1, lambda number: number == attempts.BY_HAND)
     assert Run(tmp_path / ".a.attempt-1").exists
+    assert not (tmp_path / ".a.attempt-0").exists()
+
+
+def test_the_remains_of_a_killed_command_are_no_obstacle(tmp_path):
+    write(tmp_path / ".a.attempt-1", run_json="{}", result_json="first")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".lock").touch()
+    attempts.publish(unit(tmp_path / "a"), 1)
+    assert everything(tmp_path / "a") == {"result.json": "first", "run.json": "{}"}
 
 
 def test_a_complete_run_is_published_once(tmp_path, monkeypatch):

@@ -50,6 +50,7 @@ def test_what_can_never_fit_is_refused(needs, words):
         ({"cores": 0}, "cores of a unit of work is 0; it must be at least 1"),
         ({"gpus": -0.5}, "gpus of a unit of work is -0.5; it must be at least 0"),
         ({"gpus": 1.5}, "gpus of a unit of work is 1.5; above 1 it must be a whole number"),
+        ({"gpus": 0.5, "processes": 2}, "gpus of a unit of work with 2 processes is 0.5; each needs a whole GPU"),
         ({"memory": float("nan")}, "memory of a unit of work is nan"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from isoloss.errors import IsolossError
+from isoloss.runs import Run
 from isoloss.studies import jobs as jobs_module
 from isoloss.studies.jobs import Jobs, Options
 from isoloss.studies.plan import Resources, Unit
@@ -92,7 +93,7 @@ def test_a_unit_that_was_stopped_has_not_failed(tmp_path):
     for number in (1, 2, 3):
         job = jobs.next()
         assert job.lease.number == number
-        jobs.ended(job, 130)
+        jobs.ended(job, 130, stopped=True)
     finish(jobs, jobs.next())
     jobs.raise_failures()
 
@@ -135,7 +136,7 @@ def test_a_lease_that_was_lost_is_taken_over_and_its_holder_told(tmp_path):
     slow = Jobs(units, tmp_path, Options(expiry=0.3))
     job = slow.next()
     job.lease.path.write_text("{}")  # as of another machine
-    other = Jobs(units, tmp_path, Options(expiry=1000))
+    other = Jobs(units, tmp_path, Options(expiry=0.6))
     long_ago = time.time() - 2000
     while (taken := other.next()) is None:  # between two heartbeats of the first
         os.utime(job.lease.path, (long_ago, long_ago))
@@ -147,9 +148,72 @@ def test_a_lease_that_was_lost_is_taken_over_and_its_holder_told(tmp_path):
     finish(other, taken)
     slow.ended(job, 0)  # changes nothing
     assert slow.next() is None
+    slow.tell()
     assert slow.finished
     assert (slow.count, other.count) == (0, 1)
     assert sorted(path.name for path in (tmp_path / "leases").iterdir()) == ["a.1.json", "a.2.done", "a.2.json"]
+
+
+def test_a_unit_that_was_given_up_and_done_elsewhere_ends_the_wait(tmp_path):
+    units = [unit(tmp_path, "a"), unit(tmp_path, "b", "a"), unit(tmp_path, "c")]
+    done = []
+    one = Jobs(units, tmp_path, Options(), on_done=lambda unit: done.append(unit.name))
+    one.ended(one.next(), 2)
+    c = one.next()
+    other = Jobs(units, tmp_path, Options())  # started later, so it tries again
+    finish(other, other.next())
+    finish(other, other.next())
+    finish(one, c)
+    assert one.next() is None
+    one.tell()
+    assert one.finished
+    one.raise_failures()
+    assert sorted(done) == ["a", "b", "c"]
+
+
+def test_a_result_that_is_not_visible_yet_is_waited_for(tmp_path):
+    visible = []
+    units = [Unit(name="a", arguments=("ls",), done=lambda: bool(visible))]
+    one, other = (Jobs(units, tmp_path, Options(expiry=1000)) for _ in range(2))
+    job = one.next()
+    visible.append(True)
+    one.ended(job, 0)
+    visible.clear()  # as another machine sees it for a while
+    assert other.next() is None
+    assert other.next() is None
+    visible.append(True)
+    assert other.next() is None
+    other.tell()
+    assert other.finished
+
+
+def test_a_result_that_was_deleted_is_made_again(tmp_path):
+    units = [unit(tmp_path, "a")]
+    jobs = Jobs(units, tmp_path, Options())
+    finish(jobs, jobs.next())
+    (tmp_path / "a").unlink()
+    assert Jobs(units, tmp_path, Options()).next().lease.number == 2
+
+
+def test_what_cannot_be_published_is_a_failure_of_its_unit(tmp_path):
+    run, made = tmp_path / "runs" / "base", tmp_path / "runs" / ".base.attempt-1"
+    units = [
+        Unit(name="base", arguments=("train", str(run)), done=lambda: Run(run).complete, makes=(run,)),
+        unit(tmp_path, "other"),
+    ]
+    jobs = Jobs(units, tmp_path, Options())
+    job = jobs.next()
+    made.mkdir(parents=True)
+    for name in ("run.json", "result.json"):
+        (made / name).write_text("{}")
+    run.mkdir()
+    (run / "notes").write_text("in the way")
+    jobs.ended(job, 0)
+    finish(jobs, jobs.next())
+    jobs.tell()
+    assert jobs.finished
+    with pytest.raises(IsolossError, match=r"base: cannot rename .*runs/base: Directory not empty"):
+        jobs.raise_failures()
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,13 @@ def test_silence_longer_than_the_expiry_loses_a_lease(tmp_path):
     long_ago = time.time() - 31
     os.utime(lease.path, (long_ago, long_ago))
     assert leases.is_lost("a", 1)
+    # the expiry of its owner counts if it is longer, as its heart beats more slowly
+    lease.path.write_text('{"expiry": 60}')
+    os.utime(lease.path, (long_ago, long_ago))
+    assert not leases.is_lost("a", 1)
+    lease.path.write_text("{}")
+    os.utime(lease.path, (long_ago, long_ago))
+    assert leases.is_lost("a", 1)
     lease.beat()
     assert not leases.is_lost("a", 1)
 
@@ -113,8 +120,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "leases").write_text("a file")
     with pytest.raises(IsolossError, match=r"cannot write .*leases/a\.1\.json"):
         Leases(tmp_path / "leases").take("a", 1)
-    with pytest.raises(IsolossError, match="the expiry of leases is 0 seconds; it must be above 0"):
-        Leases(tmp_path, expiry=0)
+    for expiry in (0, float("inf")):
+        with pytest.raises(
+            IsolossError, match=f"the expiry of leases is {expiry} seconds; it must be above 0 and finite"
+        ):
+            Leases(tmp_path, expiry=expiry)
 
 
 def test_threads_compete_too(tmp_path):

@@ -33,7 +33,7 @@ EXAMPLES = [
     ("isoloss study compare results/a results/b", "compare a study with its repetition"),
 ]
 
-WORKING = {"--workers", "--retries", "--no-keep-going", "--expiry"}  # options of work
+WORKING = {"--workers", "--retries", "--fail-fast", "--expiry"}  # options of work
 RUNNING = WORKING | {"--executor", "--submit", "--address"}
 Action = Literal["plan", "run", "work", "status", "report", "verify", "export", "compare"]
 
@@ -63,8 +63,8 @@ class Args:
     """What runs the units (isoloss ls executors)."""
     retries: int = 2
     """How many times a unit that fails is retried."""
-    keep_going: bool = True
-    """Continue with other units after one has failed."""
+    fail_fast: bool = False
+    """Start no other units after one has failed."""
     address: str = ""
     """For the executor ray: address of a cluster, such as auto; default: start one on this machine."""
     submit: tuple[str, ...] = ()
@@ -119,11 +119,17 @@ def _check_options(args: Args, arguments: list[str]) -> None:
             raise IsolossError(f"--watch is for study status, not for study {args.action}")
         if args.action != "export" and option == "--output":
             raise IsolossError(f"--output is for study export: study {args.action} writes into the study's folder")
+    if args.workers < 1:
+        raise IsolossError(f"{args.workers} workers cannot carry out a plan; give at least 1")
+    for option, executor in (("submit", "slurm"), ("address", "ray")):
+        if getattr(args, option) and args.executor != executor:
+            raise IsolossError(f"--{option} is for --executor {executor}; the executor is {args.executor}")
     if args.other is not None and args.action != "compare":
         raise IsolossError(f"unexpected argument {args.other}: study {args.action} takes one study")
 
 
 def _run(args: Args, folder: StudyFolder) -> int:
+    from isoloss.studies.attempts import adopt
     from isoloss.studies.growing import GrowingPage
     from isoloss.studies.jobs import Jobs
     from isoloss.studies.plan import in_order
@@ -133,7 +139,8 @@ def _run(args: Args, folder: StudyFolder) -> int:
     options = _options(args, folder)
     with files.lock(folder.path, wait=True):
         folder.prepare()
-    units = folder.plan()
+        units = folder.plan()
+        adopt(units)
     if args.executor == "local" and args.workers > (os.cpu_count() or 1):
         common.note(f"{args.workers} workers share {os.cpu_count()} cores: more workers than cores bring no speedup")
     jobs = Jobs(in_order(units), folder.path, options, say=common.note, on_done=GrowingPage(folder, units, common.note))
@@ -161,7 +168,7 @@ def _options(args: Args, folder: StudyFolder) -> Options:
     name = str(Path(args.name).absolute()) if args.name.endswith(".py") else args.name
     work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute())]
     work += ["--retries", str(args.retries), "--expiry", str(args.expiry)]
-    work += [] if args.keep_going else ["--no-keep-going"]
+    work += ["--fail-fast"] if args.fail_fast else []
     pairs = dict[str, str | int | float]()
     for text in args.submit:
         name, equals, value = text.partition("=")
@@ -171,7 +178,7 @@ def _options(args: Args, folder: StudyFolder) -> Options:
     return Options(
         workers=args.workers,
         retries=args.retries,
-        keep_going=args.keep_going,
+        keep_going=not args.fail_fast,
         expiry=args.expiry,
         work=tuple(work),
         submit=pairs,
@@ -200,8 +207,13 @@ def _work(args: Args, folder: StudyFolder) -> int:
 
 
 def _run_command(args: Args, folder: StudyFolder) -> str:
-    words = ["study", "run", args.name, *folder.options, "--folder", folder.path]
-    return common.command(*words, *(["--executor", args.executor] if args.executor != Args.executor else []))
+    words: list[object] = ["study", "run", args.name, *folder.options, "--folder", folder.path]
+    for option in ("executor", "address", "retries", "expiry"):
+        if (value := getattr(args, option)) != getattr(Args, option):
+            words += [f"--{option}", value]
+    words += ["--fail-fast"] if args.fail_fast else []
+    words += ["--submit", *args.submit] if args.submit else []
+    return common.command(*words)
 
 
 def _report(args: Args, folder: StudyFolder) -> int:

@@ -13,7 +13,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from isoloss import files
@@ -22,6 +22,7 @@ from isoloss.runs import Run
 from isoloss.studies.plan import Unit
 
 _NUMBER = re.compile(r"\.attempt-(\d+)$")
+BY_HAND = 0  # number of the attempt that was made before any lease
 _TRIES = 5  # at copying files that their writer may delete in the meantime
 _APPENDED = (".jsonl",)  # files that grow; all others are replaced, never changed
 
@@ -36,16 +37,23 @@ def folder(path: Path, number: int) -> Path:
     return path if Run(path).complete else path.with_name(f".{path.name}.attempt-{number}")
 
 
-def latest(path: Path) -> Path:
-    """Return where the last attempt at a run is made: the run itself if that is complete or there is no attempt."""
-    earlier = _attempts(path)
-    return path if Run(path).complete or not earlier else earlier[max(earlier)]
-
-
 def arguments(unit: Unit, number: int) -> tuple[str, ...]:
     """Return the arguments of a unit's command, with each run that it makes replaced by the attempt's folder for it."""
     folders = {str(path): str(folder(path, number)) for path in unit.makes}
     return tuple(folders.get(word, word) for word in unit.arguments)
+
+
+def adopt(units: Sequence[Unit]) -> None:
+    """Make the runs of a plan that were begun by hand, or by an earlier version, attempts of number `BY_HAND`.
+
+    Call it only while holding the study's lock. A run that is being trained now stays where it is.
+    """
+    for unit in units:
+        for path in unit.makes:
+            run = Run(path)
+            if run.exists and not run.complete and not _attempts(path):
+                with contextlib.suppress(IsolossError), files.lock(path):
+                    path.rename(folder(path, BY_HAND))
 
 
 def prepare(unit: Unit, number: int, has_ended: Callable[[int], bool]) -> None:
@@ -76,9 +84,6 @@ def prepare(unit: Unit, number: int, has_ended: Callable[[int], bool]) -> None:
             for n, where in earlier.items():
                 if n != last and has_ended(n):
                     shutil.rmtree(where, ignore_errors=True)
-        elif Run(path).exists:  # started by hand
-            with files.lock(path), _named(path):
-                path.rename(own)
 
 
 def publish(unit: Unit, number: int) -> None:
@@ -95,8 +100,13 @@ def publish(unit: Unit, number: int) -> None:
             try:
                 own.rename(path)  # fails if a folder of that name holds files
             except OSError:
-                if not Run(path).complete:
+                if Run(path).complete:
+                    continue
+                if Run(path).exists:
                     raise
+                (path / ".lock").unlink(missing_ok=True)  # all that a command leaves that was killed as it began
+                path.rmdir()
+                own.rename(path)
 
 
 def clean(unit: Unit, has_ended: Callable[[int], bool]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from isoloss.errors import IsolossError
 from isoloss.studies.plan import Resources, Unit
@@ -35,8 +37,7 @@ class Capacity:
     @classmethod
     def of_machine(cls, cores: int) -> Capacity:
         """Return this number of cores, with all GPUs and all memory of this machine."""
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        return cls(cores, dict.fromkeys(visible_gpus(), 1.0), memory)
+        return cls(cores, dict.fromkeys(visible_gpus(), 1.0), _memory())
 
     def check(self, units: Sequence[Unit]) -> None:
         """Refuse a unit that does not fit even if nothing else runs. Call it before anything is taken.
@@ -83,6 +84,16 @@ class Capacity:
         each, count = min(needs.gpus, 1.0), max(1, round(needs.all_gpus))
         free = sorted((room, gpu) for gpu, room in self.gpus.items() if room >= each - _ROUNDING)
         return tuple(gpu for _, gpu in free[:count]) if len(free) >= count else None
+
+
+def _memory() -> float:
+    """Return the memory in GiB of this machine, or what its container or Slurm job may use of it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30]
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**30)
+    if (job := os.environ.get("SLURM_MEM_PER_NODE", "")).isdecimal():
+        limits.append(int(job) / 2**10)
+    return min(limits)
 
 
 def visible_gpus() -> tuple[str, ...]:

@@ -58,7 +58,7 @@ class GrowingPage:
             return
         what, start = f"the page of {len(complete)} of {blocks} blocks", time.monotonic()
         try:
-            with files.lock(self._folder.path):
+            with files.lock(self._folder.path, wait=True):
                 page = self._folder.report(complete)
             self._say(f"{what}: {page}, written in {time.monotonic() - start:.0f} s")
         except Exception as error:  # a study's own functions may raise anything on part of its results

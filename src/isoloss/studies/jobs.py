@@ -36,7 +36,6 @@ LOOK_SECONDS = 1.0  # between two checks of what other processes have done
 WAIT_SECONDS = 0.1  # while an executor has nothing to start
 LONGEST_DELAY = 60.0  # before another try, in seconds
 BAD_INPUT = 2  # the exit status of a command that would fail again
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +141,7 @@ class Jobs:
         folder: The study's folder, for `leases` and `logs`.
         options: How the plan is carried out.
         say: Called with one line when a unit starts or ends.
-        on_done: Called in this process after each unit that it has completed; it may take seconds.
+        on_done: Called in this process for each unit that is newly done, whoever did it; it may take seconds.
 
     Raises:
         IsolossError: A plan that cannot be carried out.
@@ -161,7 +160,6 @@ class Jobs:
         self.units, self.logs, self.options, self.say = units, folder / "logs", options, say
         self.leases = Leases(folder / "leases", options.expiry)
         self.count = 0  # units that this process has run
-        self.observes = False  # whether to report the units that other processes have done, too
         self.lost: set[Job] = set()  # held, but taken over by another process: their commands must be ended
         self._on_done, self._unseen = on_done, list[Unit]()
         self._by_name = {unit.name: unit for unit in units}
@@ -172,6 +170,8 @@ class Jobs:
             for name in set(unit.after):
                 self._followers.setdefault(name, []).append(unit.name)
         self._last = self.leases.attempts()  # by file name
+        self._at_start = dict(self._last)
+        self._said_done: dict[str, float] = {}  # when a unit was first recorded as done whose result is not there
         self._done: set[str] = set()
         self._held: dict[str, Job] = {}
         self._elsewhere: dict[str, None] = {}  # could start, but another process has it
@@ -189,6 +189,7 @@ class Jobs:
         for unit in units:
             if unit.done():
                 self._note_done(unit)
+        self._unseen.clear()
 
     def is_done(self, unit: Unit) -> bool:
         """Whether a unit is known to be done."""
@@ -206,7 +207,7 @@ class Jobs:
             return False
         if self._given_up and not self.options.keep_going:
             return True
-        return len(self._done) + len(self._given_up) + len(self._blocked) == len(self.units)
+        return len(self._done | self._given_up.keys() | self._blocked) == len(self.units)
 
     def __iter__(self) -> Iterator[Job]:
         """Hand out one job after another; wait while other processes have the rest."""
@@ -245,10 +246,14 @@ class Jobs:
             heapq.heappush(self._ready, place)
         return job
 
-    def ended(self, job: Job, status: int) -> None:
-        """Record how a job's command ended, by its exit status, negative for a signal, and publish what it made.
+    def ended(self, job: Job, status: int, *, stopped: bool = False) -> None:
+        """Record how a job's command ended, and publish what it made.
 
-        A command that was stopped by Ctrl-C or SIGTERM has saved; its unit is not done, but has not failed either.
+        Args:
+            job: The job, which is no longer held.
+            status: Exit status of its command, negative for a signal.
+            stopped: Whether the executor stopped it, or lost the machine that it ran on: then, if its unit is not done,
+                it has not failed either.
         """
         unit, lease = job.unit, job.lease
         self._forget(job)
@@ -257,23 +262,26 @@ class Jobs:
             self._elsewhere[unit.name] = None
             return
         if status == 0:
-            attempts.publish(unit, lease.number)
+            try:
+                attempts.publish(unit, lease.number)
+            except IsolossError as error:
+                self._fail(unit, lease, f"{unit.name}: {error}", str(error), is_final=True)
+                return
             if unit.done():
                 self._end(job, "done", seconds=round(job.seconds, 3))
                 attempts.clean(unit, self._has_ended(unit))
                 self.count += 1
-                self._unseen.append(unit)
                 self._note_done(unit)
                 self.say(f"{unit.name}: done in {job.seconds:.0f} s ({self.num_done} of {len(self.units)} units)")
                 return
-        if status in STOPPED:
+        if stopped:
             self._end(job, "stopped", seconds=round(job.seconds, 3))
             heapq.heappush(self._ready, self._place[unit.name])
             return
         reason = "ended without its result" if status == 0 else f"failed with status {status}"
         is_final = status == BAD_INPUT or self._tries.get(unit.name, 0) >= self.options.retries
-        self._end(job, "failed", reason=reason, final=is_final, last_line=last_line(job.log))
-        self._note_failure(unit, is_final, f"{unit.name} {reason}; the end of {job.log}:\n{_tail(job.log)}")
+        text = f"{unit.name} {reason}; the end of {job.log}:\n{_tail(job.log)}"
+        self._fail(unit, lease, text, reason, is_final, last_line=last_line(job.log))
 
     def tell(self) -> None:
         """Call `on_done` for the units that are newly done. Best when the workers are busy, as it may take seconds."""
@@ -282,7 +290,7 @@ class Jobs:
 
     def give_back(self, job: Job) -> None:
         """Give back a job whose command was not started."""
-        self.ended(job, -signal.SIGTERM)
+        self.ended(job, -signal.SIGTERM, stopped=True)
 
     def raise_failures(self) -> None:
         """Raise an `IsolossError` that names the units that failed, if any did."""
@@ -300,7 +308,10 @@ class Jobs:
     def _take(self, unit: Unit) -> Job | None:
         """Take a unit's lease and make its folders; None: it is done, or another process has it."""
         last = self._last.get(unit.file_name, Attempt())
-        is_open = last.number == 0 or last.end is not None or self._is_lost(unit, last.number)
+        if last.end == "done":
+            is_open = self._is_deleted(unit, last)
+        else:
+            is_open = last.number == 0 or last.end is not None or self._is_lost(unit, last.number)
         lease = self.leases.take(unit.file_name, last.number + 1) if is_open else None
         if lease is None:
             self._elsewhere[unit.name] = None
@@ -316,12 +327,38 @@ class Jobs:
         try:
             files.write_bytes(job.log, b"")  # now, as it is read from here on
             attempts.prepare(unit, lease.number, self._has_ended(unit))
+        except IsolossError as error:
+            self._forget(job)
+            if not job.log.is_file():  # nothing can be written in this folder
+                lease.end("stopped")
+                raise
+            if not lease.is_held():  # what it was to go on from has been taken over
+                self._elsewhere[unit.name] = None
+            elif unit.done():
+                lease.end("done")
+                self._note_done(unit)
+            else:
+                is_final = self._tries.get(unit.name, 0) >= self.options.retries
+                self._fail(unit, lease, f"{unit.name}: {error}", str(error), is_final)
+            return None
         except BaseException:
             self._forget(job)
             lease.end("stopped")
             raise
         self.say(f"{unit.name}: started")
         return job
+
+    def _is_deleted(self, unit: Unit, attempt: Attempt) -> bool:
+        """Whether the result of a unit that was recorded as done is really not there.
+
+        File systems over a network may take as long as an expiry to show a file that another machine has written.
+        """
+        if unit.done():
+            self._note_done(unit)
+            return False
+        first = self._said_done.setdefault(unit.name, time.monotonic())
+        was_before = self._at_start.get(unit.file_name) == attempt
+        return was_before or time.monotonic() - first > self.options.expiry
 
     def _is_lost(self, unit: Unit, number: int) -> bool:
         """Whether another process's lease is lost; looked up once per heartbeat, as there may be many leases."""
@@ -330,6 +367,11 @@ class Jobs:
             return False
         self._checked[key] = now
         return self.leases.is_lost(unit.file_name, number)
+
+    def _fail(self, unit: Unit, lease: Lease, text: str, reason: str, is_final: bool, *, last_line: str = "") -> None:
+        lease.end("failed", reason=reason, final=is_final, last_line=last_line)
+        self._last[unit.file_name] = Attempt(lease.number, "failed")
+        self._note_failure(unit, is_final, text)
 
     def _end(self, job: Job, how: End, **details: object) -> None:
         job.lease.end(how, **details)
@@ -346,7 +388,7 @@ class Jobs:
             job = self._held.get(unit.name)
             if job is not None and job.lease.number == number:
                 return False
-            return self.leases.has_ended(unit.file_name, number)
+            return number == attempts.BY_HAND or self.leases.has_ended(unit.file_name, number)
 
         return has_ended
 
@@ -356,7 +398,10 @@ class Jobs:
         if unit.name in self._done:
             return
         self._done.add(unit.name)
+        self._unseen.append(unit)
         self._elsewhere.pop(unit.name, None)
+        if self._given_up.pop(unit.name, None) is not None:  # another process tried again
+            self._blocked = self._blocked_units()
         for name in self._followers.get(unit.name, ()):
             self._waits[name] -= 1
             if self._waits[name] == 0:
@@ -374,12 +419,18 @@ class Jobs:
             return
         self._given_up[unit.name] = text
         self.say(text.splitlines()[0])
-        waiting = list(self._followers.get(unit.name, ()))
+        self._blocked = self._blocked_units()
+
+    def _blocked_units(self) -> set[str]:
+        """Return the names of the units that wait, directly or not, for one that was given up."""
+        blocked = set[str]()
+        waiting = [name for failed in self._given_up for name in self._followers.get(failed, ())]
         while waiting:
             name = waiting.pop()
-            if name not in self._blocked:
-                self._blocked.add(name)
+            if name not in blocked and name not in self._done:
+                blocked.add(name)
                 waiting += self._followers.get(name, ())
+        return blocked
 
     def look(self) -> None:
         """See what other processes have begun and ended."""
@@ -388,14 +439,13 @@ class Jobs:
         for file_name, attempt in now.items():
             before, self._last[file_name] = self._last.get(file_name), attempt
             unit = self._by_file.get(file_name)
-            if unit is None or attempt == before or unit.name in self._held or unit.name in self._done:
+            if unit is None or unit.name in self._held or unit.name in self._done:
                 continue
-            if attempt.end == "done" and unit.done():
-                self._note_done(unit)
-                if self.observes:
-                    self._unseen.append(unit)
-                    self.say(f"{unit.name}: done ({self.num_done} of {len(self.units)} units)")
-            elif attempt.end == "failed":
+            if attempt.end == "done":
+                if unit.done():
+                    self._note_done(unit)
+                    self.say(f"{unit.name}: done elsewhere ({self.num_done} of {len(self.units)} units)")
+            elif attempt.end == "failed" and attempt != before:
                 end = self.leases.ended(file_name, attempt.number, "failed")
                 text = f"{unit.name} {end.get('reason', 'failed')} in another process: {end.get('last_line', '')}"
                 self._note_failure(unit, bool(end.get("final")), text)
@@ -426,10 +476,11 @@ class _Heartbeat:
         while True:
             time.sleep(self._jobs.options.expiry / HEARTBEATS)
             for job in list(self._jobs._held.values()):
-                if job.lease.is_held():
-                    job.lease.beat()
-                else:
-                    self._jobs.lost.add(job)
+                with contextlib.suppress(OSError):  # of a file system that does not answer now
+                    if job.lease.is_held():
+                        job.lease.beat()
+                    else:
+                        self._jobs.lost.add(job)
 
 
 def last_line(log: Path) -> str:

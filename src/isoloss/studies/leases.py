@@ -18,8 +18,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +66,10 @@ class Lease:
 
     def is_held(self) -> bool:
         """Whether no later attempt has been taken."""
-        return not files.successor(self.path).exists()
+        try:
+            return not files.successor(self.path).exists()
+        except OSError:  # of a file system that does not answer: publishing does not rely on this
+            return True
 
     def beat(self) -> None:
         """Say that the owner is alive."""
@@ -89,8 +94,8 @@ class Leases:
     """
 
     def __init__(self, folder: Path, expiry: float = EXPIRY_SECONDS) -> None:
-        if not expiry > 0:
-            raise IsolossError(f"the expiry of leases is {expiry} seconds; it must be above 0")
+        if not 0 < expiry < math.inf:
+            raise IsolossError(f"the expiry of leases is {expiry} seconds; it must be above 0 and finite")
         self.folder, self.expiry = folder, expiry
 
     def attempts(self) -> dict[str, Attempt]:
@@ -130,7 +135,7 @@ class Leases:
             except FileExistsError:
                 return None
             with file:
-                json.dump({**_this_process(), "began": _now()}, file)
+                json.dump({**_this_process(), "began": _now(), "expiry": self.expiry}, file)
         except OSError as error:
             raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
         return Lease(path, unit, number)
@@ -141,7 +146,8 @@ class Leases:
         if owner and _is_gone(owner):
             return True
         beaten = self._modified(self.folder / f"{unit}.{number}.json")
-        return beaten is not None and self._time() - beaten > self.expiry
+        # its owner beats by its own expiry, which may be longer
+        return beaten is not None and self._time() - beaten > max(self.expiry, owner.get("expiry", 0.0))
 
     def has_ended(self, unit: str, number: int) -> bool:
         """Whether an attempt was recorded as ended, or its process is known to be gone: it no longer writes."""
@@ -160,7 +166,10 @@ class Leases:
     def _time(self) -> float:
         """The time by the clock that gives the files in this folder their modification times."""
         clock = self.folder / f".clock-{socket.gethostname()}-{os.getpid()}"
-        clock.touch()
+        try:
+            clock.touch()
+        except OSError:  # this user may only read
+            return time.time()
         try:
             return clock.stat().st_mtime
         finally:
@@ -187,12 +196,21 @@ def _now() -> str:
 
 
 def _this_process() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "system": _system(), "started": _started(os.getpid())}
+    pid = os.getpid()
+    return {
+        **{"host": socket.gethostname(), "pid": pid, "user": os.getuid()},
+        **{"system": _system(), "started": _started(pid)},
+    }
 
 
 def _is_gone(owner: Mapping[str, Any]) -> bool:
     """Whether an owner is a process on this system that has ended."""
-    return owner.get("system") == _system() != "" and _started(owner.get("pid", 0)) != owner.get("started")
+    if owner.get("system") != _system() or not _system():
+        return False
+    started = _started(owner.get("pid", 0))
+    if not started and owner.get("user") != os.getuid():
+        return False  # other users' processes may be hidden
+    return started != owner.get("started")
 
 
 def _system() -> str:

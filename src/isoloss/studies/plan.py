@@ -47,6 +47,10 @@ class Resources:
                 raise IsolossError(f"{name} of a unit of work is {value}; it must be at least {least}")
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise IsolossError(f"gpus of a unit of work is {self.gpus}; above 1 it must be a whole number")
+        if 0 < self.gpus < 1 and self.processes > 1:
+            raise IsolossError(
+                f"gpus of a unit of work with {self.processes} processes is {self.gpus}; each needs a whole GPU"
+            )
 
     @property
     def all_cores(self) -> int:
@@ -95,8 +99,8 @@ class Unit:
             >>> Unit(name="train base, grammars 1 to 4", arguments=(), done=lambda: False).file_name
             'train-base-grammars-1-to-4'
         """
-        plain = re.sub(r"[^A-Za-z0-9_-]+", "-", self.name)
-        if len(plain) <= _LONGEST_NAME:
+        plain = re.sub(r"[^\w-]+", "-", self.name)
+        if len(plain.encode()) <= _LONGEST_NAME:
             return plain
         return f"{plain[: _LONGEST_NAME - 9]}-{hashlib.sha256(self.name.encode()).hexdigest()[:8]}"
 
@@ -187,12 +191,21 @@ def makespan(units: Sequence[Unit], workers: int) -> float:
     ready = [place[name] for name, count in waits.items() if count == 0]
     heapq.heapify(ready)
     running: list[tuple[float, int]] = []
-    now = 0.0
+    now, free = 0.0, workers
+    cores = [min(unit.needs.all_cores, workers) for unit in units]
     while ready or running:
-        while ready and len(running) < workers:
+        waiting = []
+        while ready and free > 0:
             i = heapq.heappop(ready)
-            heapq.heappush(running, (now + units[i].seconds, i))
+            if cores[i] <= free:
+                free -= cores[i]
+                heapq.heappush(running, (now + units[i].seconds, i))
+            else:
+                waiting.append(i)
+        for i in waiting:
+            heapq.heappush(ready, i)
         now, ended = heapq.heappop(running)
+        free += cores[ended]
         for name in followers.get(units[ended].name, ()):
             waits[name] -= 1
             if waits[name] == 0:

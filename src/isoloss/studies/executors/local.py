@@ -110,8 +110,7 @@ def _stop(jobs: Jobs, running: list[_Worker]) -> None:
         worker.process.wait(timeout=GRACE_SECONDS)
         _close(worker)
         status = worker.process.returncode
-        # a command that could not save in time counts as stopped, too
-        jobs.ended(worker.job, -signal.SIGTERM if status is None or status == -signal.SIGKILL else status)
+        jobs.ended(worker.job, -signal.SIGKILL if status is None else status, stopped=True)
 
 
 def _close(worker: _Worker) -> None:

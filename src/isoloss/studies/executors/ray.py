@@ -20,6 +20,7 @@ from typing import Any
 
 from isoloss import files
 from isoloss.errors import IsolossError
+from isoloss.studies.capacity import Capacity
 from isoloss.studies.executors import warm
 from isoloss.studies.jobs import Job, Jobs, Options, command
 from isoloss.studies.plan import Resources
@@ -48,13 +49,19 @@ def run(jobs: Jobs, options: Options) -> None:
         return
     ray = _connect(options)
     try:
+        resources = ray.cluster_resources()
+        cores = int(resources.get("CPU", 0))
+        if not options.address:  # no other machine will join
+            gpus = {str(i): 1.0 for i in range(int(resources.get("GPU", 0)))}
+            Capacity(cores, gpus, resources.get("memory", 0.0) / 2**30).check(todo)
+        workers = min(options.workers, cores) if cores else options.workers
         task = ray.remote(max_retries=0)(carry_out)
         nodes = sum(node["Alive"] for node in ray.nodes())
         jobs.say(
-            f"{len(todo)} of {len(jobs.units)} units to do on {nodes} nodes, {options.workers} cores at a time; "
+            f"{len(todo)} of {len(jobs.units)} units to do on {nodes} nodes, {workers} cores at a time; "
             f"their output is in {jobs.logs}"
         )
-        _carry_out_all(ray, task, jobs, options)
+        _carry_out_all(ray, task, jobs, workers)
     finally:
         ray.shutdown()
 
@@ -76,13 +83,13 @@ def _connect(options: Options) -> Any:
     return ray
 
 
-def _carry_out_all(ray: Any, task: Any, jobs: Jobs, options: Options) -> None:
+def _carry_out_all(ray: Any, task: Any, jobs: Jobs, workers: int) -> None:
     running: dict[Any, Job] = {}
-    free = options.workers
+    free = workers
     told = time.monotonic()
     try:
         while not jobs.finished:
-            while free > 0 and (job := jobs.next(functools.partial(_fits, free, options.workers))):
+            while free > 0 and (job := jobs.next(functools.partial(_fits, free, workers))):
                 running[_submit(task, job)] = job
                 free -= job.unit.needs.all_cores
             jobs.tell()
@@ -92,7 +99,8 @@ def _carry_out_all(ray: Any, task: Any, jobs: Jobs, options: Options) -> None:
             for reference in ray.wait(list(running), timeout=POLL_SECONDS)[0]:
                 job = running.pop(reference)
                 free += job.unit.needs.all_cores
-                jobs.ended(job, _status(ray, reference, job, jobs))
+                status, was_stopped = _status(ray, reference, job, jobs)
+                jobs.ended(job, status, stopped=was_stopped)
             for reference, job in running.items():
                 if job in jobs.lost:
                     ray.cancel(reference, force=True)
@@ -104,9 +112,10 @@ def _carry_out_all(ray: Any, task: Any, jobs: Jobs, options: Options) -> None:
     except BaseException:
         for reference in running:
             ray.cancel(reference)  # raises KeyboardInterrupt in the task, which lets its command save
-        ray.wait(list(running), num_returns=len(running), timeout=GRACE_SECONDS)
+        if running:
+            ray.wait(list(running), num_returns=len(running), timeout=GRACE_SECONDS)
         for reference, job in running.items():
-            jobs.ended(job, _status(ray, reference, job, jobs))
+            jobs.ended(job, _status(ray, reference, job, jobs)[0], stopped=True)
         raise
 
 
@@ -123,20 +132,28 @@ def _submit(task: Any, job: Job) -> Any:
     return task.options(**wanted).remote(job.arguments, needs, str(job.log.absolute()), job.environment)
 
 
-def _status(ray: Any, reference: Any, job: Job, jobs: Jobs) -> int:
+def _status(ray: Any, reference: Any, job: Job, jobs: Jobs) -> tuple[int, bool]:
     """Return the exit status of a task's command; that of a stopped command if its node or worker was lost."""
     try:
         status: int = ray.get(reference, timeout=0)
     except ray.exceptions.OutOfMemoryError as error:
         with job.log.open("a") as file:
             file.write(f"{error}\n")
-        return 1
+        return 1, False
+    except ray.exceptions.TaskCancelledError:
+        return -signal.SIGTERM, True
+    except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
+        if isinstance(error, KeyboardInterrupt):  # of a task that was cancelled
+            return -signal.SIGTERM, True
+        with job.log.open("a") as file:
+            file.write(f"{error}\n")
+        return 1, False
     except (ray.exceptions.RayError, KeyboardInterrupt) as error:
         jobs.say(f"{job.unit.name}: lost, {type(error).__name__}")
-        return -signal.SIGTERM
+        return -signal.SIGTERM, True
     if status == UNSEEN:
         raise IsolossError(f"a node of the cluster does not see {jobs.logs.parent}: put the study on shared storage")
-    return status
+    return status, False
 
 
 def carry_out(arguments: tuple[str, ...], needs: Resources, log: str, environment: Mapping[str, str]) -> int:

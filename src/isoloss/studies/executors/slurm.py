@@ -74,7 +74,6 @@ def run(jobs: Jobs, options: Options) -> None:
     todo = [unit for unit in jobs.units if not jobs.is_done(unit)]
     if not todo:
         return
-    jobs.observes = True
     executor, cores = _executor(jobs, options, jobs.logs.parent)
     work = (*options.work, "--workers", str(cores))
     jobs.say(f"{len(todo)} of {len(jobs.units)} units to do by {options.workers} jobs; their output is in {jobs.logs}")
@@ -82,8 +81,13 @@ def run(jobs: Jobs, options: Options) -> None:
     told = time.monotonic()
     done_before = -1
     try:
-        while not jobs.finished:
-            if not any(not job.done() for job in running):
+        while True:
+            have_ended = all(job.done() for job in running)
+            jobs.look()  # after that, so that it sees what the last of them wrote
+            jobs.tell()
+            if jobs.finished:
+                return
+            if have_ended:
                 if jobs.num_done == done_before:
                     raise IsolossError(_without_progress(running))
                 done_before = jobs.num_done
@@ -91,8 +95,6 @@ def run(jobs: Jobs, options: Options) -> None:
                 running = executor.submit_array([Worker(work)] * count)
                 jobs.say(f"submitted {count} jobs: {', '.join(job.job_id for job in running)}")
             time.sleep(POLL_SECONDS)
-            jobs.look()
-            jobs.tell()
             if time.monotonic() - told > SAY_SECONDS:
                 told = time.monotonic()
                 jobs.say(f"{jobs.num_done} of {len(jobs.units)} units done")
@@ -126,7 +128,8 @@ def _executor(jobs: Jobs, options: Options, folder: Path) -> tuple[Any, int]:
     }
     if memory := max(each.memory for each in needs):
         parameters.setdefault("mem_gb", memory)
-    executor = submitit.AutoExecutor(folder=folder / "slurm" / "%j", cluster=cluster)
+    # a unit may need any number of time limits
+    executor = submitit.AutoExecutor(folder=folder / "slurm" / "%j", cluster=cluster, slurm_max_num_timeout=100_000)
     try:
         executor.update_parameters(**parameters)
     except (NameError, TypeError, ValueError) as error:
