@@ -34,7 +34,7 @@ test-all: install
 
 test-cluster: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,slurm]'
-	$(BIN)/python -m pytest --quiet -m "cluster and not slow" tests/cluster
+	$(BIN)/python -m pytest --quiet -m "cluster and not slow" tests/studies
 
 lint: install
 	$(BIN)/ruff check .

@@ -3,7 +3,8 @@
 from isoloss.cli import study as command
 from isoloss.cli.main import main
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.jobs import Jobs, Options
+from isoloss.studies.job import Options
+from isoloss.studies.jobs import Jobs
 from isoloss.studies.spec import load_study
 
 BLOCKS = """

@@ -162,11 +162,13 @@ def test_a_plan_says_what_follows_what_and_where_the_commands_are(capsys, monkey
     lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "algorithms"]))
     assert max(map(len, lines)) <= 80
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:4]] == [
-        ["unit", "state", "after"],
-        ["train g200-s20000-adamw", "to do"],
-        ["measure g200-s20000-adamw", "to do", "train g200-s20000-adamw"],
+        ["unit", "state", "after", "seconds"],
+        ["train g200-s20000-adamw", "to do", "17"],
+        ["measure g200-s20000-adamw", "to do", "train g200-s20000-adamw", "30"],
     ]
-    assert lines[-1].endswith("--json has the command of each")
+    text = " ".join(line.strip() for line in lines)
+    assert "--json has the command of each" in text
+    assert re.search(r"\d+ min with 2 workers, [^,;]+ on one core; the longest chain of units takes \d+ s\.$", text)
 
 
 def test_text_shares_what_room_there_is(capsys, monkeypatch):

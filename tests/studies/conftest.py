@@ -1,5 +1,9 @@
-"""The executor of the studies' tests, and a finished study with its repetition."""
+"""The executor of the studies' tests, a finished study with its repetition, and one that takes some seconds."""
 
+import os
+import subprocess
+
+import longer_study
 import pytest
 
 import studies_in_process
@@ -30,3 +34,13 @@ def finished(tmp_path_factory):
 def repeated(tmp_path_factory):
     """The same with other seeds."""
     return studies_in_process.finish(tmp_path_factory.mktemp("repeated"), seed_offset=1)
+
+
+@pytest.fixture(scope="session")
+def carried_out(tmp_path_factory):
+    """The file of a study of some seconds, and its folder after the local executor: the bytes that others must give."""
+    folder = tmp_path_factory.mktemp("local")
+    file = longer_study.write(folder)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(longer_study.command(file, folder / "out"), check=True, env=environment, stdout=subprocess.DEVNULL)
+    return file, folder / "out"

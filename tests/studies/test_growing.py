@@ -17,7 +17,8 @@ from isoloss.runs import Run
 from isoloss.studies import growing
 from isoloss.studies.executors import local
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.jobs import Jobs, Options
+from isoloss.studies.job import Options
+from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Unit, in_order
 from isoloss.studies.spec import load_study
 from studies_in_process import call, carry_out

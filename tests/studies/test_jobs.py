@@ -13,7 +13,8 @@ import pytest
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
 from isoloss.studies import jobs as jobs_module
-from isoloss.studies.jobs import Jobs, Options
+from isoloss.studies.job import Options
+from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Resources, Unit
 
 
@@ -236,7 +237,8 @@ import sys
 from pathlib import Path
 from isoloss.runs import Run
 from isoloss.studies.executors import local
-from isoloss.studies.jobs import Jobs, Options
+from isoloss.studies.job import Options
+from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Unit
 folder, count, steps, few = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], tuple(sys.argv[4:])
 units = []

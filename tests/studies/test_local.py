@@ -82,7 +82,8 @@ ENGINE = """
 import pathlib, sys
 from isoloss.runs import Run
 from isoloss.studies.executors import local
-from isoloss.studies.jobs import Jobs, Options
+from isoloss.studies.job import Options
+from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Unit
 path = pathlib.Path(sys.argv[1])
 unit = Unit(name="train", arguments=tuple(sys.argv[2:]), done=lambda: Run(path).complete, makes=(path,))

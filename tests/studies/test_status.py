@@ -30,7 +30,8 @@ def test_every_state_follows_from_the_files(tmp_path):
     leases = Leases(tmp_path / "leases")
     units = [
         unit("done before", done=True),
-        unit("done"),
+        unit("done", done=True),
+        unit("deleted"),
         unit("running", progress="step 3 of 9"),
         unit("failed"),
         unit("stopped", progress="step 1 of 9"),
@@ -38,6 +39,7 @@ def test_every_state_follows_from_the_files(tmp_path):
         unit("to do"),
     ]
     leases.take("done", 1).end("done", seconds=3)
+    leases.take("deleted", 1).end("done", seconds=3)
     leases.take("running", 1).end("stopped")
     leases.take("running", 2)
     leases.take("failed", 1).end("failed", reason="failed with status 1")
@@ -47,7 +49,7 @@ def test_every_state_follows_from_the_files(tmp_path):
     found = {status.unit.name: status for status in statuses(units, tmp_path)}
     assert {name: status.state for name, status in found.items()} == {
         **{"done before": "done", "done": "done", "running": "running", "failed": "failed"},
-        **{"stopped": "begun", "lost": "begun", "to do": "to do"},
+        **{"deleted": "begun", "stopped": "begun", "lost": "begun", "to do": "to do"},
     }
     running = found["running"]
     assert (running.progress, running.attempts, running.host) == ("step 3 of 9", 2, os.uname().nodename)

@@ -20,7 +20,8 @@ from isoloss.studies.leases import EXPIRY_SECONDS
 if TYPE_CHECKING:
     from isoloss.studies.claims import ClaimResult
     from isoloss.studies.folder import StudyFolder
-    from isoloss.studies.jobs import Executor, Options
+    from isoloss.studies.job import Options
+    from isoloss.studies.jobs import Executor
     from isoloss.studies.results import Summary
 
 EXAMPLES = [
@@ -163,7 +164,7 @@ def _run(args: Args, folder: StudyFolder) -> int:
 
 def _options(args: Args, folder: StudyFolder) -> Options:
     """Return how the plan is carried out, including the command with which another process helps."""
-    from isoloss.studies.jobs import Options
+    from isoloss.studies.job import Options
 
     name = str(Path(args.name).absolute()) if args.name.endswith(".py") else args.name
     work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute())]

@@ -79,19 +79,26 @@ def _document(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaining
 def _print_plan(
     folder: StudyFolder, states: Sequence[UnitStatus], left: Remaining, workers: int, measured: int
 ) -> None:
+    needs = {
+        "cores": [str(status.unit.needs.all_cores) for status in states],
+        "GPUs": [f"{status.unit.needs.all_gpus:g}" for status in states],
+        "GiB": [f"{status.unit.needs.memory:g}" for status in states],
+    }
+    # most plans have units of one core, in whose every row these would be the same
+    usual = {"cores": "1", "GPUs": "0", "GiB": "0"}
+    shown = [(name, words) for name, words in needs.items() if set(words) - {usual[name]}]
     rows = [
         (
             status.unit.name,
             status.progress or status.state,
-            f"{status.unit.seconds:,.0f}",
-            f"{status.unit.needs.all_cores}",
-            f"{status.unit.needs.all_gpus:g}",
             ", ".join(status.unit.after),
+            f"{status.unit.seconds:,.0f}",
+            *(words[i] for _, words in shown),
         )
-        for status in states
+        for i, status in enumerate(states)
     ]
-    columns = ("unit", "state", "seconds", "cores", "GPUs", "after")
-    common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, rows, left=2)
+    columns = ("unit", "state", "after", "seconds", *(name for name, _ in shown))
+    common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, rows, left=3)
     _say_done(folder, states)
     basis = f"from the {measured} units measured here" if measured else "not measured here yet: a rough guess"
     common.say_wrapped(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from isoloss.studies import attempts
-from isoloss.studies.jobs import last_line
+from isoloss.studies.job import last_line
 from isoloss.studies.leases import Attempt, Leases
 from isoloss.studies.plan import Unit, in_order, makespan, urgency
 
@@ -54,8 +54,7 @@ def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
 
 def _status(unit: Unit, attempt: Attempt, leases: Leases, logs: Path) -> UnitStatus:
     number, name = attempt.number, unit.file_name
-    # an attempt recorded as done is trusted: reading every result of a large study takes long
-    if attempt.end == "done" or unit.done():
+    if unit.done():
         return UnitStatus(unit=unit, state="done", attempts=number)
     progress = unit.progress(functools.partial(_latest, number=number))
     if number == 0:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from isoloss.studies.capacity import Capacity
 from isoloss.studies.executors import warm
 from isoloss.studies.executors.warm import WarmCommand, WarmProcess
-from isoloss.studies.jobs import Job, Jobs, Options, last_line
+from isoloss.studies.job import Job, Options, last_line
+from isoloss.studies.jobs import Jobs
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 30.0

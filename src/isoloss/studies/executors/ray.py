@@ -22,7 +22,8 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.studies.capacity import Capacity
 from isoloss.studies.executors import warm
-from isoloss.studies.jobs import Job, Jobs, Options, command
+from isoloss.studies.job import Job, Options, command
+from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Resources
 
 POLL_SECONDS = 0.1

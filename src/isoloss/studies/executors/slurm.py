@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss.errors import IsolossError
-from isoloss.studies.jobs import Jobs, Options
+from isoloss.studies.job import Options
+from isoloss.studies.jobs import Jobs
 
 if TYPE_CHECKING:
     import submitit

@@ -9,7 +9,8 @@ from longer_study import command, contents, ends, is_training
 
 from isoloss.errors import IsolossError
 from isoloss.studies.executors import ray as executor
-from isoloss.studies.jobs import Jobs, Options
+from isoloss.studies.job import Options
+from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Unit
 
 ray = pytest.importorskip("ray")
