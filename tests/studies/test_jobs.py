@@ -247,7 +247,7 @@ for i in range(count):
     words = ("train", str(path), *few, "--steps", steps, "--seed", str(i))
     words += ("--checkpoints", *map(str, range(20, int(steps), 20)))
     units.append(Unit(name=f"train {i}", arguments=words, done=lambda path=path: Run(path).complete, makes=(path,)))
-options = Options(workers=2, expiry=3.0)
+options = Options(workers=2, expiry=6.0)
 local.run(Jobs(units, folder, options, say=lambda line: print(line, flush=True)), options)
 """
 
