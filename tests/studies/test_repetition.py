@@ -315,6 +315,10 @@ def test_a_study_and_its_repetition(capsys, exports, tmp_path):
         (("compare", "no-such", "b"), "no-such is no export of a study: it has no provenance.json"),
         (("report", "same-loss", "b"), "unexpected argument b: study report takes one study"),
         (("run", "same-loss", "--output", "b"), "--output is for study export: study run writes"),
+        (("plan", "same-loss", "--workers", "0"), "0 workers cannot carry out a plan; give at least 1"),
+        (("run", "same-loss", "--address", "auto"), "--address is for --executor ray; the executor is local"),
+        (("run", "same-loss", "--submit", "a=1"), "--submit is for --executor slurm; the executor is local"),
+        (("run", "same-loss", "--executor", "slurm", "--submit", "a"), "--submit takes NAME=VALUE"),
         (("export", "same-loss", "--output", "b", "--workers=2"), "--workers is for study run: study export starts"),
     ],
 )

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import heapq
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +74,6 @@ class Jobs:
         self.count = 0  # units that this process has run
         self.lost: set[Job] = set()  # held, but taken over by another process: their commands must be ended
         self._on_done, self._unseen = on_done, list[Unit]()
-        self._by_name = {unit.name: unit for unit in units}
         self._place = {unit.name: place for place, unit in enumerate(units)}
         self._waits = {unit.name: len(set(unit.after)) for unit in units}
         self._followers: dict[str, list[str]] = {}
@@ -200,10 +198,6 @@ class Jobs:
         """Call `on_done` for the units that are newly done. Best when the workers are busy, as it may take seconds."""
         while self._unseen:
             self._on_done(self._unseen.pop(0))
-
-    def give_back(self, job: Job) -> None:
-        """Give back a job whose command was not started."""
-        self.ended(job, -signal.SIGTERM, stopped=True)
 
     def raise_failures(self) -> None:
         """Raise an `IsolossError` that names the units that failed, if any did."""
