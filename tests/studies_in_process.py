@@ -104,7 +104,7 @@ def write(folder):
 def run(jobs, options):
     """An executor of a few lines: every job in turn, in this process."""
     for job in jobs:
-        jobs.ended(job, main(list(job.arguments)))
+        jobs.finish(job, main(list(job.arguments)))
 
 
 def carry_out(units, folder, execute=run, **options):

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "isoloss"
 
 # from the ground up; a module may import its own layer and those before it
 LAYERS = [
-    ("errors", "lazy", "seeds", "files", "interrupts", "memory", "model_checks", "builtin_components"),
+    ("errors", "lazy", "seeds", "files", "interrupts", "memory", "model_checks", "builtin_components", "usage"),
     ("registry", "config", "statistics"),
     ("run_config",),
     ("runs",),

@@ -431,15 +431,18 @@ def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
     return lines
 
 
+@functools.cache
+def _deciding(cls: type) -> tuple[dataclasses.Field[Any], ...]:
+    """Return the fields of a config that may decide a result."""
+    return tuple(f for f in dataclasses.fields(cls) if not f.metadata.get("exclude_from_fingerprint"))
+
+
 def identity(config: Any) -> Any:
     """Return the fields of a config that decide a result, as JSON types; what is no dataclass is returned as it is."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {
             f.name: identity(getattr(config, f.name))
-            for f in dataclasses.fields(config)
-            if not f.metadata.get("exclude_from_fingerprint")
-            and not (f.metadata.get("omit_default") and getattr(config, f.name) == f.default)
+            for f in _deciding(type(config))
+            if not (f.metadata.get("omit_default") and getattr(config, f.name) == f.default)
         }
-    if isinstance(config, tuple | list):
-        return [identity(item) for item in config]
-    return config
+    return [identity(item) for item in config] if isinstance(config, tuple | list) else config

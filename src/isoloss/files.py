@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from isoloss.errors import IsolossError, most_like
 
 TEMPORARY = ".tmp-"  # prefix of everything unfinished; whatever carries it may be deleted once its writer is gone
+published: dict[Path, int] = {}  # the size of each file that this process has written, in bytes
 LEASE = "ISOLOSS_LEASE"  # in the environment: the lease of the attempt that this process makes (isoloss.studies.leases)
 
 
@@ -52,6 +53,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            published[path] = file.tell()
         _check_lease()
         temporary.replace(path)
     except BaseException as error:  # of the disk, or Ctrl-C

@@ -102,6 +102,7 @@ class Registry:
     def __init__(self, kind: str, plural: str, builtin: Mapping[str, Entry], form: Form | None = None) -> None:
         self.kind, self.group, self.form = kind, f"isoloss.{plural}", form
         self._entries = dict(builtin)
+        self._checked: dict[str, Any] = {}  # found to be of the form: configs load their defaults thousands of times
         self._plural = plural
 
     def register(self, name: str, target: Any, *, summary: str = "") -> None:
@@ -184,8 +185,11 @@ class Registry:
         raise self._unknown(name)
 
     def _check(self, name: str, component: Any, where: str) -> None:
-        if self.form is not None and (problem := self.form.problem(name, component)):
+        if self.form is None or (name in self._checked and self._checked[name] is component):
+            return
+        if problem := self.form.problem(name, component):
             raise IsolossError(f"{self.kind} {name!r}{where} {problem}")
+        self._checked[name] = component
 
     def _unknown(self, name: str) -> IsolossError:
         return IsolossError(

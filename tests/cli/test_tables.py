@@ -168,7 +168,7 @@ def test_a_plan_says_what_follows_what_and_where_the_commands_are(capsys, monkey
     ]
     text = " ".join(line.strip() for line in lines)
     assert "--json has the command of each" in text
-    assert re.search(r"\d+ min with 2 workers, [^,;]+ on one core; the longest chain of units takes \d+ s\.$", text)
+    assert re.search(r"\d+ min with 2 workers; the longest chain of units takes \d+ s with any number", text)
 
 
 def test_text_shares_what_room_there_is(capsys, monkeypatch):

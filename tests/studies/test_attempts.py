@@ -12,7 +12,7 @@ from isoloss.studies.plan import Unit
 
 
 def unit(*paths):
-    return Unit(name="train", arguments=("train", *map(str, paths)), done=lambda: False, makes=paths)
+    return Unit(name="train", arguments=("train", *map(str, paths)), done=lambda: False, outputs=paths)
 
 
 def write(folder, **contents):
@@ -50,6 +50,22 @@ def test_an_attempt_goes_on_from_the_one_before(tmp_path, has_ended):
         os.replace(first / ".tmp-x", first / "checkpoints" / "model")
         assert (second / "metrics.jsonl").read_text() == "1\n"
         assert (second / "checkpoints" / "model").read_text() == "weights"
+
+
+def test_a_copy_has_the_metrics_of_every_checkpoint_in_it(tmp_path, monkeypatch):
+    first, second = tmp_path / ".a.attempt-1", tmp_path / ".a.attempt-2"
+    write(first, run_json="{}", checkpoints__second="weights")
+    (first / "metrics.jsonl").write_text("1\n")
+    link = attempts._link_or_copy
+
+    def link_and_write(source, target):  # the writer goes on while its files are copied
+        link(source, target)
+        (first / "metrics.jsonl").write_text("1\n2\n")
+
+    monkeypatch.setattr(attempts, "_link_or_copy", link_and_write)
+    attempts.prepare(unit(tmp_path / "a"), 2, lambda _: False)
+    monkeypatch.undo()
+    assert everything(second) == {"run.json": "{}", "checkpoints/second": "weights", "metrics.jsonl": "1\n2\n"}
 
 
 def test_a_run_begun_by_hand_is_continued(tmp_path):
@@ -97,9 +113,19 @@ def test_an_incomplete_folder_in_the_way_is_named(tmp_path):
     assert everything(tmp_path / "a") == {"notes": "mine"}
 
 
+def test_other_runs_are_not_looked_through(tmp_path, monkeypatch):
+    write(tmp_path / ".a.attempt-1", run_json="{}")
+    listed = []
+    monkeypatch.setattr(attempts.os, "listdir", lambda path: listed.append(path) or [])
+    attempts.prepare(unit(tmp_path / "a"), 2, lambda _: True)
+    attempts.clean(unit(tmp_path / "a"), 2, lambda _: False)
+    assert listed == []
+    assert Run(tmp_path / ".a.attempt-2").exists
+
+
 def test_old_attempts_are_deleted_where_nobody_writes(tmp_path):
     for number in (1, 2):
         write(tmp_path / f".a.attempt-{number}", run_json="{}")
     write(tmp_path / ".ab.attempt-1", run_json="{}")
-    attempts.clean(unit(tmp_path / "a"), lambda number: number == 1)
+    attempts.clean(unit(tmp_path / "a"), 2, lambda number: number == 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.attempt-2", ".ab.attempt-1"]

@@ -62,7 +62,7 @@ def test_a_lower_block_comes_first_and_in_it_the_longest_chain():
 
 
 def test_a_block_that_needs_a_later_one_is_refused():
-    with pytest.raises(IsolossError, match=r"'a' of block 0 waits for 'b' of block 1: a block must be complete"):
+    with pytest.raises(IsolossError, match=r"'a' of block 0 waits for 'b' of block 1: a unit cannot wait"):
         in_order([unit("a", "b"), unit("b", block=1)])
 
 
@@ -152,7 +152,7 @@ def test_an_unfinished_study_is_reported_from_its_complete_blocks(capsys, file, 
 
 def test_too_few_blocks_are_refused(capsys, file, partly):
     shutil.rmtree(partly / "runs" / "plain-2" / "evaluations")
-    with pytest.raises(IsolossError, match=r"3 units are not done .* and 1 of 3 blocks are; .*study run"):
+    with pytest.raises(IsolossError, match=r"3 units are not done .* and 1 of 3 blocks are complete; .*study run"):
         call(capsys, "report", file, "--folder", partly)
     file.write_text(file.read_text().replace("first_page_blocks=2,", ""))
     with pytest.raises(IsolossError, match="3 units are not done"):

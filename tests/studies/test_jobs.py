@@ -31,25 +31,25 @@ def unit(folder, name, *after, **more):
 
 def finish(jobs, job):
     (jobs.logs.parent / job.unit.name).touch()
-    jobs.ended(job, 0)
+    jobs.finish(job, 0)
 
 
 def test_units_wait_for_others_and_for_room(tmp_path):
     units = [unit(tmp_path, "a"), unit(tmp_path, "b", "a"), unit(tmp_path, "large", needs=Resources(cores=4))]
     said = []
     jobs = Jobs(units, tmp_path, Options(), say=said.append)
-    a = jobs.next(lambda needs: needs.cores < 4)
+    a = jobs.take(lambda needs: needs.cores < 4)
     assert a.unit.name == "a"
-    assert jobs.next(lambda needs: needs.cores < 4) is None
-    large = jobs.next()
+    assert jobs.take(lambda needs: needs.cores < 4) is None
+    large = jobs.take()
     assert large.unit.name == "large"
-    assert jobs.next() is None
+    assert jobs.take() is None
     finish(jobs, a)
-    b = jobs.next()
+    b = jobs.take()
     assert b.unit.name == "b"
     finish(jobs, large)
     finish(jobs, b)
-    jobs.tell()
+    jobs.report_done()
     assert jobs.finished
     assert jobs.count == jobs.num_done == 3
     assert said[-1] == "b: done in 0 s (3 of 3 units)"
@@ -59,31 +59,31 @@ def test_a_failure_is_tried_again_and_then_given_up(tmp_path):
     units = [unit(tmp_path, "a"), unit(tmp_path, "b", "a"), unit(tmp_path, "c", "b"), unit(tmp_path, "d")]
     jobs = Jobs(units, tmp_path, Options(retries=1))
     for number in (1, 2):
-        job = jobs.next()
+        job = jobs.take()
         assert (job.unit.name, job.lease.number) == ("a", number)
         job.log.write_text("first\nthe reason\n")
-        jobs.ended(job, 1)
-    finish(jobs, jobs.next())  # others go on
-    jobs.tell()
+        jobs.finish(job, 1)
+    finish(jobs, jobs.take())  # others go on
+    jobs.report_done()
     assert jobs.finished
     with pytest.raises(IsolossError, match=r"a failed with status 1; .*a\.2\.log:\nfirst\nthe reason\n") as caught:
         jobs.raise_failures()
-    assert str(caught.value).endswith("not started, as they wait for what failed: 2 units")
+    assert str(caught.value).endswith("not started, as they wait for failed units: 2 units")
     # the next executor tries again
-    assert Jobs(units, tmp_path, Options()).next().lease.number == 3
+    assert Jobs(units, tmp_path, Options()).take().lease.number == 3
 
 
 def test_bad_input_is_not_tried_again(tmp_path):
     jobs = Jobs([unit(tmp_path, "a")], tmp_path, Options(retries=5))
-    jobs.ended(jobs.next(), 2)
-    assert jobs.next() is None
+    jobs.finish(jobs.take(), 2)
+    assert jobs.take() is None
     assert jobs.finished
 
 
 def test_without_keep_going_nothing_starts_after_a_failure(tmp_path):
     jobs = Jobs([unit(tmp_path, "a"), unit(tmp_path, "b")], tmp_path, Options(keep_going=False))
-    jobs.ended(jobs.next(), 2)
-    assert jobs.next() is None
+    jobs.finish(jobs.take(), 2)
+    assert jobs.take() is None
     assert jobs.finished
     with pytest.raises(IsolossError, match="a failed with status 2"):
         jobs.raise_failures()
@@ -92,30 +92,30 @@ def test_without_keep_going_nothing_starts_after_a_failure(tmp_path):
 def test_a_unit_that_was_stopped_has_not_failed(tmp_path):
     jobs = Jobs([unit(tmp_path, "a")], tmp_path, Options(retries=0))
     for number in (1, 2, 3):
-        job = jobs.next()
+        job = jobs.take()
         assert job.lease.number == number
-        jobs.ended(job, 130, stopped=True)
-    finish(jobs, jobs.next())
+        jobs.finish(job, 130, stopped=True)
+    finish(jobs, jobs.take())
     jobs.raise_failures()
 
 
 def test_two_executors_share_a_folder(tmp_path):
     units = [unit(tmp_path, name) for name in "abc"]
     one, other = (Jobs(units, tmp_path, Options()) for _ in range(2))
-    a, b = one.next(), other.next()
+    a, b = one.take(), other.take()
     assert (a.unit.name, b.unit.name) == ("a", "b")
-    c = other.next()
-    assert one.next() is None
+    c = other.take()
+    assert one.take() is None
     assert not one.finished
     finish(one, a)
     finish(other, b)
-    other.ended(c, 1)  # it fails once: either may try it again
-    again = one.next()
+    other.finish(c, 1)  # it fails once: either may try it again
+    again = one.take()
     assert (again.unit.name, again.lease.number) == ("c", 2)
     finish(one, again)
-    assert other.next() is None
+    assert other.take() is None
     for each in (one, other):
-        each.tell()
+        each.report_done()
         assert each.finished
     assert (one.count, other.count) == (2, 1)
 
@@ -123,10 +123,10 @@ def test_two_executors_share_a_folder(tmp_path):
 def test_what_another_executor_gave_up_is_given_up(tmp_path):
     units = [unit(tmp_path, "a"), unit(tmp_path, "b", "a")]
     one, other = (Jobs(units, tmp_path, Options(retries=0)) for _ in range(2))
-    job = one.next()
+    job = one.take()
     job.log.write_text("the reason\n")
-    one.ended(job, 1)
-    assert other.next() is None
+    one.finish(job, 1)
+    assert other.take() is None
     assert other.finished
     with pytest.raises(IsolossError, match="a failed with status 1 in another process: the reason\n"):
         other.raise_failures()
@@ -135,21 +135,21 @@ def test_what_another_executor_gave_up_is_given_up(tmp_path):
 def test_a_lease_that_was_lost_is_taken_over_and_its_holder_told(tmp_path):
     units = [unit(tmp_path, "a")]
     slow = Jobs(units, tmp_path, Options(expiry=0.3))
-    job = slow.next()
+    job = slow.take()
     job.lease.path.write_text("{}")  # as of another machine
     other = Jobs(units, tmp_path, Options(expiry=0.6))
     long_ago = time.time() - 2000
-    while (taken := other.next()) is None:  # between two heartbeats of the first
+    while (taken := other.take()) is None:  # between two heartbeats of the first
         os.utime(job.lease.path, (long_ago, long_ago))
     assert taken.lease.number == 2
     deadline = time.monotonic() + 30
-    while job not in slow.lost:
+    while job not in slow.taken_over:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     finish(other, taken)
-    slow.ended(job, 0)  # changes nothing
-    assert slow.next() is None
-    slow.tell()
+    slow.finish(job, 0)  # changes nothing
+    assert slow.take() is None
+    slow.report_done()
     assert slow.finished
     assert (slow.count, other.count) == (0, 1)
     assert sorted(path.name for path in (tmp_path / "leases").iterdir()) == ["a.1.json", "a.2.done", "a.2.json"]
@@ -159,14 +159,14 @@ def test_a_unit_that_was_given_up_and_done_elsewhere_ends_the_wait(tmp_path):
     units = [unit(tmp_path, "a"), unit(tmp_path, "b", "a"), unit(tmp_path, "c")]
     done = []
     one = Jobs(units, tmp_path, Options(), on_done=lambda unit: done.append(unit.name))
-    one.ended(one.next(), 2)
-    c = one.next()
+    one.finish(one.take(), 2)
+    c = one.take()
     other = Jobs(units, tmp_path, Options())  # started later, so it tries again
-    finish(other, other.next())
-    finish(other, other.next())
+    finish(other, other.take())
+    finish(other, other.take())
     finish(one, c)
-    assert one.next() is None
-    one.tell()
+    assert one.take() is None
+    one.report_done()
     assert one.finished
     one.raise_failures()
     assert sorted(done) == ["a", "b", "c"]
@@ -176,42 +176,42 @@ def test_a_result_that_is_not_visible_yet_is_waited_for(tmp_path):
     visible = []
     units = [Unit(name="a", arguments=("ls",), done=lambda: bool(visible))]
     one, other = (Jobs(units, tmp_path, Options(expiry=1000)) for _ in range(2))
-    job = one.next()
+    job = one.take()
     visible.append(True)
-    one.ended(job, 0)
+    one.finish(job, 0)
     visible.clear()  # as another machine sees it for a while
-    assert other.next() is None
-    assert other.next() is None
+    assert other.take() is None
+    assert other.take() is None
     visible.append(True)
-    assert other.next() is None
-    other.tell()
+    assert other.take() is None
+    other.report_done()
     assert other.finished
 
 
 def test_a_result_that_was_deleted_is_made_again(tmp_path):
     units = [unit(tmp_path, "a")]
     jobs = Jobs(units, tmp_path, Options())
-    finish(jobs, jobs.next())
+    finish(jobs, jobs.take())
     (tmp_path / "a").unlink()
-    assert Jobs(units, tmp_path, Options()).next().lease.number == 2
+    assert Jobs(units, tmp_path, Options()).take().lease.number == 2
 
 
 def test_what_cannot_be_published_is_a_failure_of_its_unit(tmp_path):
     run, made = tmp_path / "runs" / "base", tmp_path / "runs" / ".base.attempt-1"
     units = [
-        Unit(name="base", arguments=("train", str(run)), done=lambda: Run(run).complete, makes=(run,)),
+        Unit(name="base", arguments=("train", str(run)), done=lambda: Run(run).complete, outputs=(run,)),
         unit(tmp_path, "other"),
     ]
     jobs = Jobs(units, tmp_path, Options())
-    job = jobs.next()
+    job = jobs.take()
     made.mkdir(parents=True)
     for name in ("run.json", "result.json"):
         (made / name).write_text("{}")
     run.mkdir()
     (run / "notes").write_text("in the way")
-    jobs.ended(job, 0)
-    finish(jobs, jobs.next())
-    jobs.tell()
+    jobs.finish(job, 0)
+    finish(jobs, jobs.take())
+    jobs.report_done()
     assert jobs.finished
     with pytest.raises(IsolossError, match=r"base: cannot rename .*runs/base: Directory not empty"):
         jobs.raise_failures()
@@ -220,7 +220,7 @@ def test_what_cannot_be_published_is_a_failure_of_its_unit(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"workers": 0}, "0 workers cannot carry out a plan; give at least 1"),
+        ({"workers": 0}, "workers is 0; it must be at least 1"),
         ({"retries": -1}, "retries is -1; it must be at least 0"),
     ],
 )
@@ -246,7 +246,7 @@ for i in range(count):
     path = folder / "runs" / f"run-{i}"
     words = ("train", str(path), *few, "--steps", steps, "--seed", str(i))
     words += ("--checkpoints", *map(str, range(20, int(steps), 20)))
-    units.append(Unit(name=f"train {i}", arguments=words, done=lambda path=path: Run(path).complete, makes=(path,)))
+    units.append(Unit(name=f"train {i}", arguments=words, done=lambda path=path: Run(path).complete, outputs=(path,)))
 options = Options(workers=2, expiry=6.0)
 local.run(Jobs(units, folder, options, say=lambda line: print(line, flush=True)), options)
 """

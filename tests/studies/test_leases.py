@@ -45,7 +45,7 @@ def test_the_last_attempt_and_its_end_count(tmp_path):
         assert leases.attempts() == {"a": Attempt(number)}
         lease.end(end, seconds=number)
         assert leases.attempts() == {"a": Attempt(number, end)}
-        assert leases.ended("a", number, end) == {"seconds": number}
+        assert leases.end_record("a", number, end) == {"seconds": number}
     (tmp_path / "leases" / "notes.txt").write_text("not a lease")
     assert leases.attempts() == {"a": Attempt(10, "done")}
     assert leases.take("a", 10) is None

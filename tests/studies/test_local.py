@@ -9,7 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+import longer_study
 import pytest
+import spread_study
 
 from isoloss import files
 from isoloss.errors import IsolossError
@@ -23,7 +25,7 @@ TRAINING = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "
 
 def training(path: Path, steps: int) -> Unit:
     arguments = ("train", str(path), *TRAINING, "--steps", str(steps))
-    return Unit(name=f"train {path.name}", arguments=arguments, done=lambda: Run(path).complete, makes=(path,))
+    return Unit(name=f"train {path.name}", arguments=arguments, done=lambda: Run(path).complete, outputs=(path,))
 
 
 def measuring(path: Path) -> Unit:
@@ -59,7 +61,7 @@ def test_a_unit_that_ends_without_its_result_is_a_failure(tmp_path):
 
 
 def test_a_unit_that_says_nothing_is_said_to_be_at_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(local, "PROGRESS_SECONDS", 0.0)
     said, _ = carry_out([training(tmp_path / "a", 5)], tmp_path, local.run)
     quiet = [line for line in said if line.startswith("  ")]
     assert quiet
@@ -74,7 +76,7 @@ def test_logs_that_cannot_be_written_are_refused(tmp_path):
 
 
 def test_at_least_one_worker(tmp_path):
-    with pytest.raises(IsolossError, match="0 workers"):
+    with pytest.raises(IsolossError, match="workers is 0"):
         carry_out([], tmp_path, local.run, workers=0)
 
 
@@ -86,7 +88,7 @@ from isoloss.studies.job import Options
 from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Unit
 path = pathlib.Path(sys.argv[1])
-unit = Unit(name="train", arguments=tuple(sys.argv[2:]), done=lambda: Run(path).complete, makes=(path,))
+unit = Unit(name="train", arguments=tuple(sys.argv[2:]), done=lambda: Run(path).complete, outputs=(path,))
 local.run(Jobs([unit], path.parent, options := Options(workers=1)), options)
 """
 
@@ -120,3 +122,20 @@ def test_workers_end_with_the_engine(tmp_path, number):
     wait_for(lambda: is_free(run.path), 10)
     # an interrupted worker has saved where it is; a killed one had no chance to
     assert bool(run.steps()) == (number == signal.SIGINT)
+
+
+def test_a_unit_of_two_processes_is_stopped_and_goes_on_with_the_same_bytes(tmp_path):
+    file = spread_study.write(tmp_path, nodes=1, steps=200)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = longer_study.command(file, tmp_path / "stopped")
+    driver = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while driver.poll() is None and not longer_study.is_training(tmp_path / "stopped"):
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGINT)
+    said = driver.communicate()[0]
+    assert driver.returncode == 130, said
+    assert longer_study.ends(tmp_path / "stopped") == {"stopped": 1}
+    for folder in ("stopped", "whole"):
+        subprocess.run(longer_study.command(file, tmp_path / folder), check=True, env=environment, capture_output=True)
+    assert longer_study.ends(tmp_path / "stopped") == {"done": 2, "stopped": 1}
+    assert longer_study.contents(tmp_path / "stopped") == longer_study.contents(tmp_path / "whole")

@@ -1,10 +1,12 @@
 """A study of one's own: a Python file, with the machinery's tables and page, run by any executor."""
 
 import json
+import shutil
 
 import pytest
 
 from isoloss.cli import study as command
+from isoloss.cli import study_progress
 from isoloss.errors import IsolossError
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.spec import load_study
@@ -69,7 +71,7 @@ def test_runs_of_one_stack_are_trained_by_one_unit(capsys, file, tmp_path, here)
     logs = [json.loads((runs / name / "log.jsonl").read_text().splitlines()[0]) for name in "abc"]
     assert [log["blocks"] for log in logs] == ["stacked"] * 3
     (runs / "b" / "result.json").unlink()
-    assert states(capsys, file, *where)["train both"] == ("begun", "step 12 of 12")
+    assert states(capsys, file, *where)["train both"] == ("interrupted", "step 12 of 12")
 
 
 def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_path, here):
@@ -98,10 +100,10 @@ def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_pa
         "train without": ("done", ""),
         "measure without": ("done", ""),
         "train with": ("done", ""),
-        "measure with": ("begun", "3 of 4 evaluations"),
+        "measure with": ("interrupted", "3 of 4 evaluations"),
     }
     (run / "result.json").unlink()
-    assert states(capsys, file, *where)["train with"] == ("begun", "step 6 of 6")
+    assert states(capsys, file, *where)["train with"] == ("interrupted", "step 6 of 6")
     assert "step 6 of 6" in call(capsys, "status", file, *where)
 
 
@@ -177,13 +179,31 @@ def test_the_last_checkpoint_of_every_stage_is_measured(file):
             "stages=(StageConfig(steps=6, target_kl=1.0),)",
             "the run without has a stage with a target",
         ),
+        ('"with"', '"/with"', "is called '/with': a name must be that of a folder inside"),
+        ('"with"', '"../with"', "is called '../with'"),
+        ('"with"', '".tmp-with"', r"is called '\.tmp-with'"),
+        ('"with"', '""', "is called ''"),
+        ("config=config", 'config=config, after=("base",)', "the run without comes after 'base', which is not in"),
+        ("settings=settings", "steps=(3, 5), settings=settings", "measured at step 5, .* no checkpoint; it keeps 3, 6"),
+        (
+            "config=config",
+            'config=config, stack="both", needs=Resources(cores=1 + int(10 * dropout))',
+            "the run with has other needs than those before it in the stack both",
+        ),
     ],
 )
 def test_what_could_not_be_carried_out_is_refused_before_anything_is_trained(file, tmp_path, old, new, message):
-    file.write_text(FILE.replace(old, new))
+    text = FILE.replace("import Experiment, Measurement", "import Experiment, Measurement, Resources")
+    file.write_text(text.replace(old, new))
     with pytest.raises(IsolossError, match=message):
         StudyFolder(load_study(file), tmp_path / "out").prepare()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_names_a_run_that_is_not_in_the_study(file, tmp_path):
+    file.write_text(FILE.replace("config=config", 'config=config, after=("base",)'))
+    with pytest.raises(IsolossError, match="the run without comes after 'base', which is not in the study"):
+        command.main(["plan", str(file), "--folder", str(tmp_path / "out")])
 
 
 CLAIMS = """
@@ -239,3 +259,19 @@ def test_a_claim_about_something_else_is_refused_before_training(file, claiming,
     with pytest.raises(IsolossError, match=r"measures of the claim flatter is 'flattness'; the study has kl"):
         StudyFolder(load_study(file), tmp_path / "out").prepare()
     assert not (tmp_path / "out").exists()
+
+
+def test_watching_ends_when_all_is_done_or_nothing_can_go_on(capsys, file, tmp_path, here, monkeypatch):
+    monkeypatch.setattr(study_progress, "LINE_SECONDS", 0.01)
+    where = ("--folder", tmp_path / "out")
+    call(capsys, "run", file, *where, *here)
+    assert call(capsys, "status", file, *where, "--watch") == "4 of 4 units done; about 0 s left\n"
+    shutil.rmtree(tmp_path / "out" / "runs" / "with")
+    (tmp_path / "out" / "configs" / "with.toml").write_text("steps = -1\n")
+    with pytest.raises(IsolossError, match="train with failed with status 2"):
+        command.main(["run", str(file), *map(str, where), *here])
+    capsys.readouterr()
+    assert command.main(["status", str(file), *map(str, where), "--watch"]) == 1
+    *lines, last = capsys.readouterr().out.strip().split("\n")
+    assert [line.partition(";")[0] for line in lines] == ["2 of 4 units done, 1 failed"] * 2
+    assert last == "Nothing is running, and what is left waits for failed units: train with."

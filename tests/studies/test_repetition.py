@@ -176,7 +176,7 @@ def test_what_is_not_finished_or_fails_exports_nothing(capsys, file, finished, t
         call(capsys, "export", file, "--folder", tmp_path / "out", "--output", tmp_path / "results" / "a")
     file.write_text(kept)
     shutil.rmtree(tmp_path / "out" / "runs" / "plain-3" / "evaluations")
-    with pytest.raises(IsolossError, match=r"1 units are not done .measure plain-3 first. and 2 of 3 blocks are"):
+    with pytest.raises(IsolossError, match=r"1 unit is not done .first: measure plain-3., and 2 of 3 blocks are"):
         call(capsys, "export", file, "--folder", tmp_path / "out", "--output", tmp_path / "results" / "a")
     assert list((tmp_path / "results").iterdir()) == []
 
@@ -315,11 +315,13 @@ def test_a_study_and_its_repetition(capsys, exports, tmp_path):
         (("compare", "no-such", "b"), "no-such is no export of a study: it has no provenance.json"),
         (("report", "same-loss", "b"), "unexpected argument b: study report takes one study"),
         (("run", "same-loss", "--output", "b"), "--output is for study export: study run writes"),
-        (("plan", "same-loss", "--workers", "0"), "0 workers cannot carry out a plan; give at least 1"),
+        (("plan", "same-loss", "--workers", "0"), "--workers is 0; it must be at least 1"),
         (("run", "same-loss", "--address", "auto"), "--address is for --executor ray; the executor is local"),
+        (("run", "same-loss", "--storage", "s3://a"), "--storage is for --executor ray; the executor is local"),
+        (("work", "same-loss", "--storage", "s3://a"), "--storage is for study run, not for study work"),
         (("run", "same-loss", "--submit", "a=1"), "--submit is for --executor slurm; the executor is local"),
         (("run", "same-loss", "--executor", "slurm", "--submit", "a"), "--submit takes NAME=VALUE"),
-        (("export", "same-loss", "--output", "b", "--workers=2"), "--workers is for study run: study export starts"),
+        (("export", "same-loss", "--output", "b", "--workers=2"), "--workers is for study run, not for study export"),
     ],
 )
 def test_wrong_words_are_refused(capsys, tmp_path, monkeypatch, words, message):

@@ -10,8 +10,8 @@ import pytest
 
 from isoloss import files
 from isoloss.studies.leases import Leases
-from isoloss.studies.plan import Unit, in_order, makespan, urgency
-from isoloss.studies.status import remaining, statuses, with_measured_seconds
+from isoloss.studies.plan import Resources, Unit, in_order, makespan, upward_rank
+from isoloss.studies.status import UnitStatus, remaining, statuses
 
 TAKE = """
 import pathlib, sys
@@ -49,7 +49,7 @@ def test_every_state_follows_from_the_files(tmp_path):
     found = {status.unit.name: status for status in statuses(units, tmp_path)}
     assert {name: status.state for name, status in found.items()} == {
         **{"done before": "done", "done": "done", "running": "running", "failed": "failed"},
-        **{"deleted": "begun", "stopped": "begun", "lost": "begun", "to do": "to do"},
+        **{"deleted": "interrupted", "stopped": "interrupted", "lost": "interrupted", "to do": "to do"},
     }
     running = found["running"]
     assert (running.progress, running.attempts, running.host) == ("step 3 of 9", 2, os.uname().nodename)
@@ -58,19 +58,20 @@ def test_every_state_follows_from_the_files(tmp_path):
     assert found["stopped"].progress == "step 1 of 9"
 
 
-def test_expected_seconds_are_corrected_by_what_was_measured(tmp_path):
-    leases = Leases(tmp_path / "leases")
-    units = [
-        *(unit(name, seconds=seconds) for name, seconds in (("a", 10.0), ("b", 20.0), ("c", 5.0))),
-        unit("d", seconds=7.0, kind="eval"),
-    ]
-    leases.take("a", 1).end("done", seconds=5.0)
-    leases.take("b", 1).end("done", seconds=40.0)
-    leases.take("c", 1).end("stopped")
-    leases.take("c", 2).end("done", seconds=100.0)  # the time of a part of it
-    corrected, measured = with_measured_seconds(units, tmp_path)
-    assert measured == 2
-    assert [one.seconds for one in corrected] == [15.0, 30.0, 7.5, 7.0]
+@pytest.mark.parametrize("has_files", [True, False])
+def test_where_a_lease_says_done_the_files_need_only_exist(tmp_path, has_files):
+    def done():
+        asked.append("done")
+        return False
+
+    asked = []
+    one = Unit(name="a", arguments=("train",), done=done, has_files=lambda: has_files)
+    lease = Leases(tmp_path / "leases").take("a", 1)
+    assert [status.state for status in statuses([one], tmp_path)] == ["running"]
+    assert asked == ["done"]
+    lease.end("done", seconds=3)
+    assert [status.state for status in statuses([one], tmp_path)] == ["done" if has_files else "interrupted"]
+    assert asked == ["done"]
 
 
 def test_what_remains_counts_units_that_are_not_done(tmp_path):
@@ -81,7 +82,14 @@ def test_what_remains_counts_units_that_are_not_done(tmp_path):
         unit("d", seconds=4),
     ]
     left = remaining(statuses(units, tmp_path), 2)
-    assert (left.total, left.longest_chain, left.with_workers) == (9, 5, 5)
+    assert (left.core_seconds, left.gpu_seconds, left.longest_chain, left.with_workers) == (9, 0, 5, 5)
+    left = remaining([status(3, Resources(cores=2, gpus=0.5)), status(5, Resources(gpus=1, processes=2))], 4)
+    assert (left.core_seconds, left.gpu_seconds) == (16, 11.5)
+
+
+def status(seconds, needs):
+    one = Unit(name=f"{needs}", arguments=(), done=lambda: False, seconds=seconds, needs=needs)
+    return UnitStatus(unit=one, state="to do")
 
 
 def simulated(units, workers):
@@ -108,5 +116,5 @@ def test_the_makespan_is_that_of_a_simulation(seed):
     plan = in_order(units)
     for workers in (1, 2, 3, 20):
         assert makespan(plan, workers) == simulated(plan, workers)
-    assert makespan(plan, 20) == max(urgency(units).values())
+    assert makespan(plan, 20) == max(upward_rank(units).values())
     assert all(one <= other for one, other in itertools.pairwise(sorted([makespan(plan, 20), makespan(plan, 1)])))

@@ -11,6 +11,7 @@ import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.studies.executors import warm
+from isoloss.studies.plan import Resources
 
 pytestmark = pytest.mark.skipif(not warm.IS_AVAILABLE, reason="forks on Linux alone")
 
@@ -50,6 +51,15 @@ def test_results_are_those_of_a_fresh_process_bit_for_bit(tmp_path, parent):
         subprocess.run([sys.executable, "-m", "isoloss", *command], check=True, env=environment, capture_output=True)
     assert len(contents(tmp_path / "fresh")) > 8
     assert contents(tmp_path / "first") == contents(tmp_path / "second") == contents(tmp_path / "fresh")
+
+
+def test_only_what_trains_or_measures_on_one_thread_waits_for_the_imports():
+    one = Resources()
+    assert warm.can_fork(("train", "a"), one)
+    assert warm.can_fork(["eval", "a"], one)
+    assert not warm.can_fork(("--version",), one)
+    assert not warm.can_fork((), one)
+    assert not any(warm.can_fork(("train", "a"), needs) for needs in (Resources(cores=2), Resources(gpus=0.5)))
 
 
 def test_what_a_command_says_and_its_status_are_kept(tmp_path, parent):

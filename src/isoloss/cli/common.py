@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -154,23 +155,36 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     """
     cells = [[str(cell) for cell in row] for row in rows]
     console: Console = _Output()
-    whole = _table(columns, cells, left)
-    width = _measure(whole).maximum
+    heading, *lines = _lines(columns, cells, left)
     if not console.is_terminal:
-        unbounded = Console(width=width, color_system=None)
-        with unbounded.capture() as captured:
-            unbounded.print(whole)
-        say("\n".join([title, *(line.rstrip() for line in captured.get().splitlines())]))
+        say("\n".join(line.rstrip() for line in (title, heading, *lines)))
         return
     console.print(Text(title, style="bold"))  # a table's own title would fold at the table's width
     folded = [_folded(heading, [row[place] for row in cells]) for place, heading in enumerate(columns)]
-    if width <= console.width:
-        console.print(whole)
+    if cell_len(heading) <= console.width:
+        console.print(Text(heading, style="bold"))
+        say("\n".join(lines))
     elif widths := _widths(folded, cells, left, console.width):
         console.print(_table(folded, cells, left, widths))
     else:
         for row in cells:
             _print_list(columns, row)
+
+
+def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return a table's lines, none folded: by hand, as Rich takes seconds for thousands of rows."""
+    table = [[" ".join(cell.splitlines()) for cell in row] for row in (columns, *rows)]
+    sizes = [[cell_len(cell) for cell in row] for row in table]
+    widths = [max(column) for column in zip(*sizes, strict=True)]
+
+    def line(row: Sequence[str], lengths: Sequence[int]) -> str:
+        padded = []
+        for place, (cell, length, width) in enumerate(zip(row, lengths, widths, strict=True)):
+            room = " " * (width - length)
+            padded.append(cell + room if place < left else room + cell)
+        return (" " * GAP).join(padded)
+
+    return [line(row, lengths) for row, lengths in zip(table, sizes, strict=True)]
 
 
 def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, width: int) -> list[int]:

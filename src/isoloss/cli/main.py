@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import importlib
 import io
 import os
 import shlex
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +40,9 @@ GOES_ON = {  # what is said of an interruption, before the command that was inte
     "eval": "; what was measured of runs is kept. To go on:",
 }
 
+TEMPORARY_FAILURE = 75  # EX_TEMPFAIL
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+
 HELP = """\
 isoloss: tell apart language models that the pre-training loss cannot.
 
@@ -60,8 +65,8 @@ options:
 def main(arguments: list[str]) -> int:
     """Run one command and return its exit status.
 
-    0 done, 1 a check failed, 2 bad input or files that cannot be read or written, 130 interrupted by Ctrl-C, 143 by
-    SIGTERM.
+    0 done, 1 a check failed, 2 bad input or files that cannot be read or written, 75 the same because a disk is full or
+    does not answer, so that the same command may succeed later, 130 interrupted by Ctrl-C, 143 by SIGTERM.
     """
     interrupts.clear()
     if not arguments or arguments[0] in ("--help", "-h", "help"):
@@ -85,7 +90,7 @@ def main(arguments: list[str]) -> int:
             return int(importlib.import_module(f"isoloss.cli.{subcommand}").main(rest))
     except IsolossError as error:
         print(f"isoloss {subcommand}: {error}", file=sys.stderr)
-        return 2
+        return TEMPORARY_FAILURE if _is_temporary(error) else 2
     except KeyboardInterrupt:
         print(f"isoloss {subcommand}: interrupted{GOES_ON.get(subcommand, '')}", file=sys.stderr)
         if subcommand in GOES_ON:
@@ -96,7 +101,16 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(f"isoloss {subcommand}: {where}{error.strerror or error}", file=sys.stderr)
-        return 2
+        return TEMPORARY_FAILURE if _is_temporary(error) else 2
+
+
+def _is_temporary(error: BaseException | None) -> bool:
+    """Whether an error is that of a disk which may be in order later, or comes from one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextmanager
@@ -120,6 +134,7 @@ def _warnings_as_lines(subcommand: str) -> Iterator[None]:
 
 def entry() -> NoReturn:
     """The console script."""
+    start = time.monotonic()
     if os.environ.get("ISOLOSS_EXIT_WITH_STDIN"):
         _exit_with_stdin()
     codecs.register_error("isoloss", _spell)
@@ -135,7 +150,11 @@ def entry() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # whose reader has gone: there is nobody left to tell
             print(f"isoloss: cannot write the output: {error.strerror or error}", file=sys.stderr)
-            status = 2
+            status = TEMPORARY_FAILURE if _is_temporary(error) else 2
+    if os.environ.get("ISOLOSS_USAGE"):
+        from isoloss import usage
+
+        usage.report(time.monotonic() - start)
     # after a KeyboardInterrupt within exec(), which makes dataclasses, `python -m` would die of SIGINT, whatever the
     # status, until another exec() is over
     exec("")  # noqa: S102

@@ -34,8 +34,8 @@ EXAMPLES = [
     ("isoloss study compare results/a results/b", "compare a study with its repetition"),
 ]
 
-WORKING = {"--workers", "--retries", "--fail-fast", "--expiry"}  # options of work
-RUNNING = WORKING | {"--executor", "--submit", "--address"}
+WORK_OPTIONS = {"--workers", "--retries", "--fail-fast", "--expiry"}  # options of work
+RUN_OPTIONS = WORK_OPTIONS | {"--executor", "--submit", "--address", "--storage"}
 Action = Literal["plan", "run", "work", "status", "report", "verify", "export", "compare"]
 
 
@@ -44,12 +44,12 @@ class Args:
     """Plan, run, inspect, report, verify, export or compare a study. Its whole state is in its folder."""
 
     action: tyro.conf.Positional[Action]
-    """plan: list the units; run: run them; work: help another process to run them; status: show progress; report:
+    """plan: list the units; run: run them; work: help another process run them; status: show progress; report:
     write the page; verify: check the files; export: write the results to --output; compare: compare two exports."""
     name: tyro.conf.Positional[str]
-    """The study (isoloss ls studies), or the path of a Python file that defines one; for compare, an export."""
+    """The study (isoloss ls studies) or the path of a Python file that defines one; for compare: an exported folder."""
     other: tyro.conf.Positional[Path | None] = None
-    """For compare: another export of the same study, with other seeds."""
+    """For compare: the exported folder of the same study with other seeds."""
     scale: str | None = None
     """Scale of the study (isoloss ls studies); default: the study's first scale."""
     seed_offset: int = 0
@@ -59,20 +59,23 @@ class Args:
     output: Path | None = None
     """For export: folder for the results. An earlier export of the same results is replaced."""
     workers: int = 2
-    """Cores that units may use at the same time; most units use one."""
+    """Cores that units may use at the same time; most units use one. For the executor slurm: number of workers."""
     executor: str = "local"
     """What runs the units (isoloss ls executors)."""
     retries: int = 2
-    """How many times a unit that fails is retried."""
+    """How many times to retry a unit that fails."""
     fail_fast: bool = False
-    """Start no other units after one has failed."""
+    """Start no further units once one has failed."""
     address: str = ""
     """For the executor ray: address of a cluster, such as auto; default: start one on this machine."""
+    storage: str = ""
+    """For the executor ray, when the nodes do not share the folder: a path that all of them can read and write, such as
+    s3://BUCKET/FOLDER, through which files are exchanged."""
     submit: tuple[str, ...] = ()
-    """For the executor slurm: parameters of submitit, NAME=VALUE: timeout_min=600 slurm_partition=gpu ..."""
+    """For the executor slurm: parameters of submitit as NAME=VALUE, such as timeout_min=600 slurm_partition=gpu."""
     expiry: float = EXPIRY_SECONDS
-    """Seconds without a heartbeat from the process that runs a unit after which another takes it over; give more on a
-    slow network file system."""
+    """A process without a heartbeat for this many seconds is presumed dead, and others take over its units; give more
+    on a slow network file system."""
     watch: bool = False
     """For status: keep refreshing until all units are done."""
     json: bool = False
@@ -97,7 +100,7 @@ def main(arguments: list[str]) -> int:
     seeds = f"-seeds-{args.seed_offset}" if args.seed_offset else ""
     path = args.folder or Path("runs") / f"{study.name}-{scale}{seeds}"
     if args.executor != Args.executor:
-        path = path.absolute()  # commands may start in another folder, on another machine
+        path = path.absolute()  # commands may start in another folder or on another machine
     folder = StudyFolder(study, path, scale, args.seed_offset)
     if args.action in ("plan", "status"):
         from isoloss.cli import study_progress
@@ -113,16 +116,16 @@ def _check_options(args: Args, arguments: list[str]) -> None:
     for option in (word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")):
         if args.action == "compare" and option != "--json":
             raise IsolossError(f"{option} is not for study compare, which only reads two exports")
-        takes = {"run": RUNNING, "work": WORKING, "plan": {"--workers"}}
-        if option in RUNNING - takes.get(args.action, set()):
-            raise IsolossError(f"{option} is for study run: study {args.action} starts no units")
+        takes = {"run": RUN_OPTIONS, "work": WORK_OPTIONS, "plan": {"--workers"}}
+        if option in RUN_OPTIONS - takes.get(args.action, set()):
+            raise IsolossError(f"{option} is for study run, not for study {args.action}")
         if args.action != "status" and option == "--watch":
             raise IsolossError(f"--watch is for study status, not for study {args.action}")
         if args.action != "export" and option == "--output":
             raise IsolossError(f"--output is for study export: study {args.action} writes into the study's folder")
     if args.workers < 1:
-        raise IsolossError(f"{args.workers} workers cannot carry out a plan; give at least 1")
-    for option, executor in (("submit", "slurm"), ("address", "ray")):
+        raise IsolossError(f"--workers is {args.workers}; it must be at least 1")
+    for option, executor in (("submit", "slurm"), ("address", "ray"), ("storage", "ray")):
         if getattr(args, option) and args.executor != executor:
             raise IsolossError(f"--{option} is for --executor {executor}; the executor is {args.executor}")
     if args.other is not None and args.action != "compare":
@@ -163,7 +166,7 @@ def _run(args: Args, folder: StudyFolder) -> int:
 
 
 def _options(args: Args, folder: StudyFolder) -> Options:
-    """Return how the plan is carried out, including the command with which another process helps."""
+    """Return the options of the executor, including the command that lets another process help."""
     from isoloss.studies.job import Options
 
     name = str(Path(args.name).absolute()) if args.name.endswith(".py") else args.name
@@ -181,14 +184,15 @@ def _options(args: Args, folder: StudyFolder) -> Options:
         retries=args.retries,
         keep_going=not args.fail_fast,
         expiry=args.expiry,
-        work=tuple(work),
-        submit=pairs,
+        worker_arguments=tuple(work),
+        submit_parameters=pairs,
         address=args.address,
+        storage=args.storage,
     )
 
 
 def _work(args: Args, folder: StudyFolder) -> int:
-    """Carry out units of a study that another process runs, until none is left; that process writes the report."""
+    """Carry out units of a study that another process runs, until none is left; the other process writes the report."""
     from isoloss.studies.executors import local
     from isoloss.studies.jobs import Jobs
     from isoloss.studies.plan import in_order
@@ -203,13 +207,13 @@ def _work(args: Args, folder: StudyFolder) -> int:
         common.note("stopped; progress is saved")
         return interrupts.status()
     jobs.raise_failures()
-    common.note(f"{jobs.count} units done; none are left")
+    common.note(f"{jobs.count} units done by this process; none are left")
     return 0
 
 
 def _run_command(args: Args, folder: StudyFolder) -> str:
     words: list[object] = ["study", "run", args.name, *folder.options, "--folder", folder.path]
-    for option in ("executor", "address", "retries", "expiry"):
+    for option in ("executor", "address", "storage", "retries", "expiry"):
         if (value := getattr(args, option)) != getattr(Args, option):
             words += [f"--{option}", value]
     words += ["--fail-fast"] if args.fail_fast else []
@@ -240,7 +244,7 @@ def _export(args: Args, folder: StudyFolder) -> int:
 
 
 def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:
-    """Return the units that are not done, and the blocks that are complete."""
+    """Return the names of the units that are not done, and the numbers of the blocks that are complete."""
     from isoloss.studies.growing import complete_blocks
 
     units = folder.plan()
@@ -249,13 +253,12 @@ def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:
 
 
 def _unfinished(args: Args, folder: StudyFolder) -> IsolossError:
-    """Return the error for a study without enough results yet."""
+    """Return the error for a study that does not have enough results yet."""
     missing, complete = _progress(folder)
     blocks = len({experiment.block for experiment in folder.scale.experiments.values()})
-    done = f" and {len(complete)} of {blocks} blocks are" if blocks > 1 else ""
-    return IsolossError(
-        f"{len(missing)} units are not done ({missing[0]} first){done}; {_run_command(args, folder)} resumes"
-    )
+    count = f"{len(missing)} units are" if len(missing) > 1 else "1 unit is"
+    done = f", and {len(complete)} of {blocks} blocks are complete" if blocks > 1 else ""
+    return IsolossError(f"{count} not done (first: {missing[0]}){done}; {_run_command(args, folder)} resumes the study")
 
 
 def _emit_summary(args: Args, folder: StudyFolder, page: Path, complete: Collection[int] | None = None) -> int:
@@ -304,7 +307,7 @@ def _print_claim(result: ClaimResult) -> None:
 
 
 def _verify(args: Args, folder: StudyFolder) -> int:
-    """Check the files; status 1 if one of them is not what it should be."""
+    """Check the files; return status 1 if one of them is not what it should be."""
     checks = []
     for name, problem in folder.verify():
         checks.append({"check": name, "problem": problem})

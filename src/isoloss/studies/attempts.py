@@ -1,10 +1,10 @@
 """Attempts at a unit: each makes its run directories in folders of its own, and only complete ones get the final names.
 
-An attempt N at the run `runs/NAME` is made in `runs/.NAME.attempt-N`, beside it, so that relative paths to other runs
+Attempt N at the run `runs/NAME` is made beside it, in `runs/.NAME.attempt-N`, so that relative paths to other runs
 still hold. It starts from the files of the previous attempt. If that attempt or its process is known to have ended, its
-folder is renamed; otherwise it is copied, so that a process that still writes there can do no harm. A finished attempt
-is published by a rename that fails if the run is there already. So two processes that hold a unit's lease one after the
-other never write into the same folder, not even if the first was paused and resumes later.
+folder is renamed; otherwise the folder is copied, so that a process that still writes there can do no harm. A finished
+attempt is published by a rename that fails if the run is already there. So two processes that hold a unit's lease one
+after the other never write into the same folder, even if the first was paused and resumes later.
 """
 
 from __future__ import annotations
@@ -22,34 +22,39 @@ from isoloss.runs import Run
 from isoloss.studies.plan import Unit
 
 _NUMBER = re.compile(r"\.attempt-(\d+)$")
-BY_HAND = 0  # number of the attempt that was made before any lease
-_TRIES = 5  # at copying files that their writer may delete in the meantime
-_APPENDED = (".jsonl",)  # files that grow; all others are replaced, never changed
+BY_HAND = 0  # number of an attempt that was made before there were leases
+_TRIES = 5  # at copying files that their writer may delete meanwhile
+APPENDED = (".jsonl",)  # files that grow; all others are replaced, never changed
 
 
 def folder(path: Path, number: int) -> Path:
-    """Return where an attempt at a run is made; the run itself if that is complete.
+    """Return the folder in which an attempt at a run is made; that of the run itself if it is complete.
 
     Example:
         >>> folder(Path("runs/base"), 2)
         PosixPath('runs/.base.attempt-2')
     """
-    return path if Run(path).complete else path.with_name(f".{path.name}.attempt-{number}")
+    return path if Run(path).complete else unfinished(path, number)
+
+
+def unfinished(path: Path, number: int) -> Path:
+    """Return the folder of an attempt at a run, whether or not the run is complete by now."""
+    return path.with_name(f".{path.name}.attempt-{number}")
 
 
 def arguments(unit: Unit, number: int) -> tuple[str, ...]:
     """Return the arguments of a unit's command, with each run that it makes replaced by the attempt's folder for it."""
-    folders = {str(path): str(folder(path, number)) for path in unit.makes}
+    folders = {str(path): str(folder(path, number)) for path in unit.outputs}
     return tuple(folders.get(word, word) for word in unit.arguments)
 
 
 def adopt(units: Sequence[Unit]) -> None:
-    """Make the runs of a plan that were begun by hand, or by an earlier version, attempts of number `BY_HAND`.
+    """Make unfinished runs that were started by hand, or by an earlier version, attempts of number `BY_HAND`.
 
     Call it only while holding the study's lock. A run that is being trained now stays where it is.
     """
     for unit in units:
-        for path in unit.makes:
+        for path in unit.outputs:
             run = Run(path)
             if run.exists and not run.complete and not _attempts(path):
                 with contextlib.suppress(IsolossError), files.lock(path):
@@ -62,22 +67,22 @@ def prepare(unit: Unit, number: int, has_ended: Callable[[int], bool]) -> None:
     Args:
         unit: The unit.
         number: The number of the attempt, whose lease this process holds.
-        has_ended: Whether the attempt of that number no longer writes into its folders.
+        has_ended: Whether the attempt with a given number no longer writes into its folders.
 
     Raises:
         IsolossError: The files cannot be read or written.
     """
-    for path in unit.makes:
+    for path in unit.outputs:
         own = folder(path, number)
         if own == path:
             continue
-        earlier = {n: where for n, where in _attempts(path).items() if n < number}
-        if own.exists():  # left by this same attempt
+        earlier = _before(path, number)
+        if own.exists():  # from this same attempt
             continue
         if earlier:
             last = max(earlier)
             if has_ended(last) and _is_free(earlier[last]):
-                with _named(own):
+                with _naming(own):
                     earlier[last].rename(own)
             else:
                 _copy(earlier[last], own)
@@ -87,16 +92,16 @@ def prepare(unit: Unit, number: int, has_ended: Callable[[int], bool]) -> None:
 
 
 def publish(unit: Unit, number: int) -> None:
-    """Give the complete runs of an attempt their final names; runs that another process has published are kept.
+    """Give the complete runs of an attempt their final names; runs that other processes have published are kept.
 
     Raises:
         IsolossError: A folder cannot be renamed.
     """
-    for path in unit.makes:
+    for path in unit.outputs:
         own = folder(path, number)
         if own == path or not Run(own).complete:
             continue
-        with _named(path):
+        with _naming(path):
             try:
                 own.rename(path)  # fails if a folder of that name holds files
             except OSError:
@@ -104,17 +109,24 @@ def publish(unit: Unit, number: int) -> None:
                     continue
                 if Run(path).exists:
                     raise
-                (path / ".lock").unlink(missing_ok=True)  # all that a command leaves that was killed as it began
+                (path / ".lock").unlink(missing_ok=True)  # all that is left of a command that was killed as it started
                 path.rmdir()
                 own.rename(path)
 
 
-def clean(unit: Unit, has_ended: Callable[[int], bool]) -> None:
-    """Delete the folders that attempts left at a unit that is done, unless something may still write there."""
-    for path in unit.makes:
-        for number, where in _attempts(path).items():
-            if has_ended(number):
+def clean(unit: Unit, number: int, has_ended: Callable[[int], bool]) -> None:
+    """Delete the folders that remain of a unit's attempts up to this one, unless something may still write there."""
+    for path in unit.outputs:
+        for n, where in _before(path, number + 1).items():
+            if has_ended(n):
                 shutil.rmtree(where, ignore_errors=True)
+
+
+def _before(path: Path, number: int) -> dict[int, Path]:
+    """Return the folders of the attempts at a run before this one, by number."""
+    # looked up by name: listing the parent folder would take longer the more runs there are
+    folders = {n: path.with_name(f".{path.name}.attempt-{n}") for n in range(number)}
+    return {n: where for n, where in folders.items() if where.exists()}
 
 
 def _attempts(path: Path) -> dict[int, Path]:
@@ -129,7 +141,7 @@ def _attempts(path: Path) -> dict[int, Path]:
 
 
 def _is_free(run: Path) -> bool:
-    """Whether no process of this machine holds a run, such as a command whose executor has just been killed."""
+    """Whether no process on this machine has locked a run, such as a command whose executor has just been killed."""
     try:
         with files.lock(run):
             return True
@@ -146,9 +158,12 @@ def _copy(source: Path, target: Path) -> None:
                     source,
                     folder,
                     dirs_exist_ok=True,
-                    ignore=shutil.ignore_patterns(f"{files.TEMPORARY}*", ".lock"),
+                    ignore=shutil.ignore_patterns(f"{files.TEMPORARY}*", ".lock", *(f"*{end}" for end in APPENDED)),
                     copy_function=_link_or_copy,
                 )
+                for end in APPENDED:  # last: a checkpoint needs the metrics of all steps before it
+                    for growing in source.glob(f"*{end}"):
+                        shutil.copy2(growing, folder)
             return
         except (OSError, shutil.Error) as error:
             if last_try:
@@ -156,16 +171,15 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Link a file that is only ever replaced; copy one that grows, or where linking fails."""
-    if not source.endswith(_APPENDED):
-        with contextlib.suppress(OSError):
-            os.link(source, target)
-            return
-    shutil.copy2(source, target)
+    """Link a file that is only ever replaced; copy it if it cannot be linked."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Name the folder in the error if a rename fails."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""The cores, GPUs and memory that an executor has free for units, and which unit gets which GPU."""
+"""The cores, GPUs and memory that an executor has free, and which unit gets which GPU."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pathlib import Path
 from isoloss.errors import IsolossError
 from isoloss.studies.plan import Resources, Unit
 
-_ROUNDING = 1e-9  # thirds of a GPU add up to one
+_ROUNDING = 1e-9  # so that three thirds of a GPU fit into one
 
 
 @dataclass
 class Capacity:
-    """What is free.
+    """What is free on a machine, or on each of several machines of which each unit uses the same part.
 
     Attributes:
         cores: CPU cores.
         gpus: Free fraction of each GPU, by its name in `CUDA_VISIBLE_DEVICES`.
         memory: Memory in GiB.
+        nodes: Number of machines.
 
     Example:
         >>> capacity = Capacity(cores=4, gpus={"0": 1.0}, memory=8.0)
@@ -33,33 +34,41 @@ class Capacity:
     cores: int
     gpus: dict[str, float] = field(default_factory=dict)
     memory: float = 0.0
+    nodes: int = 1
 
     @classmethod
     def of_machine(cls, cores: int) -> Capacity:
-        """Return this number of cores, with all GPUs and all memory of this machine."""
-        return cls(cores, dict.fromkeys(visible_gpus(), 1.0), _memory())
+        """Return a capacity of this many cores, all GPUs and memory of this machine, and the nodes of its Slurm job."""
+        return cls(cores, dict.fromkeys(visible_gpus(), 1.0), _memory(), int(os.environ.get("SLURM_JOB_NUM_NODES", 1)))
 
     def check(self, units: Sequence[Unit]) -> None:
-        """Refuse a unit that does not fit even if nothing else runs. Call it before anything is taken.
+        """Refuse a unit that does not fit even if nothing else runs. Call it before the first `take`.
 
         Raises:
             IsolossError: A unit needs more than there is; the first such unit is named.
         """
         for unit in units:
             if not self.fits(unit.needs):
-                needs = unit.needs
+                each = unit.needs.on_each_node
                 raise IsolossError(
-                    f"{unit.name} needs {_words(needs.all_cores, needs.all_gpus, needs.memory)}; there are "
-                    f"{_words(self.cores, len(self.gpus), self.memory)} (--workers is the number of cores)"
+                    f"{unit.name} needs {_words(each.all_cores, each.all_gpus, each.memory, unit.needs.nodes)}; there "
+                    f"are {_words(self.cores, len(self.gpus), self.memory, self.nodes)} (--workers is the number of "
+                    "cores)"
                 )
 
     def fits(self, needs: Resources) -> bool:
         """Whether a unit with these needs could start now."""
-        return needs.all_cores <= self.cores and needs.memory <= self.memory and self._choose(needs) is not None
+        each = needs.on_each_node
+        return (
+            needs.nodes <= self.nodes
+            and each.all_cores <= self.cores
+            and each.memory <= self.memory
+            and self._choose(each) is not None
+        )
 
     def take(self, needs: Resources) -> tuple[str, ...] | None:
-        """Reserve what a unit needs, and return its GPUs; None: it does not fit now."""
-        chosen = self._choose(needs)
+        """Reserve what a unit needs, and return the GPUs that it gets on each machine; None: it does not fit now."""
+        chosen = self._choose(needs.on_each_node)
         if chosen is None or not self.fits(needs):
             return None
         self._change(needs, chosen, -1)
@@ -70,26 +79,24 @@ class Capacity:
         self._change(needs, gpus, 1)
 
     def _change(self, needs: Resources, gpus: Sequence[str], sign: int) -> None:
-        self.cores += sign * needs.all_cores
+        self.cores += sign * needs.on_each_node.all_cores
         self.memory += sign * needs.memory
         for gpu in gpus:
             self.gpus[gpu] += sign * min(needs.gpus, 1.0)
 
     def _choose(self, needs: Resources) -> tuple[str, ...] | None:
-        """Return GPUs that have room, the fullest first, so that whole ones stay free; None if there are too few."""
+        """Return GPUs with room, the fullest first so that whole ones stay free; None if there are too few."""
         if not needs.gpus:
             return ()
-        if needs.gpus < 1 and needs.processes > 1:
-            return None  # each process of a group needs a GPU of its own
         each, count = min(needs.gpus, 1.0), max(1, round(needs.all_gpus))
         free = sorted((room, gpu) for gpu, room in self.gpus.items() if room >= each - _ROUNDING)
         return tuple(gpu for _, gpu in free[:count]) if len(free) >= count else None
 
 
 def _memory() -> float:
-    """Return the memory in GiB of this machine, or what its container or Slurm job may use of it."""
+    """Return how much memory in GiB this machine, container or Slurm job may use."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30]
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+    with contextlib.suppress(OSError, ValueError):  # without a limit, the file is missing or says "max"
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**30)
     if (job := os.environ.get("SLURM_MEM_PER_NODE", "")).isdecimal():
         limits.append(int(job) / 2**10)
@@ -107,6 +114,6 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(str(i) for i, line in enumerate(line for line in listed.splitlines() if line.startswith("GPU ")))
 
 
-def _words(cores: int, gpus: float, memory: float) -> str:
+def _words(cores: int, gpus: float, memory: float, nodes: int) -> str:
     parts = [f"{cores} cores" if cores != 1 else "1 core", f"{gpus:g} GPUs" if gpus != 1 else "1 GPU"]
-    return ", ".join([*parts, f"{memory:.3g} GiB of memory"])
+    return ", ".join([*parts, f"{memory:.3g} GiB of memory"]) + (f" on each of {nodes} nodes" if nodes > 1 else "")

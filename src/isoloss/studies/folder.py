@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from isoloss import config as configs
@@ -110,12 +110,13 @@ class StudyFolder:
         """Write the plan's files into the folder, or check that it was made by the same plan.
 
         Raises:
-            IsolossError: As for `exists`; a config that cannot be trained, an unknown measure or setting, a file of
-                claims that cannot be read or names what the study does not measure, or more groups of runs than figures
-                have colors.
+            IsolossError: As for `exists` and `plan`; a config that cannot be trained, an unknown measure or setting, a
+                file of claims that cannot be read or names what the study does not measure, or more groups of runs than
+                figures have colors.
         """
         from isoloss.report.data import COLORS
 
+        self._check_runs()
         if (first := self.study.first_page_blocks) is not None and first < 1:
             raise IsolossError(f"first_page_blocks of the study {self.study.name} is {first}; it must be at least 1")
         groups = {one.group or name for name, one in self.scale.experiments.items()}
@@ -145,7 +146,13 @@ class StudyFolder:
         files.write_json(self.path / "study.json", self.document() | started)
 
     def plan(self) -> list[Unit]:
-        """Return the study's units: the training of each run or stack of runs, and the measuring of checkpoints."""
+        """Return the study's units: the training of each run or stack of runs, and the measuring of checkpoints.
+
+        Raises:
+            IsolossError: A run whose name cannot be that of a folder of the study, or that waits for one that is not in
+                the study; a measured step without a checkpoint; a stack whose runs have different needs.
+        """
+        self._check_runs()
         training, units = {unit.name: unit for unit in self._training()}, list[Unit]()
         for name, experiment in self.scale.experiments.items():
             run, unit = run_of(self.path, name), training.pop(_training_unit(name, experiment), None)
@@ -155,15 +162,41 @@ class StudyFolder:
                     name=f"{part.name} {name}",
                     arguments=_eval_arguments(run, experiment, part),
                     done=functools.partial(_is_measured, run, experiment, part),
+                    has_files=functools.partial(_has_evaluations, run, experiment, part),
                     progress=functools.partial(_measuring_progress, run, experiment, part),
                     after=(_training_unit(name, experiment),),
                     seconds=MEASURING_SECONDS * len(experiment.steps(part)),
                     needs=part.needs,
                     block=experiment.block,
+                    group=f"{part.name} {experiment.group or name}",
                 )
                 for part in experiment.measurements
             ]
         return units
+
+    def _check_runs(self) -> None:
+        experiments, stacks = self.scale.experiments, dict[str, Resources]()
+        for name, experiment in experiments.items():
+            parts = PurePath(name).parts
+            if not parts or any(part.startswith((".", "/")) for part in parts):
+                raise IsolossError(
+                    f"a run of the study {self.study.name} is called {name!r}: a name must be that of a folder inside "
+                    "the study's and not begin with a dot"
+                )
+            for other in experiment.after:
+                if other not in experiments:
+                    raise IsolossError(f"the run {name} comes after {other!r}, which is not in the study")
+            measured = {step for part in experiment.measurements for step in part.steps}
+            if unkept := sorted(measured.difference(experiment.kept_steps)):
+                raise IsolossError(
+                    f"the run {name} is measured at step {unkept[0]}, of which it keeps no checkpoint; it keeps "
+                    f"{', '.join(map(str, experiment.kept_steps))}"
+                )
+            if experiment.stack and stacks.setdefault(experiment.stack, experiment.needs) != experiment.needs:
+                raise IsolossError(
+                    f"the run {name} has other needs than those before it in the stack {experiment.stack}: the runs of "
+                    "a stack are trained by one unit and have the same"
+                )
 
     def _training(self) -> list[Unit]:
         """Return the units that train runs; runs of one stack have one unit, in the block of the first of them."""
@@ -182,13 +215,15 @@ class StudyFolder:
                         *("train", *(str(run.path) for run in runs)),
                         *("--config", *(str(self._config(name)) for name in members), *_device(needs)),
                     ),
-                    makes=tuple(run.path for run in runs),
+                    outputs=tuple(run.path for run in runs),
                     done=functools.partial(_are_trained, runs),
+                    has_files=functools.partial(_are_complete, runs),
                     progress=functools.partial(_training_progress, runs),
                     after=tuple(dict.fromkeys(_training_unit(other, experiments[other]) for other in after)),
                     seconds=sum(_training_seconds(e.config) for e in members.values()),
                     needs=needs,
                     block=min(experiment.block for experiment in members.values()),
+                    group=", ".join(dict.fromkeys(one.group or name for name, one in members.items())),
                 )
             )
         return units
@@ -310,6 +345,10 @@ def _are_trained(runs: Mapping[Run, Experiment]) -> bool:
     return all(_is_trained(run, experiment) for run, experiment in runs.items())
 
 
+def _are_complete(runs: Collection[Run]) -> bool:
+    return all(run.complete for run in runs)
+
+
 def _training_progress(runs: Mapping[Run, Experiment], where: Callable[[Path], Path]) -> str:
     begun = [run for run in (Run(where(run.path)) for run in runs) if run.exists]
     made, total = sum(max(run.steps(), default=0) for run in begun), sum(one.config.steps for one in runs.values())
@@ -319,6 +358,11 @@ def _training_progress(runs: Mapping[Run, Experiment], where: Callable[[Path], P
 def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:
     steps = experiment.steps(part)
     return _is_trained(run, experiment) and not pending(run, part.measures, steps, part.settings)
+
+
+def _has_evaluations(run: Run, experiment: Experiment, part: Measurement) -> bool:
+    paths = (run.evaluation_path(measure, step) for step in experiment.steps(part) for measure in part.measures)
+    return all(path.is_file() and path.with_suffix(".safetensors").is_file() for path in paths)
 
 
 def _measuring_progress(run: Run, experiment: Experiment, part: Measurement, _: Callable[[Path], Path]) -> str:

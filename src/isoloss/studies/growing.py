@@ -43,19 +43,26 @@ class GrowingPage:
     """
 
     def __init__(self, folder: StudyFolder, units: Sequence[Unit], say: Callable[[str], None]) -> None:
-        self._folder, self._units, self._say = folder, units, say
-        self._done = {unit.name for unit in units if unit.done()}
-        self._shown = len(complete_blocks(units, self._done)) if folder.page.is_file() else 0
+        self._folder, self._say = folder, say
+        self._left: dict[int, set[str]] = {unit.block: set() for unit in units}  # names of the units that are not done
+        for unit in units:
+            if not unit.done():
+                self._left[unit.block].add(unit.name)
+        self._complete = {block for block, left in self._left.items() if not left}
+        self._shown = len(self._complete) if folder.page.is_file() else 0
         self._written = -math.inf
 
     def __call__(self, unit: Unit) -> None:
         """Note that a unit is done, and write the page if it is time."""
-        self._done.add(unit.name)
-        complete, blocks = complete_blocks(self._units, self._done), len({unit.block for unit in self._units})
+        self._left[unit.block].discard(unit.name)
+        if not self._left[unit.block]:
+            self._complete.add(unit.block)
+        blocks = len(self._left)
         first = self._folder.study.first_page_blocks or blocks
-        is_new = max(first, self._shown + 1) <= len(complete) < blocks
+        is_new = max(first, self._shown + 1) <= len(self._complete) < blocks
         if not is_new or time.monotonic() - self._written < INTERVAL_SECONDS:
             return
+        complete = tuple(sorted(self._complete))
         what, start = f"the page of {len(complete)} of {blocks} blocks", time.monotonic()
         try:
             with files.lock(self._folder.path, wait=True):

@@ -1,15 +1,15 @@
 """Leases: which process works on which unit of a plan, so that no two do the same one, on any number of machines.
 
-The folder `leases` of a study has, for each attempt N at a unit, a file `UNIT.N.json` that says who has it: host,
-process, when it began. It is created exclusively, so that one process alone gets it, and its modification time is the
-last heartbeat. A second file, `UNIT.N.done`, `.failed` or `.stopped`, is written by its owner and says how the attempt
-ended.
+For each attempt N at a unit, the study's folder `leases` has a file `UNIT.N.json` that says who holds the lease: host,
+process, and when the attempt began. The file is created exclusively, so only one process gets the lease. Its
+modification time is the last heartbeat. When the attempt ends, its owner writes a second file, `UNIT.N.done`, `.failed`
+or `.stopped`, that says how.
 
-The attempt of the highest N counts. A lease that has not ended is lost when its heartbeat is older than the expiry, or
-when its owner was a process on this machine that no longer exists; any process may then take attempt N + 1. So nothing
-is ever deleted or overwritten, and a process that was paused finds, when it resumes, that there is a later attempt.
+The attempt with the highest N counts. A lease that has not ended is lost when its heartbeat is older than the expiry,
+or when its owner was a process on this machine that no longer exists; any process may then take attempt N + 1. So
+nothing is ever deleted or overwritten, and a process that was paused finds a later attempt when it resumes.
 
-Ages are differences between two modification times of the same file system, so the machines' clocks need not agree.
+Ages are differences between two modification times on the same file system, so the machines' clocks need not agree.
 The file system need only support exclusive creation, as NFS does (version 3 and later).
 """
 
@@ -31,7 +31,7 @@ from isoloss import files
 from isoloss.errors import IsolossError
 
 EXPIRY_SECONDS = 60.0  # after the last heartbeat; longer than network file systems cache attributes
-HEARTBEATS = 6  # within an expiry
+HEARTBEATS = 6  # in the time of one expiry
 
 End = Literal["done", "failed", "stopped"]
 _ENDS = ("done", "failed", "stopped")
@@ -39,7 +39,7 @@ _ENDS = ("done", "failed", "stopped")
 
 @dataclass(frozen=True)
 class Attempt:
-    """The last attempt at a unit, as read from the names of its files.
+    """The last attempt at a unit, read from the names of the lease files.
 
     Attributes:
         number: Its number, from 1; 0 if there is none.
@@ -56,7 +56,7 @@ class Lease:
 
     Attributes:
         path: The lease file.
-        unit: The unit's name as it stands in file names.
+        unit: The unit's name as it is used in file names.
         number: The number of the attempt.
     """
 
@@ -68,16 +68,16 @@ class Lease:
         """Whether no later attempt has been taken."""
         try:
             return not files.successor(self.path).exists()
-        except OSError:  # of a file system that does not answer: publishing does not rely on this
+        except OSError:  # the file system does not respond; nothing is published on the strength of this answer
             return True
 
     def beat(self) -> None:
-        """Say that the owner is alive."""
-        with contextlib.suppress(OSError):  # the file system may not respond now; the next beat may succeed
+        """Renew the heartbeat."""
+        with contextlib.suppress(OSError):  # the file system may not respond now; the next heartbeat may succeed
             os.utime(self.path)
 
     def end(self, how: End, **details: Any) -> None:
-        """Write how the attempt ended, unless it was lost before."""
+        """Record how the attempt ended, unless another process has taken a later one."""
         if self.is_held():
             files.write_json(self.path.with_suffix(f".{how}"), details)
 
@@ -87,10 +87,10 @@ class Leases:
 
     Args:
         folder: Their folder, which need not exist.
-        expiry: Seconds after the last heartbeat at which a lease is lost.
+        expiry: Seconds after its last heartbeat at which a lease is lost.
 
     Raises:
-        IsolossError: An expiry that is not positive.
+        IsolossError: The expiry is not positive and finite.
     """
 
     def __init__(self, folder: Path, expiry: float = EXPIRY_SECONDS) -> None:
@@ -99,7 +99,7 @@ class Leases:
         self.folder, self.expiry = folder, expiry
 
     def attempts(self) -> dict[str, Attempt]:
-        """Return the last attempt at every unit that has one, by the unit's name as it stands in file names.
+        """Return the last attempt at every unit that has one, by the unit's name as it is used in file names.
 
         One listing of the folder; no file is read.
         """
@@ -112,7 +112,7 @@ class Leases:
             unit, _, rest = name.partition(".")
             number, _, kind = rest.partition(".")
             if unit and number.isdecimal() and kind in ("json", *_ENDS):
-                key = (int(number), "" if kind == "json" else kind)  # an end outranks the same attempt's beginning
+                key = (int(number), "" if kind == "json" else kind)  # an attempt's end outranks its beginning
                 found[unit] = max(found.get(unit, key), key)
         return {unit: Attempt(number, end or None) for unit, (number, end) in found.items()}  # type: ignore[arg-type]
 
@@ -120,7 +120,7 @@ class Leases:
         """Take an attempt at a unit and return its lease; None: another process has it.
 
         Args:
-            unit: The unit's name as it stands in file names.
+            unit: The unit's name as it is used in file names.
             number: The number of the attempt, one more than that of the last.
 
         Raises:
@@ -141,34 +141,36 @@ class Leases:
         return Lease(path, unit, number)
 
     def is_lost(self, unit: str, number: int) -> bool:
-        """Whether an attempt that has not ended was lost: its owner is gone, or its heartbeat is too old."""
+        """Whether an attempt that has not ended is lost: its owner is gone, or its heartbeat is too old."""
         owner = self.owner(unit, number)
         if owner and _is_gone(owner):
             return True
-        beaten = self._modified(self.folder / f"{unit}.{number}.json")
-        # its owner beats by its own expiry, which may be longer
-        return beaten is not None and self._time() - beaten > max(self.expiry, owner.get("expiry", 0.0))
+        heartbeat = self._modified(self.folder / f"{unit}.{number}.json")
+        # the owner's own expiry sets how often it renews the heartbeat, and may be longer
+        return heartbeat is not None and self._time() - heartbeat > max(self.expiry, owner.get("expiry", 0.0))
 
     def has_ended(self, unit: str, number: int) -> bool:
-        """Whether an attempt was recorded as ended, or its process is known to be gone: it no longer writes."""
-        if any((self.folder / f"{unit}.{number}.{end}").exists() for end in _ENDS):
-            return True
-        return _is_gone(self.owner(unit, number))
+        """Whether an attempt no longer writes: it was recorded as ended, or its process is known to be gone."""
+        return self.has_end(unit, number) or _is_gone(self.owner(unit, number))
+
+    def has_end(self, unit: str, number: int) -> bool:
+        """Whether it was recorded how an attempt ended."""
+        return any((self.folder / f"{unit}.{number}.{end}").exists() for end in _ENDS)
 
     def owner(self, unit: str, number: int) -> Mapping[str, Any]:
         """Return what an attempt's lease says about its owner; empty if unreadable, as while it is being written."""
         return _read(self.folder / f"{unit}.{number}.json")
 
-    def ended(self, unit: str, number: int, how: End) -> Mapping[str, Any]:
+    def end_record(self, unit: str, number: int, how: End) -> Mapping[str, Any]:
         """Return what was recorded when an attempt ended in this way; empty if it cannot be read."""
         return _read(self.folder / f"{unit}.{number}.{how}")
 
     def _time(self) -> float:
-        """The time by the clock that gives the files in this folder their modification times."""
+        """The time by the clock that sets the modification times of files in this folder."""
         clock = self.folder / f".clock-{socket.gethostname()}-{os.getpid()}"
         try:
             clock.touch()
-        except OSError:  # this user may only read
+        except OSError:  # this user may not write here
             return time.time()
         try:
             return clock.stat().st_mtime
@@ -177,7 +179,7 @@ class Leases:
 
     def _modified(self, path: Path) -> float | None:
         try:
-            with path.open("rb") as file:  # opening a file over a network reads its attributes anew
+            with path.open("rb") as file:  # on network file systems, opening a file refreshes its cached attributes
                 return os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return None
@@ -209,12 +211,12 @@ def _is_gone(owner: Mapping[str, Any]) -> bool:
         return False
     started = _started(owner.get("pid", 0))
     if not started and owner.get("user") != os.getuid():
-        return False  # other users' processes may be hidden
+        return False  # another user's process may be hidden from this one
     return started != owner.get("started")
 
 
 def _system() -> str:
-    """The boot and the container, within which a process id can be looked up; empty if unknown."""
+    """An id of this boot and process namespace, in which process ids are unique; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -223,7 +225,7 @@ def _system() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in ticks since boot: unique together with its id; empty if there is none."""
+    """When a process started, in ticks since boot, which with its id is unique; empty if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The plan of a study: commands on directories, which others each must wait for, and what each needs."""
+"""The plan of a study: commands on directories, what each of them waits for, and what it needs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import heapq
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
+from operator import itemgetter
 from pathlib import Path
 
 from isoloss.errors import IsolossError
 
-_LONGEST_NAME = 150  # characters of a file name, which several endings follow
+_LONGEST_NAME = 150  # bytes of a unit's name in file names, to which several suffixes are added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,35 +23,49 @@ class Resources:
 
     Attributes:
         cores: CPU cores of each process, at least 1; the process computes with as many threads.
-        gpus: GPUs of each process: a whole number, or a fraction below 1, so that several units share one. With
-            GPUs, the unit trains and measures on `cuda`, otherwise on `cpu`.
-        memory: Memory in GiB; 0: unknown, so none is reserved.
-        processes: Number of processes, started by torchrun on one machine.
+        gpus: GPUs of each process: a whole number, or a fraction below 1 to let several units share one. A unit with
+            GPUs trains and measures on `cuda`, any other on `cpu`.
+        memory: Memory in GiB on each machine; 0: unknown, so none is reserved.
+        processes: Number of processes, started by torchrun.
+        nodes: Number of machines, among which the processes are divided evenly.
 
     Raises:
         IsolossError: A number is out of range.
 
     Example:
         >>> Resources(cores=2, gpus=0.25)
-        Resources(cores=2, gpus=0.25, memory=0.0, processes=1)
+        Resources(cores=2, gpus=0.25, memory=0.0, processes=1, nodes=1)
     """
 
     cores: int = 1
     gpus: float = 0.0
     memory: float = 0.0
     processes: int = 1
+    nodes: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("cores", 1), ("processes", 1), ("gpus", 0), ("memory", 0)):
+        for name, least in (("cores", 1), ("processes", 1), ("nodes", 1), ("gpus", 0), ("memory", 0)):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= least):
                 raise IsolossError(f"{name} of a unit of work is {value}; it must be at least {least}")
+            if name in ("cores", "processes", "nodes") and value != int(value):
+                raise IsolossError(f"{name} of a unit of work is {value}; it must be a whole number")
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise IsolossError(f"gpus of a unit of work is {self.gpus}; above 1 it must be a whole number")
         if 0 < self.gpus < 1 and self.processes > 1:
             raise IsolossError(
                 f"gpus of a unit of work with {self.processes} processes is {self.gpus}; each needs a whole GPU"
             )
+
+        if self.processes % self.nodes:
+            raise IsolossError(
+                f"a unit of work has {self.processes} processes on {self.nodes} nodes; all nodes need the same number"
+            )
+
+    @property
+    def on_each_node(self) -> Resources:
+        """What the unit needs on each of its machines."""
+        return replace(self, processes=self.processes // self.nodes, nodes=1)
 
     @property
     def all_cores(self) -> int:
@@ -71,29 +86,34 @@ class Unit:
         name: What it is called, unique in a plan.
         arguments: Arguments of the `isoloss` command.
         done: Whether its result is there; reads files only.
-        progress: Progress of a started unit that is not done, e.g. `step 100 of 300`; empty: not started. It is given a
-            function from the path of each of `makes` to the folder in which the present attempt makes it.
-        makes: Paths of the run directories that it makes, as they stand in `arguments`. An attempt makes each in a
-            folder of its own (`isoloss.studies.attempts`), and only one that is complete gets its name.
+        has_files: Whether the files of its result exist, whatever they hold: enough to show its status if its lease
+            says that it is done. None: `done` is called instead.
+        progress: Progress of a started unit that is not done, e.g. `step 100 of 300`; empty: not started. It is called
+            with a function that maps the path of each of `outputs` to the folder in which the current attempt makes it.
+        outputs: Paths of the run directories that it makes, as they are written in `arguments`. An attempt makes each
+            in its own folder (`isoloss.studies.attempts`), and only a complete one gets its final name.
         after: Names of the units whose results it needs.
         seconds: Expected duration on one core, guessed beforehand; decides the order within a block.
         needs: What it needs while it runs.
         block: Number of its block; units of lower blocks start first.
+        group: A label shared by units that need about the same time, memory and disk space.
     """
 
     name: str
     arguments: tuple[str, ...]
     done: Callable[[], bool]
+    has_files: Callable[[], bool] | None = None
     progress: Callable[[Callable[[Path], Path]], str] = lambda _: ""
-    makes: tuple[Path, ...] = ()
+    outputs: tuple[Path, ...] = ()
     after: tuple[str, ...] = ()
     seconds: float = 1.0
     needs: Resources = field(default_factory=Resources)
     block: int = 0
+    group: str = ""
 
     @property
     def file_name(self) -> str:
-        """Its name as it stands in file names.
+        """The form of its name that is used in file names.
 
         Example:
             >>> Unit(name="train base, grammars 1 to 4", arguments=(), done=lambda: False).file_name
@@ -106,7 +126,7 @@ class Unit:
 
 
 def in_order(units: Sequence[Unit]) -> list[Unit]:
-    """Return a plan in the order in which to start its units: block by block, and in each, the longest chain first.
+    """Return a plan in the order in which to start its units: block by block, the longest chain first in each.
 
     Raises:
         IsolossError: As for `check`.
@@ -119,12 +139,12 @@ def in_order(units: Sequence[Unit]) -> list[Unit]:
         ['long', 'short', 'b']
     """
     check(units)
-    rank = urgency(units)
+    rank = upward_rank(units)
     return sorted(units, key=lambda unit: (unit.block, -rank[unit.name]))
 
 
 def check(units: Sequence[Unit]) -> None:
-    """Refuse a plan with a repeated name, an unknown predecessor, one of a later block, or a cycle."""
+    """Refuse a plan with a repeated name, a cycle, or a unit that waits for an unknown one or one of a later block."""
     blocks: dict[str, int] = {}
     names: dict[str, str] = {}
     for unit in units:
@@ -134,7 +154,7 @@ def check(units: Sequence[Unit]) -> None:
         other = names.setdefault(unit.file_name, unit.name)
         if other != unit.name:
             raise IsolossError(
-                f"the units {other!r} and {unit.name!r} would have the same files, {unit.file_name}: rename one"
+                f"the units {other!r} and {unit.name!r} would have the same file name, {unit.file_name}: rename one"
             )
     for unit in units:
         for name in unit.after:
@@ -142,24 +162,24 @@ def check(units: Sequence[Unit]) -> None:
                 raise IsolossError(f"unit {unit.name!r} waits for {name!r}, which is not in the plan")
             if blocks[name] > unit.block:
                 raise IsolossError(
-                    f"unit {unit.name!r} of block {unit.block} waits for {name!r} of block {blocks[name]}: a block "
-                    "must be complete without the later ones"
+                    f"unit {unit.name!r} of block {unit.block} waits for {name!r} of block {blocks[name]}: a unit "
+                    "cannot wait for a later block"
                 )
     _sorted(units)
 
 
 def _sorted(units: Sequence[Unit]) -> list[str]:
-    """Return the names of units, each after those it waits for."""
+    """Return the names of the units, each after those that it waits for."""
     try:
         return list(TopologicalSorter({unit.name: unit.after for unit in units}).static_order())
     except CycleError as error:
         raise IsolossError(f"the units {', '.join(sorted(set(error.args[1])))} wait for each other") from error
 
 
-def urgency(units: Sequence[Unit]) -> dict[str, float]:
-    """Return, for each unit, the seconds of the longest chain that starts with it; the largest starts first."""
+def upward_rank(units: Sequence[Unit]) -> dict[str, float]:
+    """Return, for each unit, the seconds of the longest chain of dependent units that starts with it."""
     by_name = {unit.name: unit for unit in units}
-    longest = dict.fromkeys(by_name, 0.0)  # of the chains of those that wait for it
+    longest = dict.fromkeys(by_name, 0.0)  # the longest chain after each unit
     result: dict[str, float] = {}
     for name in reversed(_sorted(units)):
         result[name] = by_name[name].seconds + longest[name]
@@ -169,11 +189,12 @@ def urgency(units: Sequence[Unit]) -> dict[str, float]:
 
 
 def makespan(units: Sequence[Unit], workers: int) -> float:
-    """Return the seconds that a number of one-core workers take for a plan if none idles while a unit can start.
+    """Return the seconds that a plan takes with this many cores if none idles while a unit can start.
 
     Args:
-        units: The units to run, in the order in which to start them; a missing unit that one waits for counts as done.
-        workers: How many units run at a time.
+        units: The units to run, in the order in which to start them. A unit that one waits for counts as done if it is
+            not among them.
+        workers: How many cores units may use at a time.
 
     Example:
         >>> known = {"arguments": (), "done": lambda: False}
@@ -188,26 +209,22 @@ def makespan(units: Sequence[Unit], workers: int) -> float:
     for unit in units:
         for name in unit.after:
             followers.setdefault(name, []).append(unit.name)
-    ready = [place[name] for name, count in waits.items() if count == 0]
-    heapq.heapify(ready)
+    cores = [min(unit.needs.all_cores, workers) for unit in units]
+    ready: dict[int, list[int]] = {count: [] for count in cores}  # a heap of places for each number of cores
+    for name, count in waits.items():
+        if count == 0:
+            heapq.heappush(ready[cores[place[name]]], place[name])
     running: list[tuple[float, int]] = []
     now, free = 0.0, workers
-    cores = [min(unit.needs.all_cores, workers) for unit in units]
-    while ready or running:
-        waiting = []
-        while ready and free > 0:
-            i = heapq.heappop(ready)
-            if cores[i] <= free:
-                free -= cores[i]
-                heapq.heappush(running, (now + units[i].seconds, i))
-            else:
-                waiting.append(i)
-        for i in waiting:
-            heapq.heappush(ready, i)
+    while running or any(ready.values()):
+        while heaps := [heap for count, heap in ready.items() if heap and count <= free]:
+            i = heapq.heappop(min(heaps, key=itemgetter(0)))
+            free -= cores[i]
+            heapq.heappush(running, (now + units[i].seconds, i))
         now, ended = heapq.heappop(running)
         free += cores[ended]
         for name in followers.get(units[ended].name, ()):
             waits[name] -= 1
             if waits[name] == 0:
-                heapq.heappush(ready, place[name])
+                heapq.heappush(ready[cores[place[name]]], place[name])
     return now

@@ -34,6 +34,9 @@ class Measurement:
         settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss eval`.
         name: First part of the unit's name; the second is the run.
         needs: What the unit needs; with GPUs it measures on `cuda`.
+
+    Raises:
+        IsolossError: It needs several processes, which only training can use.
     """
 
     measures: tuple[str, ...]
@@ -41,6 +44,12 @@ class Measurement:
     settings: Mapping[str, Any] = field(default_factory=dict)
     name: str = "measure"
     needs: Resources = field(default_factory=Resources)
+
+    def __post_init__(self) -> None:
+        if self.needs.processes > 1:
+            raise IsolossError(
+                f"a measurement needs {self.needs.processes} processes, but only training uses several: give it cores"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from typing import Literal
 from isoloss.studies import attempts
 from isoloss.studies.job import last_line
 from isoloss.studies.leases import Attempt, Leases
-from isoloss.studies.plan import Unit, in_order, makespan, urgency
+from isoloss.studies.plan import Unit, in_order, makespan, upward_rank
 
-State = Literal["done", "running", "failed", "begun", "to do"]
+State = Literal["done", "running", "failed", "interrupted", "to do"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,12 @@ class UnitStatus:
 
     Attributes:
         unit: The unit.
-        state: `begun`: it was started, and nobody works on it now.
-        progress: Progress of a unit that is running or begun, e.g. `step 100 of 300`.
-        host: The machine on which it runs or ran last.
+        state: Its state; `interrupted`: it was started, and no process works on it now.
+        progress: Progress of a unit that was started and is not done, e.g. `step 100 of 300`.
+        host: The machine on which it runs or last ran.
         since: When its last attempt began, in ISO 8601, UTC; empty: never.
         attempts: How many times it was started.
+        is_given_up: Whether it failed and is not retried.
         last_line: The last line of its log, if it failed.
     """
 
@@ -37,11 +38,16 @@ class UnitStatus:
     host: str = ""
     since: str = ""
     attempts: int = 0
+    is_given_up: bool = False
     last_line: str = ""
 
 
 def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
     """Return how far along each unit of a plan is.
+
+    A unit whose lease says that it is done counts as done if the files of its result exist. Their contents are not
+    read, as that would take minutes for thousands of runs. `isoloss study run`, which redoes a unit whose result does
+    not match the plan, and `isoloss study verify` do read them.
 
     Args:
         units: The plan.
@@ -54,13 +60,14 @@ def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
 
 def _status(unit: Unit, attempt: Attempt, leases: Leases, logs: Path) -> UnitStatus:
     number, name = attempt.number, unit.file_name
-    if unit.done():
+    is_done = unit.has_files if attempt.end == "done" and unit.has_files else unit.done
+    if is_done():
         return UnitStatus(unit=unit, state="done", attempts=number)
     progress = unit.progress(functools.partial(_latest, number=number))
     if number == 0:
-        return UnitStatus(unit=unit, state="begun" if progress else "to do", progress=progress)
+        return UnitStatus(unit=unit, state="interrupted" if progress else "to do", progress=progress)
     owner = leases.owner(name, number)
-    state: State = "begun"
+    state: State = "interrupted"
     if attempt.end == "failed":
         state = "failed"
     elif attempt.end is None and not leases.is_lost(name, number):
@@ -72,48 +79,15 @@ def _status(unit: Unit, attempt: Attempt, leases: Leases, logs: Path) -> UnitSta
         host=str(owner.get("host", "")),
         since=str(owner.get("began", "")),
         attempts=number,
+        is_given_up=state == "failed" and bool(leases.end_record(name, number, "failed").get("final")),
         last_line=last_line(logs / f"{name}.{number}.log") if state == "failed" else "",
     )
 
 
 def _latest(path: Path, number: int) -> Path:
-    """Return where a run is being made: looked up by name, as listing the folder for each of many runs takes long."""
+    """Return where a run is being made: looked up by name, as listing the folder once per run would take long."""
     folder = attempts.folder(path, number)
     return folder if folder.exists() else path
-
-
-def with_measured_seconds(units: Sequence[Unit], folder: Path) -> tuple[list[Unit], int]:
-    """Return a plan whose expected seconds are corrected by how long units of the same subcommand took.
-
-    The correction factor of a subcommand is the time that its finished units took, divided by that expected for them.
-
-    Args:
-        units: The plan.
-        folder: The study's folder.
-
-    Returns:
-        The plan, and the number of units whose time was measured.
-    """
-    leases = Leases(folder / "leases")
-    last = leases.attempts()
-    took: dict[str, float] = {}
-    expected: dict[str, float] = {}
-    count = 0
-    for unit in units:
-        attempt = last.get(unit.file_name, Attempt())
-        if attempt.end == "done":
-            end = leases.ended(unit.file_name, attempt.number, "done")
-            if attempt.number == 1 and "seconds" in end:  # with several attempts, the last one's time is not the whole
-                kind = unit.arguments[0] if unit.arguments else ""
-                took[kind] = took.get(kind, 0.0) + end["seconds"]
-                expected[kind] = expected.get(kind, 0.0) + unit.seconds
-                count += 1
-    factors = {kind: took[kind] / expected[kind] for kind in took if expected[kind]}
-    kinds = [unit.arguments[0] if unit.arguments else "" for unit in units]
-    return [
-        dataclasses.replace(unit, seconds=unit.seconds * factors.get(kind, 1.0))
-        for unit, kind in zip(units, kinds, strict=True)
-    ], count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,22 +95,24 @@ class Remaining:
     """How long the units that are not done will take, in seconds.
 
     Attributes:
-        total: On one core, one after the other.
-        longest_chain: For the longest chain of dependent units: no number of workers can be faster.
-        with_workers: With the given number of workers.
+        core_seconds: Seconds times cores, summed over all units: what the rest costs.
+        gpu_seconds: The same for GPUs.
+        longest_chain: The time of the longest chain of dependent units, which no number of workers can beat.
+        with_workers: The time with the given number of workers.
     """
 
-    total: float
+    core_seconds: float
+    gpu_seconds: float
     longest_chain: float
     with_workers: float
 
 
 def remaining(states: Sequence[UnitStatus], workers: int) -> Remaining:
-    """Return how long what is left of a plan will take; a unit that has begun counts in full.
+    """Return how long the rest of a plan will take; a unit that has been started counts in full.
 
     Args:
-        states: The plan, with expected seconds.
-        workers: How many units run at a time.
+        states: The statuses of the plan's units, with expected seconds.
+        workers: How many cores units may use at a time.
     """
     left = {status.unit.name for status in states if status.state != "done"}
     units = [
@@ -145,7 +121,8 @@ def remaining(states: Sequence[UnitStatus], workers: int) -> Remaining:
         if status.unit.name in left
     ]
     return Remaining(
-        total=sum(unit.seconds for unit in units),
-        longest_chain=max(urgency(units).values(), default=0.0),
+        core_seconds=sum(unit.seconds * unit.needs.all_cores for unit in units),
+        gpu_seconds=sum(unit.seconds * unit.needs.all_gpus for unit in units),
+        longest_chain=max(upward_rank(units).values(), default=0.0),
         with_workers=makespan(in_order(units), workers),
     )

@@ -7,4 +7,4 @@ def run(jobs: Any, options: Any) -> None:
     """Run the command of every job; its output is in the job's log."""
     for job in jobs:  # waits while other processes have the rest
         jobs.say(f"{job.unit.name}: isoloss {' '.join(job.arguments)}")
-        jobs.ended(job, job.call())
+        jobs.finish(job, job.call())

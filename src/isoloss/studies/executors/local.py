@@ -15,7 +15,7 @@ from isoloss.studies.job import Job, Options, last_line
 from isoloss.studies.jobs import Jobs
 
 POLL_SECONDS = 0.05
-HEARTBEAT_SECONDS = 30.0
+PROGRESS_SECONDS = 30.0  # between two progress messages
 GRACE_SECONDS = 60.0  # for commands to save after an interrupt
 
 
@@ -27,15 +27,16 @@ class _Worker:
 
 
 def run(jobs: Jobs, options: Options) -> None:
-    """Run each job as a process of its own, as many at a time as cores, GPUs and memory allow.
+    """Run each job in its own process, as many at a time as cores, GPUs and memory allow.
 
-    A job gets the GPUs or the fraction of one that it needs through `CUDA_VISIBLE_DEVICES`. On Linux, single-threaded
-    jobs are forked from a process that has already imported everything (`isoloss.studies.executors.warm`). If this
-    process ends for any reason, so do the jobs; when run again, their commands resume from their files.
+    A job gets the GPUs, or the fraction of one, that it needs through `CUDA_VISIBLE_DEVICES`. On Linux, jobs that
+    train or measure with one thread are forked from a process that has already imported everything
+    (`isoloss.studies.executors.warm`). If this process ends for any reason, so do the jobs; when run again, their
+    commands resume from their files.
 
     Args:
         jobs: The jobs.
-        options: How they are carried out; `workers` is the number of cores.
+        options: `workers` is the number of cores.
 
     Raises:
         IsolossError: A job needs more than the machine has, or a file cannot be written.
@@ -50,26 +51,26 @@ def run(jobs: Jobs, options: Options) -> None:
     jobs.say(f"{len(todo)} of {len(jobs.units)} units to do, {where}; their output is in {jobs.logs}")
     running: list[_Worker] = []
     parent: WarmProcess | None = None
-    told = time.monotonic()
+    last_message = time.monotonic()
     try:
         while not jobs.finished:
-            while capacity.cores > 0 and (job := jobs.next(capacity.fits)):
+            while capacity.cores > 0 and (job := jobs.take(capacity.fits)):
                 gpus = capacity.take(job.unit.needs) or ()
-                if parent is None and warm.can_fork(job.unit.needs):
+                if parent is None and warm.can_fork(job.unit.arguments, job.unit.needs):
                     parent = WarmProcess()
                 running.append(_Worker(job, _start(job, gpus, parent), gpus))
-            jobs.tell()
+            jobs.report_done()
             time.sleep(POLL_SECONDS)
             for worker in list(running):
-                if worker.job in jobs.lost:
+                if worker.job in jobs.taken_over:
                     worker.process.kill()
                 if (status := worker.process.poll()) is not None:
                     running.remove(worker)
                     _close(worker)
                     capacity.give_back(worker.job.unit.needs, worker.gpus)
-                    jobs.ended(worker.job, status)
-            if time.monotonic() - told > HEARTBEAT_SECONDS:
-                told = time.monotonic()
+                    jobs.finish(worker.job, status)
+            if time.monotonic() - last_message > PROGRESS_SECONDS:
+                last_message = time.monotonic()
                 for worker in running:
                     name, seconds = worker.job.unit.name, worker.job.seconds
                     jobs.say(f"  {last_line(worker.job.log) or f'{name}: running for {seconds:.0f} s'}")
@@ -83,7 +84,7 @@ def run(jobs: Jobs, options: Options) -> None:
 
 def _start(job: Job, gpus: tuple[str, ...], parent: WarmProcess | None) -> subprocess.Popen[bytes] | WarmCommand:
     environment = {**job.environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    if parent is not None and warm.can_fork(job.unit.needs):
+    if parent is not None and warm.can_fork(job.unit.arguments, job.unit.needs):
         return parent.start(job.arguments, job.log, environment)
     with job.log.open("wb") as file:
         return subprocess.Popen(
@@ -92,12 +93,14 @@ def _start(job: Job, gpus: tuple[str, ...], parent: WarmProcess | None) -> subpr
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment, **warm.EXIT_WITH_STDIN},
-            start_new_session=True,  # Ctrl-C reaches the executor alone, which passes it on
+            start_new_session=True,  # so that Ctrl-C reaches only the executor, which passes it on
         )
 
 
 def _stop(jobs: Jobs, running: list[_Worker]) -> None:
-    """Ask the commands to save and end, and wait for them; kill those that do not."""
+    """Interrupt the commands so that they save and end; kill those that take too long."""
+    if running:
+        jobs.say(f"stopping when {len(running)} running units have saved; Ctrl-C again kills them")
     for worker in running:
         worker.process.send_signal(signal.SIGINT)
     deadline = time.monotonic() + GRACE_SECONDS
@@ -111,7 +114,7 @@ def _stop(jobs: Jobs, running: list[_Worker]) -> None:
         worker.process.wait(timeout=GRACE_SECONDS)
         _close(worker)
         status = worker.process.returncode
-        jobs.ended(worker.job, -signal.SIGKILL if status is None else status, stopped=True)
+        jobs.finish(worker.job, -signal.SIGKILL if status is None else status, stopped=True)
 
 
 def _close(worker: _Worker) -> None:

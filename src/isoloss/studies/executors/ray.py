@@ -1,7 +1,8 @@
 """The Ray executor: each job is a Ray task, on a cluster or on this machine.
 
-This process holds the leases. If a node dies, only the jobs on it are affected: they resume from their files on another
-node. All nodes share the study's folder.
+This process, the driver, holds the leases. If a node dies, only its jobs are affected: they resume from their files on
+other nodes. All nodes share the study's folder, or get their files through a storage
+(`isoloss.studies.executors.scratch`).
 """
 
 from __future__ import annotations
@@ -14,23 +15,27 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isoloss import files
+from isoloss import files, usage
 from isoloss.errors import IsolossError
 from isoloss.studies.capacity import Capacity
 from isoloss.studies.executors import warm
-from isoloss.studies.job import Job, Options, command
+from isoloss.studies.executors.scratch import CONFIGS, Driver, Order, Scratch
+from isoloss.studies.job import Job, Options, command, free_port
 from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Resources
+from isoloss.studies.storage import Storage
 
 POLL_SECONDS = 0.1
-SAY_SECONDS = 60.0
+PROGRESS_SECONDS = 60.0  # between two progress messages
 GRACE_SECONDS = 60.0  # for commands to save after an interrupt
 CONNECTING_SECONDS = 10.0
-UNSEEN = 69  # status of a task whose node does not see the folder: EX_UNAVAILABLE
+_ROUNDING = 1e-9  # thirds of a GPU add up to one
+FOLDER_NOT_FOUND = 69  # status of a task whose node cannot see the folder or the storage: EX_UNAVAILABLE
 
 
 def run(jobs: Jobs, options: Options) -> None:
@@ -38,16 +43,20 @@ def run(jobs: Jobs, options: Options) -> None:
 
     Args:
         jobs: The jobs.
-        options: How they are carried out: at most `workers` cores are used at a time; `address` is that of a cluster,
-            such as `auto`; without it, one is started on this machine and ends with the study.
+        options: At most `workers` cores are used at a time. `address` is the address of a cluster, such as `auto`;
+            without one, a cluster is started on this machine and ends with the study. With `storage`, the nodes need
+            not share the study's folder.
 
     Raises:
-        IsolossError: Ray is missing, or there is no cluster at that address; a node does not see the folder.
+        IsolossError: Ray is missing, there is no cluster at that address, the storage cannot be used, or a node cannot
+            see the folder or the storage.
         KeyboardInterrupt: Passed on after the commands have saved.
     """
     todo = [unit for unit in jobs.units if not jobs.is_done(unit)]
     if not todo:
         return
+    driver = Driver(options.storage, jobs) if options.storage else None
+    jobs.say(f"connecting to {options.address}" if options.address else "starting Ray on this machine")
     ray = _connect(options)
     try:
         resources = ray.cluster_resources()
@@ -56,13 +65,14 @@ def run(jobs: Jobs, options: Options) -> None:
             gpus = {str(i): 1.0 for i in range(int(resources.get("GPU", 0)))}
             Capacity(cores, gpus, resources.get("memory", 0.0) / 2**30).check(todo)
         workers = min(options.workers, cores) if cores else options.workers
-        task = ray.remote(max_retries=0)(carry_out)
-        nodes = sum(node["Alive"] for node in ray.nodes())
+        count = sum(node["Alive"] for node in ray.nodes())
+        nodes = "1 node" if count == 1 else f"{count} nodes"
         jobs.say(
-            f"{len(todo)} of {len(jobs.units)} units to do on {nodes} nodes, {workers} cores at a time; "
+            f"{len(todo)} of {len(jobs.units)} units to do on {nodes}, {workers} cores at a time; "
             f"their output is in {jobs.logs}"
         )
-        _carry_out_all(ray, task, jobs, workers)
+        limits = {"cores": workers, "gpus": resources.get("GPU", 0.0), "memory": resources.get("memory", 0.0) / 2**30}
+        _carry_out_all(ray, jobs, limits, driver)
     finally:
         ray.shutdown()
 
@@ -84,99 +94,229 @@ def _connect(options: Options) -> Any:
     return ray
 
 
-def _carry_out_all(ray: Any, task: Any, jobs: Jobs, workers: int) -> None:
-    running: dict[Any, Job] = {}
-    free = workers
-    told = time.monotonic()
+@dataclass(frozen=True)
+class _Task:
+    """A submitted job: a Ray task for each of its nodes; a placement group puts these tasks on different nodes."""
+
+    job: Job
+    references: tuple[Any, ...]
+    group: Any = None
+
+
+def _carry_out_all(ray: Any, jobs: Jobs, limits: Mapping[str, float], driver: Driver | None) -> None:
+    running: list[_Task] = []
+    last_message = time.monotonic()
     try:
         while not jobs.finished:
-            while free > 0 and (job := jobs.next(functools.partial(_fits, free, workers))):
-                running[_submit(task, job)] = job
-                free -= job.unit.needs.all_cores
-            jobs.tell()
+            while job := jobs.take(functools.partial(_fits, limits, [task.job.unit.needs for task in running])):
+                try:
+                    order = None if driver is None else driver.send(job)
+                except IsolossError as error:
+                    _note(job, error)
+                    jobs.finish(job, 1)
+                    continue
+                running.append(_submit(ray, job, order))
+            jobs.report_done()
             if not running:
                 time.sleep(POLL_SECONDS)
                 continue
-            for reference in ray.wait(list(running), timeout=POLL_SECONDS)[0]:
-                job = running.pop(reference)
-                free += job.unit.needs.all_cores
-                status, was_stopped = _status(ray, reference, job, jobs)
-                jobs.ended(job, status, stopped=was_stopped)
-            for reference, job in running.items():
-                if job in jobs.lost:
-                    ray.cancel(reference, force=True)
-            if time.monotonic() - told > SAY_SECONDS:
-                told = time.monotonic()
+            references = [reference for task in running for reference in task.references]
+            ended = set(ray.wait(references, num_returns=len(references), timeout=POLL_SECONDS)[0])
+            for task in running[:]:
+                if not ended.isdisjoint(task.references):
+                    running.remove(task)
+                    status, was_stopped = _end(ray, task, jobs, driver)
+                    jobs.finish(task.job, status, stopped=was_stopped)
+                elif task.job in jobs.taken_over:
+                    for reference in task.references:
+                        ray.cancel(reference, force=True)
+            if time.monotonic() - last_message > PROGRESS_SECONDS:
+                last_message = time.monotonic()
                 jobs.say(
                     f"{jobs.num_done} of {len(jobs.units)} units done, {len(running)} running or waiting for a node"
                 )
     except BaseException:
-        for reference in running:
+        references = [reference for task in running for reference in task.references]
+        if references:
+            jobs.say(f"stopping when {len(running)} running units have saved")
+        for reference in references:
             ray.cancel(reference)  # raises KeyboardInterrupt in the task, which lets its command save
-        if running:
-            ray.wait(list(running), num_returns=len(running), timeout=GRACE_SECONDS)
-        for reference, job in running.items():
-            jobs.ended(job, _status(ray, reference, job, jobs)[0], stopped=True)
+        if references:
+            ray.wait(references, num_returns=len(references), timeout=GRACE_SECONDS)
+        for task in running:
+            jobs.finish(task.job, _end(ray, task, jobs, driver)[0], stopped=True)
         raise
 
 
-def _fits(free: int, workers: int, needs: Resources) -> bool:
-    """Whether a unit's cores are free; one that needs more than `workers` starts when nothing else runs."""
-    return needs.all_cores <= free or free == workers
+def _fits(limits: Mapping[str, float], running: Sequence[Resources], needs: Resources) -> bool:
+    """Whether a unit need not wait in Ray's queue, where it would hold its lease and count as running.
+
+    One that needs more than there is starts when no other has any of it: the cluster may grow.
+    """
+    used = [_amounts(other) for other in running]
+    for kind, amount in _amounts(needs).items():
+        in_use = sum(other[kind] for other in used)
+        if amount and in_use and in_use + amount > limits[kind] + _ROUNDING:
+            return False
+    return True
 
 
-def _submit(task: Any, job: Job) -> Any:
-    needs = job.unit.needs
-    wanted: dict[str, Any] = {"num_cpus": needs.all_cores, "num_gpus": needs.all_gpus, "name": job.unit.name}
-    if needs.memory:
-        wanted["memory"] = int(needs.memory * 2**30)
-    return task.options(**wanted).remote(job.arguments, needs, str(job.log.absolute()), job.environment)
+def _amounts(needs: Resources) -> dict[str, float]:
+    return {"cores": needs.all_cores, "gpus": needs.all_gpus, "memory": needs.memory * needs.nodes}
 
 
-def _status(ray: Any, reference: Any, job: Job, jobs: Jobs) -> tuple[int, bool]:
-    """Return the exit status of a task's command; that of a stopped command if its node or worker was lost."""
+def _submit(ray: Any, job: Job, order: Order | None) -> _Task:
+    """Submit a job, as one Ray task on each of its nodes."""
+    needs, each = job.unit.needs, job.unit.needs.on_each_node
+    wanted: dict[str, Any] = {"num_cpus": each.all_cores, "num_gpus": each.all_gpus}
+    if each.memory:
+        wanted["memory"] = int(each.memory * 2**30)
+    task = ray.remote(max_retries=0, name=job.unit.name)(carry_out if order is None else carry_out_in_scratch)
+    if order is not None:
+        rest = job.log, job.environment, order
+        return _Task(job, (task.options(**wanted).remote(job.arguments, needs, *rest),))
+    if needs.nodes == 1:
+        return _Task(job, (task.options(**wanted).remote(job.arguments, needs, job.log.absolute(), job.environment),))
+    bundle = {"CPU": each.all_cores, "GPU": each.all_gpus, "memory": wanted.get("memory", 0)}
+    group = ray.util.placement_group(
+        [{name: amount for name, amount in bundle.items() if amount}] * needs.nodes, strategy="STRICT_SPREAD"
+    )
+    strategies = [
+        ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+        for i in range(needs.nodes)
+    ]
+    # all of the job's tasks wait for the meeting point, that of the first node too
+    meeting_point = ray.remote(max_retries=0, num_cpus=0, scheduling_strategy=strategies[0])(_free_port).remote()
+    return _Task(
+        job,
+        tuple(
+            task.options(**wanted, scheduling_strategy=strategy).remote(
+                job.arguments, needs, log.absolute(), job.environment, node, meeting_point
+            )
+            for node, (strategy, log) in enumerate(zip(strategies, _logs(job), strict=True))
+        ),
+        group,
+    )
+
+
+def _logs(job: Job) -> list[Path]:
+    """Return a log for each of a job's nodes; that of the first node, written by rank 0, is the job's log."""
+    return [job.log, *(job.log.with_suffix(f".node-{i}.log") for i in range(1, job.unit.needs.nodes))]
+
+
+def _end(ray: Any, task: _Task, jobs: Jobs, driver: Driver | None) -> tuple[int, bool]:
+    """End a task when one of its parts has ended; return what `_status` returns for the first part that failed."""
+    failure = None
+    if driver is not None:
+        try:
+            driver.receive(task.job)  # before anything is added to the job's log, which this replaces
+        except IsolossError as error:
+            failure = error
+    ready, others = ray.wait(list(task.references), num_returns=len(task.references), timeout=0)
+    results = [_status(ray, reference, task.job, jobs) for reference in ready]
+    if others and all(result == (0, False) for result in results):
+        others = ray.wait(others, num_returns=len(others), timeout=GRACE_SECONDS)[1]
+    for reference in others:  # they would wait forever for the part that was lost
+        ray.cancel(reference, force=True)
+    left = [reference for reference in task.references if reference not in ready]
+    results += [_status(ray, reference, task.job, jobs, GRACE_SECONDS) for reference in left]
+    if task.group is not None:
+        ray.util.remove_placement_group(task.group)
+    status, was_stopped = next((result for result in results if result != (0, False)), (0, False))
+    if failure is None:
+        return status, was_stopped
+    _note(task.job, failure)
+    return status or 1, was_stopped
+
+
+def _note(job: Job, error: Exception) -> None:
+    """Add an error to a job's log."""
+    with job.log.open("a") as file:
+        file.write(f"{error}\n")
+
+
+def _status(ray: Any, reference: Any, job: Job, jobs: Jobs, timeout: float = 0.0) -> tuple[int, bool]:
+    """Return the exit status of a task's command, and whether the command was stopped or its node or worker lost."""
     try:
-        status: int = ray.get(reference, timeout=0)
+        status: int = ray.get(reference, timeout=timeout)
     except ray.exceptions.OutOfMemoryError as error:
-        with job.log.open("a") as file:
-            file.write(f"{error}\n")
+        _note(job, error)
         return 1, False
     except ray.exceptions.TaskCancelledError:
         return -signal.SIGTERM, True
     except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
-        if isinstance(error, KeyboardInterrupt):  # of a task that was cancelled
+        if isinstance(error, KeyboardInterrupt):  # raised in a task that was cancelled
             return -signal.SIGTERM, True
-        with job.log.open("a") as file:
-            file.write(f"{error}\n")
+        _note(job, error)
         return 1, False
     except (ray.exceptions.RayError, KeyboardInterrupt) as error:
         jobs.say(f"{job.unit.name}: lost, {type(error).__name__}")
         return -signal.SIGTERM, True
-    if status == UNSEEN:
-        raise IsolossError(f"a node of the cluster does not see {jobs.logs.parent}: put the study on shared storage")
+    if status == FOLDER_NOT_FOUND:
+        if where := jobs.options.storage:
+            raise IsolossError(f"a node of the cluster cannot see what this machine has stored in {where}")
+        raise IsolossError(
+            f"a node of the cluster cannot see {jobs.logs.parent}: put the study on shared storage, or give --storage"
+        )
     return status, False
 
 
-def carry_out(arguments: tuple[str, ...], needs: Resources, log: str, environment: Mapping[str, str]) -> int:
-    """Run an `isoloss` command on a node and return its exit status; an interrupt lets it save first.
+def carry_out_in_scratch(
+    arguments: tuple[str, ...], needs: Resources, log: Path, environment: Mapping[str, str], order: Order
+) -> int:
+    """Run an `isoloss` command on a node that does not share the study's folder.
+
+    Args:
+        arguments: As for `carry_out`, with the paths on the driver's machine.
+        needs: As for `carry_out`.
+        log: Path of the log on the driver's machine.
+        environment: As for `carry_out`.
+        order: Where the command's files come from and go to.
+    """
+    storage = Storage(order.url)
+    if storage.manifest(CONFIGS) is None:
+        return FOLDER_NOT_FOUND
+    scratch = Scratch(order, storage)
+    logs = scratch.folder / "logs"
+    rest = {**environment, usage.USAGE: str(logs / Path(environment[usage.USAGE]).name)}
+    rest.pop(files.LEASE)  # the file is not here, nor needed: when files come back, the driver checks that it holds it
+    with scratch.open():
+        words = tuple(scratch.path(word) for word in arguments)
+        return carry_out(words, needs, logs / log.name, rest, look=scratch.look)
+
+
+def carry_out(
+    arguments: tuple[str, ...],
+    needs: Resources,
+    log: Path,
+    environment: Mapping[str, str],
+    node: int = 0,
+    meeting_point: str = "",
+    look: Callable[[], None] = lambda: None,
+) -> int:
+    """Run an `isoloss` command on a node and return its exit status; on an interrupt, the command saves first.
 
     Args:
         arguments: Arguments of the command.
         needs: What the command needs; Ray has placed it accordingly.
         log: File for its output, in the shared folder.
         environment: Further environment variables.
+        node: For a command on several nodes: the number of this one.
+        meeting_point: HOST:PORT of node 0.
+        look: Called repeatedly while the command runs.
     """
-    if not Path(environment[files.LEASE]).is_file():
-        return UNSEEN
+    lease = environment.get(files.LEASE)
+    if lease is not None and not Path(lease).is_file():
+        return FOLDER_NOT_FOUND
     more = dict(environment)
     if not needs.gpus:
         more["CUDA_VISIBLE_DEVICES"] = ""
-    if warm.can_fork(needs):
-        process: Any = _parent().start(arguments, Path(log), more)
+    if warm.can_fork(arguments, needs):
+        process: Any = _parent().start(arguments, log, more)
     else:
-        with Path(log).open("wb") as file:
+        with log.open("wb") as file:
             process = subprocess.Popen(
-                command(arguments, needs),
+                command(arguments, needs, node=node, meeting_point=meeting_point),
                 stdin=subprocess.PIPE,  # never written to: its closing tells the command that the task is gone
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -185,7 +325,9 @@ def carry_out(arguments: tuple[str, ...], needs: Resources, log: str, environmen
             )
     try:
         while process.poll() is None:
-            time.sleep(POLL_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=POLL_SECONDS)  # returns when it ends
+            look()
     except BaseException:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -194,6 +336,13 @@ def carry_out(arguments: tuple[str, ...], needs: Resources, log: str, environmen
             process.kill()
         raise
     return int(process.returncode)
+
+
+def _free_port() -> str:
+    """Return HOST:PORT of a free port on the node that runs this function."""
+    import ray
+
+    return free_port(ray.util.get_node_ip_address())
 
 
 @functools.cache

@@ -1,12 +1,13 @@
 """The Slurm executor: workers, submitted through submitit, that take units from the study's folder.
 
-Each worker is a Slurm job that runs `isoloss study work` on the folder, which all machines share. So the
-scheduler need not know about dependencies. Before its time limit, a worker saves, and submitit requeues it.
+Each worker is a Slurm job that runs `isoloss study work` on the folder, which all machines share. So Slurm need not
+know which units depend on which. Before its time limit, a worker lets its units save, and submitit requeues it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     import submitit
 
 POLL_SECONDS = 2.0
-SAY_SECONDS = 60.0
+PROGRESS_SECONDS = 60.0  # between two progress messages
 GRACE_SECONDS = 60.0  # for a worker to save after an interrupt
 CLUSTERS = ("slurm", "local", "debug")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a Slurm job does: it carries out units of the plan until none is left.
+    """What a Slurm job runs: a command that carries out units of the plan until none is left.
 
     Attributes:
         arguments: Arguments of the `isoloss` command.
@@ -40,7 +41,9 @@ class Worker:
     arguments: tuple[str, ...]
 
     def __call__(self) -> int:
-        """Run the command; when the job is interrupted, the command saves first."""
+        """Run the command on the first node; when the job is interrupted, the command saves first."""
+        if os.environ.get("SLURM_PROCID", "0") != "0":  # the worker on the first node starts what runs here
+            return 0
         process = subprocess.Popen([sys.executable, "-m", "isoloss", *self.arguments])
         try:
             return process.wait()
@@ -53,7 +56,7 @@ class Worker:
                     process.kill()
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """Return what submitit requeues before the time limit: this same worker, as all progress is in the folder."""
+        """Return what submitit requeues before the time limit: this same worker, as all state is in the folder."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -64,28 +67,28 @@ def run(jobs: Jobs, options: Options) -> None:
 
     Args:
         jobs: The jobs; this process takes none of them.
-        options: How they are carried out: `workers` is the number of Slurm jobs, each with the cores and GPUs of the
-            largest unit; `work` what each runs; `submit` parameters of submitit's `AutoExecutor.update_parameters`, and
-            `cluster`: `slurm`, or `local` to try it on this machine.
+        options: `workers` is the number of Slurm jobs, each with enough nodes, cores and GPUs for the largest unit;
+            `worker_arguments` is what each runs; `submit_parameters` are those of submitit's
+            `AutoExecutor.update_parameters`, and `cluster`: `slurm`, or `local` to try it on this machine.
 
     Raises:
-        IsolossError: submitit or Slurm is missing, a parameter is wrong, or workers end without having done anything.
-        KeyboardInterrupt: Passed on after the workers were cancelled.
+        IsolossError: submitit or Slurm is missing, a parameter is wrong, or all workers end without finishing a unit.
+        KeyboardInterrupt: Passed on after cancelling the workers.
     """
     todo = [unit for unit in jobs.units if not jobs.is_done(unit)]
     if not todo:
         return
     executor, cores = _executor(jobs, options, jobs.logs.parent)
-    work = (*options.work, "--workers", str(cores))
+    work = (*options.worker_arguments, "--workers", str(cores))
     jobs.say(f"{len(todo)} of {len(jobs.units)} units to do by {options.workers} jobs; their output is in {jobs.logs}")
     running: list[Any] = []
-    told = time.monotonic()
+    last_message = time.monotonic()
     done_before = -1
     try:
         while True:
             have_ended = all(job.done() for job in running)
-            jobs.look()  # after that, so that it sees what the last of them wrote
-            jobs.tell()
+            jobs.refresh()  # only now, so that it sees what the last worker wrote
+            jobs.report_done()
             if jobs.finished:
                 return
             if have_ended:
@@ -96,8 +99,8 @@ def run(jobs: Jobs, options: Options) -> None:
                 running = executor.submit_array([Worker(work)] * count)
                 jobs.say(f"submitted {count} jobs: {', '.join(job.job_id for job in running)}")
             time.sleep(POLL_SECONDS)
-            if time.monotonic() - told > SAY_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() - last_message > PROGRESS_SECONDS:
+                last_message = time.monotonic()
                 jobs.say(f"{jobs.num_done} of {len(jobs.units)} units done")
     except BaseException:
         for job in running:
@@ -106,30 +109,32 @@ def run(jobs: Jobs, options: Options) -> None:
 
 
 def _executor(jobs: Jobs, options: Options, folder: Path) -> tuple[Any, int]:
-    """Return submitit's executor, and the number of cores of each worker."""
+    """Return submitit's executor and the number of cores of each worker."""
     try:
         import submitit
     except ImportError:
         raise IsolossError("the executor slurm needs submitit: pip install 'isoloss[slurm]'") from None
-    given = dict(options.submit)
+    given = dict(options.submit_parameters)
     cluster = given.pop("cluster", "slurm")
     if cluster not in CLUSTERS:
         raise IsolossError(f"cluster is {cluster!r}; it must be one of {', '.join(CLUSTERS)}")
     if cluster == "slurm" and shutil.which("sbatch") is None:
         raise IsolossError(
-            "this machine has no sbatch, so it cannot submit to Slurm; to try it here, give --submit cluster=local"
+            "this machine has no sbatch to submit Slurm jobs; to try the executor here, give --submit cluster=local"
         )
-    needs = [unit.needs for unit in jobs.units]
+    needs = [unit.needs.on_each_node for unit in jobs.units]
     parameters: dict[str, Any] = {
         "name": "isoloss",
         "timeout_min": 60,
+        "nodes": max(unit.needs.nodes for unit in jobs.units),
+        "tasks_per_node": 1,
         "cpus_per_task": max(each.all_cores for each in needs),
         "gpus_per_node": math.ceil(max(each.all_gpus for each in needs)),
         **given,
     }
     if memory := max(each.memory for each in needs):
         parameters.setdefault("mem_gb", memory)
-    # a unit may need any number of time limits
+    # a unit may take longer than any number of time limits
     executor = submitit.AutoExecutor(folder=folder / "slurm" / "%j", cluster=cluster, slurm_max_num_timeout=100_000)
     try:
         executor.update_parameters(**parameters)
@@ -139,7 +144,7 @@ def _executor(jobs: Jobs, options: Options, folder: Path) -> tuple[Any, int]:
 
 
 def _without_progress(workers: list[Any]) -> str:
-    """Return an error message for workers that ended before any unit was done, with what one of them printed."""
+    """Return the error message for workers that ended without finishing a unit, with what one of them printed."""
     texts = [text.strip() for worker in workers for text in (worker.stderr(), worker.stdout()) if text]
     end = "\n".join(texts[0].splitlines()[-15:]) if texts else "(nothing)"
     return f"the workers ended, but no unit was done; the end of what one printed:\n{end}"

@@ -1,8 +1,8 @@
 """Commands that start at once: each is forked from a process that has already imported everything.
 
 `python -m isoloss.studies.executors.warm LIFELINE` reads commands from standard input and reports on standard output
-when they start and end, one JSON document per line. A command is a fork that runs `python -m isoloss`. Its standard
-input is the pipe LIFELINE, to which nobody writes: it closes when the process that holds the other end does.
+when they start and end, one JSON document per line. Each command is a fork that does what `python -m isoloss` does. Its
+standard input is the pipe LIFELINE, to which nobody writes: it closes when the process that holds its other end ends.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NoReturn
 
 from isoloss.errors import IsolossError
 from isoloss.evaluation.measures.base import Measure
 from isoloss.studies.plan import Resources
 
-# what training and evaluation need. With one OpenMP thread, imports start no threads; forking threads could hang
+# what training and evaluation need. With one OpenMP thread, these imports start no threads; a fork of a process with
+# threads could hang
 PRELOADED = (
     "isoloss.cli.train",
     "isoloss.cli.eval",
@@ -63,9 +65,14 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 IS_AVAILABLE = sys.platform == "linux"  # elsewhere, libraries that torch links to do not survive a fork
 
 
-def can_fork(needs: Resources) -> bool:
-    """Whether a unit of these needs can be forked: GPUs and threads must not have been used before."""
-    return IS_AVAILABLE and needs.cores == needs.processes == 1 and not needs.gpus
+def can_fork(arguments: Sequence[str], needs: Resources) -> bool:
+    """Whether a command is to be forked: it trains or measures, and uses no GPUs and one thread.
+
+    GPUs and threads must not have been used before a fork. Other subcommands import little, so waiting for all imports
+    would make them slower.
+    """
+    one_thread = needs.cores == needs.processes == 1 and not needs.gpus
+    return IS_AVAILABLE and one_thread and bool(arguments) and arguments[0] in ("train", "eval")
 
 
 class WarmProcess:
@@ -79,7 +86,7 @@ class WarmProcess:
             stdout=subprocess.PIPE,
             pass_fds=[lifeline],
             env={**os.environ, "OMP_NUM_THREADS": "1", **EXIT_WITH_STDIN},
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
+            start_new_session=True,  # so that Ctrl-C reaches only the executor, which passes it on
         )
         os.close(lifeline)
         self._statuses: dict[int, int] = {}
@@ -102,7 +109,7 @@ class WarmProcess:
     def status(self, pid: int) -> int | None:
         """Return the exit status of a command, once; None while it runs."""
         self._read(0.0)
-        return self._statuses.pop(pid, None)  # the number may be that of another command later
+        return self._statuses.pop(pid, None)  # a later command may get the same process id
 
     def close(self) -> None:
         """End the process and all its commands."""
@@ -115,7 +122,7 @@ class WarmProcess:
         self._process.stdout.close()
 
     def _read(self, seconds: float | None) -> list[dict[str, int]]:
-        """Return what the process has said, after waiting for at most `seconds`; None: until it says anything."""
+        """Return what the process has reported, after waiting at most `seconds`; None: until it reports something."""
         assert self._process.stdout is not None
         file = self._process.stdout.fileno()
         documents = []
@@ -146,7 +153,11 @@ class WarmCommand:
         return self.returncode
 
     def wait(self, timeout: float) -> None:
-        """Wait until it has ended; after `timeout` seconds `subprocess.TimeoutExpired` is raised."""
+        """Wait until it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not ended after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -164,11 +175,11 @@ class WarmCommand:
         self.send_signal(signal.SIGKILL)
 
 
-_GONE = "the process from which the units are forked has ended: run the study again"
+_GONE = "the process from which units are forked has ended: run the study again"
 
 
-def serve(lifeline: int) -> None:
-    """Fork a process for every command on standard input, until that is closed."""
+def serve(lifeline: int) -> NoReturn:
+    """Fork a process for every command on standard input, until standard input is closed."""
     for name in PRELOADED:
         importlib.import_module(name)
     _read_help_texts(Measure, importlib.import_module("isoloss.cli.options").help_texts)
@@ -177,7 +188,7 @@ def serve(lifeline: int) -> None:
     while True:
         if select.select([0], [], [], _REAP_SECONDS)[0]:
             if not (more := os.read(0, 1 << 16)):
-                return
+                os._exit(0)  # at once, without the exit handlers of the imported libraries
             *lines, buffer = (buffer + more).split(b"\n")
             for document in map(json.loads, lines):
                 pid = os.fork()
@@ -194,7 +205,7 @@ def serve(lifeline: int) -> None:
 
 
 def _read_help_texts(config: type, read: Callable[[type], object]) -> None:
-    """Read the help of the options that settings of this type have, which takes `isoloss eval` a second."""
+    """Read the help texts of this type's settings now, as that would take each `isoloss eval` a second."""
     subclasses: list[type] = config.__subclasses__()
     for subclass in subclasses:
         read(subclass)

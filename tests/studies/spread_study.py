@@ -1,0 +1,22 @@
+"""A study of one run that two processes train, on one machine or on two."""
+
+STUDY = """
+from isoloss.languages.config import PCFGConfig
+from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.studies import Experiment, Measurement, Resources, Scale, Study
+
+language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
+model = ModelConfig(size="d16", dropout=0.0)
+config = TrainConfig(language=language, model=model, steps={steps}, batch_size=8, checkpoints=(3,))
+measured = Measurement(measures=("loss",), settings={{"loss_sentences": 16}})
+run = Experiment(config=config, measurements=(measured,), needs=Resources(processes=2, nodes={nodes}))
+STUDY = Study(name="spread", scales={{"tiny": Scale(description="seconds", experiments={{"run": run}})}})
+"""
+
+
+def write(folder, *, nodes, steps=30):
+    """Write the study's file for two processes on so many nodes; return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "spread.py"
+    file.write_text(STUDY.format(nodes=nodes, steps=steps))
+    return file
