@@ -1,5 +1,6 @@
 """The command line as a user meets it: results as JSON, errors as one sentence, nothing half-written."""
 
+import importlib.util
 import itertools
 import json
 import math
@@ -179,7 +180,10 @@ def test_stories260k_on_token_ids(capsys, tmp_path, shared_data):
 
 
 def test_doctor_and_version(capsys):
-    assert as_json(capsys, "doctor")["software"]["python"] == sys.version.split()[0]
+    found = as_json(capsys, "doctor")
+    assert found["software"]["python"] == sys.version.split()[0]
+    for package, what in found["optional parts"].items():
+        assert what.startswith("not installed (") == (importlib.util.find_spec(package) is None)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("isoloss ")
 

@@ -187,14 +187,23 @@ def test_the_last_checkpoint_of_every_stage_is_measured(file):
         ("settings=settings", "steps=(3, 5), settings=settings", "measured at step 5, .* no checkpoint; it keeps 3, 6"),
         (
             "config=config",
-            'config=config, stack="both", needs=Resources(cores=1 + int(10 * dropout))',
+            'config=replace(config, stacked=True), stack="both", needs=Resources(cores=1 + int(10 * dropout))',
             "the run with has other needs than those before it in the stack both",
         ),
+        ("config=config", 'config=config, stack="both"', "the run without is in the stack both, but .* stacked=True"),
+        (
+            "Experiment(config=config",
+            'Experiment(config=replace(config, stacked=True), stack="both", needs=Resources(processes=2)',
+            "the run without needs 2 processes, but one process trains all runs of the stack both",
+        ),
+        ('{"without": run(0.0), "with": run(0.1)}', "{}", "the scale tiny of the study dropout has no experiments"),
+        ('("loss", "trace")', "()", "the measurement 'measure' has no measures: name at least one"),
     ],
 )
 def test_what_could_not_be_carried_out_is_refused_before_anything_is_trained(file, tmp_path, old, new, message):
     text = FILE.replace("import Experiment, Measurement", "import Experiment, Measurement, Resources")
-    file.write_text(text.replace(old, new))
+    assert old in text
+    file.write_text("from dataclasses import replace\n" + text.replace(old, new))
     with pytest.raises(IsolossError, match=message):
         StudyFolder(load_study(file), tmp_path / "out").prepare()
     assert not (tmp_path / "out").exists()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from isoloss.cli import common
@@ -70,8 +70,12 @@ def _findings() -> dict[str, dict[str, Any]]:
             "flatness": "exact expectation over labels, one backward pass to activations per batch",
             "training attention": "eager",
         },
-        "optional parts": {
-            name: ("installed" if importlib.util.find_spec(name) else "not installed") + f" ({purpose})"
-            for name, purpose in OPTIONAL.items()
-        },
+        "optional parts": {name: f"{_version(name)} ({purpose})" for name, purpose in OPTIONAL.items()},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -149,8 +149,9 @@ class StudyFolder:
         """Return the study's units: the training of each run or stack of runs, and the measuring of checkpoints.
 
         Raises:
-            IsolossError: A run whose name cannot be that of a folder of the study, or that waits for one that is not in
-                the study; a measured step without a checkpoint; a stack whose runs have different needs.
+            IsolossError: There are no runs; a run's name cannot be that of a folder of the study, or it waits for one
+                that is not in the study; a measured step has no checkpoint; the runs of a stack have different needs,
+                need several processes or are not `stacked`.
         """
         self._check_runs()
         training, units = {unit.name: unit for unit in self._training()}, list[Unit]()
@@ -176,6 +177,8 @@ class StudyFolder:
 
     def _check_runs(self) -> None:
         experiments, stacks = self.scale.experiments, dict[str, Resources]()
+        if not experiments:
+            raise IsolossError(f"the scale {self.scale_name} of the study {self.study.name} has no experiments")
         for name, experiment in experiments.items():
             parts = PurePath(name).parts
             if not parts or any(part.startswith((".", "/")) for part in parts):
@@ -196,6 +199,15 @@ class StudyFolder:
                 raise IsolossError(
                     f"the run {name} has other needs than those before it in the stack {experiment.stack}: the runs of "
                     "a stack are trained by one unit and have the same"
+                )
+            if experiment.stack and not experiment.config.stacked:
+                raise IsolossError(
+                    f"the run {name} is in the stack {experiment.stack}, but its config has no stacked=True"
+                )
+            if experiment.stack and experiment.needs.processes > 1:
+                raise IsolossError(
+                    f"the run {name} needs {experiment.needs.processes} processes, but one process trains all runs of "
+                    f"the stack {experiment.stack}"
                 )
 
     def _training(self) -> list[Unit]:

@@ -29,14 +29,14 @@ class Measurement:
     """The measurement of a run by one unit of work.
 
     Attributes:
-        measures: Names of registered measures (`isoloss ls measures`).
+        measures: Names of registered measures (`isoloss ls measures`), at least one.
         steps: Steps that have a checkpoint; empty: every checkpoint that the run keeps.
         settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss eval`.
         name: First part of the unit's name; the second is the run.
         needs: What the unit needs; with GPUs it measures on `cuda`.
 
     Raises:
-        IsolossError: It needs several processes, which only training can use.
+        IsolossError: It has no measures, or needs several processes, which only training can use.
     """
 
     measures: tuple[str, ...]
@@ -46,6 +46,8 @@ class Measurement:
     needs: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
+        if not self.measures:
+            raise IsolossError(f"the measurement {self.name!r} has no measures: name at least one")
         if self.needs.processes > 1:
             raise IsolossError(
                 f"a measurement needs {self.needs.processes} processes, but only training uses several: give it cores"
