@@ -51,7 +51,7 @@ def test_units_wait_for_others_and_for_room(tmp_path):
     finish(jobs, b)
     jobs.report_done()
     assert jobs.finished
-    assert jobs.count == jobs.num_done == 3
+    assert jobs.num_run_here == jobs.num_done == 3
     assert said[-1] == "b: done in 0 s (3 of 3 units)"
 
 
@@ -117,7 +117,7 @@ def test_two_executors_share_a_folder(tmp_path):
     for each in (one, other):
         each.report_done()
         assert each.finished
-    assert (one.count, other.count) == (2, 1)
+    assert (one.num_run_here, other.num_run_here) == (2, 1)
 
 
 def test_what_another_executor_gave_up_is_given_up(tmp_path):
@@ -151,7 +151,7 @@ def test_a_lease_that_was_lost_is_taken_over_and_its_holder_told(tmp_path):
     assert slow.take() is None
     slow.report_done()
     assert slow.finished
-    assert (slow.count, other.count) == (0, 1)
+    assert (slow.num_run_here, other.num_run_here) == (0, 1)
     assert sorted(path.name for path in (tmp_path / "leases").iterdir()) == ["a.1.json", "a.2.done", "a.2.json"]
 
 

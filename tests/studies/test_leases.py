@@ -66,7 +66,7 @@ def test_silence_longer_than_the_expiry_loses_a_lease(tmp_path):
     lease.path.write_text("{}")
     os.utime(lease.path, (long_ago, long_ago))
     assert leases.is_lost("a", 1)
-    lease.beat()
+    lease.renew()
     assert not leases.is_lost("a", 1)
 
 

@@ -176,17 +176,31 @@ def test_two_nodes_train_together_and_one_of_them_dies(tmp_path, cluster):
 
 
 def test_a_unit_is_not_queued_behind_others():
-    limits = {"cores": 4, "gpus": 1.0, "memory": 8.0}
+    size = {"cores": 4, "gpus": 1.0, "memory": 8.0}
     third, large = Resources(gpus=1 / 3), Resources(memory=5)
-    fits = functools.partial(executor._fits, limits)
+    fits = functools.partial(executor._fits, size, Options(workers=3))
     assert fits([third, third], third)
+    assert not fits([third] * 3, Resources())  # by the number of workers
+    assert fits([], Resources(cores=4))  # as one at a time
+    fits = functools.partial(executor._fits, size, Options(workers=6))
+    assert fits([third] * 3, Resources())
     assert not fits([third] * 3, third)
     assert not fits([third], Resources(gpus=1))
-    assert fits([third] * 3, Resources())
     assert not fits([large], large)
     assert fits([third], large)
     assert not fits([Resources(cores=2), Resources()], Resources(cores=2))
-    assert fits([], Resources(cores=9))  # the cluster may grow
+
+
+def test_one_unit_waits_for_a_cluster_to_grow():
+    size = {"cores": 4, "gpus": 0.0, "memory": 8.0}
+    fits = functools.partial(executor._fits, size, Options(workers=6, address="auto"))
+    assert fits([Resources()] * 4, Resources())
+    assert not fits([Resources()] * 5, Resources())
+    assert fits([], Resources(cores=9))
+    assert not fits([Resources()], Resources(cores=9))  # more than the workers that were asked for
+    assert fits([], Resources(gpus=1))
+    assert not fits([Resources(gpus=1)], Resources(gpus=1))
+    assert fits([Resources(gpus=1)], Resources())
 
 
 def test_an_address_without_a_cluster_is_refused(tmp_path):

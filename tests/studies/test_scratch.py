@@ -80,8 +80,8 @@ def take(jobs, name):
     return jobs.take()
 
 
-def opened(order):
-    return Scratch(order, Storage(order.url))
+def opened(sent):
+    return Scratch(sent, Storage(sent.url))
 
 
 # --- real commands
@@ -109,11 +109,11 @@ def test_commands_that_cannot_see_the_folder_give_the_same_bytes(small, tmp_path
     jobs = Jobs(made.plan(), out, Options(storage=str(tmp_path / "storage")))
     driver = Driver(jobs.options.storage, jobs)
     while job := jobs.take():
-        order = driver.send(job)
+        sent = driver.send(job)
         arguments, environment = job.arguments, job.environment
         out.rename(hidden)
         try:
-            status = executor.carry_out_in_scratch(arguments, job.unit.needs, job.log, environment, order)
+            status = executor.carry_out_in_scratch(arguments, job.unit.needs, job.log, environment, sent)
             assert not out.exists()
         finally:
             hidden.rename(out)
@@ -135,9 +135,9 @@ def test_commands_that_cannot_see_the_folder_give_the_same_bytes(small, tmp_path
 def test_a_node_without_the_storage_says_so(out, tmp_path):
     jobs, driver = driver_of(out, tmp_path)
     job = take(jobs, "train b")
-    order = driver.send(job)
+    sent = driver.send(job)
     (tmp_path / "storage").rename(tmp_path / "elsewhere")
-    status = executor.carry_out_in_scratch(job.arguments, job.unit.needs, job.log, job.environment, order)
+    status = executor.carry_out_in_scratch(job.arguments, job.unit.needs, job.log, job.environment, sent)
     assert status == executor.FOLDER_NOT_FOUND
 
 
@@ -149,7 +149,7 @@ def test_a_job_gets_what_it_reads_and_returns_what_it_makes(out, tmp_path):
     write(out, {"runs/.b.attempt-1/result.json": "{}", "runs/.b.attempt-1/log.jsonl": "began\n"})
     jobs, driver = driver_of(out, tmp_path)
     job = take(jobs, "train b")
-    scratch = opened(order := driver.send(job))
+    scratch = opened(sent := driver.send(job))
     with scratch.open():
         before = {path: text for path, text in read(scratch.folder).items() if path != ".lock"}
         run = str(scratch.folder / "runs/.b.attempt-1")
@@ -170,7 +170,7 @@ def test_a_job_gets_what_it_reads_and_returns_what_it_makes(out, tmp_path):
     as_before.pop("runs/.b.attempt-1/step-1")
     changes = {f"runs/.b.attempt-1/{path}": text for path, text in made.items()} | {"logs/train-b.1.log": "trained"}
     assert read(out) == as_before | changes
-    assert Storage(order.url).manifest(order.name) is None
+    assert Storage(sent.url).manifest(sent.name) is None
     jobs.finish(job, 0)
     assert read(out / "runs/b") == made
     assert jobs.num_done == 2
@@ -213,40 +213,40 @@ def test_what_ends_with_an_error_is_received_too(out, tmp_path):
 def test_a_new_checkpoint_is_pushed_at_once_and_growing_files_with_it(out, tmp_path, monkeypatch):
     monkeypatch.setattr(scratches, "LOOK_SECONDS", 0.0)
     jobs, driver = driver_of(out, tmp_path)
-    scratch = opened(order := driver.send(take(jobs, "train b")))
+    scratch = opened(sent := driver.send(take(jobs, "train b")))
     run = "runs/.b.attempt-1"
     with scratch.open():
-        scratch.look()
+        scratch.push_if_new()
         write(scratch.folder, {f"{run}/metrics.jsonl": "1\n", "logs/b.log": "1"})
-        scratch.look()
-        assert driver.storage.manifest(order.name) is None
+        scratch.push_if_new()
+        assert driver.storage.manifest(sent.name) is None
         write(scratch.folder, {f"{run}/checkpoints/step-1/model": "1"})
-        scratch.look()
-        pushed = driver.storage.manifest(order.name)
+        scratch.push_if_new()
+        pushed = driver.storage.manifest(sent.name)
         assert set(pushed) == {f"{run}/metrics.jsonl", "logs/b.log", f"{run}/checkpoints/step-1/model"}
         write(scratch.folder, {f"{run}/metrics.jsonl": "1\n2\n"})
-        scratch.look()
-        assert driver.storage.manifest(order.name) == pushed
+        scratch.push_if_new()
+        assert driver.storage.manifest(sent.name) == pushed
 
 
 def test_a_failed_push_is_tried_again(out, tmp_path, monkeypatch):
     monkeypatch.setattr(scratches, "LOOK_SECONDS", 0.0)
     jobs, driver = driver_of(out, tmp_path)
-    scratch = opened(order := driver.send(take(jobs, "train b")))
+    scratch = opened(sent := driver.send(take(jobs, "train b")))
     with scratch.open():
         write(scratch.folder, {"runs/.b.attempt-1/step-1": "1"})
         (tmp_path / "storage/attempts").write_text("in the way")
-        scratch.look()
+        scratch.push_if_new()
         (tmp_path / "storage/attempts").unlink()
-        scratch.look()
-        assert driver.storage.manifest(order.name)
+        scratch.push_if_new()
+        assert driver.storage.manifest(sent.name)
         (tmp_path / "storage").rename(tmp_path / "elsewhere")
         (tmp_path / "storage").write_text("in the way")
         write(scratch.folder, {"runs/.b.attempt-1/step-2": "2"})
-        scratch.look()
+        scratch.push_if_new()
         (tmp_path / "storage").unlink()
         (tmp_path / "elsewhere").rename(tmp_path / "storage")
-    assert "runs/.b.attempt-1/step-2" in driver.storage.manifest(order.name)
+    assert "runs/.b.attempt-1/step-2" in driver.storage.manifest(sent.name)
 
 
 # --- whose work counts
@@ -271,16 +271,16 @@ def test_the_next_driver_goes_on_from_what_a_dead_one_did_not_receive(out, tmp_p
     jobs, driver = driver_of(out, tmp_path)
     job = take(jobs, "train b")
     assert job.lease.number == 2
-    order = driver.send(job)
+    sent = driver.send(job)
     assert read(out / "runs/.b.attempt-2") == {"run.json": "{}", "step-5": "5"}
     assert lost.log.read_text() == "first"
-    assert "runs/.b.attempt-2" in order.inputs
-    assert driver.storage.manifest(zombie._order.name) is None
+    assert "runs/.b.attempt-2" in sent.inputs
+    assert driver.storage.manifest(zombie._job.name) is None
     # the node of the dead driver may still push: nobody takes it for later than what the second attempt has made
     write(zombie.folder, {"runs/.b.attempt-1/step-6": "6"})
     zombie._pulled = {}
     zombie.push()
-    scratch = opened(order)
+    scratch = opened(sent)
     with scratch.open():
         write(scratch.folder, {"runs/.b.attempt-2/step-9": "9"})
     driver.receive(job)
@@ -295,7 +295,7 @@ def test_the_next_driver_goes_on_from_what_a_dead_one_did_not_receive(out, tmp_p
 def test_a_broken_snapshot_of_a_dead_driver_is_named_and_left(out, tmp_path, monkeypatch):
     monkeypatch.setattr(storages, "_PAUSE", 0.0)
     _, zombie = of_a_dead_driver(out, tmp_path)
-    for path in (tmp_path / "storage" / zombie._order.name).iterdir():
+    for path in (tmp_path / "storage" / zombie._job.name).iterdir():
         path.write_text("broken")
     said = []
     jobs = Jobs(plan(out), out, Options(), say=said.append)
@@ -362,11 +362,11 @@ def test_what_cannot_be_received_whole_is_received_again(out, tmp_path, monkeypa
 
 HOLD = """
 import sys, tempfile, time
-from isoloss.studies.executors.scratch import Order, Scratch
+from isoloss.studies.executors.scratch import ScratchJob, Scratch
 from isoloss.studies.storage import Storage
 tempfile.tempdir = sys.argv[1]
-order = Order(*sys.argv[2:4], ("configs", "runs/a"), "attempts/held.1-x", ())
-with Scratch(order, Storage(order.url)).open():
+job = ScratchJob(*sys.argv[2:4], ("configs", "runs/a"), "attempts/held.1-x", ())
+with Scratch(job, Storage(job.url)).open():
     print("held", flush=True)
     time.sleep(600)
 """
@@ -374,8 +374,8 @@ with Scratch(order, Storage(order.url)).open():
 
 def test_folders_of_killed_jobs_and_unused_inputs_are_deleted_and_no_others(out, tmp_path, node, monkeypatch):
     jobs, driver = driver_of(out, tmp_path)
-    scratch = opened(order := driver.send(take(jobs, "loss a")))
-    words = (sys.executable, "-c", HOLD, node, order.url, order.root)
+    scratch = opened(sent := driver.send(take(jobs, "loss a")))
+    words = (sys.executable, "-c", HOLD, node, sent.url, sent.root)
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
         held = scratch.folder.with_name("held.1-x")

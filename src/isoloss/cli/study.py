@@ -207,7 +207,7 @@ def _work(args: Args, folder: StudyFolder) -> int:
         common.note("stopped; progress is saved")
         return interrupts.status()
     jobs.raise_failures()
-    common.note(f"{jobs.count} units done by this process; none are left")
+    common.note(f"{jobs.num_run_here} units done by this process; none are left")
     return 0
 
 

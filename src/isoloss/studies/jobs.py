@@ -74,7 +74,7 @@ class Jobs:
         check(units)
         self.units, self.logs, self.options, self.say = units, folder / "logs", options, say
         self.leases = Leases(folder / "leases", options.expiry)
-        self.count = 0  # units that this process has run
+        self.num_run_here = 0  # units that this process has run
         self.taken_over: set[Job] = set()  # handed out here, then taken over by another process: end their commands
         self._on_done, self._unseen = on_done, deque[Unit]()
         self._place = {unit.name: place for place, unit in enumerate(units)}
@@ -189,7 +189,7 @@ class Jobs:
                 used = usage.collect(job.usage, unit.needs.processes, unit.outputs)
                 self._end(job, "done", **{"seconds": round(job.seconds, 3), **used})
                 attempts.clean(unit, lease.number, self._has_ended(unit))
-                self.count += 1
+                self.num_run_here += 1
                 self._note_done(unit)
                 self.say(f"{unit.name}: done in {job.seconds:.0f} s ({self.num_done} of {len(self.units)} units)")
                 return
@@ -401,6 +401,6 @@ class _Heartbeat:
             for job in list(self._jobs._held.values()):
                 with contextlib.suppress(OSError):  # the file system does not respond now
                     if job.lease.is_held():
-                        job.lease.beat()
+                        job.lease.renew()
                     else:
                         self._jobs.taken_over.add(job)

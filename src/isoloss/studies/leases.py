@@ -71,7 +71,7 @@ class Lease:
         except OSError:  # the file system does not respond; nothing is published on the strength of this answer
             return True
 
-    def beat(self) -> None:
+    def renew(self) -> None:
         """Renew the heartbeat."""
         with contextlib.suppress(OSError):  # the file system may not respond now; the next heartbeat may succeed
             os.utime(self.path)

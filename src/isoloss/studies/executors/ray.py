@@ -24,7 +24,7 @@ from isoloss import files, usage
 from isoloss.errors import IsolossError
 from isoloss.studies.capacity import Capacity
 from isoloss.studies.executors import warm
-from isoloss.studies.executors.scratch import CONFIGS, Driver, Order, Scratch
+from isoloss.studies.executors.scratch import CONFIGS, Driver, Scratch, ScratchJob
 from isoloss.studies.job import Job, Options, command, free_port
 from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Resources
@@ -32,6 +32,7 @@ from isoloss.studies.storage import Storage
 
 POLL_SECONDS = 0.1
 PROGRESS_SECONDS = 60.0  # between two progress messages
+SIZE_SECONDS = 5.0  # between two looks at the cluster's size
 GRACE_SECONDS = 60.0  # for commands to save after an interrupt
 CONNECTING_SECONDS = 10.0
 _ROUNDING = 1e-9  # thirds of a GPU add up to one
@@ -43,9 +44,9 @@ def run(jobs: Jobs, options: Options) -> None:
 
     Args:
         jobs: The jobs.
-        options: At most `workers` cores are used at a time. `address` is the address of a cluster, such as `auto`;
-            without one, a cluster is started on this machine and ends with the study. With `storage`, the nodes need
-            not share the study's folder.
+        options: At most `workers` cores are used at a time. `address` is the address of a cluster, such as `auto`,
+            which may grow and shrink meanwhile; without one, a cluster is started on this machine and ends with the
+            study. With `storage`, the nodes need not share the study's folder.
 
     Raises:
         IsolossError: Ray is missing, there is no cluster at that address, the storage cannot be used, or a node cannot
@@ -59,20 +60,17 @@ def run(jobs: Jobs, options: Options) -> None:
     jobs.say(f"connecting to {options.address}" if options.address else "starting Ray on this machine")
     ray = _connect(options)
     try:
-        resources = ray.cluster_resources()
-        cores = int(resources.get("CPU", 0))
+        size = _size(ray)
         if not options.address:  # no other machine will join
-            gpus = {str(i): 1.0 for i in range(int(resources.get("GPU", 0)))}
-            Capacity(cores, gpus, resources.get("memory", 0.0) / 2**30).check(todo)
-        workers = min(options.workers, cores) if cores else options.workers
+            gpus = {str(i): 1.0 for i in range(int(size["gpus"]))}
+            Capacity(int(size["cores"]), gpus, size["memory"]).check(todo)
         count = sum(node["Alive"] for node in ray.nodes())
         nodes = "1 node" if count == 1 else f"{count} nodes"
         jobs.say(
-            f"{len(todo)} of {len(jobs.units)} units to do on {nodes}, {workers} cores at a time; "
-            f"their output is in {jobs.logs}"
+            f"{len(todo)} of {len(jobs.units)} units to do on {nodes} with {size['cores']:.0f} cores, of which at most "
+            f"{options.workers} are used at a time; their output is in {jobs.logs}"
         )
-        limits = {"cores": workers, "gpus": resources.get("GPU", 0.0), "memory": resources.get("memory", 0.0) / 2**30}
-        _carry_out_all(ray, jobs, limits, driver)
+        _carry_out_all(ray, jobs, driver)
     finally:
         ray.shutdown()
 
@@ -103,19 +101,23 @@ class _Task:
     group: Any = None
 
 
-def _carry_out_all(ray: Any, jobs: Jobs, limits: Mapping[str, float], driver: Driver | None) -> None:
+def _carry_out_all(ray: Any, jobs: Jobs, driver: Driver | None) -> None:
     running: list[_Task] = []
+    size, last_look = _size(ray), time.monotonic()
     last_message = time.monotonic()
     try:
         while not jobs.finished:
-            while job := jobs.take(functools.partial(_fits, limits, [task.job.unit.needs for task in running])):
+            if time.monotonic() - last_look > SIZE_SECONDS:
+                size, last_look = _size(ray), time.monotonic()
+            fits = functools.partial(_fits, size, jobs.options)
+            while job := jobs.take(functools.partial(fits, [task.job.unit.needs for task in running])):
                 try:
-                    order = None if driver is None else driver.send(job)
+                    sent = None if driver is None else driver.send(job)
                 except IsolossError as error:
                     _note(job, error)
                     jobs.finish(job, 1)
                     continue
-                running.append(_submit(ray, job, order))
+                running.append(_submit(ray, job, sent))
             jobs.report_done()
             if not running:
                 time.sleep(POLL_SECONDS)
@@ -148,32 +150,43 @@ def _carry_out_all(ray: Any, jobs: Jobs, limits: Mapping[str, float], driver: Dr
         raise
 
 
-def _fits(limits: Mapping[str, float], running: Sequence[Resources], needs: Resources) -> bool:
-    """Whether a unit need not wait in Ray's queue, where it would hold its lease and count as running.
+def _size(ray: Any) -> dict[str, float]:
+    """Return the number of cores and GPUs and the memory (GiB) of all nodes that the cluster has now."""
+    found = ray.cluster_resources()
+    return {
+        "cores": found.get("CPU", 0.0),
+        "gpus": found.get("GPU", 0.0),
+        "memory": found.get("memory", 0.0) / 2**30,
+    }
 
-    One that needs more than there is starts when no other has any of it: the cluster may grow.
+
+def _fits(size: Mapping[str, float], options: Options, running: Sequence[Resources], needs: Resources) -> bool:
+    """Whether a unit may be submitted. In Ray's queue it holds its lease and counts as running, so it should not wait.
+
+    But on a cluster that this study has not started, one unit may: it makes an autoscaler add a node.
     """
-    used = [_amounts(other) for other in running]
-    for kind, amount in _amounts(needs).items():
-        in_use = sum(other[kind] for other in used)
-        if amount and in_use and in_use + amount > limits[kind] + _ROUNDING:
-            return False
-    return True
+    wanted = _amounts(needs)
+    used = {kind: sum(_amounts(other)[kind] for other in running) for kind in wanted}
+    if used["cores"] and used["cores"] + wanted["cores"] > options.workers:
+        return False
+    if all(not amount or used[kind] + amount <= size[kind] + _ROUNDING for kind, amount in wanted.items()):
+        return True
+    return bool(options.address) and all(amount <= size[kind] + _ROUNDING for kind, amount in used.items())
 
 
 def _amounts(needs: Resources) -> dict[str, float]:
     return {"cores": needs.all_cores, "gpus": needs.all_gpus, "memory": needs.memory * needs.nodes}
 
 
-def _submit(ray: Any, job: Job, order: Order | None) -> _Task:
+def _submit(ray: Any, job: Job, sent: ScratchJob | None) -> _Task:
     """Submit a job, as one Ray task on each of its nodes."""
     needs, each = job.unit.needs, job.unit.needs.on_each_node
     wanted: dict[str, Any] = {"num_cpus": each.all_cores, "num_gpus": each.all_gpus}
     if each.memory:
         wanted["memory"] = int(each.memory * 2**30)
-    task = ray.remote(max_retries=0, name=job.unit.name)(carry_out if order is None else carry_out_in_scratch)
-    if order is not None:
-        rest = job.log, job.environment, order
+    task = ray.remote(max_retries=0, name=job.unit.name)(carry_out if sent is None else carry_out_in_scratch)
+    if sent is not None:
+        rest = job.log, job.environment, sent
         return _Task(job, (task.options(**wanted).remote(job.arguments, needs, *rest),))
     if needs.nodes == 1:
         return _Task(job, (task.options(**wanted).remote(job.arguments, needs, job.log.absolute(), job.environment),))
@@ -262,7 +275,7 @@ def _status(ray: Any, reference: Any, job: Job, jobs: Jobs, timeout: float = 0.0
 
 
 def carry_out_in_scratch(
-    arguments: tuple[str, ...], needs: Resources, log: Path, environment: Mapping[str, str], order: Order
+    arguments: tuple[str, ...], needs: Resources, log: Path, environment: Mapping[str, str], scratch_job: ScratchJob
 ) -> int:
     """Run an `isoloss` command on a node that does not share the study's folder.
 
@@ -271,18 +284,18 @@ def carry_out_in_scratch(
         needs: As for `carry_out`.
         log: Path of the log on the driver's machine.
         environment: As for `carry_out`.
-        order: Where the command's files come from and go to.
+        scratch_job: Where the command's files come from and go to.
     """
-    storage = Storage(order.url)
+    storage = Storage(scratch_job.url)
     if storage.manifest(CONFIGS) is None:
         return FOLDER_NOT_FOUND
-    scratch = Scratch(order, storage)
+    scratch = Scratch(scratch_job, storage)
     logs = scratch.folder / "logs"
     rest = {**environment, usage.USAGE: str(logs / Path(environment[usage.USAGE]).name)}
     rest.pop(files.LEASE)  # the file is not here, nor needed: when files come back, the driver checks that it holds it
     with scratch.open():
         words = tuple(scratch.path(word) for word in arguments)
-        return carry_out(words, needs, logs / log.name, rest, look=scratch.look)
+        return carry_out(words, needs, logs / log.name, rest, meanwhile=scratch.push_if_new)
 
 
 def carry_out(
@@ -292,7 +305,7 @@ def carry_out(
     environment: Mapping[str, str],
     node: int = 0,
     meeting_point: str = "",
-    look: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
     """Run an `isoloss` command on a node and return its exit status; on an interrupt, the command saves first.
 
@@ -303,7 +316,7 @@ def carry_out(
         environment: Further environment variables.
         node: For a command on several nodes: the number of this one.
         meeting_point: HOST:PORT of node 0.
-        look: Called repeatedly while the command runs.
+        meanwhile: Called repeatedly while the command runs.
     """
     lease = environment.get(files.LEASE)
     if lease is not None and not Path(lease).is_file():
@@ -327,7 +340,7 @@ def carry_out(
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=POLL_SECONDS)  # returns when it ends
-            look()
+            meanwhile()
     except BaseException:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

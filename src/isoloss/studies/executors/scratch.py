@@ -34,7 +34,7 @@ _GROWING = (*attempts.APPENDED, ".log")
 
 
 @dataclass(frozen=True)
-class Order:
+class ScratchJob:
     """What a node must know to carry out a job in its scratch folder.
 
     Attributes:
@@ -85,8 +85,8 @@ class Driver:
                 )
         self.storage.check()
 
-    def send(self, job: Job) -> Order:
-        """Send what a job reads and return its order; files that have not changed since they were sent are not read.
+    def send(self, job: Job) -> ScratchJob:
+        """Send what a job reads and return what its node must know. Files that have not changed are not read again.
 
         Raises:
             IsolossError: The storage cannot be read or written, or files cannot be read.
@@ -97,7 +97,7 @@ class Driver:
         before = [path for other in self._before(unit) for path in other.outputs]
         inputs = [self._push(self._root / CONFIGS), *(self._push(path) for path in (*before, *own) if path.exists())]
         outputs = tuple(self._name(attempts.unfinished(path, number)) for path in unit.outputs)
-        return Order(self.storage.url, str(self._root), tuple(inputs), self._attempt(unit, number), outputs)
+        return ScratchJob(self.storage.url, str(self._root), tuple(inputs), self._attempt(unit, number), outputs)
 
     def receive(self, job: Job) -> None:
         """Put what a job has made into the study's folder, unless another process has taken it over.
@@ -215,18 +215,18 @@ class Scratch:
     """The scratch folder of a job.
 
     Args:
-        order: What the driver has sent.
+        job: What the driver has sent.
         storage: The storage.
 
     Attributes:
         folder: The scratch folder; files have the same relative paths in it as in the study's folder.
     """
 
-    def __init__(self, order: Order, storage: Storage) -> None:
-        self._order, self._storage = order, storage
-        study = hashlib.sha256(f"{order.url} {order.root}".encode()).hexdigest()[:12]
+    def __init__(self, job: ScratchJob, storage: Storage) -> None:
+        self._job, self._storage = job, storage
+        study = hashlib.sha256(f"{job.url} {job.root}".encode()).hexdigest()[:12]
         self._node = Path(tempfile.gettempdir()) / f"isoloss-{os.getuid()}" / study
-        self.folder = self._node / order.name
+        self.folder = self._node / job.name
         self._pulled: dict[str, tuple[int, int, int]] = {}
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._looked = time.monotonic()
@@ -244,7 +244,7 @@ class Scratch:
                 _remove_unused(self._node, objects)
                 held.enter_context(files.lock(self.folder))
             held.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            for name in self._order.inputs:
+            for name in self._job.inputs:
                 self._storage.pull(name, self.folder, objects)
             (self.folder / "logs").mkdir(exist_ok=True)
             self._pulled = self._signatures()
@@ -256,10 +256,10 @@ class Scratch:
 
     def path(self, word: str) -> str:
         """Return an argument with the path of the study's folder, if it starts with that, replaced by this folder."""
-        root = self._order.root
+        root = self._job.root
         return f"{self.folder}{word[len(root) :]}" if word == root or word.startswith(f"{root}/") else word
 
-    def look(self) -> None:
+    def push_if_new(self) -> None:
         """Push the outputs if there is a new checkpoint or evaluation."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
@@ -277,11 +277,11 @@ class Scratch:
         Raises:
             IsolossError: The storage cannot be written.
         """
-        self._storage.push(self._order.name, self._outputs)
+        self._storage.push(self._job.name, self._outputs)
 
     def _outputs(self) -> dict[str, Path]:
         """Return all files of this attempt's runs, and those other files that are new or have changed."""
-        now, own = self._signatures(), tuple(f"{folder}/" for folder in self._order.outputs)
+        now, own = self._signatures(), tuple(f"{folder}/" for folder in self._job.outputs)
         changed = {path for path, signature in now.items() if self._pulled.get(path) != signature}
         return {path: self.folder / path for path in now if path in changed or path.startswith(own)}
 

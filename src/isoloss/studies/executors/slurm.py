@@ -135,7 +135,7 @@ def _executor(jobs: Jobs, options: Options, folder: Path) -> tuple[Any, int]:
     if memory := max(each.memory for each in needs):
         parameters.setdefault("mem_gb", memory)
     # a unit may take longer than any number of time limits
-    executor = submitit.AutoExecutor(folder=folder / "slurm" / "%j", cluster=cluster, slurm_max_num_timeout=100_000)
+    executor = submitit.AutoExecutor(folder=folder / "slurm", cluster=cluster, slurm_max_num_timeout=100_000)
     try:
         executor.update_parameters(**parameters)
     except (NameError, TypeError, ValueError) as error:
