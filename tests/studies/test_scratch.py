@@ -37,7 +37,10 @@ def node(tmp_path, monkeypatch):
 @pytest.fixture
 def out(tmp_path):
     """A study's folder with a finished run `a` and the configs."""
-    write(tmp_path / "out", {"configs/a.toml": "a", "runs/a/run.json": "{}", "runs/a/result.json": "{}"})
+    write(
+        tmp_path / "out",
+        {"study.json": '{"study": "one"}', "configs/a.toml": "a", "runs/a/run.json": "{}", "runs/a/result.json": "{}"},
+    )
     write(tmp_path / "out", {"runs/a/log.jsonl": "trained\n", "runs/a/checkpoints/step-1/model": "weights"})
     return tmp_path / "out"
 
@@ -307,7 +310,7 @@ def test_a_broken_snapshot_of_a_dead_driver_is_named_and_left(out, tmp_path, mon
     assert not list(out.glob(".tmp-*"))
 
 
-def test_another_study_with_the_same_storage_does_not_go_on_from_this_one(out, tmp_path):
+def test_a_study_that_is_begun_again_does_not_go_on_from_what_was_pushed_before(out, tmp_path):
     of_a_dead_driver(out, tmp_path)
     for path in (out / "leases").iterdir():
         path.unlink()
@@ -412,6 +415,19 @@ def test_a_storage_that_overlaps_with_the_folder_is_refused_and_left_alone(out, 
     with pytest.raises(IsolossError, match=r"the same or one inside the other: choose another --storage"):
         Driver(str(tmp_path / place), Jobs(plan(out), out, Options()))
     assert read(out) == before
+
+
+def test_the_storage_of_another_study_is_refused_and_left_alone(out, tmp_path):
+    jobs, driver = driver_of(out, tmp_path)
+    driver.send(take(jobs, "loss a"))
+    before = read(tmp_path / "storage")
+    assert {"configs.json", "runs/a.json"} <= before.keys()
+    write(tmp_path / "same plan", {"study.json": '{"study":"one"}'})
+    driver_of(tmp_path / "same plan", tmp_path)
+    write(tmp_path / "other", {"study.json": '{"study": "other"}'})
+    with pytest.raises(IsolossError, match="storage holds the files of another study: give each study a --storage"):
+        driver_of(tmp_path / "other", tmp_path)
+    assert read(tmp_path / "storage") == before
 
 
 def test_a_unit_of_several_nodes_is_refused(out, tmp_path):

@@ -2,6 +2,7 @@
 
 NAME.json       the manifest of the snapshot NAME: SHA-256 and size of each file, by path; written last, atomically
 NAME/SHA256     an object: the content of the files with this SHA-256; never changed
+study.json      what the study is whose files these are
 
 A snapshot has one writer and any number of readers. A writer that is killed leaves the old snapshot as it was: objects
 that no manifest names do not count.
@@ -29,7 +30,7 @@ _TRIES = 5  # at reading what a writer may change meanwhile
 _PAUSE = 0.2  # seconds between two tries
 _TRANSFERS = 8  # at a time, as a small object takes little more than a round trip
 _BLOCK = 1 << 20  # bytes
-_PROBE = "probe"
+_PROBE, _STUDY = "probe", "study.json"
 _Signature = tuple[int, int, int]
 
 
@@ -96,6 +97,27 @@ class Storage:
         except Exception as error:  # whatever the package of a protocol raises
             what = str(error) if isinstance(error, IsolossError) else f"{type(error).__name__}: {error}"
             raise IsolossError(f"{self.url} cannot be used as storage: {what}") from error
+
+    def reserve(self, study: Path) -> None:
+        """Reserve the storage for a study: snapshots of two studies would have the same names.
+
+        Args:
+            study: The study's `study.json`. Studies of the same plan have the same, and may share a storage.
+
+        Raises:
+            IsolossError: It is another study's, or cannot be read or written.
+        """
+        path, ours = f"{self._root}/{_STUDY}", files.read_json(study)
+        with self._reaching("read"):
+            try:
+                theirs = json.loads(self._fs.cat_file(path))
+            except FileNotFoundError:
+                theirs = None
+        if theirs is None:
+            with self._reaching("written"):
+                self._write(path, json.dumps(ours).encode())
+        elif theirs != ours:
+            raise IsolossError(f"{self.url} holds the files of another study: give each study a --storage of its own")
 
     def manifest(self, name: str) -> dict[str, Stored] | None:
         """Return the files of a snapshot by path; None: there is no such snapshot.

@@ -123,7 +123,8 @@ def _carry_out_all(ray: Any, jobs: Jobs, driver: Driver | None) -> None:
                 time.sleep(POLL_SECONDS)
                 continue
             references = [reference for task in running for reference in task.references]
-            ended = set(ray.wait(references, num_returns=len(references), timeout=POLL_SECONDS)[0])
+            ray.wait(references, timeout=POLL_SECONDS)  # returns when one has ended
+            ended = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
             for task in running[:]:
                 if not ended.isdisjoint(task.references):
                     running.remove(task)
@@ -184,7 +185,8 @@ def _submit(ray: Any, job: Job, sent: ScratchJob | None) -> _Task:
     wanted: dict[str, Any] = {"num_cpus": each.all_cores, "num_gpus": each.all_gpus}
     if each.memory:
         wanted["memory"] = int(each.memory * 2**30)
-    task = ray.remote(max_retries=0, name=job.unit.name)(carry_out if sent is None else carry_out_in_scratch)
+    wanted["name"] = job.unit.name
+    task = _remote(carry_out if sent is None else carry_out_in_scratch)
     if sent is not None:
         rest = job.log, job.environment, sent
         return _Task(job, (task.options(**wanted).remote(job.arguments, needs, *rest),))
@@ -199,7 +201,7 @@ def _submit(ray: Any, job: Job, sent: ScratchJob | None) -> _Task:
         for i in range(needs.nodes)
     ]
     # all of the job's tasks wait for the meeting point, that of the first node too
-    meeting_point = ray.remote(max_retries=0, num_cpus=0, scheduling_strategy=strategies[0])(_free_port).remote()
+    meeting_point = _remote(_free_port).options(num_cpus=0, scheduling_strategy=strategies[0]).remote()
     return _Task(
         job,
         tuple(
@@ -210,6 +212,14 @@ def _submit(ray: Any, job: Job, sent: ScratchJob | None) -> _Task:
         ),
         group,
     )
+
+
+@functools.cache
+def _remote(function: Callable[..., Any]) -> Any:
+    """Return a function as a Ray task, made only once: the cluster gets a copy of it each time it is made."""
+    import ray
+
+    return ray.remote(max_retries=0)(function)
 
 
 def _logs(job: Job) -> list[Path]:

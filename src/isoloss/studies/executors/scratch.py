@@ -64,7 +64,8 @@ class Driver:
         jobs: The jobs.
 
     Raises:
-        IsolossError: The storage cannot be used, or it overlaps with the study's folder; or a unit needs several nodes.
+        IsolossError: The storage cannot be used, it has another study's files, or it overlaps with the study's folder;
+            or a unit needs several nodes.
     """
 
     def __init__(self, url: str, jobs: Jobs) -> None:
@@ -84,6 +85,7 @@ class Driver:
                     f"the storage {url} cannot replace it"
                 )
         self.storage.check()
+        self.storage.reserve(self._root / "study.json")
 
     def send(self, job: Job) -> ScratchJob:
         """Send what a job reads and return what its node must know. Files that have not changed are not read again.
