@@ -140,7 +140,7 @@ def render(page: Page) -> str:
     template = _environment().get_template("page.html.j2")
     return template.render(
         page=page,
-        specs=[figure.chart.to_dict() for figure in page.figures],
+        specs=[figure.chart.to_dict(validate=False) for figure in page.figures],
         badges=_BADGES,
         vega=_vega(),
     )

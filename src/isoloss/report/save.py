@@ -55,7 +55,7 @@ def save(chart: alt.ConcatChart, file: Path) -> None:
 
 def printed(chart: alt.ConcatChart) -> dict[str, Any]:
     """Return the Vega-Lite specification of a chart in the size, the letters and the ink of a paper."""
-    spec: dict[str, Any] = chart.to_dict()
+    spec: dict[str, Any] = chart.to_dict(validate=False)  # takes seconds; the tests validate
     has_own_legends = "resolve" in spec  # each panel has a legend, or all share one
     columns = data.columns(len(spec["concat"]))
     entries = _legend_entries(spec)
