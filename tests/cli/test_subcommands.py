@@ -1,5 +1,6 @@
 """The command line as a user meets it: results as JSON, errors as one sentence, nothing half-written."""
 
+import errno
 import importlib.util
 import itertools
 import json
@@ -13,10 +14,12 @@ import nltk
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from speaking import as_json, refusal, trace_of
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from isoloss import config as configs
+from isoloss.cli import ls
 from isoloss.cli.main import SUBCOMMANDS, main
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
@@ -460,6 +463,25 @@ def test_a_reader_that_has_gone_is_no_error(words, unbuffered):
     done = isoloss(*words, stdout=write, PYTHONUNBUFFERED=unbuffered)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 75),
+        (OSError(errno.EACCES, "Permission denied"), 2),
+        # as safetensors words it
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), 75),
+        (SafetensorError("Error while serializing: I/O error: Permission denied (os error 13)"), 2),
+    ],
+)
+def test_a_disk_that_is_full_is_told_from_wrong_input(monkeypatch, capsys, cause, status):
+    def fail(_):
+        raise IsolossError("cannot write the checkpoint") from cause
+
+    monkeypatch.setattr(ls, "main", fail)
+    assert main(["ls"]) == status
+    assert capsys.readouterr().err == "isoloss ls: cannot write the checkpoint\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -118,6 +118,11 @@ def test_a_loss_summed_over_all_sentences_is_reported_and_verified(capsys, file,
     page = (tmp_path / "out" / "report" / "index.html").read_text()
     assert "loss sentences all" in page
     assert call(capsys, "verify", file, *where).endswith("0 failed\n")
+    shutil.rmtree(tmp_path / "out/runs/with/checkpoints/step-3")
+    with pytest.raises(
+        IsolossError, match="with is complete but has no checkpoint at step 3: delete the folder to tra"
+    ):
+        command.main(["run", str(file), *map(str, where)])
 
 
 def states(capsys, *words):

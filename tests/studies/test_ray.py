@@ -60,12 +60,20 @@ def test_a_node_that_dies_while_it_trains_changes_no_byte(same_loss, tmp_path, c
     assert found == ends(same_loss)
 
 
-def test_a_cluster_is_started_where_none_is_named(carried_out, tmp_path):
+def test_a_cluster_is_started_where_none_is_named_and_units_save_when_it_is_stopped(carried_out, tmp_path):
     file, expected = carried_out
-    driver = start(file, tmp_path / "out")
+    out = tmp_path / "out"
+    driver = start(file, out)
+    wait_for(lambda: is_training(out))
+    driver.send_signal(signal.SIGINT)
+    said = driver.communicate(timeout=30)[0]  # less than the commands are given to save
+    assert driver.returncode == 130, said
+    assert ends(out) == {"stopped": 2}
+    driver = start(file, out)
     said = driver.communicate(timeout=1200)[0]
     assert driver.returncode == 0, said
-    assert contents(tmp_path / "out") == contents(expected)
+    assert contents(out) == contents(expected)
+    assert any(len(steps) > 1 and steps[1] > 0 for steps in starts(out).values())
 
 
 @pytest.fixture

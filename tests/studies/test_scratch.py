@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def node(tmp_path, monkeypatch):
     """The folder for temporary files of the machine that the jobs run on."""
     (tmp_path / "node").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
+    monkeypatch.setattr(storages, "_RESERVING", 0.0)
     return tmp_path / "node"
 
 
@@ -293,6 +295,51 @@ def test_the_next_driver_goes_on_from_what_a_dead_one_did_not_receive(out, tmp_p
     driver.send(job)
     made = {path: text for path, text in read(out / "runs/.b.attempt-3").items() if path != ".lock"}
     assert made == {"run.json": "{}", "step-5": "5", "step-9": "9"}
+
+
+def test_what_a_stopped_attempt_pushes_after_its_driver_gave_up_waiting_is_gone_on_from(out, tmp_path):
+    jobs, driver = driver_of(out, tmp_path)
+    job = take(jobs, "train b")
+    scratch = opened(driver.send(job))
+    with scratch.open():
+        write(scratch.folder, {"runs/.b.attempt-1/step-5": "5"})
+        scratch.push()
+        driver.receive(job)
+        jobs.finish(job, -signal.SIGTERM, stopped=True)
+        write(scratch.folder, {"runs/.b.attempt-1/step-6": "6"})
+    jobs, driver = driver_of(out, tmp_path)
+    driver.send(take(jobs, "train b"))
+    made = {path: text for path, text in read(out / "runs/.b.attempt-2").items() if path != ".lock"}
+    assert made == {"step-5": "5", "step-6": "6"}
+    assert not list((tmp_path / "storage/attempts").iterdir())
+
+
+def test_what_a_dead_driver_did_not_receive_does_not_replace_what_got_further(out, tmp_path):
+    """The second attempt was made on a machine with the study's folder, and killed."""
+    jobs, driver = driver_of(out, tmp_path)
+    scratch = opened(driver.send(first := take(jobs, "train b")))
+    with scratch.open():
+        write(scratch.folder, {"runs/.b.attempt-1/checkpoints/step-5/model": "5"})
+    os.utime(first.lease.path, (0, 0))
+    second = take(Jobs(plan(out), out, Options()), "train b")
+    write(out / "runs/.b.attempt-2", {"checkpoints/step-3/model": "3", "checkpoints/step-9/model": "9"})
+    os.utime(second.lease.path, (0, 0))
+    jobs, driver = driver_of(out, tmp_path)
+    driver.send(take(jobs, "train b"))
+    made = {path for path in read(out / "runs/.b.attempt-3") if path != ".lock"}
+    assert made == {"checkpoints/step-3/model", "checkpoints/step-9/model"}
+
+
+def test_what_was_made_is_received_though_the_leases_are_gone(out, tmp_path):
+    jobs, driver = driver_of(out, tmp_path)
+    scratch = opened(driver.send(job := take(jobs, "train b")))
+    with scratch.open():
+        shutil.rmtree(out / "leases")
+        write(scratch.folder, {"runs/.b.attempt-1/result.json": "{}"})
+    driver.receive(job)
+    jobs.finish(job, 0)
+    assert (out / "runs/b/result.json").is_file()
+    assert jobs.is_done(job.unit)
 
 
 def test_a_broken_snapshot_of_a_dead_driver_is_named_and_left(out, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import shlex
 import sys
 import threading
@@ -107,7 +108,10 @@ def main(arguments: list[str]) -> int:
 def _is_temporary(error: BaseException | None) -> bool:
     """Whether an error is that of a disk which may be in order later, or comes from one."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        number = error.errno if isinstance(error, OSError) else None
+        if isinstance(error, Exception) and (match := re.search(r"\(os error (\d+)\)", str(error))):
+            number = int(match[1])  # of libraries written in Rust, such as safetensors
+        if number in DISK_ERRORS:
             return True
         error = error.__cause__
     return False

@@ -368,8 +368,14 @@ def _training_progress(runs: Mapping[Run, Experiment], where: Callable[[Path], P
 
 
 def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:
+    if not _is_trained(run, experiment):
+        return False
     steps = experiment.steps(part)
-    return _is_trained(run, experiment) and not pending(run, part.measures, steps, part.settings)
+    if missing := sorted(set(steps).difference(run.steps())):
+        raise IsolossError(
+            f"{run.path} is complete but has no checkpoint at step {missing[0]}: delete the folder to train it again"
+        )
+    return not pending(run, part.measures, steps, part.settings)
 
 
 def _has_evaluations(run: Run, experiment: Experiment, part: Measurement) -> bool:

@@ -29,6 +29,7 @@ from isoloss.studies.attempts import APPENDED
 _TRIES = 5  # at reading what a writer may change meanwhile
 _PAUSE = 0.2  # seconds between two tries
 _TRANSFERS = 8  # at a time, as a small object takes little more than a round trip
+_RESERVING = 1.0  # seconds in which another study, which found the storage free too, may write
 _BLOCK = 1 << 20  # bytes
 _PROBE, _STUDY = "probe", "study.json"
 _Signature = tuple[int, int, int]
@@ -107,16 +108,12 @@ class Storage:
         Raises:
             IsolossError: It is another study's, or cannot be read or written.
         """
-        path, ours = f"{self._root}/{_STUDY}", files.read_json(study)
-        with self._reaching("read"):
-            try:
-                theirs = json.loads(self._fs.cat_file(path))
-            except FileNotFoundError:
-                theirs = None
-        if theirs is None:
+        ours = files.read_json(study)
+        if self._study() is None:
             with self._reaching("written"):
-                self._write(path, json.dumps(ours).encode())
-        elif theirs != ours:
+                self._write(f"{self._root}/{_STUDY}", json.dumps(ours).encode())
+            time.sleep(_RESERVING)
+        if self._study() != ours:
             raise IsolossError(f"{self.url} holds the files of another study: give each study a --storage of its own")
 
     def manifest(self, name: str) -> dict[str, Stored] | None:
@@ -264,6 +261,14 @@ class Storage:
                     raise _ChangedError(f"{stored.sha256} is corrupt, as its SHA-256 is {sha256}")
 
     # --- the storage
+
+    def _study(self) -> Any:
+        """Return what the study is that has reserved the storage; None: none has."""
+        with self._reaching("read"):
+            try:
+                return json.loads(self._fs.cat_file(f"{self._root}/{_STUDY}"))
+            except FileNotFoundError:
+                return None
 
     def _manifest(self, name: str) -> str:
         return f"{self._root}/{name}.json"

@@ -34,6 +34,7 @@ POLL_SECONDS = 0.1
 PROGRESS_SECONDS = 60.0  # between two progress messages
 SIZE_SECONDS = 5.0  # between two looks at the cluster's size
 GRACE_SECONDS = 60.0  # for commands to save after an interrupt
+STOP_SECONDS = 180.0  # for tasks to end after an interrupt: their commands save, then a node may push files
 CONNECTING_SECONDS = 10.0
 _ROUNDING = 1e-9  # thirds of a GPU add up to one
 FOLDER_NOT_FOUND = 69  # status of a task whose node cannot see the folder or the storage: EX_UNAVAILABLE
@@ -145,7 +146,9 @@ def _carry_out_all(ray: Any, jobs: Jobs, driver: Driver | None) -> None:
         for reference in references:
             ray.cancel(reference)  # raises KeyboardInterrupt in the task, which lets its command save
         if references:
-            ray.wait(references, num_returns=len(references), timeout=GRACE_SECONDS)
+            late = ray.wait(references, num_returns=len(references), timeout=STOP_SECONDS)[1]
+            if late:
+                jobs.say(f"{len(late)} tasks have not ended after {STOP_SECONDS:.0f} s; what they saved last is kept")
         for task in running:
             jobs.finish(task.job, _end(ray, task, jobs, driver)[0], stopped=True)
         raise
@@ -352,7 +355,7 @@ def carry_out(
                 process.wait(timeout=POLL_SECONDS)  # returns when it ends
             meanwhile()
     except BaseException:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # Ray's processes start others with SIGINT blocked
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=GRACE_SECONDS)
         if process.poll() is None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from isoloss import files
 from isoloss.errors import IsolossError
+from isoloss.runs import Run
 from isoloss.studies import attempts
 from isoloss.studies.job import Job
 from isoloss.studies.jobs import Jobs
@@ -71,6 +72,7 @@ class Driver:
     def __init__(self, url: str, jobs: Jobs) -> None:
         self.storage, self._jobs, self._root = Storage(url), jobs, jobs.logs.parent
         self._by_name = {unit.name: unit for unit in jobs.units}
+        self._names: dict[tuple[str, int], str] = {}  # of the snapshots of attempts, by unit and number
         if self.storage.path is not None:  # both have runs in `runs`, and what is deleted there must not be lost here
             place, root = self.storage.path.resolve(), self._root.resolve()
             if place.is_relative_to(root) or root.is_relative_to(place):
@@ -116,16 +118,19 @@ class Driver:
                 self.storage.delete(self._name(attempts.unfinished(path, job.lease.number)))
 
     def _recover(self, job: Job) -> None:
-        """Start from what an earlier attempt has pushed, if its driver ended before it could receive that."""
+        """Start from what an earlier attempt pushed after its driver had ended or stopped waiting for it.
+
+        The last attempt that a driver has ended went on from those before it, so they do not count.
+        """
         unit, leases = job.unit, self._jobs.leases
         for number in range(job.lease.number - 1, 0, -1):
-            if leases.has_end(unit.file_name, number):
-                return
             try:
                 if self._receive(unit, number, job.lease.number):
                     return
             except IsolossError as error:
                 self._jobs.say(f"{unit.name}: the files that attempt {number} pushed are not used: {error}")
+            if leases.has_end(unit.file_name, number):
+                return
 
     def _receive(self, unit: Unit, number: int, into: int) -> bool:
         """Put what an attempt has pushed into the study's folder; its unfinished runs become those of attempt `into`.
@@ -142,7 +147,8 @@ class Driver:
             self.storage.pull(name, incoming / "files", incoming / "objects")
             for path in unit.outputs:
                 source = incoming / "files" / self._name(attempts.unfinished(path, number))
-                if source.is_dir():
+                # an attempt on a machine with the study's folder may have got further since
+                if source.is_dir() and (number == into or _newest(source) >= _newest(attempts.unfinished(path, into))):
                     _replace(source, attempts.unfinished(path, into), incoming / "replaced" / path.name)
             rest = listing(incoming / "files", incoming / "files")
             for relative in sorted(rest, key=_sort_key):
@@ -182,13 +188,21 @@ class Driver:
 
     def _attempt(self, unit: Unit, number: int) -> str:
         """Return the name of an attempt's snapshot, which no other study in the same storage uses."""
-        lease = self._jobs.leases.folder / f"{unit.file_name}.{number}.json"
-        return f"attempts/{unit.file_name}.{number}-{files.sha256(lease)[:12]}"
+        key = unit.file_name, number
+        if key not in self._names:  # the lease may be deleted later
+            lease = self._jobs.leases.folder / f"{unit.file_name}.{number}.json"
+            self._names[key] = f"attempts/{unit.file_name}.{number}-{files.sha256(lease)[:12]}"
+        return self._names[key]
 
 
 def _sort_key(path: str) -> tuple[bool, bool]:
     """Sort evaluations after the files that they refer to, and logs last, as their lines must not be added twice."""
     return path.endswith(f"/{_LOG}"), path.endswith(".json")
+
+
+def _newest(folder: Path) -> int:
+    """Return the step of the last checkpoint of an unfinished run; -1 if it has none."""
+    return max(Run(folder).steps(), default=-1)
 
 
 def _replace(source: Path, target: Path, replaced: Path) -> None:
