@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -99,8 +100,10 @@ def main(arguments: list[str]) -> int:
     scale = args.scale or next(iter(study.scales))
     seeds = f"-seeds-{args.seed_offset}" if args.seed_offset else ""
     path = args.folder or Path("runs") / f"{study.name}-{scale}{seeds}"
-    if args.executor != Args.executor:
-        path = path.absolute()  # commands may start in another folder or on another machine
+    if args.executor != Args.executor:  # commands may start in another folder or on another machine
+        path = path.absolute()
+        if args.storage and "://" not in args.storage:
+            args = dataclasses.replace(args, storage=str(Path(args.storage).absolute()))
     folder = StudyFolder(study, path, scale, args.seed_offset)
     if args.action in ("plan", "status"):
         from isoloss.cli import study_progress

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from isoloss import config as configs
-from isoloss import interrupts
+from isoloss import interrupts, usage
 from isoloss.cli import common, options
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
@@ -160,6 +160,9 @@ def _main(arguments: list[str]) -> int:
         common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
         common.say_stages(run)
     steps = sorted({step for run in runs for step in run.steps()})
+    if usage.USAGE in os.environ:  # a study gives the run another path, and measures it
+        common.say(f"checkpoints (step): {', '.join(map(str, steps))}")
+        return 0
     common.say(f"checkpoints (step): {', '.join(map(str, steps))}; measure them with")
     common.say("  " + common.command("eval", *args.runs))
     return 0

@@ -100,7 +100,7 @@ def _start(job: Job, gpus: tuple[str, ...], parent: WarmProcess | None) -> subpr
 def _stop(jobs: Jobs, running: list[_Worker]) -> None:
     """Interrupt the commands so that they save and end; kill those that take too long."""
     if running:
-        jobs.say(f"stopping when {len(running)} running units have saved; Ctrl-C again kills them")
+        jobs.say("stopping when the running units have saved; Ctrl-C again kills them")
     for worker in running:
         worker.process.send_signal(signal.SIGINT)
     deadline = time.monotonic() + GRACE_SECONDS

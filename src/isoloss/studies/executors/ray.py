@@ -142,7 +142,7 @@ def _carry_out_all(ray: Any, jobs: Jobs, driver: Driver | None) -> None:
     except BaseException:
         references = [reference for task in running for reference in task.references]
         if references:
-            jobs.say(f"stopping when {len(running)} running units have saved")
+            jobs.say("stopping when the running units have saved")
         for reference in references:
             ray.cancel(reference)  # raises KeyboardInterrupt in the task, which lets its command save
         if references:
