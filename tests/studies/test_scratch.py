@@ -342,6 +342,16 @@ def test_what_was_made_is_received_though_the_leases_are_gone(out, tmp_path):
     assert jobs.is_done(job.unit)
 
 
+def test_an_attempt_whose_lease_was_deleted_does_not_count(out, tmp_path):
+    first, _ = of_a_dead_driver(out, tmp_path)
+    jobs, driver = driver_of(out, tmp_path)
+    job = take(jobs, "train b")
+    first.lease.path.unlink()
+    driver.send(job)
+    driver.receive(job)
+    assert not (out / "runs/.b.attempt-2/step-5").exists()
+
+
 def test_a_broken_snapshot_of_a_dead_driver_is_named_and_left(out, tmp_path, monkeypatch):
     monkeypatch.setattr(storages, "_PAUSE", 0.0)
     _, zombie = of_a_dead_driver(out, tmp_path)

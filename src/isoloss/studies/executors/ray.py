@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ def run(jobs: Jobs, options: Options) -> None:
         count = sum(node["Alive"] for node in ray.nodes())
         nodes = "1 node" if count == 1 else f"{count} nodes"
         jobs.say(
-            f"{len(todo)} of {len(jobs.units)} units to do on {nodes} with {size['cores']:.0f} cores, of which at most "
-            f"{options.workers} are used at a time; their output is in {jobs.logs}"
+            f"{len(todo)} of {len(jobs.units)} units to do on {nodes} with {size['cores']:.0f} cores, using at most "
+            f"{options.workers} at a time; their output is in {jobs.logs}"
         )
         _carry_out_all(ray, jobs, driver)
     finally:
@@ -87,7 +88,10 @@ def _connect(options: Options) -> Any:
     try:
         if colon and port.isdecimal():  # Ray itself would wait for minutes
             socket.create_connection((host, int(port)), timeout=CONNECTING_SECONDS).close()
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(address=options.address or "local", log_to_driver=False, logging_level=logging.ERROR)
+        if on_sigterm is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray has replaced it
     except (OSError, RuntimeError, ValueError) as error:
         raise IsolossError(f"no Ray cluster answers at {options.address}: {error}") from error
     return ray

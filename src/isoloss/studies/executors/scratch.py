@@ -127,6 +127,8 @@ class Driver:
             try:
                 if self._receive(unit, number, job.lease.number):
                     return
+            except FileNotFoundError:  # its lease was deleted
+                return
             except IsolossError as error:
                 self._jobs.say(f"{unit.name}: the files that attempt {number} pushed are not used: {error}")
             if leases.has_end(unit.file_name, number):
