@@ -53,7 +53,9 @@ def test_workers_one_killed_and_one_timed_out_give_the_same_bytes(same_loss, tmp
         stderr=subprocess.STDOUT,
         text=True,
     )
-    wait_for(lambda: is_training(out) and len(processes("study work")) == 2)
+    leases = out / "leases"  # of two units that are running: each worker has one
+    wait_for(lambda: is_training(out) and len([*leases.glob("*.json")]) - sum(ends(out).values()) == 2)
+    assert len(processes("study work")) == 2
     worker = processes("study work")[0]
     (other,) = set(processes("submitit.core._submit")) - {parent(worker)}
     os.kill(worker, signal.SIGKILL)
