@@ -110,6 +110,7 @@ RESCALING_FAMILIES = {
     "roberta-prelayernorm": ("bert_pre_layer_norm", "RoBERTa-PreLayerNorm, which is isoloss's bert-pre-ln"),
 }
 
+REPRODUCED = "every figure and table of the paper, at several scales"
 SAME_LOSS = "models of the same pre-training loss that differ in flatness: do they differ in transfer?"
 PILOT = "what the study same-loss is planned with: slopes of transfer on the loss, and variances"
 COMPARED = "the paper's algorithms and others, several seeds of each: loss, flatness and transfer"

@@ -33,11 +33,12 @@ EXAMPLES = [
     ("isoloss study run algorithms --seed-offset 1", "a repetition with other seeds, in a folder of its own"),
     ("isoloss study export algorithms --output results/a", "the results of a finished study, in one small folder"),
     ("isoloss study compare results/a results/b", "compare a study with its repetition"),
+    ("isoloss study archive algorithms --output kept", "the results so far, for study run --archive kept"),
 ]
 
 WORK_OPTIONS = {"--workers", "--retries", "--fail-fast", "--expiry"}  # options of work
 RUN_OPTIONS = WORK_OPTIONS | {"--executor", "--submit", "--address", "--storage"}
-Action = Literal["plan", "run", "work", "status", "report", "verify", "export", "compare"]
+Action = Literal["plan", "run", "work", "status", "report", "verify", "export", "compare", "archive"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Args:
 
     action: tyro.conf.Positional[Action]
     """plan: list the units; run: run them; work: help another process run them; status: show progress; report:
-    write the page; verify: check the files; export: write the results to --output; compare: compare two exports."""
+    write the page; verify: check the files; export: write the results to --output; compare: compare two exports;
+    archive: write the complete blocks to --output, without checkpoints."""
     name: tyro.conf.Positional[str]
     """The study (isoloss ls studies) or the path of a Python file that defines one; for compare: an exported folder."""
     other: tyro.conf.Positional[Path | None] = None
@@ -58,7 +60,10 @@ class Args:
     folder: Path | None = None
     """Folder of the study; default: runs/NAME-SCALE, or runs/NAME-SCALE-seeds-N for a seed offset of N."""
     output: Path | None = None
-    """For export: folder for the results. An earlier export of the same results is replaced."""
+    """For export and archive: folder for the results. An earlier one of the same study is replaced."""
+    archive: Path | None = None
+    """For run: start from the results in this folder, which study archive has written; what they cover counts as
+    done."""
     workers: int = 2
     """Cores that units may use at the same time; most units use one. For the executor slurm: number of workers."""
     executor: str = "local"
@@ -111,7 +116,7 @@ def main(arguments: list[str]) -> int:
         start = _run_command(args, folder)
         return study_progress.show(folder, args.action, start, args.workers, watch=args.watch, as_json=args.json)
     actions = {"run": _run, "work": _work, "report": _report, "verify": _verify}
-    return {**actions, "export": _export}[args.action](args, folder)
+    return {**actions, "export": _export, "archive": _archive}[args.action](args, folder)
 
 
 def _check_options(args: Args, arguments: list[str]) -> None:
@@ -124,8 +129,12 @@ def _check_options(args: Args, arguments: list[str]) -> None:
             raise IsolossError(f"{option} is for study run, not for study {args.action}")
         if args.action != "status" and option == "--watch":
             raise IsolossError(f"--watch is for study status, not for study {args.action}")
-        if args.action != "export" and option == "--output":
-            raise IsolossError(f"--output is for study export: study {args.action} writes into the study's folder")
+        if args.action not in ("export", "archive") and option == "--output":
+            raise IsolossError(
+                f"--output is for study export and study archive: study {args.action} writes into the study's folder"
+            )
+        if args.action != "run" and option == "--archive":
+            raise IsolossError(f"--archive is for study run, not for study {args.action}")
     if args.workers < 1:
         raise IsolossError(f"--workers is {args.workers}; it must be at least 1")
     for option, executor in (("submit", "slurm"), ("address", "ray"), ("storage", "ray")):
@@ -146,6 +155,11 @@ def _run(args: Args, folder: StudyFolder) -> int:
     options = _options(args, folder)
     with files.lock(folder.path, wait=True):
         folder.prepare()
+        if args.archive is not None:
+            from isoloss.studies.archive import restore
+
+            restored = restore(folder, args.archive)
+            common.note(f"{len(restored)} runs restored from {args.archive}, without checkpoints")
         units = folder.plan()
         adopt(units)
     if args.executor == "local" and args.workers > (os.cpu_count() or 1):
@@ -244,6 +258,23 @@ def _export(args: Args, folder: StudyFolder) -> int:
         raise _unfinished(args, folder)
     with files.lock(folder.path):
         return study_results.export(folder, args.output, as_json=args.json)
+
+
+def _archive(args: Args, folder: StudyFolder) -> int:
+    from isoloss.studies.archive import archive
+
+    if args.output is None:
+        raise IsolossError("--output is required for study archive: the folder for the results")
+    if not folder.exists():
+        raise IsolossError(f"{folder.path} holds no study yet: {_run_command(args, folder)} starts one")
+    with files.lock(folder.path):
+        written = archive(folder, args.output)
+    if args.json:
+        common.emit_json({"archive": str(args.output), "written": [path.name for path in written]})
+    else:
+        names = ", ".join(path.name for path in written)
+        common.say(f"wrote {names} to {args.output}" if names else f"{args.output} has all complete blocks already")
+    return 0
 
 
 def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:

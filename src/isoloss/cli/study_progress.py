@@ -73,6 +73,7 @@ def _document(
             "gpu_memory_bytes": estimate.gpu_memory,
             "disk_bytes": estimate.disk,
             "measured": estimate.is_measured,
+            "shown_in": list(status.unit.shown_in),
             "arguments": list(status.unit.arguments),
         }
         for status, estimate in zip(states, needed, strict=True)
@@ -112,8 +113,12 @@ def _print_plan(
         )
         for i, status in enumerate(states)
     ]
-    columns = ("unit", "state", "after", "seconds", *(name for name, _ in shown))
-    common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, rows, left=3)
+    columns: tuple[str, ...] = ("unit", "state", "after", "seconds", *(name for name, _ in shown))
+    left_columns = 3
+    if any(status.unit.shown_in for status in states):  # of a study that says which figures its runs are for
+        columns, left_columns = ("unit", "shown in", *columns[1:]), 4
+        rows = [(row[0], ", ".join(status.unit.shown_in), *row[1:]) for status, row in zip(states, rows, strict=True)]
+    common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, rows, left=left_columns)
     _say_done(folder, states)
     measured = sum(estimate.is_measured for estimate in needed)
     basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
@@ -128,7 +133,7 @@ def _print_plan(
         f"Cost: {_hours(left.core_seconds, 'core')}"
         + (f" and {_hours(left.gpu_seconds, 'GPU')}." if left.gpu_seconds else ".")
     )
-    if measured:
+    if measured or all(estimate.disk is not None for estimate in needed):
         sizes = [(estimate.disk, status.state == "done") for estimate, status in zip(needed, states, strict=True)]
         to_come = sum(size for size, is_done in sizes if size and not is_done)
         unknown = sum(size is None for size, _ in sizes)

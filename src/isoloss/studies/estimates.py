@@ -36,7 +36,8 @@ def estimates(units: Sequence[Unit], folder: Path) -> list[Estimate]:
 
     A unit that is not done is estimated from the measured units of the same subcommand and group, or else from those of
     the same subcommand. Its seconds are those expected beforehand, times the ratio of the time that the measured units
-    took to the time expected for them. Its memory is their maximum, and its disk space their mean.
+    took to the time expected for them. Its memory is their maximum, and its disk space their mean; without such units,
+    all are what the plan expects.
 
     Args:
         units: The plan.
@@ -53,7 +54,10 @@ def estimates(units: Sequence[Unit], folder: Path) -> list[Estimate]:
     for unit in units:
         common = next((summaries[key] for key in _keys(unit) if key in summaries), {})
         record = measured.get(unit.name, {})
-        needs = {kind: record.get(kind, common.get(kind)) for kind in ("memory", "gpu_memory", "disk")}
+        guessed = {} if unit.expected is None else vars(unit.expected)
+        needs = {
+            kind: record.get(kind, common.get(kind, guessed.get(kind))) for kind in ("memory", "gpu_memory", "disk")
+        }
         result.append(
             Estimate(
                 unit=dataclasses.replace(unit, seconds=record.get("seconds", unit.seconds * common.get("factor", 1.0))),

@@ -13,7 +13,6 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import pending
 from isoloss.evaluation.measures.base import settings_of
-from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.answers import answer_all, check_measures
 from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims
@@ -27,6 +26,7 @@ CONFIGS = "configs"  # the folder of the runs' configs, written before study.jso
 MEASURING_SECONDS = 5.0  # of one checkpoint
 STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with the square root of the batch
 STACKED = 3.0  # how many times as fast stacked runs train
+_NOT_THE_PLAN = ("needs", "expected")  # fields of a measurement that do not decide its results
 CLAIMS = "claims_sha256"  # the key in study.json of the hash that the file of claims had at the start
 
 
@@ -70,7 +70,7 @@ class StudyFolder:
             "measured": {
                 name: [
                     {
-                        **{key: value for key, value in configs.to_dict(part).items() if key != "needs"},
+                        **{key: value for key, value in configs.to_dict(part).items() if key not in _NOT_THE_PLAN},
                         "steps": list(experiment.steps(part)),
                     }
                     for part in experiment.measurements
@@ -120,7 +120,7 @@ class StudyFolder:
         if (first := self.study.first_page_blocks) is not None and first < 1:
             raise IsolossError(f"first_page_blocks of the study {self.study.name} is {first}; it must be at least 1")
         groups = {one.group or name for name, one in self.scale.experiments.items()}
-        if len(groups) > len(COLORS):
+        if self.study.page is None and len(groups) > len(COLORS):  # a page of its own chooses what each figure shows
             raise IsolossError(
                 f"the study {self.study.name} has {len(groups)} groups of runs, and figures {len(COLORS)} colors: give "
                 "runs of one kind the same Experiment.group"
@@ -166,10 +166,12 @@ class StudyFolder:
                     has_files=functools.partial(_has_evaluations, run, experiment, part),
                     progress=functools.partial(_measuring_progress, run, experiment, part),
                     after=(_training_unit(name, experiment),),
-                    seconds=MEASURING_SECONDS * len(experiment.steps(part)),
+                    seconds=part.expected.seconds if part.expected else MEASURING_SECONDS * len(experiment.steps(part)),
+                    expected=part.expected,
                     needs=part.needs,
                     block=experiment.block,
                     group=f"{part.name} {experiment.group or name}",
+                    shown_in=experiment.shown_in,
                 )
                 for part in experiment.measurements
             ]
@@ -232,10 +234,12 @@ class StudyFolder:
                     has_files=functools.partial(_are_complete, runs),
                     progress=functools.partial(_training_progress, runs),
                     after=tuple(dict.fromkeys(_training_unit(other, experiments[other]) for other in after)),
-                    seconds=sum(_training_seconds(e.config) for e in members.values()),
+                    seconds=sum(_training_seconds(e) for e in members.values()),
+                    expected=next(iter(members.values())).expected if len(members) == 1 else None,
                     needs=needs,
                     block=min(experiment.block for experiment in members.values()),
                     group=", ".join(dict.fromkeys(one.group or name for name, one in members.items())),
+                    shown_in=tuple(dict.fromkeys(each for one in members.values() for each in one.shown_in)),
                 )
             )
         return units
@@ -338,8 +342,11 @@ def _device(needs: Resources) -> tuple[str, ...]:
     return "--device", "cuda" if needs.gpus else "cpu", "--threads", str(needs.cores)
 
 
-def _training_seconds(config: TrainConfig) -> float:
-    """Return about how long a narrow BERT takes to train on one core; wider ones take longer."""
+def _training_seconds(experiment: Experiment) -> float:
+    """Return about how long a run takes; if the study does not say, how long a narrow BERT takes on one core."""
+    if experiment.expected is not None:
+        return experiment.expected.seconds
+    config = experiment.config
     seconds = STEP_SECONDS * config.steps * math.sqrt(config.batch_size)
     return seconds / STACKED if config.stacked else seconds
 
@@ -371,7 +378,7 @@ def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:
     if not _is_trained(run, experiment):
         return False
     steps = experiment.steps(part)
-    if missing := sorted(set(steps).difference(run.steps())):
+    if (missing := sorted(set(steps).difference(run.steps()))) and not run.is_archived:
         raise IsolossError(
             f"{run.path} is complete but has no checkpoint at step {missing[0]}: delete the folder to train it again"
         )

@@ -79,6 +79,23 @@ class Resources:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a unit of work is expected to need before any like it has run.
+
+    Attributes:
+        seconds: Its duration with the resources that it needs.
+        memory: Peak memory of all its processes, in bytes; None: unknown.
+        gpu_memory: The same for the memory of its GPUs.
+        disk: Size of its result in bytes.
+    """
+
+    seconds: float
+    memory: int | None = None
+    gpu_memory: int | None = None
+    disk: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unit:
     """One command on a directory, which may be killed at any moment and run again.
 
@@ -93,10 +110,12 @@ class Unit:
         outputs: Paths of the run directories that it makes, as they are written in `arguments`. An attempt makes each
             in its own folder (`isoloss.studies.attempts`), and only a complete one gets its final name.
         after: Names of the units whose results it needs.
-        seconds: Expected duration on one core, guessed beforehand; decides the order within a block.
+        seconds: Expected duration, guessed beforehand; decides the order within a block.
         needs: What it needs while it runs.
         block: Number of its block; units of lower blocks start first.
         group: A label shared by units that need about the same time, memory and disk space.
+        shown_in: The figures and tables that show what it makes.
+        expected: What it is expected to need; None: unknown but for the seconds.
     """
 
     name: str
@@ -110,6 +129,8 @@ class Unit:
     needs: Resources = field(default_factory=Resources)
     block: int = 0
     group: str = ""
+    shown_in: tuple[str, ...] = ()
+    expected: Expected | None = None
 
     @property
     def file_name(self) -> str:

@@ -16,7 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.files import nearest
 from isoloss.registry import STUDIES
 from isoloss.run_config import TrainConfig
-from isoloss.studies.plan import Resources
+from isoloss.studies.plan import Expected, Resources
 
 if TYPE_CHECKING:
     from isoloss.studies.claims import ClaimResult, Contrast
@@ -34,6 +34,7 @@ class Measurement:
         settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss eval`.
         name: First part of the unit's name; the second is the run.
         needs: What the unit needs; with GPUs it measures on `cuda`.
+        expected: What it is expected to take; None: a rough guess of the time.
 
     Raises:
         IsolossError: It has no measures, or needs several processes, which only training can use.
@@ -44,6 +45,7 @@ class Measurement:
     settings: Mapping[str, Any] = field(default_factory=dict)
     name: str = "measure"
     needs: Resources = field(default_factory=Resources)
+    expected: Expected | None = None
 
     def __post_init__(self) -> None:
         if not self.measures:
@@ -68,6 +70,8 @@ class Experiment:
         stack: What it is trained together with: one unit of work trains all runs of the same name here, whose configs
             have `stacked` and models of one shape; empty: it is trained by itself.
         needs: What training needs; with GPUs it trains on `cuda`. The runs of one stack have the same.
+        shown_in: The figures and tables that show it, e.g. `figure 3a`; `isoloss study plan` names them.
+        expected: What training is expected to take; None: a rough guess of the time. Not for a run in a stack.
     """
 
     config: TrainConfig
@@ -77,6 +81,8 @@ class Experiment:
     block: int = 0
     stack: str = ""
     needs: Resources = field(default_factory=Resources)
+    shown_in: tuple[str, ...] = ()
+    expected: Expected | None = None
 
     @property
     def kept_steps(self) -> tuple[int, ...]:

@@ -1,0 +1,86 @@
+"""The study's answer in five sentences, written from its verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from isoloss.statistics.estimate import Estimate, number
+from isoloss.studies.claims import Answer, ClaimResult
+from isoloss.studies.results import UNITS
+from isoloss.studies.verdicts import Verdict
+
+_VERBS = {
+    Verdict.SHOWN: "yes",
+    Verdict.CONTRADICTED: "no, the opposite is shown",
+    Verdict.NOT_SHOWN: "not shown",
+    Verdict.NOT_TESTED: "not tested",
+}
+_PAIRS = ("sgd", "noise", "longer", "larger", "adversary", "helper")  # claims about transfer and flatness of one pair
+
+
+def answer(claims: Sequence[ClaimResult]) -> Sequence[str]:
+    """Return what the study answers, a sentence each, from the result of every claim of its claims.toml."""
+    by_id = {result.claim.id: result for result in claims}
+
+    def verdicts(name: str) -> str:
+        return _verdicts(by_id[name].answers)
+
+    return (
+        "Can models of the same loss and architecture transfer differently? The adversary transfers worse: "
+        f"{verdicts('adversary-transfer')}; the helper transfers better: {verdicts('helper-transfer')}; a trained "
+        f"model transfers better than the look-up table: {verdicts('lookup-transfer')}.",
+        "At the same loss, does a model that was trained for longer transfer better? On grammars: "
+        f"{verdicts('longer-transfer')}; on hidden Markov models: {verdicts('hmm-longer-transfer')}; and is it "
+        f"flatter? {verdicts('longer-flatter')}.",
+        f"At the same loss, does a larger model transfer better? On grammars: {verdicts('larger-transfer')}; on hidden "
+        f"Markov models: {verdicts('hmm-larger-transfer')}; and is it flatter? {verdicts('larger-flatter')}.",
+        "At the same loss, does SGD with sampled labels after AdamW flatten the model? On grammars: "
+        f"{verdicts('sgd-flatter')}; on hidden Markov models: {verdicts('hmm-sgd-flatter')}; and does it transfer "
+        f"better? On grammars: {verdicts('sgd-transfer')}; on hidden Markov models: {verdicts('hmm-sgd-transfer')}.",
+        _agreement(by_id),
+    )
+
+
+def _verdicts(answers: Sequence[Answer]) -> str:
+    """Return the verdict on each case with its difference; cases of one verdict share the words."""
+    groups: dict[Verdict, list[Answer]] = {}
+    for one in answers:
+        groups.setdefault(one.verdict, []).append(one)
+    return ", ".join(f"{_VERBS[verdict]} ({'; '.join(map(_in_numbers, some))})" for verdict, some in groups.items())
+
+
+def _in_numbers(one: Answer) -> str:
+    if one.difference is None:
+        return one.case
+    return f"{one.case} {_signed(one.difference)}".strip()
+
+
+def _signed(difference: Estimate) -> str:
+    unit = UNITS.get(difference.unit, difference.unit)
+    return f"{'+' if difference.value > 0 else ''}{number(difference)} {unit}"
+
+
+def _agreement(by_id: Mapping[str, ClaimResult]) -> str:
+    """Return how often the model that is flatter at the same loss is the one that transfers better."""
+    counts = dict.fromkeys(("agree", "disagree", "open"), 0)
+    for name in _PAIRS:
+        flatness = by_id.get(f"{name}-flatter") or by_id[f"{name}-sharper"]
+        for sharper in flatness.answers:
+            for better in by_id[f"{name}-transfer"].answers:
+                signs = [_significant_sign(one) for one in (sharper, better)]
+                if 0 in signs:
+                    counts["open"] += 1
+                else:
+                    counts["agree" if signs[0] != signs[1] else "disagree"] += 1
+    return (
+        "Does flatness tell models of the same loss apart? Of the significant pairs of a difference in flatness and "
+        f"one in transfer, the flatter model transfers better in {counts['agree']} and worse in {counts['disagree']}; "
+        f"in {counts['open']} other pairs one of the two is not significant."
+    )
+
+
+def _significant_sign(one: Answer) -> int:
+    """Return the sign of a difference whose verdict is significant, else 0."""
+    if one.difference is None or one.verdict not in (Verdict.SHOWN, Verdict.CONTRADICTED):
+        return 0
+    return 1 if one.difference.value > 0 else -1

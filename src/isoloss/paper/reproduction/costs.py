@@ -1,0 +1,133 @@
+"""What training and measuring a model of the paper's sizes takes: time, memory and disk space, before it is tried.
+
+These are rough: half or twice the time would be no surprise. Training takes 6 floating-point operations per parameter
+and token (Kaplan et al., 2020, section 2.1) and 12 L d T per token for attention, at an assumed fraction of a GPU's
+peak. Activations take 34 d + 5 h T bytes per token and layer in 16 bits (Korthikanti et al., 2022, section 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from isoloss.models.sizes import LSTMShape
+from isoloss.registry import MODELS
+from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.studies.plan import Expected, Resources
+
+PEAK = 989e12  # floating-point operations per second of one NVIDIA H100 in bfloat16, dense
+UTILIZATION = 0.4  # of a transformer at least WIDE; narrower ones in proportion to their width
+WIDE = 1024
+LSTM_UTILIZATION = 0.1  # of one that is at least WIDE
+BYTES = 16  # of a parameter's value, gradient and AdamW's two moments, in float32
+MICRO_BATCH_BYTES = 20 * 2**30  # for the activations of a micro-batch
+STEP_SECONDS = 0.01  # of a step at least: drawing its sentences, starting its kernels
+OVERHEAD_SECONDS = 60.0  # of a measure: loading, exact conditionals on the CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """What costs depend on besides the model.
+
+    Attributes:
+        vocab_size: Ids that the model knows.
+        length: The most tokens in a sentence.
+        predicted: Predicted tokens in a sentence.
+    """
+
+    vocab_size: int
+    length: int
+    predicted: float = 1.0
+
+
+def num_parameters(model: ModelConfig, tokens: Tokens) -> int:
+    """Return the number of parameters, the embedding included.
+
+    Example:
+        >>> num_parameters(ModelConfig(size="d1024"), Tokens(vocab_size=30_522, length=128))
+        234011450
+    """
+    architecture = MODELS.load(model.architecture)
+    count: int = architecture.num_parameters(architecture.shape(model), tokens.vocab_size, tokens.length)
+    return count
+
+
+def _width(shape: Any) -> int:
+    return int(shape.hidden * shape.directions if isinstance(shape, LSTMShape) else shape.d_model)
+
+
+def _forward_flops(model: ModelConfig, tokens: Tokens) -> float:
+    """Return the operations of one sentence: all tokens through the layers, the predicted ones through the decoder."""
+    shape = MODELS.load(model.architecture).shape(model)
+    width = _width(shape)
+    layers = num_parameters(model, tokens) - width * (tokens.vocab_size + tokens.length)
+    attention = 0 if isinstance(shape, LSTMShape) else 4 * shape.num_layers * width * tokens.length
+    return tokens.length * (2 * layers + attention) + tokens.predicted * 2 * width * tokens.vocab_size
+
+
+def flops_per_second(model: ModelConfig, needs: Resources) -> float:
+    """Return the operations per second that are assumed."""
+    shape = MODELS.load(model.architecture).shape(model)
+    utilization = LSTM_UTILIZATION if isinstance(shape, LSTMShape) else UTILIZATION
+    return PEAK * utilization * min(1.0, _width(shape) / WIDE) * max(1.0, needs.all_gpus)
+
+
+def micro_batch_size(model: ModelConfig, tokens: Tokens, batch_size: int, processes: int) -> int:
+    """Return how many sentences a process computes on at once: the most, by halving, that keep to the memory."""
+    size = batch_size // processes
+    while size > 1 and size * _activation_bytes(model, tokens) > MICRO_BATCH_BYTES:
+        size //= 2
+    return size
+
+
+def _activation_bytes(model: ModelConfig, tokens: Tokens) -> float:
+    """Return the bytes of one sentence's activations, and of the logits of its predicted tokens in float32."""
+    shape = MODELS.load(model.architecture).shape(model)
+    width = _width(shape)
+    heads = 0 if isinstance(shape, LSTMShape) else shape.num_heads
+    layers: int = shape.num_layers * (34 * width + 5 * heads * tokens.length)
+    return tokens.length * layers + tokens.predicted * 8 * tokens.vocab_size
+
+
+def training(config: TrainConfig, tokens: Tokens, needs: Resources, *, kept: int) -> Expected:
+    """Return what training takes.
+
+    Args:
+        config: The run.
+        tokens: Its language.
+        needs: Its resources.
+        kept: How many checkpoints it keeps.
+    """
+    model, parameters = config.model, num_parameters(config.model, tokens)
+    passes = {"sam": 2.0, "adversarial": 1.2}.get(config.algorithm.kind, 1.0)
+    flops = 3 * _forward_flops(model, tokens) * config.batch_size * config.steps * passes
+    micro = micro_batch_size(model, tokens, config.batch_size, needs.processes * needs.nodes)
+    return Expected(
+        seconds=max(flops / flops_per_second(model, needs), config.steps * STEP_SECONDS),
+        memory=round(4 * parameters + 4 * 2**30),
+        gpu_memory=round(BYTES * parameters + micro * _activation_bytes(model, tokens)),
+        disk=4 * parameters * (kept + 2),  # the last one with AdamW's moments
+    )
+
+
+def measuring(
+    model: ModelConfig, tokens: Tokens, needs: Resources, *, sentences: float, backward: float, measures: int
+) -> Expected:
+    """Return what measuring one checkpoint takes.
+
+    Args:
+        model: The model.
+        tokens: Its language.
+        needs: Its resources.
+        sentences: Sentences that go through the model forward.
+        backward: Sentences that go through it backward.
+        measures: Number of measures.
+    """
+    flops = _forward_flops(model, tokens) * (sentences + 3 * backward)
+    parameters = num_parameters(model, tokens)
+    return Expected(
+        seconds=flops / flops_per_second(model, needs) + OVERHEAD_SECONDS * measures,
+        memory=round(4 * parameters + 8 * 2**30),
+        gpu_memory=round(8 * parameters + MICRO_BATCH_BYTES),
+        disk=measures * 2**17,
+    )

@@ -1,0 +1,348 @@
+"""What the study trains on each of the paper's datasets: sizes, training for longer, SGD, other algorithms."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from isoloss.config import LanguageConfig
+from isoloss.paper.reproduction import costs
+from isoloss.paper.reproduction.costs import Tokens
+from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
+from isoloss.studies.plan import Resources
+from isoloss.studies.spec import Experiment, Measurement
+
+# what is added to a replicate's seed: for what follows the main run, and for the measures
+CONTINUED, MEASURED = 30, 60
+SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
+TABLES = ("lookup", "log-lookup", "one-hot")  # baselines of the probe without a model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A variant of the main model.
+
+    Attributes:
+        title: What it is called in figures and tables.
+        changes: Fields of `TrainConfig` that differ from the main model's, which is trained from scratch.
+        stages: Instead, what follows the step of the main model from which arms branch off.
+        watched: Steps of the stages that are measured besides the last; counted from their start.
+        shown_in: The figures and tables of the paper that show it.
+        control: The arm that it is compared with; empty: the main model.
+    """
+
+    title: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    stages: tuple[StageConfig, ...] = ()
+    watched: tuple[int, ...] = ()
+    shown_in: tuple[str, ...] = ()
+    control: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """The figures and tables of the paper that show a dataset's runs, by what the runs have in common."""
+
+    sizes: tuple[str, ...] = ()  # every size
+    longer: tuple[str, ...] = ()  # the model whose steps are followed
+    expanded: tuple[str, ...] = ()  # sizes that are expanded into one
+    main: tuple[str, ...] = ()  # the model that the arms are compared with
+    tables: tuple[str, ...] = ()  # the look-up table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicate:
+    """A language with a pre-training seed: what all runs that are compared have in common."""
+
+    dataset: str
+    language: LanguageConfig
+    place: int  # of the language in its dataset
+    index: int  # of the seed
+
+    @property
+    def seed(self) -> int:
+        """Of pre-training; different for every replicate of a dataset."""
+        return 100 * getattr(self.language, "seed", self.place) + self.index
+
+    @property
+    def cluster(self) -> str:
+        """What errors are over: the language, as runs on one language are alike."""
+        return f"{self.dataset} {getattr(self.language, 'seed', self.place)}"
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its runs begin with."""
+        return f"{self.cluster.replace(' ', '-')}-seed-{self.index}"
+
+    def run(self, arm: str) -> str:
+        """Return the name of the run of an arm or size."""
+        return f"{self.prefix}-{arm}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """One of the paper's datasets: its languages, models, tasks, and what is trained and measured.
+
+    Attributes:
+        name: E.g. `pcfg`.
+        title: What the page calls it.
+        languages: Its languages, e.g. grammars; errors are over them where there are several.
+        seeds: Pre-training seeds for each.
+        tasks: The measure of each downstream task, by the paper's name of the task.
+        common: Fields of `TrainConfig` that all runs share, other than the language, the model and the seed.
+        sizes: The models of figure 3 and its like by name, ascending.
+        expanded: Further models, which are only compared inside the largest of them (Table 4).
+        main: The size that is followed over its steps and that the arms are compared with.
+        followed: The size of figure 2, where it is another one.
+        watched: The measured steps; the last is the end of training.
+        branch: The watched step of the main model that arms continue from; 0: its last.
+        polish_steps: Steps of AdamW with a learning rate that decays to 0, after each watched step in a run of its own:
+            they bring models to about the same loss. 0: there are none, as in the paper.
+        polish_labels: What the polish learns from: the exact conditionals, where they are known, or sampled tokens.
+        polish_rate: Its highest learning rate.
+        other_polishes: Other lengths of the main model's last polish: it reaches the loss of the one after `branch`
+            within one of them.
+        arms: Variants of the main model, by name.
+        measures: What is measured of every watched checkpoint.
+        end_measures: What is measured besides at the end of every size, arm and polish.
+        all_measures: What is measured besides of the main model, its arms and their polishes.
+        settings: Settings of the measures.
+        shown: The paper's figures and tables.
+        needs: What training and measuring need: of the pairs of a width and needs, the last whose width the model has.
+        tokens: What the expected costs are computed from; None: they are not.
+    """
+
+    name: str
+    title: str
+    languages: tuple[LanguageConfig, ...]
+    seeds: int = 1
+    tasks: Mapping[str, str]
+    common: Mapping[str, Any]
+    sizes: Mapping[str, ModelConfig]
+    expanded: Mapping[str, ModelConfig] = field(default_factory=dict)
+    main: str
+    followed: str = ""
+    watched: tuple[int, ...]
+    branch: int = 0
+    polish_steps: int = 0
+    polish_labels: Literal["exact", "sampled"] = "exact"
+    polish_rate: float = 3e-3
+    other_polishes: tuple[int, ...] = ()
+    arms: Mapping[str, Arm] = field(default_factory=dict)
+    measures: tuple[str, ...]
+    end_measures: tuple[str, ...] = ()
+    all_measures: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    shown: Shown = field(default_factory=Shown)
+    needs: tuple[tuple[int, Resources], ...] = ((0, Resources()),)
+    tokens: Tokens | None = None
+
+    @property
+    def replicates(self) -> tuple[Replicate, ...]:
+        """Every language with every seed."""
+        return tuple(
+            Replicate(dataset=self.name, language=language, place=place, index=index)
+            for place, language in enumerate(self.languages)
+            for index in range(self.seeds)
+        )
+
+    @property
+    def last(self) -> int:
+        """The last step of training."""
+        return self.watched[-1]
+
+    @property
+    def start(self) -> int:
+        """The step of the main model that arms continue from."""
+        return self.branch or self.last
+
+    @functools.cached_property
+    def experiments(self) -> dict[str, Experiment]:
+        """Every run of every replicate."""
+        made: dict[str, Experiment] = {}
+        for replicate in self.replicates:
+            for arm, experiment in _Runs(self, replicate).experiments().items():
+                stack = f"{replicate.cluster} {arm}" if experiment.config.stacked else ""
+                made[replicate.run(arm)] = dataclasses.replace(experiment, stack=stack)
+        return made
+
+
+def polished(arm: str, step: int, length: int = 0) -> str:
+    """Return the name of the polish that follows a step of a run; of another length than all, if one is given."""
+    return f"{arm}-{step}-polished{f'-{length}' if length else ''}"
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of one replicate, and what is measured of each."""
+
+    dataset: Dataset
+    replicate: Replicate
+
+    def experiments(self) -> dict[str, Experiment]:
+        """Return the runs by the names of their arms."""
+        dataset = self.dataset
+        runs: dict[str, Experiment] = {}
+        for size, model in dataset.sizes.items():
+            runs |= self._of_size(size, model)
+        for size, model in dataset.expanded.items():
+            if size not in runs:
+                config = self._config(model)
+                runs[size] = self._trained(config, size, steps=(dataset.last,), shown_in=dataset.shown.expanded)
+        for name, arm in dataset.arms.items():
+            runs |= self._of_arm(name, arm)
+        return runs
+
+    def _config(self, model: ModelConfig, **changes: Any) -> TrainConfig:
+        dataset = self.dataset
+        fields = {"steps": dataset.last, "checkpoints": dataset.watched[:-1], **dataset.common, **changes}
+        return TrainConfig(language=self.replicate.language, model=model, seed=self.replicate.seed, **fields)
+
+    def _of_size(self, size: str, model: ModelConfig) -> dict[str, Experiment]:
+        """Return the run of a size, with a polish after each of its watched steps."""
+        dataset = self.dataset
+        shown_in = [*dataset.shown.sizes]
+        if size == (dataset.followed or dataset.main):
+            shown_in += dataset.shown.longer
+        if size == dataset.main:
+            shown_in += dataset.shown.main
+        if size in dataset.expanded or (dataset.polish_steps and dataset.shown.expanded):
+            shown_in += dataset.shown.expanded
+        tables: tuple[Measurement, ...] = ()
+        config = self._config(model)
+        if size == dataset.main and dataset.shown.tables:
+            shown_in += dataset.shown.tables
+            config = dataclasses.replace(config, checkpoints=(0, *config.checkpoints))
+            features = [f"{kind}-{each.removeprefix('probe-')}" for kind in TABLES for each in dataset.tasks.values()]
+            tables = (self._measurement(dict.fromkeys(features), (0,), "measure the baselines of", model),)
+        shown = tuple(dict.fromkeys(shown_in))
+        runs = {size: self._trained(config, size, steps=dataset.watched, shown_in=shown, more=tables)}
+        for step in dataset.watched if dataset.polish_steps else ():
+            runs[polished(size, step)] = self._polish(size, step, config, size, with_all=size == dataset.main)
+        for length in dataset.other_polishes if size == dataset.main else ():
+            name = polished(size, dataset.last, length)
+            runs[name] = self._polish(size, dataset.last, config, size, with_all=True, length=length)
+        return runs
+
+    def _of_arm(self, name: str, arm: Arm) -> dict[str, Experiment]:
+        """Return the run of an arm and, if it is trained from scratch, a polish after its last step."""
+        dataset = self.dataset
+        if arm.stages:
+            return {name: self._continued(arm)}
+        changes = dict(arm.changes)
+        config = self._config(changes.pop("model", dataset.sizes[dataset.main]), **changes)
+        runs = {name: self._trained(config, arm.title, steps=dataset.watched, shown_in=arm.shown_in)}
+        if dataset.polish_steps:
+            last = dataset.last
+            runs[polished(name, last)] = self._polish(name, last, config, arm.title, with_all=True)
+        return runs
+
+    def _continued(self, arm: Arm) -> Experiment:
+        """Return an arm that continues the main model; its last stage is the polish, if there is one."""
+        dataset, start = self.dataset, self.replicate.run(self.dataset.main)
+        stages = (*arm.stages, *([self._polish_stage()] if dataset.polish_steps else []))
+        config = self._config(
+            dataset.sizes[dataset.main],
+            steps=sum(stage.steps for stage in stages),
+            stages=stages,
+            checkpoints=arm.watched,
+            init_from=f"../{start}/checkpoints/step-{dataset.start}",
+        )
+        config = dataclasses.replace(
+            config,
+            seed=self.replicate.seed + CONTINUED,
+            stacked=config.stacked and all(stage.algorithm is None for stage in stages),
+        )
+        before = config.stage_ends()[:-1] if dataset.polish_steps else ()
+        steps = (*arm.watched, *before, config.steps)
+        return self._trained(config, arm.title, steps=steps, shown_in=arm.shown_in, after=(start,), with_all=True)
+
+    def _polish_stage(self) -> StageConfig:
+        dataset = self.dataset
+        return StageConfig(steps=dataset.polish_steps, labels=dataset.polish_labels, optimizer=self._polish_optimizer())
+
+    def _polish_optimizer(self) -> OptimizerConfig:
+        return OptimizerConfig(learning_rate=self.dataset.polish_rate, schedule="cosine", weight_decay=0.0)
+
+    def _polish(
+        self, arm: str, step: int, config: TrainConfig, group: str, *, with_all: bool, length: int = 0
+    ) -> Experiment:
+        """Return the polish that follows a step of a run with this config."""
+        dataset, start = self.dataset, self.replicate.run(arm)
+        polish = dataclasses.replace(
+            config,
+            steps=length or dataset.polish_steps,
+            checkpoints=(),
+            objective=dataclasses.replace(config.objective, labels=dataset.polish_labels),
+            optimizer=self._polish_optimizer(),
+            init_from=f"../{start}/checkpoints/step-{step}",
+            seed=self.replicate.seed + CONTINUED,
+        )
+        return self._trained(polish, group, steps=(polish.steps,), after=(start,), with_all=with_all)
+
+    def _trained(
+        self,
+        config: TrainConfig,
+        group: str,
+        *,
+        steps: Sequence[int],
+        shown_in: tuple[str, ...] = (),
+        after: tuple[str, ...] = (),
+        more: tuple[Measurement, ...] = (),
+        with_all: bool = False,
+    ) -> Experiment:
+        """Return a run that is measured at these steps, and with more measures at the last."""
+        dataset, model = self.dataset, config.model
+        steps, needs, expected = tuple(dict.fromkeys(steps)), self._needs(model, training=True), None
+        if dataset.tokens is not None:
+            processes = needs.processes * needs.nodes
+            micro = costs.micro_batch_size(model, dataset.tokens, config.batch_size, processes)
+            config = dataclasses.replace(config, micro_batch_size=micro if micro * processes < config.batch_size else 0)
+            expected = costs.training(config, dataset.tokens, needs, kept=len({*config.checkpoints, config.steps}))
+        ends = dict.fromkeys((*dataset.end_measures, *(dataset.all_measures if with_all else ())))
+        parts = [self._measurement(dict.fromkeys(dataset.measures), steps, "measure", model)]
+        if ends:
+            parts.append(self._measurement(ends, (config.steps,), "measure the end of", model))
+        return Experiment(
+            config=config,
+            measurements=(*parts, *more),
+            after=after,
+            group=group,
+            shown_in=shown_in,
+            needs=needs,
+            expected=expected,
+        )
+
+    def _measurement(
+        self, measures: Mapping[str, None], steps: Sequence[int], name: str, model: ModelConfig
+    ) -> Measurement:
+        # other sentences than the adversary and the helper train on
+        settings = {**self.dataset.settings, "seed": self.replicate.seed + MEASURED}
+        needs, expected = self._needs(model, training=False), None
+        if (tokens := self.dataset.tokens) is not None:
+            examples = settings["num_train"] + settings["num_test"]
+            tasks = sum(name.startswith(("probe-", "finetune-")) for name in measures)
+            one = costs.measuring(
+                model,
+                tokens,
+                needs,
+                sentences=settings["loss_sentences"] + tasks * examples,
+                backward=settings["flatness_sentences"]
+                + sum(name.startswith("finetune-") for name in measures) * 50 * examples,  # 5 seeds of 10 epochs
+                measures=len(measures),
+            )
+            expected = dataclasses.replace(one, seconds=one.seconds * len(steps), disk=(one.disk or 0) * len(steps))
+        return Measurement(
+            measures=tuple(measures), steps=tuple(steps), settings=settings, name=name, needs=needs, expected=expected
+        )
+
+    def _needs(self, model: ModelConfig, *, training: bool) -> Resources:
+        from isoloss.registry import MODELS
+
+        shape = MODELS.load(model.architecture).shape(model)
+        width = getattr(shape, "d_model", None) or shape.hidden
+        needs = [needs for least, needs in self.dataset.needs if width >= least][-1]
+        return needs if training else dataclasses.replace(needs, processes=1)

@@ -1,0 +1,24 @@
+"""The study of every figure and table of the paper."""
+
+from pathlib import Path
+
+from isoloss.paper.reproduction.answer import answer
+from isoloss.paper.reproduction.comparing import contrasts, measures
+from isoloss.paper.reproduction.paper_scale import PAPER, PUBLISHED
+from isoloss.paper.reproduction.scales import EVENING, SMOKE
+from isoloss.paper.reproduction.tables import tables
+from isoloss.studies.spec import Study
+
+STUDY = Study(
+    name="paper",
+    scales={"evening": EVENING, "smoke": SMOKE, "paper": PAPER, "authors": PUBLISHED},
+    title="Same pre-training loss, better downstream?",
+    claims=Path(__file__).with_name("claims.toml"),
+    contrasts=contrasts,
+    measures=measures,
+    tables=tables,
+    answer=answer,
+    page="isoloss.paper.reproduction.page:parts",
+    first_page_blocks=2,
+    block_name="languages",
+)

@@ -1,0 +1,195 @@
+"""The tables of the study: the paper's two, sizes and steps, and measures of flatness by what they predict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from isoloss.errors import IsolossError
+from isoloss.paper.reproduction.dataset import Dataset, Replicate, polished
+from isoloss.paper.reproduction.reading import at_step, end, mean, replicates
+from isoloss.paper.reproduction.scales import FLATNESS, Scale
+from isoloss.statistics.correlation import Kind, correlation
+from isoloss.statistics.estimate import Estimate
+from isoloss.studies.comparison import Checkpoint
+from isoloss.studies.results import Results, SummaryTable
+
+OVER = "mean ± standard error over languages"
+Row = tuple[tuple[str | int, ...], Mapping[str, Estimate]]
+At = Callable[[Replicate], Checkpoint]
+
+
+def tables(results: Results) -> tuple[SummaryTable, ...]:
+    """Return the tables of every dataset that has results."""
+    scale: Scale = results.scale
+    made: list[SummaryTable] = []
+    for dataset in scale.datasets:
+        if replicates(results, dataset):
+            made += [_algorithms(results, dataset), _flatness(results, dataset), _sizes(results, dataset)]
+            if dataset.all_measures:
+                made += [_ranking(results, dataset, kind) for kind in ("pearson", "spearman")]
+    return tuple(table for table in made if table.rows)
+
+
+def _row(results: Results, dataset: Dataset, labels: tuple[str | int, ...], at: At, keys: Sequence[str]) -> Row:
+    ones = replicates(results, dataset)
+    return labels, {key: mean([(one, at(one)[key].estimate) for one in ones]) for key in keys}
+
+
+def _arms(dataset: Dataset) -> dict[str, str]:
+    """Return the title of the main model and of its arms, by name."""
+    return {dataset.main: f"AdamW ({dataset.main})", **{name: arm.title for name, arm in dataset.arms.items()}}
+
+
+def _algorithms(results: Results, dataset: Dataset) -> SummaryTable:
+    """Return the paper's Table 1: transfer by training algorithm, with the look-up table."""
+    probes = list(dict.fromkeys(dataset.tasks.values()))
+    loss = _loss(results, dataset)
+    rows: list[Row] = [
+        _row(results, dataset, (title,), lambda one, arm=arm: end(results, dataset, one, arm), [loss, *probes])  # type: ignore[misc]
+        for arm, title in _arms(dataset).items()
+    ]
+    if dataset.shown.tables:
+        for kind, title in (("lookup", "Look-up table"), ("log-lookup", "Look-up table, logarithms")):
+            tasks = {probe: f"{kind}-{probe.removeprefix('probe-')}" for probe in probes}
+            ones = [(one, at_step(results, one, dataset.main, 0)) for one in replicates(results, dataset)]
+            accuracies = {
+                probe: mean([(one, start[table].estimate) for one, start in ones]) for probe, table in tasks.items()
+            }
+            rows.append(((title,), {loss: _zero(rows[0][1][loss]), **accuracies}))
+    caption = _after(dataset) + "Corresponds to the paper's table 1."
+    return SummaryTable(
+        f"{dataset.name}_algorithms", f"{dataset.title}: transfer by algorithm, {OVER}", ("model",), rows, caption
+    )
+
+
+def _zero(like: Estimate) -> Estimate:
+    """Return the KL of the look-up table."""
+    return Estimate(value=0.0, stderr=0.0, samples=0, unit=like.unit, num_predictions=0, method="exact")
+
+
+def _flatness(results: Results, dataset: Dataset) -> SummaryTable:
+    """Return the paper's Table 2: transfer and flatness by training algorithm."""
+    traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
+    keys = [_loss(results, dataset), *traces, *(key for key in dataset.end_measures if key.startswith("few-shot"))]
+    rows = [
+        _row(results, dataset, (title,), lambda one, arm=arm: end(results, dataset, one, arm), keys)  # type: ignore[misc]
+        for arm, title in _arms(dataset).items()
+    ]
+    caption = _after(dataset) + "Corresponds to the paper's table 2."
+    return SummaryTable(
+        f"{dataset.name}_flatness", f"{dataset.title}: flatness by algorithm, {OVER}", ("model",), rows, caption
+    )
+
+
+def _sizes(results: Results, dataset: Dataset) -> SummaryTable:
+    """Return every size after each of its watched steps and the polish."""
+    keys = [
+        *dict.fromkeys((_loss(results, dataset), *(key for key in dataset.measures if key != "loss"))),
+        *(key for key in dataset.end_measures if not key.startswith("few-shot")),
+    ]
+    rows: list[Row] = []
+    for size in dataset.sizes:
+        for step in dataset.watched:
+            run = polished(size, step) if dataset.polish_steps else size
+            at: At = lambda one, run=run, step=step: (  # type: ignore[misc]  # noqa: E731
+                results.at(one.run(run)) if dataset.polish_steps else at_step(results, one, run, step)
+            )
+            known = at(replicates(results, dataset)[0])
+            rows.append(_row(results, dataset, (size, step), at, [key for key in keys if key in known]))
+    caption = _after(dataset) + "Corresponds to the paper's figures 2, 3, 5, 8 and 9."
+    return SummaryTable(
+        f"{dataset.name}_sizes", f"{dataset.title}: sizes and steps, {OVER}", ("size", "steps"), rows, caption
+    )
+
+
+def _after(dataset: Dataset) -> str:
+    return f"After the polish of {dataset.polish_steps:,} steps. " if dataset.polish_steps else ""
+
+
+def _loss(results: Results, dataset: Dataset) -> str:
+    first = end(results, dataset, replicates(results, dataset)[0], dataset.main)
+    return "kl" if "kl" in first else "loss"
+
+
+# --- which measure of flatness predicts transfer ---------------------------------------------------------------------
+
+
+def compared(dataset: Dataset) -> list[str]:
+    """Return the runs of one replicate whose flatness and transfer are correlated: the main model and its arms."""
+    if not dataset.polish_steps:
+        return [dataset.main, *dataset.arms]
+    main = dataset.main
+    lengths = [polished(main, dataset.last, length) for length in dataset.other_polishes]
+    return [
+        *(polished(main, step) for step in dataset.watched),
+        *lengths,
+        *(name if arm.stages else polished(name, dataset.last) for name, arm in dataset.arms.items()),
+    ]
+
+
+def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
+    """Return the partial correlation of each measure of flatness with each probe, given the KL, within replicates."""
+    probes = list(dict.fromkeys(dataset.tasks.values()))
+    rows: list[Row] = []
+    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.all_measures)):
+        found = {probe: _correlation(results, dataset, name, probe, kind) for probe in probes}
+        if all(found.values()):
+            rows.append(((name,), {probe: each for probe, each in found.items() if each}))
+    rows.sort(key=lambda row: sum(each.value for each in row[1].values()))
+    caption = (
+        f"Partial {kind.capitalize()} correlation of each measure with the accuracy of the probe, given the KL, within "
+        "languages and seeds; errors by the jackknife over languages. The measures and the KL are taken as logarithms. "
+        "If flatter models transferred better at the same loss, it would be negative. Models: the main size after "
+        "every number of steps and polish, and all its arms."
+    )
+    return SummaryTable(
+        f"{dataset.name}_ranking_{kind}",
+        f"{dataset.title}: what flatness predicts at the same loss ({kind.capitalize()})",
+        ("measure",),
+        rows,
+        caption,
+    )
+
+
+def _logarithms(values: Sequence[float]) -> list[float]:
+    """Return the logarithms of values, which noise may have taken to 0 or below: then of 1 % of the smallest other."""
+    least = min((value for value in values if value > 0), default=1.0) / 100
+    return [math.log(max(value, least)) for value in values]
+
+
+def _correlation(results: Results, dataset: Dataset, name: str, probe: str, kind: Kind) -> Estimate | None:
+    """Return the correlation as an estimate, or None where it is not defined."""
+    columns: dict[str, list[float]] = {"flatness": [], "accuracy": [], "loss": []}
+    clusters: list[str] = []
+    loss = _loss(results, dataset)
+    for one in replicates(results, dataset):
+        ends = [results.at(one.run(run)) for run in compared(dataset)]
+        own = {
+            "flatness": _logarithms([each[name].estimate.value for each in ends]),
+            "accuracy": [each[probe].estimate.value for each in ends],
+            "loss": _logarithms([each[loss].estimate.value for each in ends]),
+        }
+        for column, values in own.items():
+            columns[column] += [value - sum(values) / len(values) for value in values]
+        clusters += [one.cluster] * len(ends)
+    if len(set(clusters)) < 3:
+        return None
+    try:
+        found = correlation(
+            columns["flatness"], columns["accuracy"], clusters, kind=kind, given={"KL": columns["loss"]}, resamples=100
+        )
+    except IsolossError:
+        return None
+    low, high = (math.atanh(edge) for edge in found.interval95)
+    from scipy.special import stdtrit
+
+    stderr = (high - low) / 2 / float(stdtrit(found.clusters - 1, 0.975)) * (1 - found.value**2)
+    return Estimate(
+        value=found.value,
+        stderr=stderr,
+        samples=found.clusters,
+        unit="correlation",
+        num_predictions=found.observations,
+        method=f"partial {kind} correlation, jackknife over languages",
+    )

@@ -1,0 +1,194 @@
+"""The study `paper`: what its scales have of the paper's figures and tables, row by row."""
+
+import dataclasses
+
+import pytest
+
+from isoloss import config as configs
+from isoloss.paper.reproduction import costs
+from isoloss.paper.reproduction.study import STUDY
+from isoloss.registry import MODELS
+from isoloss.studies.folder import StudyFolder
+
+# d_model, heads, layers of the paper's Table 3 and Table 4; the feed-forward width is four times d_model
+TABLE_3 = [
+    (64, 1, 1),
+    (128, 2, 4),
+    (192, 3, 5),
+    (256, 4, 6),
+    (512, 8, 8),
+    (768, 12, 12),
+    (1024, 16, 16),
+    (1280, 20, 20),
+    (1536, 24, 24),
+]
+TABLE_4 = [(128, 2, 4), (192, 3, 5), (320, 5, 6), (384, 6, 7), (640, 10, 12), (960, 15, 16), (1920, 30, 20)]
+LSTM_WIDTHS, LSTM_LAYERS = (128, 256, 512, 768, 1024), (4, 6, 8, 12, 16)
+# by figure or table: the dataset, and how many runs show it
+SHOWN = {
+    "figure 1": {"pcfg": 9},
+    "figure 2a": {"pcfg": 1},
+    "figure 2b": {"generated": 1},
+    "figure 2c": {"web": 1},
+    "figure 3a": {"pcfg": 9},
+    "figure 3b": {"hmm": 6},
+    "figure 3c": {"generated": 9},
+    "figure 4": {"pcfg": 2, "hmm": 2, "web": 1},
+    "figure 5": {"pcfg": 7, "generated": 7},
+    "figure 8": {"pcfg": 9, "hmm": 6, "generated": 9},
+    "figure 9": {"pcfg": 9, "generated": 1},
+    "figure 10": {"pcfg": 2, "hmm": 2},
+    "table 1": {"pcfg": 3, "books": 3},
+    "table 2": {"pcfg": 3, "books": 3},
+}
+GPU_SCALES = ("paper", "authors")
+
+
+def experiments(scale, dataset, figure=""):
+    """The runs of a dataset, by the part of their name that says what they are."""
+    found = STUDY.scale(scale).experiments
+    return {
+        name.partition("seed-0-")[2]: one
+        for name, one in found.items()
+        if name.startswith(dataset) and (not figure or figure in one.shown_in)
+    }
+
+
+def shape(experiment):
+    """The shape of a run's model."""
+    model = experiment.config.model
+    return MODELS.load(model.architecture).shape(model)
+
+
+@pytest.mark.parametrize("scale", GPU_SCALES)
+def test_every_figure_and_table_has_its_runs(scale):
+    found = {}
+    for name, experiment in STUDY.scale(scale).experiments.items():
+        for figure in experiment.shown_in:
+            own = found.setdefault(figure, {})
+            dataset = name.partition("-")[0]
+            own[dataset] = own.get(dataset, 0) + 1
+    assert found == SHOWN
+
+
+@pytest.mark.parametrize("scale", GPU_SCALES)
+@pytest.mark.parametrize(
+    ("figures", "dataset", "rows"),
+    [
+        (("figure 1", "figure 3a", "figure 8", "figure 9"), "pcfg", TABLE_3),
+        (("figure 3c", "figure 8"), "generated", TABLE_3),
+        (("figure 5",), "pcfg", TABLE_4),
+        (("figure 5",), "generated", TABLE_4),
+    ],
+)
+def test_transformers_have_the_shapes_of_tables_3_and_4(scale, figures, dataset, rows):
+    for figure in figures:
+        shapes = [shape(one) for one in experiments(scale, dataset, figure).values()]
+        assert sorted((one.d_model, one.num_heads, one.num_layers, one.intermediate) for one in shapes) == [
+            (*row, 4 * row[0]) for row in rows
+        ]
+
+
+@pytest.mark.parametrize("scale", GPU_SCALES)
+def test_lstms_have_the_widths_and_layers_of_appendix_a4(scale):
+    shapes = [shape(one) for one in experiments(scale, "hmm", "figure 3b").values()]
+    pairs = [*zip(LSTM_WIDTHS, LSTM_LAYERS, strict=True), (1024, 8)]  # and the model of figure 4
+    assert sorted((one.hidden, one.num_layers) for one in shapes) == sorted(pairs)
+    assert {shape(one) for one in experiments(scale, "hmm", "figure 4").values()} == {
+        one for one in shapes if (one.hidden, one.num_layers) == (1024, 8)
+    }
+
+
+@pytest.mark.parametrize(
+    ("dataset", "figure", "millions"),
+    [("pcfg", "figure 2a", 41), ("generated", "figure 2b", 235), ("pcfg", "table 1", 235), ("books", "table 1", 335)],
+)
+def test_models_have_the_parameters_that_the_text_gives(dataset, figure, millions):
+    tokens = costs.Tokens(vocab_size=30_522, length=128)  # as the paper counts: docs/errata.md
+    for experiment in experiments("paper", dataset, figure).values():
+        assert costs.num_parameters(experiment.config.model, tokens) / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+@pytest.mark.parametrize("scale", GPU_SCALES)
+def test_the_tables_have_their_algorithms(scale):
+    pcfg = {name: one.config for name, one in experiments(scale, "pcfg", "table 1").items()}
+    assert {name: (c.algorithm.kind, getattr(c.algorithm, "task", "")) for name, c in pcfg.items()} == {
+        "d1024": ("gradient", ""),
+        "adversary-A": ("adversarial", "A"),
+        "adversary-B": ("adversarial", "B"),
+    }
+    tables = [part for part in experiments(scale, "pcfg")["d1024"].measurements if "lookup-A" in part.measures]
+    assert [part.steps for part in tables] == [(0,)]
+    books = {name: one.config for name, one in experiments(scale, "books", "table 2").items()}
+    assert {
+        name: (c.model.dropout, c.optimizer.weight_decay, c.algorithm.kind, getattr(c.algorithm, "rho", None))
+        for name, c in books.items()
+    } == {
+        "d1024-24-layers": (0.1, 0.01, "gradient", None),
+        "unregularized": (0.0, 0.0, "gradient", None),
+        "sam": (0.0, 0.0, "sam", 0.05),
+    }
+    for one in experiments(scale, "books", "table 2").values():
+        assert {"finetune-qnli", "finetune-sst2", "finetune-rte", "trace"} <= set(one.measurements[0].measures)
+
+
+def test_training_is_as_in_appendix_a5():
+    for dataset, warmup, steps in (
+        ("pcfg", 1_000, 30_000),
+        ("hmm", 1_000, 30_000),
+        ("generated", 1_000, 30_000),
+        ("web", 5_000, 1_400_000),
+    ):
+        for name, experiment in experiments("paper", dataset).items():
+            config, optimizer = experiment.config, experiment.config.optimizer
+            assert (config.batch_size, optimizer.betas, optimizer.schedule) == (4096, (0.9, 0.98), "constant")
+            assert optimizer.num_warmup_steps(config.steps) == warmup
+            assert (optimizer.learning_rate, optimizer.weight_decay, config.model.dropout) == (1e-3, 0.01, 0.1)
+            if name.startswith("sgd"):
+                (stage,) = config.stages
+                assert (stage.optimizer.name, stage.optimizer.learning_rate) == ("sgd", 1e-3)
+                assert stage.optimizer.num_warmup_steps(stage.steps) == 0.12 * stage.steps
+            else:
+                assert config.steps == steps
+    assert experiments("paper", "web")["d384"].kept_steps == tuple(range(400_000, 1_400_001, 200_000))
+
+
+def test_the_published_command_differs_as_its_readme_says():
+    for name, experiment in experiments("authors", "pcfg").items():
+        config, optimizer = experiment.config, experiment.config.optimizer
+        assert config.model.architecture == "bert-pre-ln"
+        assert (config.objective.masking, config.objective.fraction) == ("fraction", 0.15)
+        assert (optimizer.learning_rate, optimizer.schedule, optimizer.warmup_steps) == (5e-4, "linear", 3_333)
+        assert config.steps == (30_000 if name.startswith("sgd") else 25_000)
+
+
+@pytest.mark.parametrize("scale", list(STUDY.scales))
+def test_every_plan_is_complete_and_its_configs_can_be_trained(scale, tmp_path):
+    folder = StudyFolder(STUDY, tmp_path, scale)
+    units = folder.plan()
+    assert {unit.name for unit in units if unit.arguments[0] == "train"}
+    for experiment in folder.scale.experiments.values():
+        configs.check(experiment.config)
+    if scale in GPU_SCALES:
+        for unit in units:
+            assert unit.needs.gpus >= 1
+            assert min(dataclasses.astuple(unit.expected)) > 0
+
+
+def test_arms_of_a_small_scale_differ_from_the_main_model_in_what_they_are_named_after():
+    runs = experiments("evening", "pcfg-700")
+    adamw = runs["d32"].config
+    differing = {line.partition(":")[0] for line in configs.differences(runs["pre-ln"].config, adamw)}
+    assert differing == {
+        "model.architecture",
+        "stacked",
+        "checkpoints",
+    }  # the step at which the look-up table is probed
+    for name in ("sgd-sampled", "sgd-exact", "longer", "adversary", "helper"):
+        config = runs[name].config
+        assert config.init_from.endswith("d32/checkpoints/step-4000")
+        assert config.stages[-1].labels == "exact"
+        assert config.stages[-1].steps == 2_000
+    assert [runs[name].config.stages[0].labels for name in ("sgd-sampled", "sgd-exact")] == ["sampled", "exact"]
+    weights = {name: runs[name].config.stages[0].algorithm.weight for name in ("adversary", "helper")}
+    assert weights["adversary"] == -weights["helper"] > 0
