@@ -63,7 +63,7 @@ FLATNESS_MEASURES = {
 TRANSFER_MEASURES = {
     "probe-TASK": (
         "Probe",
-        "accuracy of a linear probe on the last hidden states of all tokens, concatenated, e.g. probe-prefix-4",
+        "accuracy of a linear probe on the last hidden states of all tokens, concatenated, e.g. probe-root, probe-sst2",
     ),
     "lookup-TASK": (
         "Lookup",
@@ -79,7 +79,7 @@ TRANSFER_MEASURES = {
         "Projected",
         "accuracy of convex probes on random projections to a width, for models of several, e.g. projected-prefix-4-64",
     ),
-    "finetune-TASK": ("Finetune", "accuracy of the fine-tuned model, e.g. finetune-root"),
+    "finetune-TASK": ("Finetune", "accuracy of the fine-tuned model, e.g. finetune-root, finetune-rte"),
 }
 GLUE_TASKS = {
     "cola": ("COLA", "GLUE: whether a sentence is acceptable"),

@@ -351,3 +351,17 @@ def test_predicting_features_of_another_width() -> None:
     found = fit(x, y, classes=2, regularization=[0.1])
     with pytest.raises(IsolossError, match="fitted on 3 features"):
         found.predict(x[:, :2])
+
+
+def test_one_hot_features_that_are_mostly_constant_have_a_minimum() -> None:
+    # the float32 eigendecomposition of their moments does not converge: nearly all eigenvalues are 0
+    g = seeds.generator(0, "one-hot")
+    tokens = torch.randint(66, (70, 12), generator=g)
+    present = torch.arange(12) < torch.randint(3, 13, (70, 1), generator=g)
+    x = (F.one_hot(tokens, 66) * present[:, :, None]).float().flatten(1)
+    x /= (x - x.mean(0)).square().mean().sqrt()
+    y = tokens[:, 0] % 2
+    found = fit(x, y, classes=2, regularization=[1e-3])
+    value = objective(x, y, found.weights[0, 0], found.intercepts[0, 0], 1e-3)
+    assert float(found.objectives) == pytest.approx(float(value), rel=1e-10)
+    assert float(found.gaps) <= 1e-6 * float(found.objectives)

@@ -14,7 +14,7 @@ from isoloss import files
 from isoloss.cli import options
 from isoloss.cli.options import option_name
 from isoloss.config import check
-from isoloss.errors import IsolossError, warn
+from isoloss.errors import IsolossError
 from isoloss.registry import TASKS
 from isoloss.runs import Run, checkpoint_of, refuse_twice
 from isoloss.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from isoloss.loading import LoadedModel
     from isoloss.transfer.tasks import TaskData
+    from isoloss.transfer.text_tasks import TextExamples
 
-_MOST_TOKENS = 128  # of an example of real text, where the model reads as many
 METHODS: dict[str, type] = {"probe": LinearProbeConfig, "lookup": ClassifierConfig, "finetune": FinetuneConfig}
 _NO_OPTIONS = ("name", "betas", "momentum", "standardize", "seed")  # only the library sets these; seed is in `Args`
 
@@ -73,10 +73,10 @@ class TextOptions:
     """Column of the text."""
     pair: str | None = None
     """Column of the second text, where an example is two."""
-    label: str = "label"
-    """Column of the label."""
-    train_split: str = "train"
-    """Split of a folder or dataset."""
+    label: str | None = None
+    """Column of the label; default: that of the task, or label."""
+    train_split: str | None = None
+    """Split of a folder or dataset; default: that of the task, or train."""
     test_split: str | None = None
     """Split of the test examples; default: dev or validation."""
     tokenizer: str | None = None
@@ -191,6 +191,7 @@ class Tasks:
                 f"the true conditionals of the text of {args.task} are not known, so it has no look-up table"
             )
         self._source = _source(args, registered) if self.is_text else None
+        self._examples: TextExamples | None = None
         self.language: Any = None if self.is_text else _language(args, models)
         self._synthetic = None if self.is_text else self._make_synthetic()
 
@@ -233,34 +234,21 @@ class Tasks:
         )
 
     def _make_text(self, subject: Subject, loaded: LoadedModel) -> TaskData:
-        from isoloss.loading import max_length
-        from isoloss.transfer.text_tasks import make_text_task
+        from isoloss.transfer.text_tasks import as_read_by, read_examples
 
         assert self._source is not None
-        config, max_tokens = loaded.model.config.get_text_config(), self.args.labeled_text.max_length
-        tokenizer = self._tokenizer(subject)
-        if len(tokenizer) > config.vocab_size:
-            raise IsolossError(
-                f"the tokenizer has {len(tokenizer):,} tokens, and {subject.name} knows {config.vocab_size:,} ids: it "
-                "is that of another model"
+        args, tokenizer = self.args, self._tokenizer(subject)
+        if self._examples is None:
+            self._examples = read_examples(
+                self._source, num_train=args.num_train, num_test=args.num_test, seed=args.seed
             )
-        most = min(_MOST_TOKENS, max_length(config) or _MOST_TOKENS, tokenizer.model_max_length)
-        task = make_text_task(
-            self._source,
+        return as_read_by(
+            loaded.model.config,
+            self._examples,
             tokenizer,
-            num_train=self.args.num_train,
-            num_test=self.args.num_test,
-            max_length=max_tokens or most,
-            token_types=getattr(config, "type_vocab_size", 1),
-            seed=self.args.seed,
+            max_length=args.labeled_text.max_length,
+            model=subject.name,
         )
-        text = task.coverage
-        if text is not None and text.num_cut and max_tokens is None:
-            warn(
-                f"{text.num_cut:,} of the {text.num_examples:,} examples of {self.args.task} are longer than the "
-                f"{most} tokens that {subject.name} reads here (special tokens included) and are truncated"
-            )
-        return task
 
     def _tokenizer(self, subject: Subject) -> PreTrainedTokenizerFast:
         from isoloss.text.tokenizers import load_tokenizer
@@ -314,7 +302,7 @@ def _source(args: TransferArgs, registered: TextTask | None) -> TextTask:
         test=given.test_data,
         text=given.text or base.text,
         pair=given.pair if given.text else given.pair or base.pair,
-        label=given.label,
-        train_split=given.train_split,
+        label=given.label or base.label,
+        train_split=given.train_split or base.train_split,
         test_split=given.test_split or (base.test_split if given.test_data is None else None),
     )

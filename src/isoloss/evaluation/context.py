@@ -20,6 +20,7 @@ from isoloss.flatness.engine.auxiliary_sample import input_embeddings
 from isoloss.languages.api import Language, Sentences
 from isoloss.languages.enumeration import all_sentences, why_not_enumerable
 from isoloss.loading import Kind, LoadedModel
+from isoloss.loading import max_length as positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.runs import checkpoint_of
 from isoloss.seeds import generator
@@ -27,6 +28,8 @@ from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
 from isoloss.text.masking import objective_batch
 from isoloss.text.tokenizers import load_tokenizer
 from isoloss.transfer.tasks import TaskData, make_task
+from isoloss.transfer.text_sources import TextTask
+from isoloss.transfer.text_tasks import TextExamples, as_read_by, read_examples
 from isoloss.transfer.whole_language import WholeTask, whole_task
 
 T = TypeVar("T")
@@ -40,6 +43,7 @@ class MeasureContext:
     read: Callable[[int, int], Inputs]
     objective: ObjectiveConfig  # which tokens are predicted, and from what
     language: Any = None  # the language of the inputs, where it is known; None: text or token ids
+    load_tokenizer: Callable[[], Any] | None = None  # of the models, where there is no language that has one
     has_embeddings: bool = True  # whether the models have input embeddings, by which an auxiliary sample is read
     rtol: float | None = None  # stop when the standard error is at most this fraction of the value
     seconds: float | None = None  # stop after this time
@@ -66,6 +70,38 @@ class MeasureContext:
         return self._once(
             ("truth", num_sentences, seed),
             lambda: truth(self.language, num_sentences=num_sentences, objective=self.objective, seed=seed),
+        )
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer that reads text for the models: that of the language, else their own.
+
+        Raises:
+            IsolossError: There is none.
+        """
+        if self.language is not None:
+            if self.language.tokenizer is None:
+                raise IsolossError("the language has no tokenizer, so its models cannot read the text of a task")
+            return self.language.tokenizer
+        if self.load_tokenizer is None:
+            raise IsolossError("the models have no tokenizer to read the text of a task with")
+        return self._once("tokenizer", self.load_tokenizer)
+
+    def text_examples(
+        self, source: TextTask, *, num_train: int | None, num_test: int | None, draws: int | None, seed: int
+    ) -> TextExamples:
+        """Return the examples of a task of text (`isoloss.transfer.text_tasks.read_examples`)."""
+        return self._once(
+            ("examples", source, num_train, num_test, draws, seed),
+            lambda: read_examples(source, num_train=num_train, num_test=num_test, draws=draws, seed=seed),
+        )
+
+    def text_task(self, examples: TextExamples, config: Any, *, max_length: int | None) -> TaskData:
+        """Return examples as a model with this transformers config reads them (`as_read_by`)."""
+        text = config.get_text_config()
+        reads = text.vocab_size, positions(text), getattr(text, "type_vocab_size", 1)
+        return self._once(
+            ("text task", examples, max_length, *reads),
+            lambda: as_read_by(config, examples, self.tokenizer(), max_length=max_length),
         )
 
     def task(self, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
@@ -159,7 +195,13 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig,
             check_model(inputs, other.config, other.name)
         return _fitting(inputs, models, config, seed if shuffled else None)
 
-    return MeasureContext(read=read, objective=objective, has_embeddings=first.has_embeddings)
+    named = config.tokenizer or first.name.partition("@")[0]
+    return MeasureContext(
+        read=read,
+        objective=objective,
+        load_tokenizer=lambda: load_tokenizer(named, needs=["pad"]),
+        has_embeddings=first.has_embeddings,
+    )
 
 
 def language_context(

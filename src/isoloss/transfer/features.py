@@ -16,6 +16,7 @@ from isoloss.transfer.config import Pooling
 from isoloss.transfer.stored_features import StoredFeatures, store
 
 LEAST_PROBABILITY = 1e-4  # the logarithms of the look-up table are clipped here
+_MOST_ONE_HOT_BYTES = 2**34  # of the tokens of real text, whose vocabularies are large
 _LOOKUP_CHUNK = 4096  # sentences whose conditionals are computed at once
 
 
@@ -212,11 +213,27 @@ def one_hot_features(language: Language, sentences: Sentences) -> torch.Tensor:
         >>> one_hot_features(Brackets(2), Sentences(torch.tensor([[1, 0], [1, 2]]), torch.tensor([2, 1]))).tolist()
         [[0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     """
-    if len(sentences.lengths) == 0:
+    return one_hot(sentences, language.vocab_size)
+
+
+def one_hot(sentences: Sentences, width: int) -> torch.Tensor:
+    """Return the one-hot tokens of n sentences padded to T tokens, of ids below `width`: (n, T * width) float32.
+
+    Raises:
+        IsolossError: There are no sentences, or the features are larger than 16 GiB.
+    """
+    n, total = sentences.tokens.shape
+    if n == 0:
         raise IsolossError("features need at least one sentence")
+    if (size := 4 * n * total * width) > _MOST_ONE_HOT_BYTES:
+        raise IsolossError(
+            f"one-hot features of {n:,} examples of {total} tokens out of {width:,} take {size / 2**30:.0f} GiB: take "
+            "fewer or shorter ones"
+        )
+    features = torch.zeros(n, total, width)
     present = sentences.present()
-    tokens = torch.nn.functional.one_hot(sentences.tokens.masked_fill(~present, 0), language.vocab_size)
-    return (tokens * present[:, :, None]).float().flatten(1)
+    features.scatter_(2, sentences.tokens.masked_fill(~present, 0)[:, :, None], present[:, :, None].float())
+    return features.flatten(1)
 
 
 def backbone_of(model: Any) -> Any:

@@ -132,7 +132,7 @@ def language_probe(
     try:
         train_x, test_x = (features(language, sentences) for sentences in (task.train, task.test))
     except IsolossError as error:
-        raise IsolossError(f"the true conditionals of task {task.name} are not known: {error}") from error
+        raise IsolossError(f"task {task.name} cannot be probed without a model: {error}") from error
     return _fit_on_task(task, train_x, test_x, config, **settings)
 
 

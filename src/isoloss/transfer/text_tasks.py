@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from isoloss import seeds
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.languages.api import Sentences
+from isoloss.loading import max_length as most_positions
 from isoloss.text import hub_datasets
 from isoloss.text.text_classification import SUFFIXES, LabeledText, coverage, encode_labeled_text, read_labeled_text
 from isoloss.transfer.results import majority_rate
@@ -22,6 +24,22 @@ if TYPE_CHECKING:
 
 _TEST_SPLITS = ("dev", "validation", "dev_matched", "validation_matched")  # GLUE's test sets have no labels
 _HELD_OUT = 5  # one example of so many is kept for testing, where one file is all there is
+_MOST_TOKENS = 128  # of an example, where the model reads as many
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextExamples:
+    """The examples of a task of text, before a tokenizer has read them.
+
+    Attributes:
+        name: The task.
+        train: The training examples.
+        test: The test examples, with the same names of labels.
+    """
+
+    name: str
+    train: LabeledText
+    test: LabeledText
 
 
 def make_text_task(
@@ -65,15 +83,89 @@ def make_text_task(
         >>> task.classes, task.train.tokens.tolist(), task.test.tokens.tolist()
         (('no', 'yes'), [[2, 5, 7, 3], [2, 6, 7, 3]], [[2, 6, 3, 0]])
     """
+    examples = read_examples(source, num_train=num_train, num_test=num_test, seed=seed)
+    return _encoded(examples, tokenizer, max_length=max_length, token_types=token_types)
+
+
+def read_examples(
+    source: TextTask,
+    *,
+    num_train: int | None = None,
+    num_test: int | None = None,
+    draws: int | None = None,
+    seed: int = 0,
+) -> TextExamples:
+    """Return the examples of `source`; arguments and errors are those of `make_text_task`.
+
+    With `draws`, the training examples are as many disjoint draws of `num_train`, one after another. The first is the
+    one that is drawn without it.
+
+    Raises:
+        IsolossError: There are fewer examples than the draws take.
+    """
     for split, number in (("train", num_train), ("test", num_test)):
         if number is not None and number < 1:
             raise IsolossError(f"num_{split} is {number}; a task needs at least 1 {split} example")
     train, test = _read(source, seed)
-    train = _some(train, num_train, seeds.generator(seed, "examples", source.name, "train"))
+    if draws is not None and (num_train is None or draws * num_train > len(train)):
+        wanted = "all" if num_train is None else f"{num_train:,}"
+        raise IsolossError(
+            f"task {source.name} has {len(train):,} training examples, too few for {draws} disjoint "
+            f"draw{'s' * (draws > 1)} of {wanted}"
+        )
+    train = _some(train, num_train, seeds.generator(seed, "examples", source.name, "train"), draws or 1)
     test = _some(test, num_test, seeds.generator(seed, "examples", source.name, "test"))
     if len({*train.labels, *test.labels}) < 2:
         only = train.label_names[train.labels[0]]
         raise IsolossError(f"task {source.name}: all examples have the label {only}; a task needs two")
+    return TextExamples(name=source.name, train=train, test=test)
+
+
+def as_read_by(
+    config: Any,
+    examples: TextExamples,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_length: int | None = None,
+    model: str = "the model",
+) -> TaskData:
+    """Return examples as token ids, in the form that a model takes.
+
+    Args:
+        config: The model's transformers config.
+        examples: The examples.
+        tokenizer: The model's.
+        max_length: The most tokens of an example; None: 128, or as many as the model or its tokenizer takes.
+        model: What messages call the model.
+
+    Raises:
+        IsolossError: The tokenizer has more tokens than the model; or as for `make_text_task`.
+
+    Warns:
+        IsolossWarning: Examples are truncated, and no `max_length` is given.
+    """
+    config = config.get_text_config()
+    if len(tokenizer) > config.vocab_size:
+        raise IsolossError(
+            f"the tokenizer has {len(tokenizer):,} tokens, and {model} knows {config.vocab_size:,} ids: it is that of "
+            "another model"
+        )
+    most = min(_MOST_TOKENS, most_positions(config) or _MOST_TOKENS, tokenizer.model_max_length)
+    types = getattr(config, "type_vocab_size", 1)
+    task = _encoded(examples, tokenizer, max_length=max_length or most, token_types=types)
+    text = task.coverage
+    if text is not None and text.num_cut and max_length is None:
+        warn(
+            f"{text.num_cut:,} of the {text.num_examples:,} examples of {task.name} are longer than the {most} tokens "
+            f"that {model} reads here (special tokens included) and are truncated"
+        )
+    return task
+
+
+def _encoded(
+    examples: TextExamples, tokenizer: PreTrainedTokenizerFast, *, max_length: int, token_types: int
+) -> TaskData:
+    train, test = examples.train, examples.test
     encoded = [
         encode_labeled_text(tokenizer, part, max_length=max_length, token_types=token_types) for part in (train, test)
     ]
@@ -85,7 +177,7 @@ def make_text_task(
     types = [_padded(part["token_type_ids"], width, 0) if "token_type_ids" in part else None for part in encoded]
     test_labels = encoded[1]["labels"]
     return TaskData(
-        name=source.name,
+        name=examples.name,
         train=splits[0],
         train_labels=encoded[0]["labels"],
         test=splits[1],
@@ -141,10 +233,13 @@ def _test_split(where: str) -> str:
     return split
 
 
-def _some(data: LabeledText, number: int | None, generator: torch.Generator) -> LabeledText:
-    if number is None or number >= len(data):
+def _some(data: LabeledText, number: int | None, generator: torch.Generator, draws: int = 1) -> LabeledText:
+    """Return `draws` times `number` examples, each draw in the order of `data`."""
+    if number is None or (draws == 1 and number >= len(data)):
         return data
-    return _rows(data, sorted(torch.randperm(len(data), generator=generator)[:number].tolist()))
+    order = torch.randperm(len(data), generator=generator).tolist()
+    parts = [order[draw * number : (draw + 1) * number] for draw in range(draws)]
+    return _rows(data, [row for part in parts for row in sorted(part)])
 
 
 def _rows(data: LabeledText, rows: list[int]) -> LabeledText:

@@ -1,17 +1,17 @@
-"""Measures of accuracy on a downstream task of the language: probes, fine-tuning, and baselines without a model."""
+"""Measures of accuracy on a downstream task: probes, fine-tuning, and baselines without a model."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isoloss.config import setting
 from isoloss.errors import IsolossError
-from isoloss.evaluation.measures.base import MeasureResult, SeededMeasure, digest, influences
+from isoloss.evaluation.measures.tasks import TaskMeasure, Trained
 from isoloss.transfer.config import ClassifierConfig
 
 if TYPE_CHECKING:
@@ -23,77 +23,13 @@ if TYPE_CHECKING:
     from isoloss.transfer.draws import Fitted
     from isoloss.transfer.results import TransferResult
     from isoloss.transfer.tasks import TaskData
+    from isoloss.transfer.text_sources import TextTask
+    from isoloss.transfer.text_tasks import TextExamples
     from isoloss.transfer.whole_language import WholeTask
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Trained(SeededMeasure):
-    """A measure that takes a number of training sentences."""
-
-    num_train: int = setting(4096, minimum=1)
-    """Training sentences of a probe or of fine-tuning."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TaskMeasure(SeededMeasure):
-    """A measure on a task of the language."""
-
-    num_test: int | Literal["all"] = setting(4096, minimum=1)
-    """Test sentences; all: every labeled sentence of the language, weighted by its probability, for an exact accuracy
-    (for languages with at most 65,536 strings of tokens)."""
-    task: str
-
-    def why_not_applicable(self, context: MeasureContext) -> str | None:
-        """Return why there is no such task."""
-        if context.language is None:
-            return "tasks are those of a language, and none is given"
-        try:
-            self._data(context)
-        except IsolossError as error:
-            return str(error)
-        return None
-
-    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Return `accuracy`, with the class that each seed's classifier predicts for each test example.
-
-        Tested on all sentences, it comes instead with the influence of each draw, projection or seed.
-        """
-        from isoloss.transfer.whole_language import WholeTask
-
-        data = self._data(context)
-        if isinstance(data, WholeTask):
-            whole = data.task
-            accuracy = self._exact(model, context, data)
-            arrays = influences({"accuracy": accuracy})
-        else:
-            whole, result = data, self._result(model, context, data)
-            accuracy, arrays = result.accuracy, _predictions(result)
-        inputs = digest(
-            whole.train.tokens, whole.train_labels, whole.test.tokens, whole.test_labels, more=list(whole.classes)
-        )
-        return MeasureResult(estimates={"accuracy": accuracy}, arrays=arrays, inputs=inputs)
-
-    def _num_train(self) -> int:
-        """Return how many training sentences are drawn in all."""
-        raise NotImplementedError
-
-    def _data(self, context: MeasureContext) -> TaskData | WholeTask:
-        drawn = {"num_train": self._num_train(), "seed": self.seed}
-        if isinstance(self.num_test, str):
-            return context.whole_task(self.task, **drawn)
-        return context.task(self.task, **drawn, num_test=self.num_test)
-
-    def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        """Return the result on sampled test sentences."""
-        raise NotImplementedError
-
-    def _exact(self, model: Any, context: MeasureContext, data: WholeTask) -> Estimate:
-        """Return the accuracy over all sentences."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ProbeMeasure(_TaskMeasure):
+class _ProbeMeasure(TaskMeasure):
     """A measure that fits linear probes to the last hidden states of all tokens, concatenated."""
 
     probe_regularization: tuple[float, ...] = setting((1e-3,), above=0, below=math.inf, omit_default=True)
@@ -117,13 +53,15 @@ class _ProbeMeasure(_TaskMeasure):
     def _classifier(self) -> ClassifierConfig:
         return ClassifierConfig(solver="convex", regularization=self.probe_regularization, seeds=1, seed=self.seed)
 
-    def _features(self, model: Any, context: MeasureContext, sentences: Sentences) -> torch.Tensor:
+    def _features(
+        self, model: Any, context: MeasureContext, sentences: Sentences, types: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return (n, D), one row per sentence."""
         from isoloss.text.masking import with_start
         from isoloss.transfer.features import extract
 
-        read = with_start(sentences, context.language) if context.is_causal else sentences
-        features: Any = extract(model, read)
+        read = with_start(sentences, context.language) if self._takes_start(context) else sentences
+        features: Any = extract(model, read, types=types)
         return features  # type: ignore[no-any-return]
 
     def _fitted(self, model: Any, context: MeasureContext, data: TaskData | WholeTask) -> Fitted:
@@ -134,7 +72,8 @@ class _ProbeMeasure(_TaskMeasure):
             test = self._all_features(model, context, data.task.test)
             train = test[data.train_rows.to(test.device)]
             return self._fit(train, data.task.train_labels, test, len(data.task.classes))
-        train, test = (self._features(model, context, sentences) for sentences in (data.train, data.test))
+        train = self._features(model, context, data.train, data.train_types)
+        test = self._features(model, context, data.test, data.test_types)
         return self._fit(train, data.train_labels, test, len(data.classes))
 
     def _all_features(self, model: Any, context: MeasureContext, sentences: Sentences) -> torch.Tensor:
@@ -191,7 +130,7 @@ class _ProbeMeasure(_TaskMeasure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe(_ProbeMeasure, _Trained):
+class Probe(_ProbeMeasure, Trained):
     """Accuracy of a linear probe on the last hidden states of all tokens, concatenated."""
 
     probe_seeds: int = setting(5, minimum=1)
@@ -209,8 +148,8 @@ class Probe(_ProbeMeasure, _Trained):
             if getattr(self, name) != getattr(Probe, name):
                 raise IsolossError(f"{name} has no effect with the solver {self.probe_solver}: leave it out")
 
-    def _num_train(self) -> int:
-        return self.num_train * self._draws
+    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+        return self.num_train, self._draws if self._draws > 1 else None
 
     def _classifier(self) -> ClassifierConfig:
         if self.probe_solver == "convex":
@@ -226,7 +165,7 @@ class Probe(_ProbeMeasure, _Trained):
         """Return the result of one draw, whose features may be larger than memory."""
         from isoloss.transfer.linear_probing import linear_probe
 
-        return linear_probe(model, _read(data, context), **dataclasses.asdict(self._classifier()))
+        return linear_probe(model, self._read(data, context), **dataclasses.asdict(self._classifier()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,12 +176,12 @@ class FewShot(_ProbeMeasure):
 
     default_draws: ClassVar[int] = 5
 
-    def _num_train(self) -> int:
-        return self.number * self._draws
+    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+        return self.number, self._draws
 
 
 @dataclass(frozen=True, kw_only=True)
-class Projected(_ProbeMeasure, _Trained):
+class Projected(_ProbeMeasure, Trained):
     """Mean accuracy of convex probes on random projections of the features, for models of different widths."""
 
     width: int = setting(minimum=1)
@@ -250,8 +189,8 @@ class Projected(_ProbeMeasure, _Trained):
     default_draws: ClassVar[int] = 3
     over: ClassVar[str] = "projections"
 
-    def _num_train(self) -> int:
-        return self.num_train
+    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+        return self.num_train, None
 
     def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
         from isoloss.transfer.draws import over_projections
@@ -264,42 +203,60 @@ class Projected(_ProbeMeasure, _Trained):
 class Lookup(Probe):
     """Accuracy of the same probe on the true conditionals: the look-up table, a model without parameters."""
 
-    table: ClassVar[str] = "lookup_features"  # of isoloss.transfer.features
+    features: ClassVar[str] = "lookup_features"  # of isoloss.transfer.features
 
-    def _features(self, model: Any, context: MeasureContext, sentences: Sentences) -> torch.Tensor:
+    def _examples(self, source: TextTask, context: MeasureContext) -> TextExamples:
+        raise IsolossError(f"the true conditionals of the text of {self.task} are not known: it has no look-up table")
+
+    def _table(self, context: MeasureContext) -> Callable[[Any, Sentences], torch.Tensor]:
+        """Return what makes the features (n, D) of sentences of a language."""
         from isoloss.transfer import features
 
-        made: torch.Tensor = getattr(features, self.table)(context.language, sentences)
+        made: Callable[[Any, Sentences], torch.Tensor] = getattr(features, self.features)
         return made
 
-    def _all_features(self, model: Any, context: MeasureContext, sentences: Sentences) -> torch.Tensor:
-        from isoloss.transfer import features
+    def _features(
+        self, model: Any, context: MeasureContext, sentences: Sentences, types: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._table(context)(context.language, sentences)
 
-        return context.features(None, getattr(features, self.table), context.language, sentences)
+    def _all_features(self, model: Any, context: MeasureContext, sentences: Sentences) -> torch.Tensor:
+        return context.features(None, self._table(context), context.language, sentences)
 
     def _one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        from isoloss.transfer import features
         from isoloss.transfer.linear_probing import language_probe
 
-        return language_probe(getattr(features, self.table), context.language, data, self._classifier())
+        return language_probe(self._table(context), context.language, data, self._classifier())
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogLookup(Lookup):
     """Accuracy of the same probe on the logarithms of the true conditionals, clipped at 1e-4 from below."""
 
-    table: ClassVar[str] = "log_lookup_features"
+    features: ClassVar[str] = "log_lookup_features"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneHot(Lookup):
     """Accuracy of the same probe on the tokens themselves, one-hot."""
 
-    table: ClassVar[str] = "one_hot_features"
+    features: ClassVar[str] = "one_hot_features"
+
+    def _examples(self, source: TextTask, context: MeasureContext) -> TextExamples:
+        return Probe._examples(self, source, context)
+
+    def _table(self, context: MeasureContext) -> Callable[[Any, Sentences], torch.Tensor]:
+        if self._source is None:
+            return super()._table(context)
+        from isoloss.text.tokenizers import vocabulary
+        from isoloss.transfer.features import one_hot
+
+        width = len(vocabulary(context.tokenizer()))
+        return lambda _, sentences: one_hot(sentences, width)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finetune(_TaskMeasure, _Trained):
+class Finetune(TaskMeasure, Trained):
     """Accuracy of the fine-tuned model with a linear head."""
 
     finetune_seeds: int = setting(5, minimum=1)
@@ -309,15 +266,15 @@ class Finetune(_TaskMeasure, _Trained):
     finetune_warmup_steps: int | None = setting(None, minimum=0)
     """Steps of the warm-up of the learning rate; default: 200, or 6 % of the steps where these are fewer."""
 
-    def _num_train(self) -> int:
-        return self.num_train
+    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+        return self.num_train, None
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
         from isoloss.transfer.finetuning import finetune
 
         return finetune(
             model,
-            _read(data, context),
+            self._read(data, context),
             epochs=self.finetune_epochs,
             seeds=self.finetune_seeds,
             warmup_steps=self.finetune_warmup_steps,
@@ -343,21 +300,3 @@ _OF_SAMPLED = (
     *("accuracies", "seed_std", "binomial_stderr", "majority_rate", "bayes_accuracy", "bayes_stderr"),
     *("num_test", "seeds"),
 )
-
-
-def _read(data: TaskData, context: MeasureContext) -> TaskData:
-    """Return the task as the model reads it."""
-    from isoloss.transfer.tasks import read_from_start
-
-    return read_from_start(data, context.language) if context.is_causal else data
-
-
-def _predictions(result: TransferResult) -> dict[str, Any]:
-    """Return what each classifier says of each test example, and the labels, in as few bytes as the classes need."""
-    import numpy as np
-
-    small = np.min_scalar_type(len(result.classes) - 1)
-    return {
-        "accuracy.predictions": result.predictions.numpy().astype(small),
-        "accuracy.labels": result.labels.numpy().astype(small),
-    }

@@ -126,7 +126,10 @@ def second_moments(rows: FeatureBlocks) -> Spectrum:
             for first in range(0, width, _PANEL):  # the lower triangle is all that is read
                 columns = slice(first, first + _PANEL)
                 moments[first:, columns].addmm_(x[:, first:].T, x[:, columns], alpha=1 / count)
-        values, vectors = torch.linalg.eigh(moments, UPLO="L")
+        try:
+            values, vectors = torch.linalg.eigh(moments, UPLO="L")
+        except RuntimeError:  # it did not converge, as of one-hot features, many of which are constant, in float32
+            values, vectors = (part.float() for part in torch.linalg.eigh(moments.double(), UPLO="L"))
         return Spectrum(vectors, values.clamp(min=0), math.inf)
     drawn = torch.randn(width, _RANK, generator=seeds.generator(0, "convex probe", "sketch")).to(rows.device)
     test = torch.linalg.qr(drawn).Q

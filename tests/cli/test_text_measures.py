@@ -1,0 +1,273 @@
+"""`isoloss eval` on tasks of text: the accuracies of `isoloss transfer`, pairs of checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from speaking import as_json, refusal
+
+from isoloss.cli.main import main
+from isoloss.evaluation.evaluator import evaluate
+from isoloss.runs import Run
+from isoloss.studies.comparison import difference, measured
+from isoloss.text.tokenizers import load_tokenizer
+from isoloss.transfer.text_sources import registered_text_task
+from isoloss.transfer.text_tasks import make_text_task, read_examples
+
+GOOD, BAD = ("au", "bv", "cw"), ("dx", "ey", "fz")
+FEW = ("--num-train", "30", "--num-test", "20")
+TRAIN = 70
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Path:
+    """A vocabulary, a corpus, SST-2 and RTE in small: good texts have other words than bad ones."""
+    path, rng = tmp_path_factory.mktemp("text"), random.Random(0)
+    tokens = ["[PAD]", "au", "[UNK]", "[CLS]", "[SEP]", *words[1:], "[MASK]", "##u"]
+    (path / "vocab.txt").write_text("\n".join(tokens) + "\n")
+    texts = [" ".join(rng.choices(words, k=rng.randint(20, 60))) for _ in range(30)]
+    (path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for task, header in (("sst2", "sentence\tlabel"), ("rte", "sentence1\tsentence2\tlabel")):
+        (path / task).mkdir()
+        for split, n in (("train", TRAIN), ("dev", 40)):
+            lines = [header]
+            for i in range(n):
+                text = " ".join([*rng.choices(words, k=rng.randint(1, 9)), rng.choice(BAD if i % 2 else GOOD)])
+                lines.append("\t".join([text, *(["gu hv"] if task == "rte" else []), str(i % 2)]))
+            (path / task / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(folder: Path) -> Iterator[None]:
+    """Keep the tokens of the corpus with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISOLOSS_CACHE", str(folder / "cache"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, request: pytest.FixtureRequest) -> Path:
+    return trained(folder, request.param)
+
+
+def trained(folder: Path, architecture: str) -> Path:
+    """A run on the corpus with two checkpoints."""
+    words = ["train", str(folder / architecture), "--language", str(folder / "text.jsonl"), "--tokenizer"]
+    words += [str(folder / "vocab.txt"), "--length", "12", "--architecture", architecture]
+    words += ["--size", "h16" if architecture == "lstm" else "d16", "--steps", "4", "--checkpoints", "2"]
+    assert main([*words, "--batch-size", "8", "--threads", "1"]) == 0
+    return folder / architecture
+
+
+def found(capsys, run, measure, task, *options):
+    where = ("--task-data", f"{task.name}={task}", "--threads", "1")
+    (evaluation,) = as_json(capsys, "eval", run, "--measures", measure, *where, "--steps", "4", *options)["evaluations"]
+    return evaluation
+
+
+def transferred(capsys, run, task, *options):
+    where = ("--task", task.name, "--data", task, "--threads", "1")
+    (result,) = as_json(capsys, "transfer", run, *where, *options)["models"].values()
+    return result
+
+
+@pytest.mark.parametrize("run", ["bert", "opt", "lstm"], indirect=True)
+def test_accuracies_are_those_of_isoloss_transfer(capsys, folder, run):
+    cases = [
+        ("probe", (*FEW, "--probe-seeds", "2", "--probe-epochs", "3"), (*FEW, "--seeds", "2", "--epochs", "3")),
+        ("probe", (*FEW, "--probe-solver", "convex", "--seed", "3"), (*FEW, "--solver", "convex", "--seed", "3")),
+        ("probe", ("--probe-solver", "convex", "--num-train", "all", "--num-test", "all"), ("--solver", "convex")),
+        ("probe", ("--probe-solver", "convex", "--task-length", "6"), ("--solver", "convex", "--max-length", "6")),
+        (
+            "finetune",
+            (*FEW, "--finetune-seeds", "2", "--finetune-epochs", "1", "--finetune-warmup-steps", "0"),
+            (*FEW, "--method", "finetune", "--seeds", "2", "--epochs", "1", "--warmup-steps", "0"),
+        ),
+    ]
+    for how, options, same in cases:
+        for task in (folder / "sst2", folder / "rte"):
+            evaluation = found(capsys, run, f"{how}-{task.name}", task, *options)
+            expected = transferred(capsys, run, task, *same)
+            estimate = evaluation["estimates"]["accuracy"]
+            assert (estimate["value"], estimate["stderr"]) == tuple(
+                expected["accuracy"][key] for key in ("value", "stderr")
+            )
+            assert estimate["details"]["text"] == expected["text"]
+            assert estimate["details"]["num_train"] == min(TRAIN, expected["accuracy"]["details"]["num_train"])
+            arrays = Run(run).examples(Run(run).evaluation(f"{how}-{task.name}", 4))
+            predictions = arrays["accuracy.predictions"].tolist()
+            assert all(row in predictions for row in expected["predictions"])  # a convex probe's is kept once
+            assert arrays["accuracy.labels"].tolist() == expected["labels"]
+
+
+@pytest.mark.parametrize("run", ["bert"], indirect=True)
+def test_checkpoints_of_all_architectures_are_paired_example_by_example(capsys, folder, run):
+    settings = {"num_train": 40, "num_test": "all", "probe_seeds": 2, "probe_epochs": 20, "task_length": 12}
+    settings |= {"task_data": (f"sst2={folder / 'sst2'}",)}
+    evaluate([run, trained(folder, "lstm")], ["probe-sst2"], settings=settings, device="cpu")
+    early, late = (measured(Run(run), "probe-sst2", step)["accuracy"] for step in (2, 4))
+    other = measured(Run(folder / "lstm"), "probe-sst2", 4)["accuracy"]
+    for second in (late, other):
+        moved = difference(second, early)
+        right = [one.examples["predictions"] == one.examples["labels"] for one in (second, early)]
+        assert moved.value == pytest.approx(100 * (right[0].mean() - right[1].mean()))
+        assert moved.stderr > 0
+    lines = (folder / "sst2" / "dev.tsv").read_text().splitlines()[1:]
+    assert early.examples["labels"].tolist() == [int(line.split("\t")[1]) for line in lines]
+
+
+@pytest.mark.parametrize("run", ["bert"], indirect=True)
+def test_other_examples_are_other_inputs(capsys, folder, run, tmp_path):
+    copy = tmp_path / "sst2"
+    copy.mkdir()
+    for split in ("train", "dev"):
+        (copy / f"{split}.tsv").write_text((folder / "sst2" / f"{split}.tsv").read_text())
+    quick = (*FEW, "--probe-solver", "convex")
+    first = found(capsys, run, "probe-sst2", folder / "sst2", *quick)
+    assert found(capsys, run, "probe-sst2", copy, *quick)["inputs"] == first["inputs"]
+    text = (copy / "train.tsv").read_text()
+    (copy / "train.tsv").write_text(text.replace(" dx", " ey"))  # the same lengths and labels
+    (tmp_path / "renamed").mkdir()
+    copy.rename(tmp_path / "renamed" / "sst2")
+    assert found(capsys, run, "probe-sst2", tmp_path / "renamed" / "sst2", *quick)["inputs"] != first["inputs"]
+
+
+@pytest.mark.parametrize("run", ["bert"], indirect=True)
+def test_only_what_is_about_a_task_is_among_its_settings(capsys, folder, run):
+    both = ("--task-data", f"rte={folder / 'rte'}", f"sst2={folder / 'sst2'}", "--threads", "1", "--steps", "4")
+    words = ("eval", run, "--measures", "probe-sst2", "probe-rte", *both, *FEW, "--probe-epochs", "1")
+    kept = {each["measure"]: each["settings"] for each in as_json(capsys, *words)["evaluations"]}
+    assert [settings["task_data"] for settings in kept.values()] == [
+        [f"sst2={folder / 'sst2'}"],
+        [f"rte={folder / 'rte'}"],
+    ]
+    path = Run(run).evaluation_path("probe-sst2", 4)
+    written = path.stat().st_mtime_ns
+    found(capsys, run, "probe-sst2", folder / "sst2", *FEW, "--probe-epochs", "1")  # there is no need to measure it
+    assert path.stat().st_mtime_ns == written
+
+
+def test_draws_are_disjoint_and_the_first_is_that_of_a_single_one(folder):
+    source = registered_text_task("sst2", str(folder / "sst2"))
+    single = read_examples(source, num_train=20, seed=1).train.texts
+    drawn = read_examples(source, num_train=20, draws=3, seed=1).train.texts
+    assert drawn[:20] == single
+    everything = read_examples(source).train.texts
+    assert len(set(everything)) == len(everything)
+    assert len(set(drawn)) == len(drawn) == 60
+    for draw in (drawn[:20], drawn[20:40], drawn[40:]):
+        places = [everything.index(text) for text in draw]
+        assert places == sorted(places)
+        assert max(places) - min(places) > TRAIN / 2  # from the whole file
+
+
+@pytest.mark.parametrize("run", ["bert"], indirect=True)
+def test_few_shot_and_projected_probes_and_those_of_the_tokens(capsys, folder, run):
+    task, rest = folder / "sst2", ("--num-test", "all", "--probe-draws", "3")
+    several = found(capsys, run, "few-shot-sst2-20", task, *rest)["estimates"]["accuracy"]
+    one = transferred(capsys, run, task, "--num-train", "20", "--solver", "convex")["accuracy"]
+    assert several["details"]["accuracies"][0] == one["value"]
+    assert several["details"]["draws"] == 3
+    projected = found(capsys, run, "projected-sst2-8", task, *rest, "--num-train", "all")["estimates"]["accuracy"]
+    assert projected["details"]["num_train"] == TRAIN
+    assert projected["details"]["projections"] == 3
+
+    convex = ("--num-train", "all", "--num-test", "all", "--probe-solver", "convex")
+    tokens = found(capsys, run, "one-hot-sst2", task, *convex)["estimates"]["accuracy"]
+    from isoloss.transfer.linear_probing import fit_linear_probe
+
+    tokenizer = load_tokenizer(str(folder / "vocab.txt"))
+    data = make_text_task(registered_text_task("sst2", str(task)), tokenizer, max_length=12)
+    rows = {}
+    for split, sentences in (("train", data.train), ("test", data.test)):
+        rows[split] = np.zeros((len(sentences.tokens), sentences.tokens.shape[1], len(tokenizer)), dtype=np.float32)
+        for i, (ids, length) in enumerate(zip(sentences.tokens.tolist(), sentences.lengths.tolist(), strict=True)):
+            for t in range(length):
+                rows[split][i, t, ids[t]] = 1
+    import torch
+
+    x, y = (torch.from_numpy(rows[split]).flatten(1) for split in ("train", "test"))
+    expected = fit_linear_probe(x, data.train_labels, y, data.test_labels, classes=data.classes, solver="convex")
+    assert tokens["value"] == expected.accuracy.value
+
+
+@pytest.mark.parametrize("run", ["bert"], indirect=True)
+def test_a_checkpoint_from_elsewhere_reads_with_its_tokenizer(capsys, folder, run, tmp_path):
+    (tmp_path / "text.txt").write_text(" ".join(["au bv cw dx"] * 40))
+    quick = (*FEW, "--probe-solver", "convex", "--task-data", f"sst2={folder / 'sst2'}", "--threads", "1")
+    checkpoint = run / "checkpoints" / "step-4"
+    data = ("--data", tmp_path / "text.txt", "--tokenizer", folder / "vocab.txt")
+    (elsewhere,) = as_json(capsys, "eval", checkpoint, *data, "--measures", "probe-sst2", *quick)["evaluations"]
+    own = found(capsys, run, "probe-sst2", folder / "sst2", *FEW, "--probe-solver", "convex")
+    assert elsewhere["inputs"] == own["inputs"]
+    assert elsewhere["estimates"]["accuracy"]["value"] == own["estimates"]["accuracy"]["value"]
+
+
+@pytest.mark.parametrize("run", ["bert"], indirect=True)
+@pytest.mark.parametrize(
+    ("measures", "options", "message"),
+    [
+        (("lookup-sst2",), (), "the true conditionals of the text of sst2 are not known: it has no look-up table"),
+        (("few-shot-sst2-30",), (), "task sst2 has 70 training examples, too few for 5 disjoint draws of 30"),
+        (
+            ("probe-sst2",),
+            ("--num-train", "all", "--probe-solver", "convex", "--probe-draws", "2"),
+            "too few for 2 disjoint draws of all",
+        ),
+        (("probe-stsb",), (), "(it is a regression)"),
+        (("probe-sst2",), ("--task-data", "sst3=here"), "task_data has 'sst3=here'; an entry is NAME=PATH with a task"),
+        (
+            ("probe-sst2",),
+            ("--task-data", "here"),
+            "task_data has 'here'; an entry is NAME=PATH with a task of text (c",
+        ),
+        (("probe-sst2",), ("--task-data", "sst2=a", "sst2=b"), "the examples of sst2 twice: sst2=a and sst2=b"),
+        (("probe-sst2",), ("--task-data", "sst2=nowhere.tsv"), "there is no file or folder nowhere.tsv"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(capsys, folder, run, measures, options, message):
+    given = options if "--task-data" in options else ("--task-data", f"sst2={folder / 'sst2'}", *options)
+    text = refusal(capsys, "eval", run, "--measures", *measures, *given, "--steps", "4", alone=True)
+    assert message in text
+    assert not Run(run).evaluation_path(measures[0], 4).exists() or measures == ("probe-sst2",)
+
+
+def test_a_language_without_text_has_no_task_of_text(capsys, folder, tmp_path):
+    words = [
+        "train",
+        str(tmp_path / "run"),
+        "--language",
+        "brackets-8",
+        "--size",
+        "d16",
+        "--steps",
+        "1",
+        "--threads",
+        "1",
+    ]
+    assert main(words) == 0
+    given = ("--task-data", f"sst2={folder / 'sst2'}")
+    message = refusal(capsys, "eval", tmp_path / "run", "--measures", "probe-sst2", *given, alone=True)
+    assert "the language has no tokenizer, so its models cannot read the text of a task" in message
+    few = ("--measures", "probe-mismatch", "--num-train", "all")
+    message = refusal(capsys, "eval", tmp_path / "run", *few, alone=True)
+    assert "num_train is all, but sentences of a language are drawn: give num_train as a number" in message
+
+
+def test_on_sst2_itself(capsys, shared_data, folder):
+    run = trained(folder, "bert")
+    task = shared_data / "glue-sst2"
+    where = ("--task-data", f"sst2={task}", "--threads", "1", "--steps", "4")
+    few = ("--num-train", "300", "--num-test", "all")
+    words = ("eval", run, "--measures", "probe-sst2", *where, *few, "--probe-solver", "convex")
+    (evaluation,) = as_json(capsys, *words)["evaluations"]
+    same = ("--task", "sst2", "--data", task, "--threads", "1", "--num-train", "300", "--solver", "convex")
+    (expected,) = as_json(capsys, "transfer", run, *same)["models"].values()
+    assert evaluation["estimates"]["accuracy"]["value"] == expected["accuracy"]["value"]
+    assert evaluation["estimates"]["accuracy"]["details"]["num_test"] == 872
