@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from isoloss.paper.reproduction.dataset import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate, polished
-from isoloss.paper.reproduction.reading import at_kl, at_step, end, replicates, trajectory
+from isoloss.paper.reproduction.dataset import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate
+from isoloss.paper.reproduction.reading import at_kl, at_step, by_polish, end, replicates
 from isoloss.paper.reproduction.scales import Scale
 from isoloss.studies.claims import Contrast
 from isoloss.studies.comparison import Checkpoint, Pair
@@ -48,9 +48,9 @@ def _of_dataset(results: Results, dataset: Dataset) -> dict[str, list[Contrast]]
         return [Contrast(names=names, pairs=[each for _, each in pairs], where=where, clusters=clusters, **more)]  # type: ignore[arg-type]
 
     def against_adamw(arm: str) -> PAIR:
-        return lambda one: _at_same_kl(trajectory(results, dataset, one, main), end(results, dataset, one, arm))
+        return lambda one: _at_same_kl(by_polish(results, dataset, one, main), end(results, dataset, one, arm))
 
-    between = f"of {main} after AdamW for different times and the same polish"
+    between = f"of {main} after {dataset.start:,} steps and polishes of different lengths"
     made = {
         "sgd": contrast((TRAJECTORY, "SGD"), against_adamw(SGD_SAMPLED), INTERPOLATED.format(between=between)),
         "label noise": contrast(
@@ -60,8 +60,8 @@ def _of_dataset(results: Results, dataset: Dataset) -> dict[str, list[Contrast]]
         ),
         "longer": contrast(
             (f"{dataset.start:,} steps", f"{dataset.last:,} steps"),
-            lambda one: _longer(results, dataset, one),
-            "The second is interpolated, linearly in the logarithm of the KL, between polishes of two lengths.",
+            against_adamw(main),
+            INTERPOLATED.format(between=between),
         ),
         "larger": [
             each
@@ -69,8 +69,8 @@ def _of_dataset(results: Results, dataset: Dataset) -> dict[str, list[Contrast]]
             for each in contrast(
                 (smaller, larger),
                 lambda one, smaller=smaller, larger=larger: _larger(results, dataset, one, smaller, larger),  # type: ignore[misc]
-                "The second is interpolated between two of its checkpoints, the first is the last that lies between "
-                "two of them.",
+                "The second is interpolated, linearly in the logarithm of the KL, between polishes of different "
+                "lengths; the first has had the longest polish that leaves its KL between the second's.",
                 case=f"{smaller} to {larger}",
             )
         ],
@@ -79,8 +79,8 @@ def _of_dataset(results: Results, dataset: Dataset) -> dict[str, list[Contrast]]
         for arm in ("adversary", "helper"):
             made[arm] = contrast(
                 (TRAJECTORY, dataset.arms[arm].title),
-                lambda one, arm=arm: _at_same_kl(_adamw_only(results, dataset, one), end(results, dataset, one, arm)),  # type: ignore[misc]
-                INTERPOLATED.format(between="after more AdamW without the second loss and after none"),
+                against_adamw(arm),
+                INTERPOLATED.format(between=between),
             )
         made["look-up table"] = [
             each
@@ -105,23 +105,9 @@ def _at_same_kl(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | N
     return None if control is None else (control, treated)
 
 
-def _adamw_only(results: Results, dataset: Dataset, one: Replicate) -> list[Checkpoint]:
-    """Return the control of the adversary and the helper: AdamW on exact labels for no time, and for longer."""
-    return [results.at(one.run(polished(dataset.main, dataset.start))), end(results, dataset, one, "longer")]
-
-
-def _longer(results: Results, dataset: Dataset, one: Replicate) -> Pair | None:
-    """Return the main model after fewer steps, and after all steps with a polish that leads to the same KL."""
-    first = results.at(one.run(polished(dataset.main, dataset.start)))
-    lengths = (*dataset.other_polishes, 0)  # 0 is that of all
-    later = [results.at(one.run(polished(dataset.main, dataset.last, length))) for length in lengths]
-    second = at_kl(later, first["kl"].estimate.value)
-    return None if second is None else (first, second)
-
-
 def _larger(results: Results, dataset: Dataset, one: Replicate, smaller: str, larger: str) -> Pair | None:
     """Return the smaller model and the larger one at the same KL, with traces in one architecture."""
-    firsts, seconds = (trajectory(results, dataset, one, size) for size in (smaller, larger))
+    firsts, seconds = (by_polish(results, dataset, one, size) for size in (smaller, larger))
     for first in reversed(firsts):
         if (pair := _at_same_kl(seconds, first)) is not None:
             return pair[1], pair[0]

@@ -31,7 +31,6 @@ class Arm:
         stages: Instead, what follows the step of the main model from which arms branch off.
         watched: Steps of the stages that are measured besides the last; counted from their start.
         shown_in: The figures and tables of the paper that show it.
-        control: The arm that it is compared with; empty: the main model.
     """
 
     title: str
@@ -39,7 +38,6 @@ class Arm:
     stages: tuple[StageConfig, ...] = ()
     watched: tuple[int, ...] = ()
     shown_in: tuple[str, ...] = ()
-    control: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +97,13 @@ class Dataset:
         followed: The size of figure 2, where it is another one.
         watched: The measured steps; the last is the end of training.
         branch: The watched step of the main model that arms continue from; 0: its last.
-        polish_steps: Steps of AdamW with a learning rate that decays to 0, after each watched step in a run of its own:
-            they bring models to about the same loss. 0: there are none, as in the paper.
+        polish_steps: Steps of AdamW with a learning rate that decays to 0, after the last step of every size and arm,
+            and after each watched step of the main size, in a run of its own: they bring models to about the same loss.
+            0: there are none, as in the paper.
+        other_polishes: Other lengths of the polish after `branch`, for every size: within these and `polish_steps`, a
+            model has the loss of others that it is compared with.
         polish_labels: What the polish learns from: the exact conditionals, where they are known, or sampled tokens.
         polish_rate: Its highest learning rate.
-        other_polishes: Other lengths of the main model's last polish: it reaches the loss of the one after `branch`
-            within one of them.
         arms: Variants of the main model, by name.
         measures: What is measured of every watched checkpoint.
         end_measures: What is measured besides at the end of every size, arm and polish.
@@ -128,9 +127,9 @@ class Dataset:
     watched: tuple[int, ...]
     branch: int = 0
     polish_steps: int = 0
+    other_polishes: tuple[int, ...] = ()
     polish_labels: Literal["exact", "sampled"] = "exact"
     polish_rate: float = 3e-3
-    other_polishes: tuple[int, ...] = ()
     arms: Mapping[str, Arm] = field(default_factory=dict)
     measures: tuple[str, ...]
     end_measures: tuple[str, ...] = ()
@@ -158,6 +157,18 @@ class Dataset:
     def start(self) -> int:
         """The step of the main model that arms continue from."""
         return self.branch or self.last
+
+    def polished_steps(self, size: str) -> tuple[int, ...]:
+        """Return the steps of a size that are followed by a polish of the usual length."""
+        if not self.polish_steps:
+            return ()
+        return self.watched if size == self.main else tuple(sorted({self.start, self.last}))
+
+    @property
+    def polish_lengths(self) -> tuple[int, ...]:
+        """All lengths of the polish after `branch`, ascending; 0 stands for the usual one, as in `polished`."""
+        lengths = sorted((*self.other_polishes, self.polish_steps))
+        return tuple(0 if length == self.polish_steps else length for length in lengths)
 
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
@@ -220,11 +231,12 @@ class _Runs:
             tables = (self._measurement(dict.fromkeys(features), (0,), "measure the baselines of", model),)
         shown = tuple(dict.fromkeys(shown_in))
         runs = {size: self._trained(config, size, steps=dataset.watched, shown_in=shown, more=tables)}
-        for step in dataset.watched if dataset.polish_steps else ():
-            runs[polished(size, step)] = self._polish(size, step, config, size, with_all=size == dataset.main)
-        for length in dataset.other_polishes if size == dataset.main else ():
-            name = polished(size, dataset.last, length)
-            runs[name] = self._polish(size, dataset.last, config, size, with_all=True, length=length)
+        is_main = size == dataset.main
+        for step in dataset.polished_steps(size):
+            runs[polished(size, step)] = self._polish(size, step, config, size, with_all=is_main)
+        for length in dataset.other_polishes:
+            name = polished(size, dataset.start, length)
+            runs[name] = self._polish(size, dataset.start, config, size, with_all=is_main, length=length)
         return runs
 
     def _of_arm(self, name: str, arm: Arm) -> dict[str, Experiment]:
@@ -303,7 +315,10 @@ class _Runs:
             config = dataclasses.replace(config, micro_batch_size=micro if micro * processes < config.batch_size else 0)
             expected = costs.training(config, dataset.tokens, needs, kept=len({*config.checkpoints, config.steps}))
         ends = dict.fromkeys((*dataset.end_measures, *(dataset.all_measures if with_all else ())))
-        parts = [self._measurement(dict.fromkeys(dataset.measures), steps, "measure", model)]
+        common = dict.fromkeys(dataset.measures)
+        if steps == (config.steps,):
+            common, ends = common | ends, {}
+        parts = [self._measurement(common, steps, "measure", model)]
         if ends:
             parts.append(self._measurement(ends, (config.steps,), "measure the end of", model))
         return Experiment(

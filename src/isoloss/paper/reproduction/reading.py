@@ -32,19 +32,19 @@ def end(results: Results, dataset: Dataset, replicate: Replicate, arm: str) -> C
     return results.at(name if name in results.experiments else replicate.run(arm))
 
 
-def trajectory(results: Results, dataset: Dataset, replicate: Replicate, size: str) -> list[Checkpoint]:
-    """Return a size after its polish, from each of its watched steps."""
-    return [results.at(replicate.run(polished(size, step))) for step in dataset.watched]
+def by_polish(results: Results, dataset: Dataset, replicate: Replicate, size: str) -> list[Checkpoint]:
+    """Return a size after polishes of every length, the shortest first, all from the step where arms branch off."""
+    return [results.at(replicate.run(polished(size, dataset.start, length))) for length in dataset.polish_lengths]
 
 
 def at_kl(checkpoints: Sequence[Checkpoint], kl: float) -> Checkpoint | None:
-    """Return what a model with this KL would measure, between two checkpoints of one run that enclose it.
+    """Return what a model with this KL would measure, between two checkpoints that enclose it.
 
     Linear interpolation in the logarithm of the KL, of values and of what each example adds to them; None if no two
     neighbors enclose the KL.
 
     Args:
-        checkpoints: In the order of training.
+        checkpoints: In the order of their polishes' lengths.
         kl: In nats per predicted token.
     """
     for first, second in itertools.pairwise(checkpoints):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from isoloss.languages.config import HMMConfig, PCFGConfig
-from isoloss.paper.reproduction.dataset import SGD_EXACT, SGD_SAMPLED, Arm, Dataset, Shown
+from isoloss.paper.reproduction.dataset import Arm, Dataset, Shown
 from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig
 from isoloss.studies.spec import Experiment
 from isoloss.training.algorithms.config import AdversarialConfig
@@ -94,32 +94,26 @@ def _sgd(steps: int, rate: float, labels: Any) -> StageConfig:
     return StageConfig(steps=steps, labels=labels, optimizer=optimizer)
 
 
-def _sgd_arms(steps: int, rate: float, watched: tuple[int, ...], shown_in: tuple[str, ...]) -> dict[str, Arm]:
+def _sgd_arms(steps: int, rate: float, watched: tuple[int, ...]) -> dict[str, Arm]:
     return {
-        name: Arm(title=title, stages=(_sgd(steps, rate, labels),), watched=watched, shown_in=shown_in, control=control)
-        for name, title, labels, control in (
-            (SGD_EXACT, "SGD (exact labels)", "exact", ""),
-            (SGD_SAMPLED, "SGD (sampled labels)", "sampled", SGD_EXACT),
+        f"sgd-{labels}": Arm(
+            title=f"SGD ({labels} labels)", stages=(_sgd(steps, rate, labels),), watched=watched, shown_in=SGD_SHOWN
         )
+        for labels in ("exact", "sampled")
     }
 
 
-def _algorithms(task: str, *, longer: int, adversary: int, helper: int, rate: float) -> dict[str, Arm]:
-    """Return AdamW with and without a second loss on a task; their steps give about the same KL after the polish."""
+def _algorithms(task: str, *, adversary: int, helper: int, rate: float) -> dict[str, Arm]:
+    """Return AdamW with a second loss on a task, whose features it spoils or helps."""
     adamw = OptimizerConfig(learning_rate=rate, schedule="cosine", weight_decay=0.0)
-    shown_in = ("table 1", "table 2")
 
-    def arm(title: str, steps: int, weight: float = 0.0, control: str = "") -> Arm:
-        algorithm = AdversarialConfig(task=task, weight=weight) if weight else None
+    def arm(title: str, steps: int, weight: float) -> Arm:
+        algorithm = AdversarialConfig(task=task, weight=weight)
         stage = StageConfig(steps=steps, labels="exact", optimizer=adamw, algorithm=algorithm)
-        return Arm(title=title, stages=(stage,), shown_in=shown_in if weight else (), control=control)
+        return Arm(title=title, stages=(stage,), shown_in=("table 1", "table 2"))
 
     weight = AdversarialConfig.weight
-    return {
-        "longer": arm("AdamW for longer", longer),
-        "adversary": arm("Adversary", adversary, weight, "longer"),
-        "helper": arm("Helper", helper, -weight, "longer"),
-    }
+    return {"adversary": arm("Adversary", adversary, weight), "helper": arm("Helper", helper, -weight)}
 
 
 def _small_pcfg(
@@ -135,13 +129,13 @@ def _small_pcfg(
     polish_steps: int,
     other_polishes: tuple[int, ...],
     sgd_steps: int,
-    algorithm_steps: tuple[int, int, int],
+    algorithm_steps: tuple[int, int],
     settings: Mapping[str, Any],
 ) -> Dataset:
     tasks = {"A": "probe-prefix-4", "B": "probe-prefix-2", "C": "probe-prefix-2"}
     largest = sizes[-1]
     into = small_bert(largest, layers)
-    longer, adversary, helper = algorithm_steps
+    adversary, helper = algorithm_steps
     features = 2**language.levels * small_bert(sizes[0], layers).heads * HEAD_WIDTH
     few_shot = ("few-shot-prefix-4-100", "few-shot-prefix-2-100")
     return Dataset(
@@ -164,8 +158,8 @@ def _small_pcfg(
         polish_steps=polish_steps,
         other_polishes=other_polishes,
         arms={
-            **_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2), SGD_SHOWN),
-            **_algorithms("prefix-4", longer=longer, adversary=adversary, helper=helper, rate=3e-3),
+            **_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2)),
+            **_algorithms("prefix-4", adversary=adversary, helper=helper, rate=3e-3),
             "pre-ln": Arm(
                 title="Pre-layer-norm",
                 changes={"model": small_bert(main, layers, "bert-pre-ln"), "stacked": False},
@@ -225,7 +219,7 @@ def _small_hmm(
         branch=branch,
         polish_steps=polish_steps,
         other_polishes=other_polishes,
-        arms=_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2), SGD_SHOWN),
+        arms=_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2)),
         measures=("loss", "trace", *tasks.values()),
         end_measures=tuple(f"projected-state-{state}-{features}" for state in (2, 3)),
         all_measures=tuple(name for name in FLATNESS if name not in ("trace", "minimal-trace")),
@@ -247,9 +241,9 @@ SMOKE = Scale(
             watched=(20, 40, 60),
             branch=40,
             polish_steps=20,
-            other_polishes=(10,),
+            other_polishes=(10, 40),
             sgd_steps=20,
-            algorithm_steps=(10, 10, 10),
+            algorithm_steps=(10, 10),
             settings={"num_train": 256, "flatness_sentences": 64},
         ),
         _small_hmm(
@@ -261,7 +255,7 @@ SMOKE = Scale(
             watched=(20, 40, 60),
             branch=40,
             polish_steps=20,
-            other_polishes=(10,),
+            other_polishes=(10, 40),
             sgd_steps=20,
             settings={"num_train": 256, "flatness_sentences": 64},
         ),
@@ -279,11 +273,11 @@ EVENING = Scale(
             main="d32",
             layers=2,
             watched=(1_000, 2_000, 4_000, 8_000),
-            branch=4_000,
+            branch=2_000,
             polish_steps=2_000,
-            other_polishes=(500, 1_000),
+            other_polishes=(250, 500, 1_000, 4_000),
             sgd_steps=2_000,
-            algorithm_steps=(800, 500, 300),
+            algorithm_steps=(500, 300),
             settings={"num_train": 8_192, "flatness_sentences": 1_024},
         ),
         _small_hmm(
@@ -293,9 +287,9 @@ EVENING = Scale(
             sizes=("h16", "h32", "h64"),
             main="h32",
             watched=(500, 1_000, 2_000, 4_000),
-            branch=2_000,
+            branch=1_000,
             polish_steps=1_000,
-            other_polishes=(250, 500),
+            other_polishes=(125, 250, 500, 2_000),
             sgd_steps=2_000,
             settings={"num_train": 8_192, "flatness_sentences": 1_024},
         ),

@@ -90,7 +90,7 @@ def _sizes(results: Results, dataset: Dataset) -> SummaryTable:
     ]
     rows: list[Row] = []
     for size in dataset.sizes:
-        for step in dataset.watched:
+        for step in dataset.polished_steps(size) or dataset.watched:
             run = polished(size, step) if dataset.polish_steps else size
             at: At = lambda one, run=run, step=step: (  # type: ignore[misc]  # noqa: E731
                 results.at(one.run(run)) if dataset.polish_steps else at_step(results, one, run, step)
@@ -120,7 +120,7 @@ def compared(dataset: Dataset) -> list[str]:
     if not dataset.polish_steps:
         return [dataset.main, *dataset.arms]
     main = dataset.main
-    lengths = [polished(main, dataset.last, length) for length in dataset.other_polishes]
+    lengths = [polished(main, dataset.start, length) for length in dataset.other_polishes]
     return [
         *(polished(main, step) for step in dataset.watched),
         *lengths,
