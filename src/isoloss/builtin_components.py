@@ -81,6 +81,7 @@ TRANSFER_MEASURES = {
     ),
     "finetune-TASK": ("Finetune", "accuracy of the fine-tuned model, e.g. finetune-root, finetune-rte"),
 }
+FEATURES = "effective dimension of the last hidden states; keeps their Gram matrix, for the CKA of two checkpoints"
 GLUE_TASKS = {
     "cola": ("COLA", "GLUE: whether a sentence is acceptable"),
     "mnli": ("MNLI", "GLUE: whether a premise entails a hypothesis, contradicts it, or neither"),

@@ -25,7 +25,7 @@ from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.runs import checkpoint_of
 from isoloss.seeds import generator
 from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
-from isoloss.text.masking import objective_batch
+from isoloss.text.masking import IGNORED, objective_batch
 from isoloss.text.tokenizers import load_tokenizer
 from isoloss.transfer.tasks import TaskData, make_task
 from isoloss.transfer.text_sources import TextTask
@@ -64,6 +64,18 @@ class MeasureContext:
         Where they come from a file, `auxiliary_sample` of them is all that it holds.
         """
         return self._once(("inputs", num_sequences, seed), lambda: self.read(num_sequences, seed))
+
+    def sentences(self, num_sentences: int, seed: int) -> Sentences:
+        """Return the sentences of `inputs` with nothing masked; those of a language without a start before them."""
+        if self.language is not None:
+            return self._once(
+                ("sentences", num_sentences, seed), lambda: _sentences(self.language, num_sentences, seed)
+            )
+        batches = self.inputs(num_sequences=num_sentences, seed=seed).batches
+        whole = {name: torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "attention_mask")}
+        labels = torch.cat([batch["labels"] for batch in batches])
+        tokens = torch.where(labels == IGNORED, whole["input_ids"], labels)
+        return Sentences(tokens, whole["attention_mask"].sum(dim=1))
 
     def truth(self, num_sentences: int | Literal["all"], seed: int) -> Truth:
         """Return masked sentences of the language and their exact conditionals (`isoloss.evaluation.truth.truth`)."""
@@ -295,20 +307,26 @@ def _check_tokenizers(names: Sequence[str]) -> None:
         known = known or (name, vocabulary)
 
 
+def _sentences(language: Language, number: int, seed: int) -> Sentences:
+    """Return the first held-out sentences of a language, if it has any, else fresh ones."""
+    if language.num_held_out:
+        return language.held_out(number)
+    return language.sample(number, generator=generator(seed, "trace sentences"))
+
+
 def language_inputs(
     language: Language, objective: ObjectiveConfig, *, num_sequences: int, seed: int, batch_size: int = 256
 ) -> Inputs:
     """Return inputs from a language under an objective: held-out ones if it has any, else fresh ones."""
     if num_sequences < 1:
         raise IsolossError(f"the number of sequences is {num_sequences}; it must be at least 1")
+    sentences = _sentences(language, num_sequences, seed)
     if language.num_held_out:
-        sentences = language.held_out(num_sequences)
         available, of = language.num_held_out, "held-out sequences of the run's corpus"
         source = f"{num_sequences:,} of the {available:,} {of}"
         if available < num_sequences:
             source = f"all {available:,} {of} (up to {num_sequences:,} would be taken)"
     else:
-        sentences = language.sample(num_sequences, generator=generator(seed, "trace sentences"))
         source = f"{num_sequences:,} sentences sampled from the run's language"
     masks = generator(seed, "trace masks")
     batches = []

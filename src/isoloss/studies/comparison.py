@@ -26,7 +26,7 @@ class Measured:
     estimate: Estimate  # the estimate
     inputs: str  # the SHA-256 of what it was measured on
     settings: Mapping[str, Any]  # of the measure. Estimates with the same inputs and settings can be paired
-    # `influence`, or `predictions` and `labels`; see `isoloss.runs.Run.examples`
+    # `influence`, or `predictions` and `labels`, and `gram` of features; see `isoloss.runs.Run.examples`
     examples: Mapping[str, np.ndarray[Any, Any]] = field(compare=False)
     is_archived: bool = False  # whether an archive has left the examples out
 
@@ -137,6 +137,27 @@ def ratio(later: Measured, earlier: Measured) -> Estimate:
     a, b = later.estimate.value, earlier.estimate.value
     influence = (_influence(later) - a / b * _influence(earlier)) / b
     return dataclasses.replace(_paired(a / b, influence, later.estimate), unit="times")
+
+
+def cka(first: Measured, second: Measured) -> Estimate:
+    """Return the linear CKA of the features of two checkpoints, by the measure `features` of each.
+
+    See `isoloss.transfer.similarity.linear_cka`: 1 where the features are the same up to rotation and scale, 0 where
+    they are uncorrelated. The error is over the draw of the sentences.
+
+    Raises:
+        IsolossError: One of the two is of another measure, or they are not of the same sentences.
+    """
+    from isoloss.transfer.similarity import from_upper_triangle, linear_cka
+
+    if not all("gram" in one.examples for one in (first, second)):
+        raise IsolossError("CKA takes two evaluations by the measure features, which keep Gram matrices")
+    if first.inputs != second.inputs:
+        raise IsolossError(
+            "the features of two checkpoints are not of the same sentences, so they have no CKA: measure both with the "
+            "same feature_sentences and seed, on the same language or text"
+        )
+    return linear_cka(*(from_upper_triangle(one.examples["gram"]) for one in (first, second)))
 
 
 def _influence(one: Measured) -> np.ndarray[Any, Any]:

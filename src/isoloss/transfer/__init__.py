@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from isoloss.transfer.finetuning import finetune
     from isoloss.transfer.linear_probing import linear_probe, lookup_probe
     from isoloss.transfer.results import TransferResult
+    from isoloss.transfer.similarity import effective_dimension, gram_matrix, linear_cka
     from isoloss.transfer.tasks import TaskData, make_task
     from isoloss.transfer.text_tasks import make_text_task
 
@@ -21,7 +22,10 @@ __all__ = [
     "TaskData",
     "TransferResult",
     "compare_accuracy",
+    "effective_dimension",
     "finetune",
+    "gram_matrix",
+    "linear_cka",
     "linear_probe",
     "lookup_probe",
     "make_task",
@@ -34,6 +38,7 @@ __getattr__, __dir__ = lazy.exports(
         **dict.fromkeys(("FinetuneConfig", "LinearProbeConfig"), "isoloss.transfer.config"),
         **dict.fromkeys(("TaskData", "make_task"), "isoloss.transfer.tasks"),
         **dict.fromkeys(("linear_probe", "lookup_probe"), "isoloss.transfer.linear_probing"),
+        **dict.fromkeys(("effective_dimension", "gram_matrix", "linear_cka"), "isoloss.transfer.similarity"),
         "TransferResult": "isoloss.transfer.results",
         "compare_accuracy": "isoloss.transfer.comparing",
         "finetune": "isoloss.transfer.finetuning",

@@ -1,0 +1,218 @@
+"""How alike the features of two models are (linear CKA), and how many dimensions those of one have.
+
+Both are computed from Gram matrices: the inner products of the features of n sentences. Shape letters: n sentences,
+D features.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from isoloss.errors import IsolossError
+from isoloss.statistics.estimate import Estimate
+
+if TYPE_CHECKING:
+    import torch
+
+Array = NDArray[np.float64]
+
+_FEWEST = 5  # sentences: the estimators take 4, and the jackknife leaves out one
+_COLUMNS = 8192  # of the features that are in float64 at a time
+
+
+def gram_matrix(features: torch.Tensor) -> Array:
+    """Return the inner products (n, n) of the rows of features (n, D), centered at their mean, in float64.
+
+    Example:
+        >>> import torch
+        >>> gram_matrix(torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 3.0]])).tolist()
+        [[2.0, 0.0, -2.0], [0.0, 2.0, -2.0], [-2.0, -2.0, 4.0]]
+    """
+    gram = np.zeros((len(features), len(features)))
+    for first in range(0, features.shape[1], _COLUMNS):
+        block = features[:, first : first + _COLUMNS].cpu().double().numpy()
+        block = block - block.mean(axis=0)
+        gram += block @ block.T
+    return gram
+
+
+def upper_triangle(gram: Array) -> NDArray[np.float32]:
+    """Return the upper triangle of a Gram matrix (n, n), row by row: n (n + 1) / 2 numbers in float32."""
+    return gram[np.triu_indices(len(gram))].astype(np.float32)
+
+
+def from_upper_triangle(triangle: NDArray[Any]) -> Array:
+    """Return the Gram matrix (n, n) that `upper_triangle` was given.
+
+    Example:
+        >>> from_upper_triangle(upper_triangle(np.array([[1.0, 2.0], [2.0, 3.0]]))).tolist()
+        [[1.0, 2.0], [2.0, 3.0]]
+    """
+    n = (int(np.sqrt(8 * len(triangle) + 1)) - 1) // 2
+    gram = np.zeros((n, n))
+    gram[np.triu_indices(n)] = triangle
+    return gram + np.triu(gram, 1).T
+
+
+def linear_cka(first: ArrayLike, second: ArrayLike) -> Estimate:
+    r"""Return the linear CKA of two models' features of the same sentences (Kornblith et al. 2019).
+
+    With X and Y the features of a sentence in the two models, it is
+
+        norm(Cov(X, Y))^2 / (norm(Cov(X, X)) norm(Cov(Y, Y)))
+
+    in Frobenius norms: 1 where one is a rotation of the other times a number, 0 where they are uncorrelated. The square
+    of each norm is HSIC with linear kernels, and is estimated without bias (Song et al. 2012; in CKA: Nguyen et al.
+    2021). For unrelated features of more dimensions than sentences, the plain estimator is far above 0; this one is
+    about 0, and may be slightly negative.
+
+    Args:
+        first: (n, n) inner products of the features of n sentences in one model, centered or not: adding a vector to
+            all features changes nothing.
+        second: The same of the other model, for the same sentences in the same order.
+
+    Returns:
+        The CKA, with the standard error over the draw of the sentences by the jackknife, in O(n^2).
+
+    Raises:
+        IsolossError: The two are not square and symmetric matrices of one size and of finite numbers; there are fewer
+            than 5 sentences; or too few, or too similar ones, to show how a model's features vary.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+        >>> y = x + 0.5 * torch.randn(200, 8, generator=torch.Generator().manual_seed(1))
+        >>> print(linear_cka(gram_matrix(x), gram_matrix(y)))
+        0.7991 ± 0.0099 CKA
+    """
+    a, b = _gram("first", first), _gram("second", second)
+    if len(a) != len(b):
+        raise IsolossError(f"the first Gram matrix is of {len(a)} sentences and the second of {len(b)}: not the same")
+    own = _spread(a) * _spread(b)
+    return _jackknifed(_hsic(a, b) / np.sqrt(own), unit="CKA", method="linear CKA, unbiased HSIC")
+
+
+def effective_dimension(gram: ArrayLike) -> Estimate:
+    r"""Return the effective dimension of features, the participation ratio of their covariance S: tr(S)^2 / tr(S^2).
+
+    With eigenvalues v of S this is `(sum v)^2 / sum v^2`: d for d equal eigenvalues, 1 for a single one. Both parts are
+    estimated without bias, by averages over four different sentences (U-statistics). The ratio of the same traces of
+    the Gram matrix, which has at most n - 1 nonzero eigenvalues, is too small for n sentences unless n is far above
+    the effective dimension.
+
+    Args:
+        gram: (n, n) inner products of the features of n sentences, centered or not.
+
+    Returns:
+        The effective dimension, with the standard error over the draw of the sentences by the jackknife.
+
+    Raises:
+        IsolossError: As for `linear_cka`.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(100, 50, generator=torch.Generator().manual_seed(0))
+        >>> print(effective_dimension(gram_matrix(x)))
+        50.4 ± 1.4 dimensions
+        >>> x = torch.linalg.svdvals(x - x.mean(0)) ** 2
+        >>> print(f"{float(x.sum() ** 2 / x.square().sum()):.1f}, the ratio of the Gram matrix's own traces")
+        33.1, the ratio of the Gram matrix's own traces
+    """
+    own = _gram("the", gram)
+    return _jackknifed(
+        _squared_trace(own) / _spread(own), unit="dimensions", method="participation ratio of the covariance"
+    )
+
+
+def _gram(name: str, gram: ArrayLike) -> Array:
+    """Return a Gram matrix of centered features in float64; refuse what is none."""
+    what = f"{name} Gram matrix" if name == "the" else f"the {name} Gram matrix"
+    matrix: Array = np.asarray(gram, dtype=np.float64)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise IsolossError(f"{what} has the shape {matrix.shape}; it must be square")
+    if len(matrix) < _FEWEST:
+        raise IsolossError(f"{what} is of {len(matrix)} sentences; it takes at least {_FEWEST}")
+    if not np.isfinite(matrix).all():
+        raise IsolossError(f"{what} has a number that is not finite")
+    if np.abs(matrix - matrix.T).max() > 1e-5 * np.abs(matrix).max():
+        raise IsolossError(f"{what} is not symmetric")
+    means = matrix.mean(axis=0)
+    centered: Array = matrix - means - means[:, None] + means.mean()  # which leaves less to cancel below
+    return centered
+
+
+class _Sums(NamedTuple):
+    """Sums of two matrices A and B with zero diagonals: (1 + n,), first of all n sentences, then of all but each."""
+
+    products: Array  # of A_ij B_ij
+    of_sums: Array  # of a_i b_i, with the row sums a and b
+    first: Array  # of A_ij
+    second: Array  # of B_ij
+    n: Array  # sentences
+
+
+def _sums(first: Array, second: Array) -> _Sums:
+    """Return the sums of two symmetric matrices, whose diagonals do not count."""
+    a_matrix, b_matrix = (matrix - np.diag(matrix.diagonal()) for matrix in (first, second))
+    a, b = a_matrix.sum(axis=1), b_matrix.sum(axis=1)
+    products = (a_matrix * b_matrix).sum(axis=1)
+
+    def less(total: Any, parts: Array) -> Array:
+        return np.append(total, total - parts)
+
+    return _Sums(
+        products=less(products.sum(), 2 * products),
+        of_sums=less(a @ b, a * b + a_matrix @ b + b_matrix @ a - products),
+        first=less(a.sum(), 2 * a),
+        second=less(b.sum(), 2 * b),
+        n=less(float(len(a)), np.ones(len(a))),
+    )
+
+
+def _hsic(first: Array, second: Array) -> Array:
+    """Return (1 + n,): the unbiased HSIC of all sentences, then of all but each."""
+    products, of_sums, a, b, n = _sums(first, second)
+    return (products + a * b / ((n - 1) * (n - 2)) - 2 * of_sums / (n - 2)) / (n * (n - 3))
+
+
+def _spread(gram: Array) -> Array:
+    """Return (1 + n,) estimates of tr(S^2), the HSIC of features with themselves, all above 0."""
+    own = _hsic(gram, gram)
+    if not (own > 0).all():
+        raise IsolossError(
+            f"the features of {len(gram)} sentences are too few or too similar to show how they vary: take more "
+            "sentences"
+        )
+    return own
+
+
+def _squared_trace(gram: Array) -> Array:
+    """Return (1 + n,) unbiased estimates of tr(S)^2, of all sentences, then of all but each.
+
+    Half the squared distance of two sentences has the mean tr(S). The estimate is the mean of the product of two such
+    over all four different sentences i, j, k, l: of all pairs of distances, less those with one or two in common.
+    """
+    diagonal = gram.diagonal()
+    distances = (diagonal + diagonal[:, None]) / 2 - gram
+    squares, of_sums, total, _, n = _sums(distances, distances)
+    return (total**2 - 4 * of_sums + 2 * squares) / (n * (n - 1) * (n - 2) * (n - 3))
+
+
+def _jackknifed(values: Array, *, unit: str, method: str) -> Estimate:
+    """Return the first value, with the error that the others, which leave out one sentence each, show."""
+    left = values[1:]
+    n = len(left)
+    influence = (n - 1) * (left.mean() - left)
+    return Estimate(
+        value=float(values[0]),
+        stderr=float(np.sqrt(np.square(influence).sum() / (n * (n - 1)))),
+        samples=n,
+        unit=unit,
+        num_predictions=0,
+        method=f"{method}, jackknife",
+        details={"clusters": "sentences"},
+        influence=influence,
+    )
