@@ -7,10 +7,11 @@ import pytest
 import statsmodels.api as sm
 from scipy import stats
 
+from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.statistics.correlation import _correlations, correlation
 
-KINDS = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}
+KINDS = {"pearson": stats.pearsonr, "spearman": stats.spearmanr, "kendall": stats.kendalltau}
 
 
 def data(seed=0, groups=8, size=3, ties=False):
@@ -30,7 +31,11 @@ def residuals(values, covariates):
 
 
 def slow(x, y, given, kind):
-    """The correlation by scipy; given covariates, of the residuals of statsmodels' regressions."""
+    """The correlation by scipy; given covariates, of the residuals of statsmodels' regressions, or the inverse's."""
+    if kind == "kendall":
+        variables = [x, y, *given]
+        inverse = np.linalg.inv([[stats.kendalltau(a, b)[0] for b in variables] for a in variables])
+        return -inverse[0, 1] / math.sqrt(inverse[0, 0] * inverse[1, 1]) if given else stats.kendalltau(x, y)[0]
     if kind == "spearman":
         x, y, *given = (stats.rankdata(values) for values in (x, y, *given))
     elif given:
@@ -44,7 +49,7 @@ def test_the_value_is_that_of_scipy(kind, ties):
     x, y, given, codes = data(ties=ties)
     assert correlation(x, y, codes, kind=kind).value == pytest.approx(KINDS[kind](x, y)[0], rel=1e-9)
     found = correlation(x, y, codes, kind=kind, given=given)
-    assert found.value == pytest.approx(slow(x, y, given.values(), kind), rel=1e-7)
+    assert found.value == pytest.approx(slow(x, y, list(given.values()), kind), rel=1e-7)
     assert (found.given, found.clusters, found.observations) == (("kl", "width"), 8, len(x))
 
 
@@ -66,10 +71,46 @@ def test_a_resample_counts_each_cluster_as_often_as_it_is_drawn(kind, ties):
     x, y, given, codes = data(2, ties=ties)
     values = np.stack([x, y, *given.values()])
     weights = np.random.default_rng(0).multinomial(8, np.full(8, 1 / 8), size=20).astype(float)
-    found = _correlations(weights, codes, values, ranks=kind == "spearman")
+    found = _correlations(kind, codes, values)(weights)
     for row, value in zip(weights, found, strict=True):
         drawn = np.concatenate([np.flatnonzero(codes == g) for g in np.repeat(np.arange(8), row.astype(int))])
         assert value == pytest.approx(slow(x[drawn], y[drawn], [v[drawn] for v in given.values()], kind), rel=1e-6)
+
+
+def test_partial_tau_given_one_variable_is_kendalls():
+    x, y, given, codes = data(5, ties=True)
+    z = given["kl"]
+    xy, xz, yz = (stats.kendalltau(a, b)[0] for a, b in [(x, y), (x, z), (y, z)])
+    expected = (xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2))
+    assert correlation(x, y, codes, kind="kendall", given={"kl": z}).value == pytest.approx(expected, rel=1e-12)
+
+
+def test_partial_tau_is_not_zero_for_what_is_independent_given_a_covariate():
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal(2000)
+    x, y = 0.9 * z + math.sqrt(1 - 0.9**2) * rng.standard_normal((2, 2000))
+    found = {kind: correlation(x, y, np.arange(2000) % 20, kind=kind, given={"z": z}, resamples=100) for kind in KINDS}
+    for kind, truth in {"pearson": 0, "spearman": 0.01, "kendall": 0.19}.items():
+        low, high = found[kind].interval95
+        assert low < truth < high
+        assert high - low < 0.15
+
+
+def test_tau_depends_on_the_order_alone():
+    x, y, given, codes = data(6)
+    found = correlation(x, y, codes, kind="kendall", given=given)
+    assert correlation(np.exp(x), y**3, codes, kind="kendall", given=given) == found
+    assert correlation(-x, y, codes, kind="kendall", given=given).value == pytest.approx(-found.value, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bootstraps_interval_is_that_of_resamples_by_hand(kind):
+    x, y, _, codes = data(7)
+    found = correlation(x, y, codes, kind=kind, resamples=500)
+    weights = np.random.default_rng(seeds.derive(0, "correlation")).multinomial(8, np.full(8, 1 / 8), size=500)
+    indices = [np.concatenate([np.flatnonzero(codes == g).repeat(w) for g, w in enumerate(row)]) for row in weights]
+    by_hand = [KINDS[kind](x[drawn], y[drawn])[0] for drawn in indices]
+    assert found.bootstrap95 == pytest.approx(tuple(np.quantile(by_hand, [0.025, 0.975])), rel=1e-9)
 
 
 def test_the_bootstrap_is_that_of_scipy_and_a_function_of_the_seed():
@@ -112,17 +153,27 @@ def drawn(rng, groups, size, of_clusters, within):
     return both(groups, of_clusters)[:, codes] + both(len(codes), within), codes, pearson
 
 
+def of_normals(pearson, kind, covariate):
+    """The correlation of normal variables; with a covariate z, that of x + 2 z and y - 2 z given z."""
+    if kind == "spearman":
+        return 6 / math.pi * math.asin(pearson / 2)
+    if kind == "kendall" and covariate:
+        # x and y have the variance 2, and z has 1
+        xy, xz = (2 / math.pi * math.asin(r) for r in ((2 * pearson - 4) / 6, 2 / math.sqrt(6)))
+        return (xy + xz**2) / (1 - xz**2)
+    return 2 / math.pi * math.asin(pearson) if kind == "kendall" else pearson
+
+
 def rates(groups, size, of_clusters, within, kind, number, covariate=False):
     """How often the interval and the bootstrap hold the truth."""
     rng, held = np.random.default_rng(0), []
     for _ in range(number):
         (x, y), codes, truth = drawn(rng, groups, size, of_clusters, within)
-        if kind == "spearman":
-            truth = 6 / math.pi * math.asin(truth / 2)
         given = None
         if covariate:
             given = {"kl": (kl := rng.standard_normal(len(codes)))}
             x, y = x + 2 * kl, y - 2 * kl
+        truth = of_normals(truth, kind, covariate)
         found = correlation(x, y, codes, kind=kind, given=given, resamples=400)
         held.append([low < truth < high for low, high in (found.interval95, found.bootstrap95)])
     return np.mean(held, axis=0), 3 * math.sqrt(0.95 * 0.05 / number)
@@ -135,6 +186,9 @@ def rates(groups, size, of_clusters, within, kind, number, covariate=False):
         (6, 4, 0.8, 0.4, "spearman", False),
         (15, 1, 0.8, 0.4, "pearson", False),
         (8, 4, 0.8, 0.4, "pearson", True),
+        (6, 4, 0.0, 0.0, "kendall", False),
+        (15, 1, 0.8, 0.4, "kendall", False),
+        (12, 4, 0.8, 0.8, "kendall", True),
     ],
 )
 def test_the_interval_holds_the_truth_as_often_as_stated(groups, size, of_clusters, within, kind, covariate):
@@ -161,7 +215,15 @@ def test_it_does_in_many_designs_and_the_bootstrap_does_not(groups, size, of_clu
         (lambda: correlation([1, 2, 3], [1, 2], range(3)), "y has the shape"),
         (lambda: correlation([1, 2, math.nan], [1, 2, 3], range(3)), r"x\[2\] is nan"),
         (lambda: correlation([0.1] * 7, list(range(7)), range(7)), "x or y is constant, so that there is no correl"),
-        (lambda: correlation([1, 2, 3, 4], [1, 2, 3, 5], range(4), kind="kendall"), "kind is 'kendall'; it must be"),
+        (lambda: correlation([1, 2, 3, 4], [1, 2, 3, 5], range(4), kind="tau"), "kind is 'tau'; it must be"),
+        (lambda: correlation([1, 2, 3, 4], [2, 1, 4, 3], range(4), kind="kendall"), "0.333 without each cluster"),
+        (lambda: correlation([1, 2, 3, 4], [1, 2, 3, 5], range(4), kind="kendall"), "the correlation is 1, so that"),
+        (lambda: correlation([1, 1, 1, 1], [1, 2, 3, 5], range(4), kind="kendall"), "x or y is constant"),
+        (
+            lambda: correlation([1, 2, 3, 4], [1, 3, 2, 4], range(4), kind="kendall", given={"kl": [1, 4, 9, 16]}),
+            "given kl, nothing is left of x or y",
+        ),
+        (lambda: correlation([1, 2, 3], [1, 3, 2], ["a", 1, None]), "labels that have no order"),
         (lambda: correlation([1, 2, 3, 4], [1, 2, 3, 5], range(4), resamples=10), "resamples is 10"),
         (lambda: correlation([1, 2, 3, 4], [2, 4, 6, 8], range(4)), "the correlation is 1, so that its error"),
         (lambda: correlation([1, 1, 1, 4], [1, 2, 3, 5], range(4)), "is not defined without the cluster 3"),

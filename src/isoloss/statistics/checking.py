@@ -36,7 +36,9 @@ def column(name: str, values: ArrayLike, length: int | None = None) -> NDArray[n
     return array
 
 
-def labels(clusters: Sequence[Any], length: int, least: int = 2) -> tuple[list[Any], NDArray[np.intp]]:
+def labels(
+    clusters: Sequence[Any], length: int, least: int = 2, what: str = "clusters"
+) -> tuple[list[Any], NDArray[np.intp]]:
     """Return the clusters' names in order, and for each observation the index of its cluster (N,).
 
     Raises:
@@ -48,10 +50,12 @@ def labels(clusters: Sequence[Any], length: int, least: int = 2) -> tuple[list[A
     """
     array = np.asarray(clusters)
     if array.shape != (length,):
-        raise IsolossError(
-            f"clusters has the shape {array.shape}; it must be {length} labels, one for each observation"
-        )
-    names, codes = np.unique(array, return_inverse=True)
+        raise IsolossError(f"{what} has the shape {array.shape}; it must be {length} labels, one for each observation")
+    try:
+        names, codes = np.unique(array, return_inverse=True)
+    except TypeError as error:
+        kinds = " and ".join(sorted({type(each).__name__ for each in array}))
+        raise IsolossError(f"{what} has labels that have no order ({kinds}); they must be of one type") from error
     if len(names) < least:
         raise IsolossError(f"the number of clusters is {len(names)}; an error over clusters needs at least {least}")
     return names.tolist(), codes
