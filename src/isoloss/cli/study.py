@@ -59,6 +59,8 @@ class Args:
     """Folder of the study; default: runs/NAME-SCALE, or runs/NAME-SCALE-seeds-N for a seed offset of N."""
     output: Path | None = None
     """For export: folder for the results. An earlier export of the same results is replaced."""
+    formats: tuple[Literal["csv", "parquet", "markdown", "latex"], ...] = ("csv", "parquet", "markdown", "latex")
+    """For export: which files of values (csv, parquet) and of tables (markdown, latex) to write; default: all."""
     workers: int = 2
     """Cores that units may use at the same time; most units use one. For the executor slurm: number of workers."""
     executor: str = "local"
@@ -124,8 +126,8 @@ def _check_options(args: Args, arguments: list[str]) -> None:
             raise IsolossError(f"{option} is for study run, not for study {args.action}")
         if args.action != "status" and option == "--watch":
             raise IsolossError(f"--watch is for study status, not for study {args.action}")
-        if args.action != "export" and option == "--output":
-            raise IsolossError(f"--output is for study export: study {args.action} writes into the study's folder")
+        if args.action != "export" and option in ("--output", "--formats"):
+            raise IsolossError(f"{option} is for study export: study {args.action} writes into the study's folder")
     if args.workers < 1:
         raise IsolossError(f"--workers is {args.workers}; it must be at least 1")
     for option, executor in (("submit", "slurm"), ("address", "ray"), ("storage", "ray")):
@@ -243,7 +245,7 @@ def _export(args: Args, folder: StudyFolder) -> int:
     if _progress(folder)[0]:
         raise _unfinished(args, folder)
     with files.lock(folder.path):
-        return study_results.export(folder, args.output, as_json=args.json)
+        return study_results.export(folder, args.output, args.formats, as_json=args.json)
 
 
 def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:
