@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         register_task,
     )
     from isoloss.statistics.estimate import Estimate
+    from isoloss.studies.reading import read_study
     from isoloss.transfer.comparing import compare_accuracy
     from isoloss.transfer.finetuning import finetune
     from isoloss.transfer.linear_probing import linear_probe
@@ -49,6 +50,7 @@ __all__ = [
     "make_task",
     "pretrain",
     "pretrain_together",
+    "read_study",
     "register_algorithm",
     "register_executor",
     "register_language",
@@ -74,6 +76,7 @@ _load = lazy.exports(
         "make_task": "isoloss.transfer.tasks",
         "pretrain": "isoloss.evaluation.pretraining",
         "pretrain_together": "isoloss.evaluation.pretraining",
+        "read_study": "isoloss.studies.reading",
         **dict.fromkeys((name for name in __all__ if name.startswith("register_")), "isoloss.registry"),
     },
 )[0]

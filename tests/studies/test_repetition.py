@@ -13,8 +13,8 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.runs import Run
-from isoloss.studies.export import _seconds
 from isoloss.studies.folder import StudyFolder
+from isoloss.studies.provenance import _seconds
 from isoloss.studies.repetition import compare
 from isoloss.studies.results import Results
 from isoloss.studies.spec import load_study
@@ -107,7 +107,9 @@ def test_an_export_has_the_numbers_and_how_they_were_made(capsys, file, exports,
     a, _ = exports
     kept = {str(path.relative_to(a)) for path in a.rglob("*") if path.is_file()}
     figures = {f"figures/{name}.png" for name in ("over-time", "against-loss")}
-    assert kept == {"values.csv", "summary.json", "provenance.json", "index.html", *figures}
+    tables = {f"tables/{name}.{kind}" for name in ("means", "claims") for kind in ("md", "tex")}
+    values = {"values.csv", "values.parquet"}
+    assert kept == {*values, "summary.json", "provenance.json", "index.html", *tables, *figures}
     with (a / "values.csv").open() as file_:
         rows = list(csv.DictReader(file_))
     results = Results.read(finished, load_study(file).scale())
@@ -153,7 +155,7 @@ def test_the_same_study_is_exported_again_and_nothing_else_is_replaced(capsys, f
     before = {path.name: path.read_bytes() for path in a.rglob("*") if path.is_file()}
     (a / "values.csv").write_text("")
     printed = call(capsys, "export", file, "--folder", finished, "--output", a)
-    assert printed == f"{a}: 6 files, {sum(map(len, before.values())) / 1e6:.1f} MB\n"
+    assert printed == f"{a}: 11 files, {sum(map(len, before.values())) / 1e6:.1f} MB\n"
     assert {path.name: path.read_bytes() for path in a.rglob("*") if path.is_file()} == before
     other = tmp_path / "other"
     other.mkdir()

@@ -61,6 +61,8 @@ class Args:
     """Folder of the study; default: runs/NAME-SCALE, or runs/NAME-SCALE-seeds-N for a seed offset of N."""
     output: Path | None = None
     """For export and archive: folder for the results. An earlier one of the same study is replaced."""
+    formats: tuple[Literal["csv", "parquet", "markdown", "latex"], ...] = ("csv", "parquet", "markdown", "latex")
+    """For export: which files of values (csv, parquet) and of tables (markdown, latex) to write; default: all."""
     archive: Path | None = None
     """For run: start from the results in this folder, which study archive has written; what they cover counts as
     done."""
@@ -133,6 +135,8 @@ def _check_options(args: Args, arguments: list[str]) -> None:
             raise IsolossError(
                 f"--output is for study export and study archive: study {args.action} writes into the study's folder"
             )
+        if args.action != "export" and option == "--formats":
+            raise IsolossError(f"--formats is for study export, not for study {args.action}")
         if args.action != "run" and option == "--archive":
             raise IsolossError(f"--archive is for study run, not for study {args.action}")
     if args.workers < 1:
@@ -257,7 +261,7 @@ def _export(args: Args, folder: StudyFolder) -> int:
     if _progress(folder)[0]:
         raise _unfinished(args, folder)
     with files.lock(folder.path):
-        return study_results.export(folder, args.output, as_json=args.json)
+        return study_results.export(folder, args.output, args.formats, as_json=args.json)
 
 
 def _archive(args: Args, folder: StudyFolder) -> int:

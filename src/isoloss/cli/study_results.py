@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,15 +11,16 @@ from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import number, rounded
 
 if TYPE_CHECKING:
+    from isoloss.studies.export import Format
     from isoloss.studies.folder import StudyFolder
     from isoloss.studies.repetition import Repeated
 
 
-def export(folder: StudyFolder, output: Path, *, as_json: bool) -> int:
+def export(folder: StudyFolder, output: Path, formats: Collection[Format], *, as_json: bool) -> int:
     """Write the results of a finished study, and print their size."""
     from isoloss.studies.export import export as write
 
-    write(folder, output)
+    write(folder, output, formats)
     sizes = [path.stat().st_size for path in output.rglob("*") if path.is_file()]
     if as_json:
         common.emit_json({"output": str(output), "files": len(sizes), "bytes": sum(sizes)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from isoloss.statistics.estimate import interval, number, rounded
 from isoloss.studies.claims import Answer, ClaimResult
 from isoloss.studies.results import UNITS
@@ -22,6 +24,17 @@ def claim_table(result: ClaimResult) -> tuple[list[str], list[list[str]]]:
     columns = [_with(headings[i], *units[i]) if len(units[i]) == 1 else headings[i] for i in shown]
     texts = [[row[i][0] if len(units[i]) == 1 else f"{row[i][0]} {row[i][1]}".rstrip() for i in shown] for row in rows]
     return columns, texts
+
+
+def all_claims_table(results: Sequence[ClaimResult]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows, one row for each claim and case; the interval is in the unit of the difference."""
+    columns = ["claim", "case", VERDICT, "unit", "difference", "95 % interval", "p", "adjusted p"]
+    rows = []
+    for result in results:
+        for answer in result.answers:
+            case, verdict, _, _, (difference, unit), interval95, p, adjusted, *_ = _cells(answer)
+            rows.append([result.claim.id, case[0], verdict[0], unit, difference, interval95[0], p[0], adjusted[0]])
+    return columns, rows
 
 
 def _headings(result: ClaimResult) -> list[str]:

@@ -14,7 +14,8 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.independent import IndependentDifference, independent_difference
 from isoloss.statistics.multiple import holm
 from isoloss.studies.comparison import OVER_SEEDS
-from isoloss.studies.export import PROVENANCE, SUMMARY
+from isoloss.studies.reading import PROVENANCE, SUMMARY
+from isoloss.studies.results import tables_in
 from isoloss.studies.verdicts import Verdict
 
 NUMBERS = ("value", "stderr", "samples", "unit")  # what is read of an estimate
@@ -185,8 +186,8 @@ def _cells(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Repeated]:
 def _table_cells(summary: dict[str, Any]) -> dict[tuple[str, ...], Estimate]:
     """Return the estimates of a summary's tables whose error is over seeds or clusters, by table, labels and name."""
     cells = {}
-    for table, rows in summary.items():
-        for row in rows if isinstance(rows, list) and table not in ("claims", "answer") else ():
+    for table, rows in tables_in(summary).items():
+        for row in rows:
             labels = (str(label) for name, label in row.items() if name != "estimates")
             where = (table, *labels)
             for key, document in row["estimates"].items():

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 RESCALED = {key: f"{key}-rescaled-at-random" for key in ("trace", "minimal-trace")}  # what rescaling-control measures
 UNITS = {"nats per predicted token": "nats/token", "accuracy": "accuracy, %", "percentage points": "points"}
 
+COLUMNS: dict[str, Any] = {"run": str, "group": str, "block": int, "size": str, "step": int, "estimate": str,
+                           "value": float, "standard error": float, "unit": str}  # of `Results.values`  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Results:
@@ -101,6 +104,21 @@ class Results:
         import polars as pl
 
         return pl.DataFrame([self.row(*key, each, keys or self.keys) for key, each in self.checkpoints.items()])
+
+    def values(self) -> pl.DataFrame:
+        """Return a row for each checkpoint and estimate; an accuracy is a fraction from 0 to 1."""
+        import polars as pl
+
+        rows = [
+            (
+                *(run, experiment.group or run, experiment.block, experiment.config.model.size or "free shape", step),
+                *(key, one.estimate.value, one.estimate.stderr, one.estimate.unit),
+            )
+            for (run, step), checkpoint in self.checkpoints.items()
+            for experiment in [self.experiments[run]]
+            for key, one in checkpoint.items()
+        ]
+        return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
     def row(self, run: str, step: int, checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, Any]:
         """Return the row of one checkpoint: of these estimates of it, at this step."""
@@ -200,6 +218,11 @@ class Summary:
             "warning": self.warning,
             "answer": list(self.answer),
         }
+
+
+def tables_in(summary: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each table in what `Summary.to_dict` returned, by the table's name."""
+    return {key: rows for key, rows in summary.items() if isinstance(rows, list) and key not in ("claims", "answer")}
 
 
 def _answer_to_dict(answer: Answer) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""The example notebook, run without a browser."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("marimo")
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "examples" / "study_notebook.py"
+
+
+def run(*arguments):
+    """Run the notebook as a script, with warnings as errors; then print what its charts hold."""
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:]; _, found = runpy.run_path(sys.argv[0])['app'].run(); "
+        "print(len(found['checkpoints']), len(found['study'].claims), found['table'].value); "
+        "found['scatter'].to_dict(), found['claims'].to_dict()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, NOTEBOOK, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_it_shows_the_kept_results():
+    with (ROOT / "results" / "fourth" / "values.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    points = [
+        {(row["run"], row["step"]) for row in rows if row["estimate"] == key} for key in ("trace", "probe-prefix-4")
+    ]
+    assert run() == [str(len(points[0] & points[1])), "54", "arms"]
+
+
+def test_it_shows_other_results():
+    assert run("--study", ROOT / "results" / "algorithms")[1:] == ["27", "last"]
+
+
+def test_a_script_ends_well_or_names_what_is_wrong():
+    done = subprocess.run([sys.executable, NOTEBOOK, "--study", "nowhere"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "nowhere is no study's folder and no export of one" in done.stderr
+    subprocess.run([sys.executable, "-W", "error", NOTEBOOK], check=True)
