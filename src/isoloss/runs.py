@@ -298,8 +298,8 @@ class Run:
         `<estimate>.influence`, (n,): for each of n independent examples its part of the error, such that the squared
         standard error is the sum of the squares over n (n - 1). For an accuracy instead `<estimate>.predictions`,
         (S, n), the class that each of S probes gives to each of n test examples, and `<estimate>.labels`, (n,). For the
-        effective dimension also `<estimate>.gram`, the upper triangle of the Gram matrix of the features. Empty where an
-        archive has left them out.
+        effective dimension also `<estimate>.gram`, the upper triangle of the Gram matrix of the features. Empty where
+        an archive has left them out.
 
         Raises:
             IsolossError: The file is not there, or is not the one that was written with the evaluation.
