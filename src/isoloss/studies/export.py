@@ -14,7 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
@@ -81,7 +80,7 @@ def _values(results: Results) -> str:
     writer.writerow(COLUMNS)
     for (run, step), checkpoint in results.checkpoints.items():
         experiment = results.experiments[run]
-        row = (run, experiment.group or run, experiment.block, experiment.config.model.size or "free shape", step)
+        row = (run, experiment.group or run, experiment.block, experiment.size, step)
         for key, one in checkpoint.items():
             writer.writerow((*row, key, one.estimate.value, one.estimate.stderr, one.estimate.unit))
     return text.getvalue()
@@ -100,7 +99,7 @@ def _provenance(folder: StudyFolder) -> dict[str, Any]:
         "seed_offset": folder.seed_offset,
         "description": folder.scale.description,
         "blocks": results.blocks,
-        "runs": {name: configs.fingerprint(one.config) for name, one in results.experiments.items()},
+        "runs": {name: one.fingerprint for name, one in results.experiments.items()},
         "claims_sha256": None if claims is None else files.sha256(claims),
         "made_with": list(made.values()),
         "exported_with": {"isoloss": metadata.version("isoloss"), "processor": processor()},
