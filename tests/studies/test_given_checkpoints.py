@@ -154,7 +154,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(study, ol
     assert old in FILE
     study.write_text(FILE.replace(old, new))
     with pytest.raises(IsolossError, match=message):
-        main_study("run", study, "--folder", "out")
+        StudyFolder(load_study(study), Path("out")).prepare()
     assert not Path("out").exists()
 
 
@@ -193,7 +193,7 @@ def test_new_writes_a_study_that_compares_given_checkpoints(study, capsys):
     [
         (["../mine"], r"the study's name is '\.\./mine'"),
         (["same-loss"], "there is a study same-loss already"),
-        (["mine", "--workers", "1"], "--workers is for study run, not for study new"),
+        (["mine", "--workers", "1"], "--workers is not for study new"),
         (["mine", "--seed-offset", "1"], "--seed-offset is not for study new"),
     ],
 )
