@@ -33,7 +33,9 @@ from isoloss.errors import IsolossError
 from isoloss.run_config import TrainConfig
 from isoloss.statistics.estimate import Estimate
 
-ARCHIVED = "archived.json"  # in a run without checkpoints from an archive (isoloss.studies.archive): SHA-256 by file
+ARCHIVED = (
+    "archived.json"  # in a run without checkpoints from an archive (isoloss.studies.archive): the SHA-256 of its files
+)
 AVERAGE = "ema"  # the folder of what belongs to the averaged weights
 _STEP = re.compile(r"step-(\d+)$")
 _EVALUATION = re.compile(r"(?P<measure>.+)@step-(?P<step>\d+)\.json$")

@@ -63,7 +63,7 @@ def test_verify_says_what_it_can_no_longer_check(restored):
     checks = dict(restored.verify())
     assert set(checks.values()) == {None}
     assert "plain-1: from an archive without checkpoints: weights not checked, nothing measured again" in checks
-    path = run_of(restored.path, "plain-1").evaluation_path("loss", 6)
+    path = run_of(restored.path, "plain-1", restored.scale.experiments["plain-1"]).evaluation_path("loss", 6)
     path.write_text(path.read_text().replace("0", "1", 1))
     problems = {name: problem for name, problem in restored.verify() if problem}
     assert problems["plain-1: files from the archive"] == "missing or changed: evaluations/loss@step-6.json"
@@ -84,7 +84,7 @@ def test_arrays_other_than_those_of_errors_are_kept(study, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     folder = StudyFolder(study.study, shutil.copytree(study.path, tmp_path / "copy"))
-    run = run_of(folder.path, "plain-1")
+    run = run_of(folder.path, "plain-1", folder.scale.experiments["plain-1"])
     path = run.evaluation_path("trace", 6)
     examples = path.with_suffix(".safetensors")
     save_file({**load_file(examples), "trace.gram": load_file(examples)["trace.influence"]}, examples)

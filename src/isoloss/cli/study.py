@@ -14,6 +14,7 @@ import tyro
 from isoloss import files, interrupts
 from isoloss.cli import common
 from isoloss.errors import IsolossError
+from isoloss.evaluation.given import Given
 from isoloss.registry import EXECUTORS
 from isoloss.runs import Run
 from isoloss.studies.leases import EXPIRY_SECONDS
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 EXAMPLES = [
     ("isoloss study run same-loss --scale laptop", "everything, ending with a report; the same command resumes"),
     ("isoloss study run my_study.py", "your own study: a Python file that defines an isoloss.studies.Study"),
+    ("isoloss study new my_study", "write such a file, my_study.py, to start from"),
+    ("isoloss study new mine --checkpoints A B --data text.txt", "one that compares checkpoints trained elsewhere"),
     ("isoloss study status same-loss --scale laptop", "which units are done, which have started"),
     ("isoloss study verify same-loss --scale laptop", "check every file against what it was made from"),
     ("isoloss study run algorithms --seed-offset 1", "a repetition with other seeds, in a folder of its own"),
@@ -38,19 +41,20 @@ EXAMPLES = [
 
 WORK_OPTIONS = {"--workers", "--retries", "--fail-fast", "--expiry"}  # options of work
 RUN_OPTIONS = WORK_OPTIONS | {"--executor", "--submit", "--address", "--storage"}
-Action = Literal["plan", "run", "work", "status", "report", "verify", "export", "compare", "archive"]
+Action = Literal["new", "plan", "run", "work", "status", "report", "verify", "export", "compare", "archive"]
 
 
 @dataclass(frozen=True)
 class Args:
-    """Plan, run, inspect, report, verify, export or compare a study. Its whole state is in its folder."""
+    """Begin, plan, run, inspect, report, verify, export or compare a study. Its whole state is in its folder."""
 
     action: tyro.conf.Positional[Action]
-    """plan: list the units; run: run them; work: help another process run them; status: show progress; report:
-    write the page; verify: check the files; export: write the results to --output; compare: compare two exports;
-    archive: write the complete blocks to --output, without checkpoints."""
+    """new: write NAME.py, a study to start from; plan: list the units; run: run them; work: help another process run
+    them; status: show progress; report: write the page; verify: check the files; export: write the results to --output;
+    compare: compare two exports; archive: write the complete blocks to --output, without checkpoints."""
     name: tyro.conf.Positional[str]
-    """The study (isoloss ls studies) or the path of a Python file that defines one; for compare: an exported folder."""
+    """The study (isoloss ls studies) or the path of a Python file that defines one; for compare: an exported folder.
+    For new: what the study is to be called."""
     other: tyro.conf.Positional[Path | None] = None
     """For compare: the exported folder of the same study with other seeds."""
     scale: str | None = None
@@ -59,6 +63,10 @@ class Args:
     """Repeat the study with different seeds: 1, 2, ...; 0 is the study itself."""
     folder: Path | None = None
     """Folder of the study; default: runs/NAME-SCALE, or runs/NAME-SCALE-seeds-N for a seed offset of N."""
+    checkpoints: tuple[str, ...] = ()
+    """For new: checkpoint folders, or names on the Hugging Face hub, that the study compares on --data."""
+    data: Path | None = None
+    """For new, with --checkpoints: text (.txt, .jsonl or a folder) or token ids (.npy) that they are measured on."""
     output: Path | None = None
     """For export and archive: folder for the results. An earlier one of the same study is replaced."""
     formats: tuple[Literal["csv", "parquet", "markdown", "latex"], ...] = ("csv", "parquet", "markdown", "latex")
@@ -98,6 +106,10 @@ def main(arguments: list[str]) -> int:
         from isoloss.cli import study_results
 
         return study_results.compare(Path(args.name), args.other, as_json=args.json)
+    if args.action == "new":
+        from isoloss.cli import study_new
+
+        return study_new.write(args.name, args.checkpoints, args.data, as_json=args.json)
     if Run(Path(args.name)).exists:
         raise IsolossError(f"{args.name} is a run, not a study: {common.command('show', args.name)} says what it holds")
     from isoloss.studies.folder import StudyFolder
@@ -126,6 +138,10 @@ def _check_options(args: Args, arguments: list[str]) -> None:
     for option in (word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")):
         if args.action == "compare" and option != "--json":
             raise IsolossError(f"{option} is not for study compare, which only reads two exports")
+        if args.action == "new" and option not in ("--checkpoints", "--data", "--json"):
+            raise IsolossError(f"{option} is not for study new, which only writes a file")
+        if args.action != "new" and option in ("--checkpoints", "--data"):
+            raise IsolossError(f"{option} is for study new, not for study {args.action}: it stands in the study's file")
         takes = {"run": RUN_OPTIONS, "work": WORK_OPTIONS, "plan": {"--workers"}}
         if option in RUN_OPTIONS - takes.get(args.action, set()):
             raise IsolossError(f"{option} is for study run, not for study {args.action}")
@@ -157,6 +173,10 @@ def _run(args: Args, folder: StudyFolder) -> int:
     folder.exists()  # refuses a folder that is not this study's before anything is written
     execute: Executor = EXECUTORS.load(args.executor)
     options = _options(args, folder)
+    if args.storage and any(isinstance(one.config, Given) for one in folder.scale.experiments.values()):
+        raise IsolossError(
+            "given checkpoints are not sent through a --storage: run this study where all nodes share its folder"
+        )
     with files.lock(folder.path, wait=True):
         folder.prepare()
         if args.archive is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError, warn
+from isoloss.evaluation.given import GivenRun
 from isoloss.evaluation.measures.base import MeasureResult, make_measure, settings_of, weights_digest
 from isoloss.evaluation.reading import ReadingConfig
 from isoloss.evaluation.results import Evaluations
@@ -192,7 +193,9 @@ class Evaluator:
         from isoloss.loading import resolve_device
 
         self.run, self.settings, self.device = run, settings or {}, resolve_device(device)
-        self.context = context or run_context(run.config)
+        if context is None:
+            context = run.context(self.device) if isinstance(run, GivenRun) else run_context(run.config)
+        self.context = context
         self._loaded: tuple[int, Any] | None = None
 
     def evaluate(self, measure: str, step: int) -> Evaluation:
@@ -200,7 +203,8 @@ class Evaluator:
         start = time.perf_counter()
         evaluation, examples = self.measure(measure, step)
         self.run.save(evaluation, examples)
-        checkpoint = self.run.checkpoint(step).relative_to(self.run.path).as_posix()
+        folder = self.run.checkpoint(step)
+        checkpoint = (folder.relative_to(self.run.path) if folder.is_relative_to(self.run.path) else folder).as_posix()
         self.run.log("evaluated", measure=measure, checkpoint=checkpoint, seconds=round(time.perf_counter() - start, 3))
         return evaluation
 
@@ -256,6 +260,9 @@ def _applying(
 def _checkpoints_of(path: Path, steps: Sequence[int]) -> tuple[Run, Sequence[int]]:
     """Return the run that a path names, or one of whose checkpoints it names, and the steps to measure."""
     run = Run(path)
+    given = GivenRun(path)
+    if given.exists:
+        return given, tuple(steps) or (0,)
     if run.exists:
         if chosen := tuple(steps) or tuple(run.steps()):
             return run, chosen
@@ -286,7 +293,7 @@ def _evaluate_runs(
     for name, run, pairs in todo:
         if not pairs:
             continue
-        shared = run.config.language, run.config.objective
+        shared: Any = run.path if isinstance(run, GivenRun) else (run.config.language, run.config.objective)
         evaluator = Evaluator(run, settings, device=device, context=contexts.get(shared))
         contexts[shared] = evaluator.context
         wanted = dict.fromkeys(measure for _, measure in pairs)

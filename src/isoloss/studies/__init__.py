@@ -19,10 +19,11 @@ A study is a Python file that defines a `Study`:
 a function `study()` that returns it.
 """
 
+from isoloss.evaluation.given import Given
 from isoloss.lazy import exports
 from isoloss.studies.spec import Experiment, Measurement, Scale, Study, load_study
 
-__all__ = ["Claim", "Contrast", "Experiment", "Measurement", "PageParts", "Resources", "Results", "Scale",
+__all__ = ["Claim", "Contrast", "Experiment", "Given", "Measurement", "PageParts", "Resources", "Results", "Scale",
            "Study", "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
 
 _EXPORTS = {

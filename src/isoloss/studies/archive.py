@@ -13,20 +13,20 @@ import io
 import json
 import lzma
 import tarfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
+from isoloss.evaluation.given import RECORD
 from isoloss.runs import ARCHIVED, Run
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.growing import complete_blocks
 from isoloss.studies.results import run_of
+from isoloss.studies.spec import Experiment
 
 _OF_EXAMPLES = ("influence", "predictions", "labels")  # arrays that only serve the errors of paired differences
-_FILES = ("run.json", "result.json", "metrics.jsonl", "log.jsonl")
+_FILES = ("run.json", RECORD, "result.json", "metrics.jsonl", "log.jsonl")
 
 
 def archive(folder: StudyFolder, output: Path) -> list[Path]:
@@ -47,7 +47,7 @@ def archive(folder: StudyFolder, output: Path) -> list[Path]:
         raise IsolossError(f"no block of {folder.path} is complete yet: an archive holds complete blocks")
     written = []
     for block in complete:
-        runs = [name for name, experiment in folder.scale.experiments.items() if experiment.block == block]
+        runs = {name: one for name, one in folder.scale.experiments.items() if one.block == block}
         content, path = _packed(folder.path, runs), output / f"block-{block:03}.tar.xz"
         if not path.is_file() or path.read_bytes() != content:
             files.write_bytes(path, content)
@@ -64,14 +64,14 @@ def restore(folder: StudyFolder, archive: Path) -> list[str]:
     paths = sorted(archive.glob("block-*.tar.xz")) if archive.is_dir() else []
     if not paths:
         raise IsolossError(f"{archive} holds no archive of a study: it has no block-N.tar.xz{files.nearest(archive)}")
-    wanted = {name: configs.fingerprint(one.config) for name, one in folder.scale.experiments.items()}
+    wanted = {name: one.fingerprint for name, one in folder.scale.experiments.items()}
     known, restored = False, []
     for path in paths:
         for name, members in _runs(path):
-            if _fingerprint(members) != wanted.get(name):
+            if json.loads(members[ARCHIVED])["fingerprint"] != wanted.get(name):
                 continue
             known = True
-            run = run_of(folder.path, name)
+            run = run_of(folder.path, name, folder.scale.experiments[name])
             if run.complete:
                 continue
             with files.new_output(run.path) as new:
@@ -86,14 +86,15 @@ def restore(folder: StudyFolder, archive: Path) -> list[str]:
     return restored
 
 
-def _packed(folder: Path, runs: Collection[str]) -> bytes:
+def _packed(folder: Path, runs: Mapping[str, Experiment]) -> bytes:
     """Return the archive of some runs; a pure function of their files."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for name in sorted(runs):
-            members = dict(_members(run_of(folder, name)))
+        for name, experiment in sorted(runs.items(), key=lambda each: each[0]):
+            members = dict(_members(run_of(folder, name, experiment)))
             sums = {member: hashlib.sha256(content).hexdigest() for member, content in members.items()}
-            members = {ARCHIVED: (json.dumps(sums, indent=1) + "\n").encode(), **members}
+            record = {"fingerprint": experiment.fingerprint, "files": sums}
+            members = {ARCHIVED: (json.dumps(record, indent=1) + "\n").encode(), **members}
             for member, content in members.items():
                 about = tarfile.TarInfo(f"{name}/{member}")
                 about.size = len(content)
@@ -137,7 +138,7 @@ def _runs(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
         raise IsolossError(f"{path} cannot be read: {error}") from error
     for name, members in runs.items():
         try:
-            sums = json.loads(members[ARCHIVED])
+            sums = json.loads(members[ARCHIVED])["files"]
             wrong = {*sums, *members} - {ARCHIVED}
             wrong = {each for each in wrong if hashlib.sha256(members[each]).hexdigest() != sums[each]}
         except (ValueError, KeyError) as error:
@@ -145,7 +146,3 @@ def _runs(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
         if wrong:
             raise IsolossError(f"{path} is damaged: {name}/{min(wrong)} is not what was archived")
         yield name, members
-
-
-def _fingerprint(members: Mapping[str, bytes]) -> Any:
-    return json.loads(members["run.json"]).get("fingerprint") if "run.json" in members else None

@@ -12,6 +12,7 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import pending
+from isoloss.evaluation.given import RECORD, Given, GivenRun
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.runs import Run
 from isoloss.studies.answers import answer_all, check_measures
@@ -66,7 +67,7 @@ class StudyFolder:
             "study": self.study.name,
             "scale": self.scale_name,
             "seed_offset": self.seed_offset,
-            "runs": {name: configs.fingerprint(experiment.config) for name, experiment in experiments.items()},
+            "runs": {name: experiment.fingerprint for name, experiment in experiments.items()},
             "measured": {
                 name: [
                     {
@@ -127,7 +128,9 @@ class StudyFolder:
             )
         for name, experiment in self.scale.experiments.items():
             configs.check(experiment.config)
-            if any(stage.target for stage in experiment.config.stages):
+            if isinstance(experiment.config, Given):
+                experiment.config.check()
+            elif any(stage.target for stage in experiment.config.stages):
                 raise IsolossError(
                     f"the run {name} has a stage with a target, but a study must know in advance which steps it "
                     "measures: give the stage only a number of steps"
@@ -138,7 +141,12 @@ class StudyFolder:
         claims = self.claims_file()
         if claims is not None:
             check_measures(claims, self._measures())
-        if self.exists():
+        is_new = not self.exists()
+        for name, experiment in self.scale.experiments.items():
+            if isinstance(experiment.config, Given):  # again, as its folder may have moved
+                given = configs.to_dict(experiment.config.absolute())
+                files.write_json(self.path / "runs" / name / RECORD, given)
+        if not is_new:
             return
         for name, experiment in self.scale.experiments.items():
             files.write_text(self._config(name), configs.to_toml(experiment.config))
@@ -156,7 +164,7 @@ class StudyFolder:
         self._check_runs()
         training, units = {unit.name: unit for unit in self._training()}, list[Unit]()
         for name, experiment in self.scale.experiments.items():
-            run, unit = run_of(self.path, name), training.pop(_training_unit(name, experiment), None)
+            run, unit = run_of(self.path, name, experiment), training.pop(_training_unit(name, experiment), None)
             units += [] if unit is None else [unit]  # of a stack, with the first of its runs
             units += [
                 Unit(
@@ -165,7 +173,7 @@ class StudyFolder:
                     done=functools.partial(_is_measured, run, experiment, part),
                     has_files=functools.partial(_has_evaluations, run, experiment, part),
                     progress=functools.partial(_measuring_progress, run, experiment, part),
-                    after=(_training_unit(name, experiment),),
+                    after=() if isinstance(experiment.config, Given) else (_training_unit(name, experiment),),
                     seconds=part.expected.seconds if part.expected else MEASURING_SECONDS * len(experiment.steps(part)),
                     expected=part.expected,
                     needs=part.needs,
@@ -202,6 +210,10 @@ class StudyFolder:
                     f"the run {name} has other needs than those before it in the stack {experiment.stack}: the runs of "
                     "a stack are trained by one unit and have the same"
                 )
+            if isinstance(experiment.config, Given):
+                if experiment.after or experiment.stack:
+                    raise IsolossError(f"the checkpoint {name} is given and not trained: leave out after and stack")
+                continue
             if experiment.stack and not experiment.config.stacked:
                 raise IsolossError(
                     f"the run {name} is in the stack {experiment.stack}, but its config has no stacked=True"
@@ -216,10 +228,12 @@ class StudyFolder:
         """Return the units that train runs; runs of one stack have one unit, in the block of the first of them."""
         experiments, together = self.scale.experiments, dict[str, dict[str, Experiment]]()
         for name, experiment in experiments.items():
+            if isinstance(experiment.config, Given):
+                continue
             together.setdefault(_training_unit(name, experiment), {})[name] = experiment
         units = []
         for unit, members in together.items():
-            runs = {run_of(self.path, name): experiment for name, experiment in members.items()}
+            runs = {run_of(self.path, name, experiment): experiment for name, experiment in members.items()}
             needs = next(iter(members.values())).needs
             after = (other for experiment in members.values() for other in experiment.after)
             units.append(
@@ -304,8 +318,8 @@ class StudyFolder:
         said = set()
         for name, experiment in self.scale.experiments.items():
             for part in experiment.measurements:
-                run, steps = run_of(self.path, name), list(experiment.steps(part))
-                for check in verify_run(run, experiment.config, part.measures, steps, part.settings):
+                run, steps = run_of(self.path, name, experiment), list(experiment.steps(part))
+                for check in verify_run(run, experiment, part.measures, steps, part.settings):
                     if check not in said:  # several measurements of one run look at the same files
                         said.add(check)
                         yield check
@@ -347,8 +361,10 @@ def _training_seconds(experiment: Experiment) -> float:
     if experiment.expected is not None:
         return experiment.expected.seconds
     config = experiment.config
+    if isinstance(config, Given):
+        return 0.0
     seconds = STEP_SECONDS * config.steps * math.sqrt(config.batch_size)
-    return seconds / STACKED if config.stacked else seconds
+    return float(seconds / STACKED if config.stacked else seconds)
 
 
 def _training_unit(name: str, experiment: Experiment) -> str:
@@ -357,7 +373,9 @@ def _training_unit(name: str, experiment: Experiment) -> str:
 
 
 def _is_trained(run: Run, experiment: Experiment) -> bool:
-    return run.complete and run.record["fingerprint"] == configs.fingerprint(experiment.config)
+    if isinstance(run, GivenRun):
+        return run.exists and run.complete
+    return run.complete and run.record["fingerprint"] == experiment.fingerprint
 
 
 def _are_trained(runs: Mapping[Run, Experiment]) -> bool:
@@ -370,7 +388,7 @@ def _are_complete(runs: Collection[Run]) -> bool:
 
 def _training_progress(runs: Mapping[Run, Experiment], where: Callable[[Path], Path]) -> str:
     begun = [run for run in (Run(where(run.path)) for run in runs) if run.exists]
-    made, total = sum(max(run.steps(), default=0) for run in begun), sum(one.config.steps for one in runs.values())
+    made, total = sum(max(run.steps(), default=0) for run in begun), sum(one.last_step for one in runs.values())
     return f"step {made:,} of {total:,}" if begun else ""
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.evaluation.given import Given
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Cell, ClaimSection, Figure, Finding, Page, Table, checkpoint_table, render
@@ -72,7 +73,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             command=shlex.join(["isoloss", "study", "run", study.name, *folder.options]),
             settings={
                 "Scale": f"{folder.scale_name} ({folder.scale.description})",
-                "Language": "; ".join(dict.fromkeys(words(e.config.language) for e in results.experiments.values())),
+                **_inputs(results),
                 **parts.settings,
                 **_seeds(folder.seed_offset, parts.settings),
                 **_measuring(results),
@@ -83,6 +84,21 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
     )
     files.write_text(path, document)
     return path
+
+
+def _inputs(results: Results) -> dict[str, str]:
+    """Return the languages that runs were trained on, and the given checkpoints with what they were measured on."""
+    languages, given = dict[str, None](), list[str]()
+    for name, experiment in results.experiments.items():
+        config = experiment.config
+        if isinstance(config, Given):
+            record = results.run(name).result()
+            what = f"{record['architecture']}, weights SHA-256 {record['weights'][:12]}"
+            given.append(f"{name}: {config.name} ({what}), measured on {config.inputs}")
+        if config.language is not None:
+            languages[words(config.language)] = None
+    lines = {"Language": "; ".join(languages), "Given checkpoints": "; ".join(given)}
+    return {key: text for key, text in lines.items() if text}
 
 
 def _interim(study: Study, results: Results) -> str:

@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isoloss import config as configs
 from isoloss import files
 from isoloss.runs import Run
 
@@ -34,7 +33,7 @@ def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
         "description": folder.scale.description,
         "blocks": results.blocks,
         "blocks_done": results.blocks_done,
-        "runs": {name: configs.fingerprint(one.config) for name, one in results.experiments.items()},
+        "runs": {name: one.fingerprint for name, one in results.experiments.items()},
         "claims_sha256": None if claims is None else files.sha256(claims),
         "made_with": list(made.values()),
         "exported_with": {"isoloss": metadata.version("isoloss"), "processor": processor()},

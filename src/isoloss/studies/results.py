@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isoloss.evaluation.given import RECORD, Given, GivenRun
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate, number
 from isoloss.studies.claims import Answer, ClaimResult, ClaimsFile
@@ -36,14 +37,14 @@ class Results:
         checkpoints: The estimates of each checkpoint by key, by run and step.
         folder: The study's folder.
         complete: The blocks that these results cover; None: all.
-        link: The page's link to a run's config, with `{run}` for its name.
+        link: The page's link to a run's config, with `{run}` for its name and `{record}` for the file's.
     """
 
     scale: Any  # an `AnyScale`; a study knows its own class
     checkpoints: Mapping[tuple[str, int], Checkpoint]
     folder: Path
     complete: Collection[int] | None = None
-    link: str = "../runs/{run}/run.json"
+    link: str = "../runs/{run}/{record}"
 
     @classmethod
     def read(cls, folder: Path, scale: AnyScale, complete: Collection[int] | None = None) -> Results:
@@ -54,7 +55,7 @@ class Results:
                 checkpoint: dict[str, Measured] = {}
                 for part in experiment.measurements:
                     for measure in part.measures if step in experiment.steps(part) else ():
-                        _add(checkpoint, measure, measured(run_of(folder, name), measure, step))
+                        _add(checkpoint, measure, measured(run_of(folder, name, experiment), measure, step))
                 if checkpoint:
                     checkpoints[name, step] = checkpoint
         return cls(scale, checkpoints, folder, complete)
@@ -89,11 +90,11 @@ class Results:
 
     def run(self, name: str) -> Run:
         """Return a run of the study."""
-        return run_of(self.folder, name)
+        return run_of(self.folder, name, self.scale.experiments[name])
 
     def at(self, run: str, step: int | None = None) -> Checkpoint:
         """Return the estimates of a run's checkpoint, by default its last."""
-        return self.checkpoints[run, self.experiments[run].config.steps if step is None else step]
+        return self.checkpoints[run, self.experiments[run].last_step if step is None else step]
 
     def of_run(self, name: str) -> dict[int, Checkpoint]:
         """Return the checkpoints of a run by step."""
@@ -111,7 +112,7 @@ class Results:
 
         rows = [
             (
-                *(run, experiment.group or run, experiment.block, experiment.config.model.size or "free shape", step),
+                *(run, experiment.group or run, experiment.block, experiment.size, step),
                 *(key, one.estimate.value, one.estimate.stderr, one.estimate.unit),
             )
             for (run, step), checkpoint in self.checkpoints.items()
@@ -126,10 +127,10 @@ class Results:
         cells: dict[str, Any] = {
             "run": run,
             "group": experiment.group or run,
-            "size": experiment.config.model.size or "free shape",
+            "size": experiment.size,
             "parameters": self.run(run).result()["num_parameters"],
             "step": step,
-            "path": self.link.format(run=run),
+            "path": self.link.format(run=run, record=RECORD if isinstance(experiment.config, Given) else "run.json"),
         }
         for key in keys:
             cells |= {key: checkpoint[key].estimate.value, f"{key}_stderr": checkpoint[key].estimate.stderr}
@@ -140,9 +141,10 @@ def _of_blocks(scale: AnyScale, blocks: Collection[int] | None) -> Mapping[str, 
     return {name: one for name, one in scale.experiments.items() if blocks is None or one.block in blocks}
 
 
-def run_of(folder: Path, name: str) -> Run:
+def run_of(folder: Path, name: str, experiment: Experiment) -> Run:
     """Return the run called `name` of the study in `folder`."""
-    return Run(folder / "runs" / name)
+    path = folder / "runs" / name
+    return GivenRun(path) if isinstance(experiment.config, Given) else Run(path)
 
 
 def _add(checkpoint: dict[str, Measured], measure: str, estimates: Mapping[str, Measured]) -> None:

@@ -10,15 +10,16 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import Evaluator, pending
-from isoloss.run_config import TrainConfig
+from isoloss.evaluation.given import GivenRun
 from isoloss.runs import ARCHIVED, Run
+from isoloss.studies.spec import Experiment
 
 Check = tuple[str, str | None]  # what was checked, and what is wrong with it, if anything
 UNCHECKED = "from an archive without checkpoints: weights not checked, nothing measured again"
 
 
 def verify_run(
-    run: Run, config: TrainConfig, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any]
+    run: Run, experiment: Experiment, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any]
 ) -> Iterator[Check]:
     """Check a run's files against its config, its checkpoints and each other, and measure its last checkpoint again.
 
@@ -28,8 +29,11 @@ def verify_run(
     if not run.exists:
         yield f"{run.name}: run.json", "it has not been made yet"
         return
+    if isinstance(run, GivenRun):
+        yield from _verify_given(run, measures, settings)
+        return
     try:
-        differing = configs.differences(run.config, config)
+        differing = configs.differences(run.config, experiment.config)
         fingerprint = run.record.get("fingerprint")
     except IsolossError as error:
         yield f"{run.name}: run.json", str(error)
@@ -52,10 +56,27 @@ def verify_run(
     for step in present:
         same = recorded.get(str(step)) == run.weights(step)
         yield f"{run.name}: weights at step {step}", None if same else "not those that training saved"
-    todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, present, settings)]
+    yield from _verify_evaluations(run, measures, present, settings, again=not missing)
+
+
+def _verify_given(run: GivenRun, measures: Sequence[str], settings: Mapping[str, Any]) -> Iterator[Check]:
+    if run.is_missing:
+        yield f"{run.name}: checkpoint", f"{run.given.checkpoint} is not there"
+    elif not run.complete:
+        yield f"{run.name}: checkpoint", "not measured yet"
+    else:
+        changed = "" if run.result()["weights"] == run.weights(0) else "its weights are not those that were measured"
+        yield f"{run.name}: checkpoint", changed or None
+        yield from _verify_evaluations(run, measures, run.steps(), settings, again=not changed)
+
+
+def _verify_evaluations(
+    run: Run, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any], *, again: bool
+) -> Iterator[Check]:
+    todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, steps, settings)]
     wrong = "missing, made with other weights or settings, or without the file of examples they were saved with"
     yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
-    if not todo and not missing:
+    if again and not todo:
         yield from _measured_again(run, measures, steps[-1], settings)
 
 
@@ -63,7 +84,7 @@ def _verify_archived(
     run: Run, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any]
 ) -> Iterator[Check]:
     """Check what can be checked of a run without checkpoints."""
-    sums: Mapping[str, str] = files.read_json(run.path / ARCHIVED)
+    sums: Mapping[str, str] = files.read_json(run.path / ARCHIVED)["files"]
     paths = {name: run.path / name for name in sums}
     changed = [name for name, path in paths.items() if not path.is_file() or files.sha256(path) != sums[name]]
     yield f"{run.name}: files from the archive", f"missing or changed: {', '.join(changed)}" if changed else None

@@ -176,7 +176,8 @@ class Dataset:
         made: dict[str, Experiment] = {}
         for replicate in self.replicates:
             for arm, experiment in _Runs(self, replicate).experiments().items():
-                stack = f"{replicate.cluster} {arm}" if experiment.config.stacked else ""
+                is_stacked = isinstance(experiment.config, TrainConfig) and experiment.config.stacked
+                stack = f"{replicate.cluster} {arm}" if is_stacked else ""
                 made[replicate.run(arm)] = dataclasses.replace(experiment, stack=stack)
         return made
 

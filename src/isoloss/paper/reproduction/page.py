@@ -93,7 +93,7 @@ def _means(
             row = {
                 "run": group,
                 "group": group,
-                "size": results.experiments[found[0].run(arm)].config.model.size,
+                "size": results.experiments[found[0].run(arm)].size,
                 "parameters": first.result()["num_parameters"],
                 "step": step,
                 "path": results.link.format(run=found[0].run(arm)),

@@ -160,7 +160,7 @@ class Scale:
         for unit in self.units:
             for arm, experiment in Arms(self, unit).experiments().items():
                 together = ""
-                if experiment.config.stacked:
+                if isinstance(experiment.config, TrainConfig) and experiment.config.stacked:
                     first = places[unit.grammar] // self.together * self.together
                     last = min(first + self.together, len(self.grammars)) - 1
                     together = f"{arm}, grammars {self.grammars[first]} to {self.grammars[last]}"

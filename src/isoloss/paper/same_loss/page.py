@@ -132,7 +132,7 @@ def _ends(results: Results) -> pl.DataFrame:
     for arm in arms:
         for unit in units_with(results, arm):
             run = unit.run(arm)
-            rows.append(results.row(run, results.experiments[run].config.steps, last(results, unit, arm), keys))
+            rows.append(results.row(run, results.experiments[run].last_step, last(results, unit, arm), keys))
     return pl.DataFrame(rows)
 
 
@@ -154,7 +154,7 @@ def _by_size(results: Results) -> pl.DataFrame:
             if unit.is_complete:
                 run, own = unit.run(arm), sizes_expanded(scale, size, last(results, unit, arm))
                 own = {**own, "trace-own": own["trace"]}
-                rows.append(results.row(run, results.experiments[run].config.steps, own, keys))
+                rows.append(results.row(run, results.experiments[run].last_step, own, keys))
     return pl.DataFrame(rows)
 
 

@@ -136,7 +136,7 @@ def before_polish(results: Results, unit: Unit, arm: str) -> Checkpoint:
     if arm == UNTOUCHED:
         return results.at(unit.run(BASE))
     run = unit.run(arm)
-    return results.at(run, results.experiments[run].config.steps - results.scale.polish_steps)
+    return results.at(run, results.experiments[run].last_step - results.scale.polish_steps)
 
 
 def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> Contrast:

@@ -1,0 +1,212 @@
+"""Checkpoints trained elsewhere, compared by a study of one short file; and the file that `study new` writes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from isoloss import evaluate
+from isoloss.cli.main import main
+from isoloss.errors import IsolossError
+from isoloss.evaluation.given import Given
+from isoloss.languages.config import PCFGConfig
+from isoloss.studies.comparison import difference
+from isoloss.studies.folder import StudyFolder
+from isoloss.studies.spec import load_study
+from studies_in_process import call
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(27))]
+FILE = '''"""Three checkpoints, measured on one text."""
+
+from isoloss.studies import Experiment, Given, Measurement, Scale, Study
+
+MEASURED = Measurement(
+    measures=("loss", "trace", "minimal-trace"), settings={"loss_sentences": 16, "flatness_sentences": 16}
+)
+RUNS = {
+    name: Experiment(config=Given(checkpoint=f"models/{name}", data="text.txt"), measurements=(MEASURED,))
+    for name in ("bert", "opt", "gpt2")
+}
+STUDY = Study(name="three", scales={"all": Scale(description="seconds", experiments=RUNS)})
+'''
+
+
+def save(model, folder, words=WORDS):
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    model.save_pretrained(folder)
+    special = {f"{key}_token": word for key, word in names.items()}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+def gpt2(seed):
+    torch.manual_seed(seed)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "bos_token_id": 2, "eos_token_id": 3}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=len(WORDS), **sizes))
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = BertConfig(**sizes, intermediate_size=32, max_position_embeddings=32)
+    opt = OPTConfig(**sizes, ffn_dim=32, word_embed_proj_dim=16, max_position_embeddings=32, pad_token_id=0)
+    save(BertForMaskedLM(bert), Path("models/bert"))
+    save(OPTForCausalLM(opt), Path("models/opt"))
+    save(gpt2(0), Path("models/gpt2"))
+    draws = torch.randint(27, (900,), generator=torch.Generator().manual_seed(0)).tolist()
+    Path("text.txt").write_text(" ".join(f"w{i}" for i in draws))
+    Path("three.py").write_text(FILE)
+    return Path("three.py")
+
+
+def contents(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "log.jsonl"}
+
+
+def test_three_checkpoints_are_compared_by_a_short_file(study, capsys):
+    assert len(FILE.splitlines()) <= 30
+    before = contents(Path("models"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "isoloss", "study", "run", study, "--folder", "out"], env=environment, check=True
+    )
+    assert contents(Path("models")) == before  # nothing is written there
+    page = Path("out/report/index.html").read_text()
+    for architecture in ("BertForMaskedLM", "OPTForCausalLM", "GPT2LMHeadModel"):
+        assert architecture in page
+    assert "../runs/opt/given.json" in page
+    state = json.loads(call(capsys, "status", study, "--folder", "out", "--json"))
+    assert [(unit["unit"], unit["state"]) for unit in state["units"]] == [
+        (f"measure {name}", "done") for name in ("bert", "opt", "gpt2")
+    ]
+    assert call(capsys, "verify", study, "--folder", "out").endswith("0 failed\n")
+    call(capsys, "export", study, "--folder", "out", "--output", "kept")
+    assert len(Path("kept/values.csv").read_text().splitlines()) == 1 + 3 * 3
+    assert str(Path.cwd()) not in "".join(p.read_text() for p in Path("kept").rglob("*.*") if p.suffix != ".png")
+    # the same numbers as isoloss eval
+    results = StudyFolder(load_study(study), Path("out")).results()
+    settings = {"loss_sentences": 16, "flatness_sentences": 16}
+    for name in ("bert", "opt", "gpt2"):
+        for one in evaluate(f"models/{name}", ["loss", "trace"], data="text.txt", settings=settings, device="cpu"):
+            assert results.at(name)[one.measure].estimate.value == one.estimates[one.measure].value
+    # causal models of one tokenizer are paired; a masked one predicts other tokens
+    assert difference(results.at("opt")["loss"], results.at("gpt2")["loss"]).method == "paired difference"
+    with pytest.raises(IsolossError, match="not made on the same examples"):
+        difference(results.at("opt")["loss"], results.at("bert")["loss"])
+    # what is lost is made again, to the byte
+    runs = contents(Path("out/runs"))
+    for file in ("trace@step-0.json", "minimal-trace@step-0.safetensors"):
+        Path("out/runs/opt/evaluations", file).unlink()
+    state = json.loads(call(capsys, "status", study, "--folder", "out", "--json"))
+    assert [unit["state"] for unit in state["units"]] == ["done", "interrupted", "done"]
+    call(capsys, "run", study, "--folder", "out", "--workers", "1")
+    assert contents(Path("out/runs")) == runs
+    # a changed checkpoint is noticed and measured again
+    kept = results.at("gpt2")["trace"].estimate.value
+    save(gpt2(1), Path("models/gpt2"))
+    assert main(["study", "verify", str(study), "--folder", "out"]) == 1
+    assert "its weights are not those that were measured" in capsys.readouterr().out
+    call(capsys, "run", study, "--folder", "out", "--workers", "1")
+    again = StudyFolder(load_study(study), Path("out")).results()
+    assert again.at("gpt2")["trace"].estimate.value != kept
+    assert call(capsys, "verify", study, "--folder", "out").endswith("0 failed\n")
+    # so is changed text
+    Path("text.txt").write_text("w1 w2 " * 200)
+    with pytest.raises(IsolossError, match=r"made by another plan \(they differ in runs"):
+        main_study("run", study, "--folder", "out")
+
+
+def main_study(*words):
+    from isoloss.cli import study as command
+
+    return command.main([str(word) for word in words])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("models/{name}", "./models/no-{name}", "there is no checkpoint ./models/no-bert: it is not a folder"),
+        ('data="text.txt"', 'data="test.txt"', "there is no data test.txt; did you mean text.txt"),
+        (', data="text.txt"', "", "neither data nor a language"),
+        ("measurements=", 'after=("opt",), measurements=', "given and not trained: leave out after and stack"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_written(study, old, new, message):
+    assert old in FILE
+    study.write_text(FILE.replace(old, new))
+    with pytest.raises(IsolossError, match=message):
+        StudyFolder(load_study(study), Path("out")).prepare()
+    assert not Path("out").exists()
+
+
+def test_a_language_or_data():
+    language = PCFGConfig(levels=2)
+    assert Given(checkpoint="a", language=language).inputs == "pcfg"
+    with pytest.raises(IsolossError, match="both data and a language"):
+        Given(checkpoint="a", language=language, data="text.txt")
+
+
+def test_a_checkpoint_is_measured_on_a_language_with_its_probes(study, capsys):
+    language = "PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)"
+    text = FILE.replace('data="text.txt"', f"language={language}").replace('("bert", "opt", "gpt2")', '("gpt2",)')
+    text = text.replace('"minimal-trace")', '"probe-root")').replace(
+        '"flatness_sentences": 16', '"flatness_sentences": 16, "num_train": 64, "num_test": 64, "probe_seeds": 2'
+    )
+    study.write_text(text.replace("\nMEASURED", "from isoloss.languages.config import PCFGConfig\n\nMEASURED", 1))
+    call(capsys, "run", study, "--folder", "out", "--workers", "1")
+    assert set(StudyFolder(load_study(study), Path("out")).results().at("gpt2")) >= {"kl", "trace", "probe-root"}
+
+
+def test_new_writes_a_study_that_compares_given_checkpoints(study, capsys):
+    data = ("--data", "text.txt")
+    call(capsys, "new", "mine", "--checkpoints", "models/opt", "models/gpt2", *data)
+    assert len(Path("mine.py").read_text().splitlines()) <= 30
+    call(capsys, "run", "mine.py", "--workers", "1")
+    assert set(StudyFolder(load_study("mine.py"), Path("runs/mine-all")).results().experiments) == {"opt", "gpt2"}
+    with pytest.raises(IsolossError, match=r"mine\.py is there already"):
+        main_study("new", "mine")
+    with pytest.raises(IsolossError, match="add --data, the text"):
+        main_study("new", "other", "--checkpoints", "models/opt")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["../mine"], r"the study's name is '\.\./mine'"),
+        (["same-loss"], "there is a study same-loss already"),
+        (["mine", "--workers", "1"], "--workers is not for study new"),
+        (["mine", "--seed-offset", "1"], "--seed-offset is not for study new"),
+    ],
+)
+def test_new_refuses(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(IsolossError, match=message):
+        main_study("new", *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_new_writes_a_study_that_runs_as_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    call(capsys, "new", "mine")
+    assert len(Path("mine.py").read_text().splitlines()) <= 30
+    call(capsys, "run", "mine.py")
+    assert len(StudyFolder(load_study("mine.py"), Path("runs/mine-laptop")).results().checkpoints) == 8
