@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import io
 import json
 import os
@@ -46,7 +45,7 @@ def export(folder: StudyFolder, output: Path) -> None:
     """
     provenance = _provenance(folder)
     _check(output, provenance)
-    results = dataclasses.replace(folder.results(), link=PROVENANCE)  # the runs stay where they are
+    results = folder.results()
     try:
         with files.new_directory(output) as new:
             files.write_text(new / VALUES, _values(results))

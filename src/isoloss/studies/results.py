@@ -33,14 +33,12 @@ class Results:
         checkpoints: The estimates of each checkpoint by key, by run and step.
         folder: The study's folder.
         complete: The blocks that these results cover; None: all.
-        link: The page's link to a run's config, with `{run}` for its name.
     """
 
     scale: Any  # an `AnyScale`; a study knows its own class
     checkpoints: Mapping[tuple[str, int], Checkpoint]
     folder: Path
     complete: Collection[int] | None = None
-    link: str = "../runs/{run}/run.json"
 
     @classmethod
     def read(cls, folder: Path, scale: AnyScale, complete: Collection[int] | None = None) -> Results:
@@ -111,7 +109,6 @@ class Results:
             "size": experiment.config.model.size or "free shape",
             "parameters": self.run(run).result()["num_parameters"],
             "step": step,
-            "path": self.link.format(run=run),
         }
         for key in keys:
             cells |= {key: checkpoint[key].estimate.value, f"{key}_stderr": checkpoint[key].estimate.stderr}
