@@ -23,6 +23,7 @@ INTERVALS = ": 95 % confidence intervals"
 BARS = f"Bars{INTERVALS}"
 SIZE = (320, 280)  # width and height of a panel in pixels; the page sets the width
 POINT, LINE, RULE = 70, 2, 1.2  # pixels of a marker's area and of strokes; they are no config, which legends would take
+MANY = 500  # checkpoints, from which markers are smaller
 
 _DIMMED = 0.12
 _OF_POINTS = ("hovered", "picked_run")  # selections that are made at points, not in legends
@@ -114,6 +115,7 @@ class _Drawing:
         everything = tuple(dict.fromkeys((*shown, *data.measures(table))))
         self.frame = data.prepare(table, everything)
         self.pick = _Pick(style)
+        self._point = POINT if self.frame.height <= MANY else POINT / 3
         self.color = _legend(alt.Color, "group", style.colors)
         self._shape = _legend(alt.Shape, "size", style.markers) if len(style.markers) > 1 else None
         self._tooltip = [
@@ -132,7 +134,7 @@ class _Drawing:
 
     def points(self, base: alt.Chart) -> alt.Chart:
         """Return a marker for each checkpoint."""
-        points: alt.Chart = base.mark_point(filled=True, size=POINT, cursor="pointer").encode(
+        points: alt.Chart = base.mark_point(filled=True, size=self._point, cursor="pointer").encode(
             tooltip=self._tooltip, **({} if self._shape is None else {"shape": self._shape})
         )
         points.name = "points"
