@@ -1,9 +1,14 @@
-"""The page in a real browser: charts are drawn, respond to the pointer, and ask the network for nothing."""
+"""The page in a real browser, alone in a folder: charts, table, configs and saved files, without any request."""
 
+import base64
+import csv
+import io
 import json
 import re
 import shutil
 import subprocess
+from html import unescape
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -15,48 +20,8 @@ pytestmark = pytest.mark.slow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-# points at the first checkpoint, clicks it, sorts the table by step, and writes down what happened
-PROBE = """
-<pre id="probe">nothing</pre>
-<script>
-const violations = [], followed = [], root = document.documentElement;
-document.addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));
-HTMLAnchorElement.prototype.dispatchEvent = function () { followed.push(this.getAttribute("href")); return true; };
-const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-(async () => {
-  while (document.querySelectorAll(".chart svg").length < 2) await pause(50);
-  await pause(200);
-  const chart = document.querySelector("#chart-1 svg");
-  const isPoint = (path) => path.getAttribute("aria-roledescription") === "point";
-  const points = () => [...chart.querySelectorAll(".mark-symbol path")].filter(isPoint);
-  const opacities = () => points().map((p) => Number(p.getAttribute("opacity") ?? 1));
-  const before = opacities();
-  const target = points()[0], box = target.getBoundingClientRect();
-  const at = { bubbles: true, clientX: box.x + box.width / 2, clientY: box.y + box.height / 2 };
-  for (const kind of ["pointerover", "pointermove", "mouseover", "mousemove"]) {
-    target.dispatchEvent(new (kind.startsWith("p") ? PointerEvent : MouseEvent)(kind, at));
-  }
-  await pause(300);
-  const tooltip = document.getElementById("vg-tooltip-element")?.textContent ?? "";
-  const after = opacities();
-  target.dispatchEvent(new MouseEvent("click", at));
-  for (const kind of ["pointerout", "mouseout"]) {
-    target.dispatchEvent(new (kind.startsWith("p") ? PointerEvent : MouseEvent)(kind, at));
-  }
-  await pause(200);
-  const left = opacities();
-  const entry = chart.querySelector(".role-legend-symbol path");  // AdamW
-  entry.dispatchEvent(new MouseEvent("click", { bubbles: true }));
-  await pause(200);
-  const picked = opacities();
-  document.querySelectorAll(".sortable th button")[4].click();
-  const steps = [...document.querySelectorAll(".sortable tbody tr")].map((row) => Number(row.cells[4].dataset.sort));
-  const widths = [...document.querySelectorAll(".chart svg")].map((svg) => svg.getBoundingClientRect().right);
-  document.getElementById("probe").textContent = JSON.stringify({ before, after, left, picked, tooltip,
-    followed, steps, violations, widths, page: root.clientWidth, scroll: root.scrollWidth });
-})().catch((error) => { document.getElementById("probe").textContent = error.stack; });
-</script>
-"""
+# points at the first checkpoint, clicks it, picks, filters, sorts, ticks and saves, and writes down what happened
+PROBE = Path(__file__).with_name("probe.html").read_text()
 
 
 @pytest.fixture
@@ -70,10 +35,18 @@ def table():
     ):
         for i in range(count):
             row = {"run": run, "group": group, "size": size, "parameters": 1000 * int(size[1:]), "step": 500 * (i + 1)}
-            rows.append({**row, "path": f"runs/{run}/run.json", "kl": 0.14 - 0.02 * i, "kl_stderr": 0.0012})
+            rows.append({**row, "kl": 0.14 - 0.02 * i, "kl_stderr": 0.0012})
     columns = {"trace": 50.0, "trace_stderr": 2.0, "probe-root": 0.6, "probe-root_stderr": 0.006}
     places = pl.int_range(pl.len())  # no two points in one place
     return pl.DataFrame(rows).with_columns(((places * 0.05 + 1) * value).alias(name) for name, value in columns.items())
+
+
+def keys_of(table):
+    return [f"{run}@{step}" for run, step in table.select("run", "step").iter_rows()]
+
+
+def read(text, estimate):
+    return [row for row in csv.DictReader(io.StringIO(text)) if row["estimate"] == estimate]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
@@ -86,23 +59,27 @@ def test_the_page_works(table, tmp_path, width):
         lead=(),
         findings=(),
         claims=(),
-        figures=tuple(html.Figure(name="n", title="t", chart=chart, caption="c") for chart in drawn),
+        figures=tuple(
+            html.Figure(name=f"a-{i}", title="t", chart=chart, caption="c") for i, chart in enumerate(drawn, start=1)
+        ),
         checkpoints=html.checkpoint_table(table),
         command="isoloss",
         settings={},
+        configs={run: f"steps = 1500\n\n[model]\nname = '{run}'\n" for run in table["run"].unique()},
     )
-    file = tmp_path / "index.html"
+    file = tmp_path / "elsewhere" / "moved.html"
+    file.parent.mkdir()
     file.write_text(PROBE.join(html.render(page).rsplit("</body>", 1)))
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
         "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={width},2000", "--virtual-time-budget=10000", "--dump-dom", file.as_uri(),
+        f"--window-size={width},2000", "--virtual-time-budget=60000", "--dump-dom", file.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)[1]
     assert probe.startswith("{"), probe
-    found = json.loads(probe.replace("&amp;", "&"))
-    assert found["violations"] == []
+    found = json.loads(unescape(probe))
+    assert (found["violations"], found["errors"]) == ([], [])
     assert len(found["before"]) == 2 * table.height
     assert set(found["before"]) == {1}
     # the run under the pointer, three of eight checkpoints, stays in front in both panels
@@ -111,7 +88,40 @@ def test_the_page_works(table, tmp_path, width):
     assert sorted(found["picked"]) == [0.12] * 4 + [1] * 12  # all but the two of SGD, in both panels
     assert "adamw-d16" in found["tooltip"]
     assert "0.1400 ± 0.0012" in found["tooltip"]
-    assert found["followed"] == ["runs/adamw-d16/run.json"]
-    assert found["steps"] == sorted(table["step"])
+    # picks in a chart mark rows
+    keys = [f"{run}@{step}" for run, step in zip(table["run"], table["step"], strict=True)]
+    assert found["pointed"] == keys[:3]
+    assert found["marked"] == found["only"] == keys[:6]
+    assert found["cleared"] == {"opacities": [1] * 16, "rows": keys, "marked": []}
+    assert found["clicked"] == keys[:3]
+    # filters and ticks bring points forward
+    left = table.filter(pl.col("size") == "d64", pl.col("kl") < 0.13)
+    assert found["filtered"]["rows"] == [key for key in keys if key in keys_of(left)]
+    assert found["filtered"]["opacities"] == [1 if key in keys_of(left) else 0.12 for key in keys] * 2
+    assert found["filtered"]["count"] == "3 of 8 rows shown"
+    assert found["ticked"] == [1 if key == keys_of(left)[0] else 0.12 for key in keys] * 2
+    assert found["choices"] == ["group", "size", "step"]
+    assert found["chosen"] == keys[:3]
+    steps = sorted(table["step"])
+    assert found["sorts"] == [["ascending", steps], ["descending", steps[::-1]]]
+    # the config, and saved files with all digits
+    config = "steps = 1500\n\n[model]\nname = 'sgd'\n"
+    assert found["config"] == ["sgd", config, ["name = 'sgd'\n"]]
+    assert found["open"]
+    assert found["closed"]
+    saved = found["saved"]
+    assert saved["sgd.toml"] == config
+    assert [f"{row['run']}@{row['step']}" for row in read(saved["shown.csv"], "kl")] == keys_of(left)
+    for name, given in (("kl", table["kl"]), ("probe-root", table["probe-root"])):
+        for row, value, stderr in zip(
+            read(saved["checkpoints.csv"], name), given, table[f"{name}_stderr"], strict=True
+        ):
+            assert (float(row["value"]), float(row["standard error"])) == (value, stderr)
+    assert json.loads(saved["checkpoints.json"])[0] == {
+        **{"run": left["run"][0], "group": "AdamW", "size": "d64", "parameters": 64_000, "step": left["step"][0]},
+        **{"estimate": "kl", "value": left["kl"][0], "standard error": 0.0012, "unit": "nats per token"},
+    }
+    assert saved["a-1.svg"].startswith("<svg")
+    assert base64.b64decode(saved["a-1.png"].removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
     assert max(found["widths"]) <= found["page"]
     assert found["scroll"] <= found["page"]

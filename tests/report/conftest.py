@@ -9,7 +9,6 @@ def checkpoints(run="adamw-d64", group="AdamW", size="d64", parameters=182_944, 
     rows = []
     for i, step in enumerate(steps):
         row = {"run": run, "group": group, "size": size, "parameters": parameters, "step": step}
-        row["path"] = f"runs/{run}/run.json"
         for name, (first, last, stderr) in ends.items():
             row[name] = first + (last - first) * i / max(1, len(steps) - 1)
             row[f"{name}_stderr"] = stderr

@@ -24,12 +24,11 @@ CHARTS = pytest.mark.parametrize("name", ["scatter", "curves", "sizes"])
 
 
 @CHARTS
-def test_every_point_names_its_run_its_numbers_and_its_config(table, name):
+def test_every_point_names_its_run_and_its_numbers(table, name):
     spec = draw(name, table)
     for panel in range(len(spec["concat"])):
         points = spec["concat"][panel]["layer"][-1]
         assert points["mark"]["type"] == "point"
-        assert points["encoding"]["href"]["field"] == "href"
         shown = {item["field"]: item["title"] for item in points["encoding"]["tooltip"]}
         texts = ["kl_text", "trace_text", "probe_root_text", "probe_prefix_4_text"]
         assert {"run", "group", "size", "parameters", "step", *texts} == set(shown)
@@ -37,7 +36,6 @@ def test_every_point_names_its_run_its_numbers_and_its_config(table, name):
         drawn = rows(spec, panel)
         assert len(drawn) == table.height
         assert set(shown) <= set(drawn[0])
-        assert drawn[-1]["href"] == "runs/sgd-d64/run.json"
         assert drawn[-1]["kl_text"] == "0.0480 ± 0.0012"
 
 
@@ -46,10 +44,13 @@ def test_one_selection_is_shared_by_all_panels(table, name):
     spec = draw(name, table)
     views = [panel["layer"][-1]["name"] for panel in spec["concat"]]
     assert len(set(views)) == len(views)
-    assert [param["name"] for param in spec["params"]] == ["hovered", "picked_group", "picked_size"]
-    assert all(param["views"] == views for param in spec["params"])
-    assert [param.get("bind") for param in spec["params"]] == [None, "legend", "legend"]
-    front = {"and": [{"param": param["name"]} for param in spec["params"]]}
+    *selections, marked = spec["params"]
+    assert [param["name"] for param in selections] == ["hovered", "picked_run", "picked_group", "picked_size"]
+    assert all(param["views"] == views for param in selections)
+    assert [param.get("bind") for param in selections] == [None, None, "legend", "legend"]
+    assert marked == {"name": "marked", "value": None}
+    picked = [{"param": param["name"]} for param in selections]
+    front = {"and": [*picked, "!marked || marked[datum.run + '@' + datum.step]"]}
     for panel in spec["concat"]:
         assert panel["layer"][-1]["encoding"]["opacity"]["condition"]["test"] == front
 
@@ -103,7 +104,7 @@ def test_colors_follow_the_style_even_if_the_table_is_cut(table):
 
 def test_one_size_needs_no_second_legend(table):
     spec = draw("curves", table.filter(pl.col("size") == "d64"))
-    assert [param["name"] for param in spec["params"]] == ["hovered", "picked_group"]
+    assert [param["name"] for param in spec["params"]] == ["hovered", "picked_run", "picked_group", "marked"]
     assert "shape" not in spec["concat"][0]["layer"][-1]["encoding"]
 
 

@@ -16,7 +16,7 @@ def changed(table, column, value, row=0):
 
 def test_intervals_and_texts_are_those_of_the_numbers(table):
     row = data.prepare(table, (KL, TRACE, accuracy("root"))).row(0, named=True)
-    assert (row["run"], row["step"], row["href"]) == ("adamw-d16", 500, "runs/adamw-d16/run.json")
+    assert (row["run"], row["step"]) == ("adamw-d16", 500)
     assert row["kl_low"] == pytest.approx(0.14 - 1.959964 * 0.0012)
     assert row["kl_high"] == pytest.approx(0.14 + 1.959964 * 0.0012)
     assert row["kl_text"] == "0.1400 ± 0.0012"
@@ -50,8 +50,6 @@ def test_a_measure_that_a_checkpoint_lacks_is_left_out_of_its_panel(table):
         ("trace", 0.0, "trace of run 'adamw-d16' at step 500 is 0.0: it cannot be drawn on a logarithmic axis"),
         ("step", 2000, "step 2000 of run 'adamw-d16' twice"),
         ("group", None, "a row without its group"),
-        ("path", "/etc/passwd", "not '/etc/passwd'"),
-        ("path", "", "not ''"),
     ],
 )
 def test_bad_rows_are_refused_by_name(table, column, value, message):
@@ -125,16 +123,9 @@ def test_groups_keep_their_colors_and_too_many_are_refused(table):
     assert list(style.colors) == ["AdamW", "SGD continuation"]
     assert list(style.markers) == ["d16", "d64"]
     assert len(set(data.COLORS)) == len(data.COLORS)
-    many = pl.DataFrame({"group": [f"g{i}" for i in range(8)], "size": "d16", "parameters": 1})
-    with pytest.raises(IsolossError, match="8 values of group, but only 7 colors"):
+    many = pl.DataFrame({"group": [f"g{i}" for i in range(31)], "size": "d16", "parameters": 1})
+    with pytest.raises(IsolossError, match="31 values of group, but only 30 colors"):
         Style.of(many)
     sizes = pl.DataFrame({"group": "g", "size": [f"d{i}" for i in range(7)], "parameters": range(7)})
     with pytest.raises(IsolossError, match="7 values of size, but only 6 markers"):
         Style.of(sizes)
-
-
-def test_links_cannot_leave_the_page_as_another_scheme():
-    assert data.href('"><script>.json') == "%22%3E%3Cscript%3E.json"
-    assert data.href("javascript:alert(1)") == "javascript%3Aalert%281%29"
-    with pytest.raises(IsolossError, match=r"not '//example\.org/x'"):
-        data.href("//example.org/x")

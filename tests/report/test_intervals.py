@@ -50,6 +50,18 @@ def test_only_the_first_panel_names_the_rows_and_one_series_has_no_legend():
     assert alone["legend"] is None
 
 
+@pytest.mark.parametrize(("claimed", "low", "high"), [((0.5, None), 0.5, None), ((None, -0.5), None, -0.5)])
+def test_the_range_that_is_claimed_is_shaded_to_the_end_of_the_axis(claimed, low, high):
+    panel = dataclasses.replace(PANELS[0], claimed=claimed)
+    spec = intervals([panel], ["a", "b"], note="", size=(300, 60)).to_dict()
+    area, *_, points = spec["concat"][0]["layer"]
+    axis = points["encoding"]["x"]["scale"]["domain"]
+    shaded = {"value": axis[0] if low is None else low, "high": axis[1] if high is None else high}
+    assert values(spec, area) == [shaded]
+    assert axis[0] < -0.5 < axis[1] if low is None else axis[0] < 0.5 < axis[1]
+    assert (spec["concat"][0]["width"], spec["concat"][0]["height"]) == (300, 60)
+
+
 def test_it_is_drawn(tmp_path):
     save(intervals(PANELS, ["a", "b"], note="95 %"), tmp_path / "arms.png")
     assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")
@@ -61,8 +73,8 @@ def test_it_is_drawn(tmp_path):
         ([IntervalPanel(title="KL", intervals=[])], "'KL' has no interval"),
         ([IntervalPanel(title="KL", intervals=[dataclasses.replace(LOSS[0], row="c")])], "'c', which is none of a, b"),
         (
-            [IntervalPanel(title="t", intervals=[dataclasses.replace(LOSS[0], series=str(i)) for i in range(9)])],
-            "9 series and 7 colors",
+            [IntervalPanel(title="t", intervals=[dataclasses.replace(LOSS[0], series=str(i)) for i in range(31)])],
+            "31 series and 30 colors",
         ),
     ],
 )

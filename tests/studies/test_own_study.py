@@ -1,6 +1,7 @@
 """A study of one's own: a Python file, with the machinery's tables and page, run by any executor."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -88,7 +89,10 @@ def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_pa
     ]
     page = (tmp_path / "out" / "report" / "index.html").read_text()
     assert "dropout at tiny scale" in page
-    assert "../runs/with/run.json" in page
+    configs = json.loads(re.search(r'<script type="application/json" id="configs">(.*?)</script>', page)[1])
+    for name, lines in configs["runs"].items():  # what was trained
+        text = "\n".join(configs["lines"][line] for line in lines) + "\n"
+        assert text == (tmp_path / "out" / "configs" / f"{name}.toml").read_text()
     assert "loss sentences 16" in page
     figures = {path.name for path in (tmp_path / "out" / "report" / "figures").iterdir()}
     assert figures == {f"{name}.{kind}" for name in ("over-time", "against-loss") for kind in ("pdf", "png")}
@@ -162,8 +166,8 @@ def test_what_is_not_there_is_refused(file, tmp_path):
 
 
 def test_more_groups_than_colors_are_refused_before_anything_is_trained(file, tmp_path):
-    file.write_text(FILE.replace('{"without": run(0.0), "with": run(0.1)}', '{f"r{i}": run(0.0) for i in range(8)}'))
-    with pytest.raises(IsolossError, match="8 groups of runs, and figures 7 colors"):
+    file.write_text(FILE.replace('{"without": run(0.0), "with": run(0.1)}', '{f"r{i}": run(0.0) for i in range(31)}'))
+    with pytest.raises(IsolossError, match="31 groups of runs, and figures 30 colors"):
         StudyFolder(load_study(file), tmp_path / "out").prepare()
 
 

@@ -1,9 +1,11 @@
 """Charts of evaluated checkpoints, as Altair (Vega-Lite) specifications: panels beside each other with shared legends.
 
-Pointing at a checkpoint shows its numbers and brings its run forward in every panel; a click opens the run's config;
-a click on a legend entry keeps it in front (shift-click adds, double-click clears). `isoloss.report.save` writes the
-same chart for a paper. Each function takes the evaluated checkpoints, as `isoloss.report.data.prepare` describes them
-and refuses what cannot be drawn; colors and markers are those of this table unless a style gives them.
+Pointing at a checkpoint shows its numbers and brings its run forward in every panel; a click on it or on a legend entry
+keeps it in front (shift-click adds, double-click clears). The page sets the parameter `marked` to the checkpoints that
+are chosen in its table. `isoloss.report.save` writes the same chart for a paper.
+
+Each function takes the evaluated checkpoints, as `isoloss.report.data.prepare` describes them, and refuses what cannot
+be drawn; colors and markers are those of this table unless a style gives them.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from isoloss.report.data import Column, Style
 
 INTERVALS = ": 95 % confidence intervals"
 BARS = f"Bars{INTERVALS}"
+SIZE = (320, 280)  # width and height of a panel in pixels; the page sets the width
 POINT, LINE, RULE = 70, 2, 1.2  # pixels of a marker's area and of strokes; they are no config, which legends would take
+MANY = 500  # checkpoints, from which markers are smaller
 
 _DIMMED = 0.12
-_INK = "currentColor"  # the page's ink, on light and on dark paper
+_OF_POINTS = ("hovered", "picked_run")  # selections that are made at points, not in legends
+INK = "currentColor"  # the page's ink, on light and on dark paper
 
 
 def scatter(
@@ -45,7 +50,7 @@ def scatter(
         bars = base.mark_rule(strokeWidth=RULE)
         panels.append(
             _layered(
-                line.encode(x, y, opacity=opacity(0.35), detail="run:N", order=alt.Order("step:Q")),
+                line.encode(x, y, opacity=opacity(0.35, whole_run=True), detail="run:N", order=alt.Order("step:Q")),
                 bars.encode(x, y=of_field(y, f"{up.field}_low"), y2=f"{up.field}_high"),
                 bars.encode(y, x=of_field(x, f"{across.field}_low"), x2=f"{across.field}_high"),
                 drawing.points(base).encode(x, y),
@@ -69,9 +74,9 @@ def curves(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None 
         base = drawing.base(rows).encode(x, detail="run:N")
         panels.append(
             _layered(
-                base.mark_area().encode(**interval, opacity=drawing.pick.opacity(0.2)),
+                base.mark_area().encode(**interval, opacity=drawing.pick.opacity(0.2, whole_run=True)),
                 base.mark_rule(strokeWidth=RULE).encode(**interval),
-                base.mark_line(strokeWidth=LINE).encode(y),
+                base.mark_line(strokeWidth=LINE).encode(y, opacity=drawing.pick.opacity(whole_run=True)),
                 drawing.points(base).encode(y),
             )
         )
@@ -110,6 +115,7 @@ class _Drawing:
         everything = tuple(dict.fromkeys((*shown, *data.measures(table))))
         self.frame = data.prepare(table, everything)
         self.pick = _Pick(style)
+        self._point = POINT if self.frame.height <= MANY else POINT / 3
         self.color = _legend(alt.Color, "group", style.colors)
         self._shape = _legend(alt.Shape, "size", style.markers) if len(style.markers) > 1 else None
         self._tooltip = [
@@ -127,9 +133,9 @@ class _Drawing:
         return base
 
     def points(self, base: alt.Chart) -> alt.Chart:
-        """Return a marker for each checkpoint; a click opens its run's config."""
-        points: alt.Chart = base.mark_point(filled=True, size=POINT, cursor="pointer").encode(
-            tooltip=self._tooltip, href="href:N", **({} if self._shape is None else {"shape": self._shape})
+        """Return a marker for each checkpoint."""
+        points: alt.Chart = base.mark_point(filled=True, size=self._point, cursor="pointer").encode(
+            tooltip=self._tooltip, **({} if self._shape is None else {"shape": self._shape})
         )
         points.name = "points"
         return points
@@ -142,28 +148,35 @@ def _legend(channel: Any, field: str, values: Mapping[str, str]) -> Any:
 
 
 class _Pick:
-    """What is in front: the run under the pointer, and the legend entries that were clicked; the rest is dimmed."""
+    """What is in front, while the rest is dimmed.
+
+    In front are the run under the pointer, the runs and legend entries that were clicked, and the checkpoints that the
+    page has marked: `marked` is null or has a key `RUN@STEP` for each of them, and `RUN@` for their runs.
+    """
 
     def __init__(self, style: Style) -> None:
         legends = ["group", "size"] if len(style.markers) > 1 else ["group"]
         self._selections = {
             "hovered": alt.PointSelectionConfig("point", fields=["run"], on="pointerover", clear="pointerout")
         }
+        self._selections["picked_run"] = alt.PointSelectionConfig("point", fields=["run"], on="click", clear="dblclick")
         self._selections |= {f"picked_{f}": alt.PointSelectionConfig("point", fields=[f]) for f in legends}
 
-    def opacity(self, opacity: float = 1.0) -> alt.OpacityValue:
-        """The opacity of a mark: `opacity` while it is in front."""
-        front = {"and": [{"param": name} for name in self._selections]}
+    def opacity(self, opacity: float = 1.0, *, whole_run: bool = False) -> alt.OpacityValue:
+        """The opacity of a mark of a checkpoint, or of one of a whole run: `opacity` while it is in front."""
+        key = "datum.run + '@'" if whole_run else "datum.run + '@' + datum.step"
+        front = {"and": [*({"param": name} for name in self._selections), f"!marked || marked[{key}]"]}
         return alt.OpacityValue(_DIMMED * opacity, condition={"test": front, "value": opacity})
 
-    def params(self, views: list[str]) -> list[alt.TopLevelSelectionParameter]:
-        """The selections, made in the views of these names and shared by all panels."""
-        return [
+    def params(self, views: list[str]) -> list[alt.TopLevelSelectionParameter | alt.VariableParameter]:
+        """The selections, made in the views of these names and shared by all panels, and `marked`."""
+        selections = [
             alt.TopLevelSelectionParameter(
-                name=name, select=select, views=views, bind=alt.Undefined if name == "hovered" else "legend"
+                name=name, select=select, views=views, bind=alt.Undefined if name in _OF_POINTS else "legend"
             )
             for name, select in self._selections.items()
         ]
+        return [*selections, alt.VariableParameter(name="marked", value=None)]
 
 
 def _values(rows: pl.DataFrame) -> alt.InlineData:
@@ -217,20 +230,21 @@ def _side_by_side(panels: list[alt.LayerChart], pick: _Pick, description: str, *
     return chart.properties(description=description)
 
 
-def concat(panels: Sequence[alt.LayerChart], note: str) -> alt.ConcatChart:
+def concat(panels: Sequence[alt.LayerChart], note: str, size: tuple[int, int] = SIZE) -> alt.ConcatChart:
     """Return panels in a row, in the page's colors; `note` says what bars and lines are, in print below the panels."""
-    chart = alt.concat(*(p.properties(width=320, height=280) for p in panels), columns=len(panels), spacing=24)
+    width, height = size
+    chart = alt.concat(*(p.properties(width=width, height=height) for p in panels), columns=len(panels), spacing=24)
     done: alt.ConcatChart = chart.properties(background="transparent", config=_config(), usermeta={"note": note})
     return done
 
 
 def _config() -> alt.Config:
     axes = alt.AxisConfig(
-        labelColor=_INK,
-        titleColor=_INK,
-        domainColor=_INK,
-        tickColor=_INK,
-        gridColor=_INK,
+        labelColor=INK,
+        titleColor=INK,
+        domainColor=INK,
+        tickColor=INK,
+        gridColor=INK,
         gridOpacity=0.1,
         domainOpacity=0.4,
         tickOpacity=0.4,
@@ -240,16 +254,16 @@ def _config() -> alt.Config:
         titlePadding=8,
     )
     legend = alt.LegendConfig(
-        labelColor=_INK,
-        titleColor=_INK,
+        labelColor=INK,
+        titleColor=INK,
         orient="top",
         labelFontSize=13,
         titleFontSize=13,
         symbolSize=90,
         labelLimit=320,
         symbolOpacity=1,
-        symbolBaseFillColor=_INK,
-        symbolBaseStrokeColor=_INK,
+        symbolBaseFillColor=INK,
+        symbolBaseStrokeColor=INK,
         padding=8,  # keeps the legends away from each other
     )
     return alt.Config(

@@ -7,17 +7,24 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 import polars as pl
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Z95, rounded
 
-COLUMNS = ("run", "group", "size", "parameters", "step", "path")
+COLUMNS = ("run", "group", "size", "parameters", "step")
 
-# Okabe and Ito's colors without black and yellow, which vanish on dark and on white paper; gray comes last
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
+# Okabe and Ito's colors without black and yellow, which vanish on dark and on white paper, and gray. The others are for
+# figures with many groups: hues in two lightnesses, each with a contrast of 3 or more on both kinds of paper
+# fmt: off
+COLORS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C",
+    "#7853E6", "#55A229", "#896C14", "#798CDE", "#167899", "#DB7171", "#D71F4D", "#29A640",
+    "#12812E", "#A27EDF", "#B124E0", "#C58231", "#5F7811", "#29A281", "#3C66E3", "#CF67D9",
+    "#C3461C", "#8D9726", "#127E63", "#319BC3", "#CA1D9F", "#DA6AA7", "#2E8012",
+)
+# fmt: on
 MARKERS = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
 PADDING = 0.05  # of an axis, beyond the outermost error bar
@@ -93,21 +100,6 @@ def measures(table: pl.DataFrame) -> tuple[Column, ...]:
     return tuple(c for c in shown if c.name in table.columns)
 
 
-def href(path: str) -> str:
-    """Return the link to a file that is given by its path relative to the page.
-
-    Raises:
-        IsolossError: The path is empty or absolute.
-
-    Example:
-        >>> href("runs/adamw #1/run.json")
-        'runs/adamw%20%231/run.json'
-    """
-    if not path or path.startswith("/"):
-        raise IsolossError(f"a link is a path relative to the page, such as runs/a/run.json, not {path!r}")
-    return quote(path, safe="/")
-
-
 def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
     """Check `table` and return what is drawn.
 
@@ -118,7 +110,7 @@ def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
         shown: The measures.
 
     Returns:
-        run, group, size, parameters, step, href, and for each measure, by its `field`: the value (in percent where it
+        run, group, size, parameters, step, and for each measure, by its `field`: the value (in percent where it
         is), `<field>_low` and `<field>_high` (the 95 % confidence interval; the low end is null where it is not above 0
         and the axis is logarithmic), `<field>_text` (value ± one standard error). Rows by run and step.
 
@@ -137,8 +129,7 @@ def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
         if key in seen:
             raise IsolossError(f"the table of checkpoints has step {key[1]} of run {key[0]!r} twice")
         seen.add(key)
-    columns: dict[str, list[Any]] = {name: table.get_column(name).to_list() for name in COLUMNS[:-1]}
-    columns["href"] = [href(path) for path in table.get_column("path")]
+    columns: dict[str, list[Any]] = {name: table.get_column(name).to_list() for name in COLUMNS}
     for column in shown:
         if column.field in columns:
             raise IsolossError(f"two measures share the field {column.field}: rename the column {column.name}")

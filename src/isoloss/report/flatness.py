@@ -13,6 +13,7 @@ from isoloss.report.data import COLORS, MARKERS, TRACE
 from isoloss.report.panels import Axis, Panel, Series, draw
 from isoloss.statistics.estimate import Estimate
 
+_COLORS = COLORS[:7]  # that everybody tells apart; further models have other markers
 _NAME = 50  # letters of a name on a line, such as fit the figure
 _WIDE = 4.0  # ratio of the largest trace to the smallest, from which the axis is logarithmic
 
@@ -27,8 +28,8 @@ def trace_against_loss(comparison: Comparison, names: Mapping[str, str] | None =
     series = [
         Series(
             name=textwrap.fill(labels[model.name], _NAME),
-            color=COLORS[index % len(COLORS)],
-            marker=MARKERS[index // len(COLORS) % len(MARKERS)],
+            color=_COLORS[index % len(_COLORS)],
+            marker=MARKERS[index // len(_COLORS) % len(MARKERS)],
             points=[(model.loss.value, model.trace.value)],
             errors=[_half(model.trace)],
             x_errors=[_half(model.loss)],

@@ -11,6 +11,8 @@ import altair as alt
 from isoloss.errors import IsolossError
 from isoloss.report import charts, data
 
+CLAIMED = data.COLORS[2]  # of the range that a claim states
+
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
@@ -42,21 +44,26 @@ class IntervalPanel:
         intervals: What is in it.
         reference: The value that means no difference, marked by a line.
         log: Whether its axis is logarithmic; then all ends are above 0.
+        claimed: The lower and upper end of the range that a claim states, shaded; None: open at this end.
     """
 
     title: str
     intervals: Sequence[Interval]
     reference: float = 0.0
     log: bool = False
+    claimed: tuple[float | None, float | None] | None = None
 
 
-def intervals(panels: Sequence[IntervalPanel], rows: Sequence[str], *, note: str) -> alt.ConcatChart:
+def intervals(
+    panels: Sequence[IntervalPanel], rows: Sequence[str], *, note: str, size: tuple[int, int] = charts.SIZE
+) -> alt.ConcatChart:
     """Return panels beside each other, with the same rows in the order given.
 
     Args:
         panels: The quantities.
         rows: The names of the rows, from top to bottom.
         note: What markers and lines mean, printed below the panels.
+        size: The width and height of a panel in pixels.
 
     Raises:
         IsolossError: A panel is empty, an interval names none of the rows, or there are more series than colors.
@@ -68,7 +75,7 @@ def intervals(panels: Sequence[IntervalPanel], rows: Sequence[str], *, note: str
     legend = alt.Undefined if len(series) > 1 else None
     color = alt.Color(field="series", type="nominal", title=None, scale=scale, legend=legend)
     drawn = [_panel(panel, rows, series, color, named=panel is panels[0]) for panel in panels]
-    return charts.concat(drawn, note)
+    return charts.concat(drawn, note, size)
 
 
 def _panel(
@@ -79,9 +86,9 @@ def _panel(
         raise IsolossError(f"the panel {panel.title!r} has no interval")
     if missing := [each.row for each in panel.intervals if each.row not in rows]:
         raise IsolossError(f"the panel {panel.title!r} has the row {missing[0]!r}, which is none of {', '.join(rows)}")
-    ends = data.ends(
-        [panel.reference, *(end for each in panel.intervals for end in (each.low, each.high))], log=panel.log
-    )
+    edges = [end for end in panel.claimed or () if end is not None]
+    shown = [panel.reference, *edges, *(end for each in panel.intervals for end in (each.low, each.high))]
+    ends = data.ends(shown, log=panel.log)
     base = alt.Chart(alt.InlineData(values=[vars(each) for each in panel.intervals]))
     axis: dict[str, Any] = {"labelLimit": 320, "ticks": False, "domain": False, "labels": named}
     y = alt.Y(
@@ -94,9 +101,17 @@ def _panel(
     )
     offset = alt.YOffset(field="series", type="nominal", sort=series)
     x = charts.axis(alt.X, "value", panel.title, ends, log=panel.log)
-    reference = alt.Chart(alt.InlineData(values=[{"value": panel.reference}])).mark_rule(strokeDash=[4, 4], opacity=0.5)
+    reference = alt.Chart(alt.InlineData(values=[{"value": panel.reference}])).mark_rule(
+        color=charts.INK, strokeDash=[4, 4], opacity=0.5
+    )
+    claimed = []
+    if panel.claimed is not None:
+        low, high = (end if given is None else given for end, given in zip(ends, panel.claimed, strict=True))
+        area = alt.Chart(alt.InlineData(values=[{"value": low, "high": high}])).mark_rect(color=CLAIMED, opacity=0.16)
+        claimed = [area.encode(x, x2="high:Q")]
     return alt.LayerChart(
         layer=[
+            *claimed,
             reference.encode(x),
             base.mark_rule(strokeWidth=charts.LINE).encode(y, offset, color, x=charts.of_field(x, "low"), x2="high:Q"),
             base.mark_point(filled=True, size=charts.POINT, opacity=1).encode(

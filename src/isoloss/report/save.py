@@ -36,11 +36,10 @@ def save(chart: alt.ConcatChart, file: Path) -> None:
     """
     import vl_convert
 
-    major, minor, _ = alt.SCHEMA_VERSION.removeprefix("v").split(".")
-    given: dict[str, Any] = {"vl_spec": printed(chart), "vl_version": f"{major}.{minor}"}
+    given: dict[str, Any] = {"vl_spec": printed(chart), "vl_version": _version()}
     match file.suffix.lower():
         case ".png":
-            written: bytes = vl_convert.vegalite_to_png(**given, ppi=PIXELS_PER_INCH)
+            written = png(chart)
         case ".svg":
             written = vl_convert.vegalite_to_svg(**given).encode()
         case ".pdf":
@@ -51,6 +50,27 @@ def save(chart: alt.ConcatChart, file: Path) -> None:
         case _:
             raise IsolossError(f"the figure is {file}; its name must end in .png, .svg or .pdf")
     files.write_bytes(file, written)
+
+
+def png(chart: alt.ConcatChart, pixels_per_inch: int = PIXELS_PER_INCH) -> bytes:
+    """Return a chart as a PNG image, at the size of a paper."""
+    import vl_convert
+
+    image: bytes = vl_convert.vegalite_to_png(printed(chart), _version(), ppi=pixels_per_inch)
+    return image
+
+
+def inline_svg(chart: alt.ConcatChart) -> str:
+    """Return a chart as an `<svg>` element for a page, in the page's ink and at the size of a screen."""
+    import vl_convert
+
+    svg: str = vl_convert.vegalite_to_svg(chart.to_dict(validate=False), _version())
+    return svg
+
+
+def _version() -> Any:  # for vl-convert, one of some literals
+    major, minor, _ = alt.SCHEMA_VERSION.removeprefix("v").split(".")
+    return f"{major}.{minor}"
 
 
 def printed(chart: alt.ConcatChart) -> dict[str, Any]:

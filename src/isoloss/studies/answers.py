@@ -196,7 +196,7 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
     pairs = contrast.pairs
     if contrast.clusters:
         return (
-            f"paired by seed, 95 % interval over {measured.samples} {contrast.clusters_are} (t with "
+            f"{len(pairs)} pairs by seed, 95 % interval over {measured.samples} {contrast.clusters_are} (t with "
             f"{measured.samples - 1} degrees of freedom)"
         )
     if len(pairs) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,9 +232,14 @@ class ClaimResult:
             >>> ClaimResult(claim=claim, answers=tuple(answers)).verdict
             'shown for prefix-4; contradicted for root'
         """
+        return "; ".join(f"{verdict} for {cases}" if cases else verdict for verdict, cases in self.verdicts.items())
+
+    @property
+    def verdicts(self) -> Mapping[Verdict, str]:
+        """Each verdict with its cases in words; without them if the verdict is the same in all cases."""
         if self.agree:
-            return self.answers[0].verdict.value
-        order = list(Verdict)
-        ordered = sorted(self.answers, key=lambda answer: order.index(answer.verdict))
-        groups = itertools.groupby(ordered, key=lambda answer: answer.verdict)
-        return "; ".join(f"{verdict.value} for {', '.join(one.case for one in some)}" for verdict, some in groups)
+            return {self.answers[0].verdict: ""}
+        cases: dict[Verdict, list[str]] = {}
+        for answer in self.answers:
+            cases.setdefault(answer.verdict, []).append(answer.case)
+        return {verdict: ", ".join(cases[verdict]) for verdict in Verdict if verdict in cases}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -39,7 +38,7 @@ def export(folder: StudyFolder, output: Path, formats: Collection[Format] = FORM
     Raises:
         IsolossError: The study is not finished, or `output` is something else or cannot be written.
     """
-    results = dataclasses.replace(folder.results(), link=PROVENANCE)  # the runs stay where they are
+    results = folder.results()
     made, values = provenance(folder, results), results.values()
     _check(output, made)
     try:

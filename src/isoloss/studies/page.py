@@ -17,6 +17,7 @@ from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Cell, ClaimSection, Figure, Finding, Page, Table, checkpoint_table, render
 from isoloss.report.save import save
+from isoloss.studies.claim_figure import claim_figures
 from isoloss.studies.claim_table import claim_table, explanations
 from isoloss.studies.claims import ClaimResult, ClaimsFile
 from isoloss.studies.results import Results, SummaryTable
@@ -70,6 +71,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             figures=tuple(figures),
             tables={each.title[0].upper() + each.title[1:]: _table(each) for each in summary.tables if each.caption},
             checkpoints=checkpoint_table(results.table(), shown(results)),
+            configs={name: configs.to_toml(one.config) for name, one in results.experiments.items()},
             command=shlex.join(["isoloss", "study", "run", study.name, *folder.options]),
             settings={
                 "Scale": f"{folder.scale_name} ({folder.scale.description})",
@@ -148,10 +150,11 @@ def _section(result: ClaimResult) -> ClaimSection:
         id=result.claim.id,
         statement=result.claim.statement,
         paper=result.claim.paper,
-        verdict=result.verdict,
+        verdicts=tuple((verdict.value, cases) for verdict, cases in result.verdicts.items()),
         columns=tuple(columns) if any(answer.numbers for answer in result.answers) else (),
         rows=tuple(map(tuple, rows)),
         explanations=tuple(explanations(result)),
+        figures=claim_figures(result),
     )
 
 

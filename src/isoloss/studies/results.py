@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isoloss.evaluation.given import RECORD, Given, GivenRun
+from isoloss.evaluation.given import Given, GivenRun
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate, number
 from isoloss.studies.claims import Answer, ClaimResult, ClaimsFile
@@ -37,14 +37,12 @@ class Results:
         checkpoints: The estimates of each checkpoint by key, by run and step.
         folder: The study's folder.
         complete: The blocks that these results cover; None: all.
-        link: The page's link to a run's config, with `{run}` for its name and `{record}` for the file's.
     """
 
     scale: Any  # an `AnyScale`; a study knows its own class
     checkpoints: Mapping[tuple[str, int], Checkpoint]
     folder: Path
     complete: Collection[int] | None = None
-    link: str = "../runs/{run}/{record}"
 
     @classmethod
     def read(cls, folder: Path, scale: AnyScale, complete: Collection[int] | None = None) -> Results:
@@ -130,7 +128,6 @@ class Results:
             "size": experiment.size,
             "parameters": self.run(run).result()["num_parameters"],
             "step": step,
-            "path": self.link.format(run=run, record=RECORD if isinstance(experiment.config, Given) else "run.json"),
         }
         for key in keys:
             cells |= {key: checkpoint[key].estimate.value, f"{key}_stderr": checkpoint[key].estimate.stderr}

@@ -96,7 +96,6 @@ def _means(
                 "size": results.experiments[found[0].run(arm)].size,
                 "parameters": first.result()["num_parameters"],
                 "step": step,
-                "path": results.link.format(run=found[0].run(arm)),
             }
             for column in shown:
                 value = mean([(one, at_step(results, one, arm, step)[column.name].estimate) for one in found])
