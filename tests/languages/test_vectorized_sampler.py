@@ -44,8 +44,14 @@ def test_chains(length):
     ]
     moved = [vectorized_sampler.to_device(table, CPU) for table in tables]
     for seed in (3, 2**63 - 2):
-        expected = alias_sampling.draw_chains(*tables, n=20_000, length=length, seed=seed)
-        assert all(map(torch.equal, vectorized_sampler.chains(*moved, n=20_000, length=length, seed=seed), expected))
+        expected = alias_sampling.draw_chains(*tables, numbers=np.arange(20_000), length=length, seed=seed)
+        assert all(
+            map(
+                torch.equal,
+                vectorized_sampler.chains(*moved, numbers=torch.arange(20_000), length=length, seed=seed),
+                expected,
+            )
+        )
 
 
 def both(sampler, n, seed, *, length, trees, monkeypatch):

@@ -306,6 +306,7 @@ class CorpusConfig(_Config):
     """Real text: files or datasets, a tokenizer and the length that the tokens are packed to."""
 
     reports_progress: ClassVar[bool] = True
+    is_finite: ClassVar[bool] = True
     language = "corpus:Corpus"
     kind: Literal["corpus"] = "corpus"
     paths: tuple[str, ...]
