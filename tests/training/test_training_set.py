@@ -21,8 +21,9 @@ from isoloss.seeds import derive
 from isoloss.text.masking import IGNORED
 from isoloss.training import training_set
 from isoloss.training.objectives import training_batch
+from isoloss.training.permutation import shuffled
 from isoloss.training.trainer import Interrupted, train
-from isoloss.training.training_set import check_training_set, examples, shuffled
+from isoloss.training.training_set import check_training_set, examples
 
 CPU = torch.device("cpu")
 GRAMMAR = PCFGConfig(stop_probability=0.2)
@@ -62,6 +63,33 @@ def test_every_epoch_is_a_permutation_of_its_own(size):
         assert not np.array_equal(row, shuffled(np.arange(20 * size), size, seed=4))
     some = np.random.default_rng(0).permutation(20 * size)[:50]
     assert np.array_equal(shuffled(some, size, seed=3), row[some])
+
+
+def slow_permutation(number, size, seed, epoch):
+    """Eight rounds on two halves of as many bits, until the result is small enough; whole numbers of any length."""
+
+    def mixed(x):
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    base = next(2**b for b in range(3, 32) if 4**b >= size)
+    while True:
+        upper, lower = divmod(number, base)
+        for index in range(8):
+            key = mixed(epoch ^ derive(seed, "round", index))
+            upper, lower = lower, upper ^ mixed(lower ^ key) % base
+        number = base * upper + lower
+        if number < size:
+            return number
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 999, 20_000_000])
+def test_permutations_are_feistel_networks_with_cycle_walking(size):
+    positions = np.random.default_rng(size).integers(0, 50 * size, 40)
+    wanted = [slow_permutation(int(position) % size, size, 7, int(position) // size) for position in positions]
+    assert shuffled(positions, size, seed=7).tolist() == wanted
 
 
 def test_permutations_are_uniform():

@@ -145,6 +145,24 @@ def draw_derivations(
     return Sentences(padded(tokens, lengths, 1, pad)[:, :, 0], torch.from_numpy(lengths), latent)
 
 
+def uniforms(seed: int, numbers: Long, width: int) -> torch.Tensor:
+    """Return (n, width) float64 in [0, 1): a function of the seed, the row's number and the column alone.
+
+    Args:
+        seed: The key, from 0 to 2^64 - 1.
+        numbers: (n,) a number for each row.
+        width: Columns; those of a smaller width are the first of a larger one's.
+
+    Example:
+        >>> rows = uniforms(7, np.array([3, 0]), 5)
+        >>> rows[0].equal(uniforms(7, np.array([3]), 9)[0, :5])
+        True
+    """
+    out = np.empty((len(numbers), width))
+    _uniforms(np.uint64(seed), numbers, out)
+    return torch.from_numpy(out)
+
+
 def _in_threads(fill: Callable[[int], None], starts: range) -> None:
     if len(starts) < 2 or torch.get_num_threads() < 2:
         for first in starts:
@@ -193,6 +211,16 @@ def draw(bits: np.uint64, tables: AliasTables, row: int) -> np.int32:
     keep = position - cell < tables.threshold[begin + cell]
     outcome: np.int32 = tables.kept[begin + cell] if keep else tables.alias[begin + cell]
     return outcome
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _uniforms(seed: np.uint64, numbers: Long, out: Float) -> None:
+    words = np.empty(4, np.uint64)
+    for row in range(len(numbers)):
+        for column in range(out.shape[1]):
+            if column & 3 == 0:
+                words[0], words[1], words[2], words[3] = philox(seed, np.uint64(numbers[row]), np.uint64(column >> 2))
+            out[row, column] = (words[column & 3] >> _SHIFT) * _UNIT
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -41,24 +41,6 @@ def philox(seed: int, sentences: torch.Tensor, block: int) -> tuple[torch.Tensor
     return a, b, c, d
 
 
-def uniforms(seed: int, numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """Return (n, width) float64 in [0, 1): a function of the seed, the row's number and the column alone.
-
-    Args:
-        seed: The key, 63 bits.
-        numbers: (n,) int64, a number for each row.
-        width: Columns; those of a smaller width are the first of a larger one's.
-
-    Example:
-        >>> uniforms(7, torch.tensor([3, 0]), 5)[0].equal(uniforms(7, torch.tensor([3]), 9)[0, :5])
-        True
-    """
-    words = [word for block in range((width + 3) // 4) for word in philox(seed, numbers, block)]
-    if not words:
-        return torch.empty(len(numbers), 0, dtype=torch.float64)
-    return _shifted(torch.stack(words, dim=1)[:, :width], 11).double() * _UNIT
-
-
 def draw(bits: torch.Tensor, tables: AliasTables, rows: torch.Tensor) -> torch.Tensor:
     """Return (n,) int64: an outcome of each row, as `alias_sampling.draw`; tables on the rows' device."""
     offsets, threshold, kept, other = _tensors(tables)

@@ -111,8 +111,6 @@ def corrupt_by(
     batch: Batch, language: TokenIds, objective: ObjectiveConfig, draws: torch.Tensor, others: torch.Tensor
 ) -> Batch:
     """Return what `corrupt` returns, by (n, T) float64 uniform draws from [0, 1): what is shown, which other token."""
-    if objective.corruption == "mask":
-        return batch
     ordinary = _ordinary(language)
     return _corrupted(batch, objective, draws, ordinary[(others * len(ordinary)).long()])
 
