@@ -43,7 +43,7 @@ class Framed(ExactLanguage):
         >>> " ".join(language.vocabulary[token] for token in tokens[0])
         '[CLS] < > [SEP]'
         >>> masked = torch.tensor([[False, True, True, False]])
-        >>> language.log_conditionals(tokens, lengths, mask=masked)[0].exp()
+        >>> language.log_conditionals(tokens, lengths, mask=masked)[0].exp().round(decimals=1)
         tensor([[0.0000, 0.0000, 1.0000, 0.0000],
                 [0.5000, 0.5000, 0.0000, 0.0000],
                 [0.5000, 0.5000, 0.0000, 0.0000],
