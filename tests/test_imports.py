@@ -23,7 +23,7 @@ LAYERS = [
     ("models",),
     ("training",),
     ("transfer",),
-    ("evaluation",),
+    ("evaluation", "presets"),
     ("report",),
     ("studies",),
     ("paper",),

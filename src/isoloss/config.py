@@ -1,8 +1,7 @@
 """Configs: frozen dataclasses whose fields carry their ranges, read strictly from TOML and JSON, with a fingerprint.
 
-A config is checked in one place, `check`: choices and ranges field by field, then the rules between fields, which a
-config has as a method `check_fields`. A component (a language, a training algorithm) is a config with a `kind`, by
-which it is registered in `isoloss.registry`.
+A config is checked in one place, `check`: choices and ranges field by field, then the rules between fields, in its
+method `check_fields`. A component (a language, an algorithm) is a config with a `kind`, its name in `isoloss.registry`.
 """
 
 from __future__ import annotations
@@ -208,11 +207,13 @@ class LanguageConfig:
         kind: Its name in `isoloss.registry.LANGUAGES`.
         is_self_contained: Whether the settings alone determine the language, without files; only then does a stored
             language keep them.
+        is_finite: Whether there are only so many sentences to train on, as of text.
         reports_progress: Whether `build` takes long and calls `progress`.
         task_patterns: Patterns of the names of its languages' downstream tasks, each with one line about it.
     """
 
     is_self_contained: ClassVar[bool] = False
+    is_finite: ClassVar[bool] = False
     reports_progress: ClassVar[bool] = False
     task_patterns: ClassVar[Mapping[str, str]] = {}
     kind: str

@@ -198,6 +198,12 @@ class TrainConfig:
     """Training steps; default: 1000, or those of the stages together."""
     batch_size: int = setting(128, minimum=1)
     """Sentences in a step."""
+    num_sentences: int = setting(0, minimum=0, note="0: fresh ones at every step", omit_default=True)
+    """Train on so many sentences of the language, in a new order every epoch; of a corpus, on its first so many
+    sequences. 0: fresh sentences at every step, or the whole corpus."""
+    masked_copies: int = setting(0, minimum=0, note="0: a new mask every time", omit_default=True)
+    """Fixed masks of each sentence of a finite training set: an epoch has each sentence once with each of them. 0: a
+    new mask every time."""
     stages: tuple[StageConfig, ...] = setting((), omit_default=True)
     """Parts of the run with settings of their own, one after the other; default: one, as the run has it."""
     checkpoints: tuple[int, ...] = ()
@@ -269,6 +275,7 @@ class TrainConfig:
             raise IsolossError(f"steps is {self.steps}, and the stages have {total} together: leave steps out")
         if not all(0 <= step <= self.steps for step in self.checkpoints):
             raise IsolossError(f"checkpoints is {self.checkpoints!r}; it must be steps from 0 to {self.steps}")
+        self._check_training_set()
         if self.measure_every % self.log_every:
             raise IsolossError(
                 f"measure_every is {self.measure_every}; it must be a multiple of log_every, {self.log_every}"
@@ -295,6 +302,22 @@ class TrainConfig:
         if not self.stages:
             self.optimizer.check_steps(self.steps)
             self.algorithm.check_run(self)
+
+    def _check_training_set(self) -> None:
+        """Refuse what a finite training set cannot have."""
+        if self.masked_copies and self.objective.kind == "causal":
+            raise IsolossError("the causal objective masks no tokens: leave out masked_copies")
+        if self.masked_copies and not self.num_sentences and not self.language.is_finite:
+            raise IsolossError(
+                f"masked_copies is {self.masked_copies}, and the sentences are fresh ones at every step: give "
+                "num_sentences"
+            )
+        sizes = {stage.batch_size or self.batch_size for stage in self.stages}
+        if (self.num_sentences or self.masked_copies) and len({*sizes, self.batch_size}) > 1:
+            raise IsolossError(
+                f"a stage has a batch_size other than {self.batch_size}, and the sentences of a finite training set "
+                "come in batches of one size: leave out the stages' batch_size, num_sentences and masked_copies"
+            )
 
     def _check_stacked(self, architecture: Any) -> None:
         """Refuse what the compiled loss and gradient of stacked runs do not have."""

@@ -13,7 +13,7 @@ from isoloss.errors import IsolossError
 from isoloss.evaluation import loss
 from isoloss.evaluation import truth as truths
 from isoloss.languages.api import ExactLanguage, Language, Sentences
-from isoloss.languages.config import PCFGConfig
+from isoloss.languages.config import HMMConfig, PCFGConfig
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.statistics.estimate import Estimate
@@ -316,7 +316,22 @@ def parsed_probability(sentence):
         return 0.0
 
 
-MANY = {"chain": (Chain(), Chain().given_length), "grammar": (PARSED, parsed_probability)}
+MARKOV = HMMConfig(states=4, blocks=2, vocab_size=3, length=4, mixing_weight=0.2, seed=1).build()
+
+
+def markov_probability(sentence):
+    """By the forward algorithm, a state at a time."""
+    states = MARKOV.initial * MARKOV.emission[:, sentence[0]]
+    for token in sentence[1:]:
+        states = sum(states[z] * MARKOV.transition[z] for z in range(4)) * MARKOV.emission[:, token]
+    return float(states.sum())
+
+
+MANY = {
+    "chain": (Chain(), Chain().given_length),
+    "grammar": (PARSED, parsed_probability),
+    "hmm": (MARKOV, markov_probability),
+}
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed"])

@@ -96,7 +96,7 @@ def test_chains_follow_their_probabilities_and_steps_are_independent():
     initial, transition, emission = rng.dirichlet(np.ones(3)), *(rng.dirichlet(np.ones(k), size=3) for k in (3, 4))
     tables = [alias_sampling.alias_tables(table) for table in (initial[None], transition, emission)]
     n = 200_000
-    tokens, states = alias_sampling.draw_chains(*tables, n=n, length=3, seed=4)
+    tokens, states = alias_sampling.draw_chains(*tables, numbers=np.arange(n), length=3, seed=4)
     joint = np.einsum("a,ab,bc,ai,bj,ck->abcijk", initial, transition, transition, emission, emission, emission)
     code = torch.zeros(n, dtype=torch.int64)
     for part, base in ((states, 3), (tokens, 4)):
@@ -117,18 +117,18 @@ def test_sentences_depend_on_seed_and_index_alone():
     n, threads = 3 * (1 << 14) + 5, torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = alias_sampling.draw_chains(*tables, n=n, length=5, seed=7)
+        one = alias_sampling.draw_chains(*tables, numbers=np.arange(n), length=5, seed=7)
         torch.set_num_threads(3)
-        three = alias_sampling.draw_chains(*tables, n=n, length=5, seed=7)
+        three = alias_sampling.draw_chains(*tables, numbers=np.arange(n), length=5, seed=7)
     finally:
         torch.set_num_threads(threads)
-    few = alias_sampling.draw_chains(*tables, n=11, length=5, seed=7)
-    long = alias_sampling.draw_chains(*tables, n=11, length=8, seed=7)
-    other = alias_sampling.draw_chains(*tables, n=11, length=5, seed=8)
+    few = alias_sampling.draw_chains(*tables, numbers=np.arange(11), length=5, seed=7)
+    long = alias_sampling.draw_chains(*tables, numbers=np.arange(11), length=8, seed=7)
+    other = alias_sampling.draw_chains(*tables, numbers=np.arange(11), length=5, seed=8)
     for index in range(2):
         assert torch.equal(one[index], three[index])
         assert torch.equal(one[index][:11], few[index])
         assert torch.equal(long[index][:, :5], few[index])
         assert not torch.equal(other[index], few[index])
     assert len(torch.unique(one[0][:1000], dim=0)) > 900
-    assert alias_sampling.draw_chains(*tables, n=0, length=5, seed=7)[0].shape == (0, 5)
+    assert alias_sampling.draw_chains(*tables, numbers=np.arange(0), length=5, seed=7)[0].shape == (0, 5)

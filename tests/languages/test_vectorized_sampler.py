@@ -27,6 +27,14 @@ def test_the_random_numbers_are_philox(seed, block):
         assert row == numbers.random_raw(4).tolist()
 
 
+def test_uniform_numbers_are_the_words_of_philox():
+    numbers = torch.tensor([3, 2**60, 0])
+    words = torch.stack([word for block in (0, 1) for word in vectorized_sampler.philox(9, numbers, block)], dim=1)
+    wanted = (words.numpy().view(np.uint64)[:, :7] >> np.uint64(11)).astype(np.float64) / 2.0**53
+    assert np.array_equal(alias_sampling.uniforms(9, numbers.numpy(), 7).numpy(), wanted)
+    assert alias_sampling.uniforms(9, numbers.numpy(), 0).shape == (3, 0)
+
+
 def test_both_ends_of_a_row():
     tables = vectorized_sampler.to_device(alias_sampling.alias_tables(np.full((2, 999), 1 / 999)), CPU)
     ends = torch.tensor([0, -1])  # as unsigned numbers the smallest and the largest
@@ -44,8 +52,14 @@ def test_chains(length):
     ]
     moved = [vectorized_sampler.to_device(table, CPU) for table in tables]
     for seed in (3, 2**63 - 2):
-        expected = alias_sampling.draw_chains(*tables, n=20_000, length=length, seed=seed)
-        assert all(map(torch.equal, vectorized_sampler.chains(*moved, n=20_000, length=length, seed=seed), expected))
+        expected = alias_sampling.draw_chains(*tables, numbers=np.arange(20_000), length=length, seed=seed)
+        assert all(
+            map(
+                torch.equal,
+                vectorized_sampler.chains(*moved, numbers=torch.arange(20_000), length=length, seed=seed),
+                expected,
+            )
+        )
 
 
 def both(sampler, n, seed, *, length, trees, monkeypatch):

@@ -103,6 +103,20 @@ def read(cls: type, subcommand: str, arguments: Sequence[str]) -> list[str]:
     return [*fixed, *(word for name, own in given.items() for word in (name, *own))]
 
 
+def given(cls: type, subcommand: str, arguments: Sequence[str]) -> set[str]:
+    """Return the fields of `cls` whose options stand on the command line, at their defaults or not.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Args:
+        ...     batch_size: int = 128
+        >>> given(Args, "train", ["--batch-size", "128"])
+        {'batch_size'}
+    """
+    words = read(cls, subcommand, arguments)
+    return {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+
+
 def _arguments(cls: type) -> Iterator[_Argument]:
     import tyro
 

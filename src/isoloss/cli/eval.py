@@ -9,8 +9,10 @@ from typing import Any, Literal
 import tyro
 
 from isoloss.cli import common
+from isoloss.cli.arguments import given
 from isoloss.cli.options import measure_configs, refuse_left_out, select, with_options
 from isoloss.evaluation.reading import ReadingConfig
+from isoloss.presets import load_preset
 
 EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),
@@ -18,6 +20,7 @@ EXAMPLES = [
     ("isoloss eval runs/first --measures few-shot-root-100 --num-test 10000", "probes on 100 sentences each"),
     ("isoloss eval runs/first/checkpoints/step-2000/ema", "one checkpoint; this one holds averaged weights (--ema)"),
     ("isoloss eval runs/first runs/second --steps 2000", "two runs in one table"),
+    ("isoloss eval runs/first --preset paper", "on as many sentences as the paper, by its estimators"),
     ("isoloss eval CHECKPOINT --data text.txt --measures loss fisher-rao --output out", "any checkpoint, on your text"),
     ("isoloss eval CHECKPOINT --language pcfg-laptop --measures loss probe-root", "and on a language"),
 ]
@@ -35,6 +38,9 @@ class Args:
     or --language, any checkpoint folder or name on the Hugging Face hub (NAME@REVISION)."""
     measures: tuple[str, ...] | None = None
     """Names of measures (isoloss ls measures); default: loss, where it can be had, and trace."""
+    preset: str | None = None
+    """Settings of the paper (paper or authors), for what no option gives: 1,000,000 sentences for the loss, the trace
+    from 10,000 and 50 sampled labels for each, and its probe."""
     steps: tuple[int, ...] = ()
     """Of runs: steps to measure; default: all that have a checkpoint."""
     data: Path | None = None
@@ -60,6 +66,11 @@ def main(arguments: list[str]) -> int:
     cls = with_options(Args, reading=[ReadingConfig], settings=measure_configs())
     args: Any = common.parse(cls, "eval", arguments, examples=EXAMPLES)
     refuse_left_out(args.measures or ())
+    settings = vars(args.settings)
+    if args.preset is not None:
+        names = given(cls, "eval", arguments)
+        preset = load_preset(args.preset).measures
+        settings = settings | {name: value for name, value in preset.items() if name not in names}
     common.use_threads(args.threads)
     from isoloss.evaluation.evaluator import evaluate
 
@@ -77,7 +88,7 @@ def main(arguments: list[str]) -> int:
             language=args.language,
             reading=select(args.reading, ReadingConfig),
             steps=args.steps,
-            settings=vars(args.settings),
+            settings=settings,
             output=args.output,
             device=args.device,
             dtype=args.dtype,

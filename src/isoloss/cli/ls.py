@@ -11,6 +11,8 @@ import tyro
 
 from isoloss.cli import common
 from isoloss.errors import IsolossError
+from isoloss.languages.config import PRESETS as LANGUAGE_PRESETS
+from isoloss.presets import PRESETS
 from isoloss.registry import ALGORITHMS, EXECUTORS, LANGUAGES, MEASURES, MODELS, RESCALINGS, STUDIES, TASKS, Registry
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ What = Literal[
     "algorithms",
     "executors",
     "studies",
+    "presets",
     "runs",
 ]
 
@@ -82,6 +85,7 @@ def main(arguments: list[str]) -> int:
         "algorithms": lambda: _components(ALGORITHMS),
         "executors": lambda: _components(EXECUTORS),
         "studies": _studies,
+        "presets": lambda: [{"preset": name, "description": one.description} for name, one in PRESETS.items()],
         "runs": lambda: _runs(args.folder),
     }
     chosen = {name: make() for name, make in lists.items() if args.what in ("all", name)}
@@ -124,11 +128,9 @@ def _text(key: str, value: Any) -> str:
 
 
 def _languages() -> list[Row]:
-    from isoloss.languages.config import PRESETS
-
     files = "a grammar (NLTK's PCFG text or rule lines), a stored language (.safetensors), or a config (.toml)"
     texts = "text (.txt, .jsonl or a folder) together with --tokenizer"
-    rows: list[Row] = [{"language": name, "description": text} for name, (_, text) in PRESETS.items()]
+    rows: list[Row] = [{"language": name, "description": text} for name, (_, text) in LANGUAGE_PRESETS.items()]
     rows += [
         {"language": name, "description": f"{LANGUAGES.summary(name)}; {_settings(config)}"}
         for name, config in LANGUAGES.loaded().items()

@@ -15,6 +15,7 @@ import tyro
 from isoloss import config as configs
 from isoloss import interrupts, usage
 from isoloss.cli import common, options
+from isoloss.cli.arguments import given
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS
@@ -43,6 +44,10 @@ EXAMPLES = [
         "isoloss train runs/seed-0 runs/seed-1 runs/seed-2 --language pcfg-laptop --size d32 --stacked",
         "seeds 0, 1 and 2 together, in one process",
     ),
+    (
+        "isoloss train runs/paper --preset paper --language pcfg-paper --size d512",
+        "the paper's settings, for what no option gives",
+    ),
     ("isoloss train runs/again --config run.toml", "from a file, which may have stages; --print-config writes one"),
     (
         "torchrun --nproc-per-node 2 -m isoloss train runs/two --language pcfg-laptop",
@@ -70,6 +75,10 @@ class Args:
     no result may be added."""
     language: str | None = None
     """A preset (isoloss ls languages), a stored language, grammar or .toml file; with --tokenizer, text or hf:NAME."""
+    preset: str | None = None
+    """Settings of the paper (paper) or of its authors' published command (authors), for what no option gives."""
+    frame: Literal["none", "cls-sep"] | None = None
+    """Put [CLS] before and [SEP] after each sentence of a synthetic language; default: none, or the preset's."""
     tokenizer: str | None = None
     """For text: a Hugging Face folder or name, or a vocab.txt."""
     length: int | None = None
@@ -127,7 +136,7 @@ def _main(arguments: list[str]) -> int:
     if not args.runs:
         raise IsolossError("no run directory is named: isoloss train runs/first --language pcfg-laptop")
     refuse_twice(list(map(str, args.runs)))
-    runs, trained = [Run(path) for path in args.runs], _configs(args)
+    runs, trained = [Run(path) for path in args.runs], _configs(args, given(Args, "train", arguments))
     for config in trained:
         configs.check(config)
     if args.print_config:
@@ -210,17 +219,17 @@ def _language(config: LanguageConfig) -> Language:
         return config.build(lambda done, total: percent(100 * done // total))  # type: ignore[no-any-return]
 
 
-def _configs(args: Args) -> list[TrainConfig]:
-    """Return the config of each run."""
+def _configs(args: Args, names: set[str]) -> list[TrainConfig]:
+    """Return the config of each run; `names` are the options that were given."""
     if not args.config and args.language is not None:
-        return _by_seed(args, _from_options(args))
+        return _by_seed(args, _from_options(args, names))
     free = {f.name for f in dataclasses.fields(_Training) if f.metadata.get("exclude_from_fingerprint")}
-    given = dict(_given(args))
-    decisive = ", ".join(options.option_name(name) for name in given if name not in free)
+    changed = dict(_changed(args))
+    decisive = ", ".join(options.option_name(name) for name in changed if name not in free)
     if args.config:
         if decisive:
             raise IsolossError(f"{args.config[0]} holds the whole config; leave out {decisive}")
-        read = [dataclasses.replace(configs.read_toml(TrainConfig, path), **given) for path in args.config]
+        read = [dataclasses.replace(configs.read_toml(TrainConfig, path), **changed) for path in args.config]
         if len(read) == 1:
             return _by_seed(args, read[0])
         if len(read) != len(args.runs):
@@ -233,7 +242,7 @@ def _configs(args: Args) -> list[TrainConfig]:
             raise IsolossError(f"{path} holds no run yet: name a --language or a --config to start one")
         if decisive:
             raise IsolossError(f"{path} goes on with the config it was made with; leave out {decisive}")
-    return [dataclasses.replace(Run(path).config, **given) for path in args.runs]
+    return [dataclasses.replace(Run(path).config, **changed) for path in args.runs]
 
 
 def _by_seed(args: Args, config: TrainConfig) -> list[TrainConfig]:
@@ -246,37 +255,52 @@ def _by_seed(args: Args, config: TrainConfig) -> list[TrainConfig]:
     return [dataclasses.replace(config, seed=config.seed + number) for number in range(len(args.runs))]
 
 
-def _given(options: Any) -> Iterator[tuple[str, Any]]:
+def _changed(options: Any) -> Iterator[tuple[str, Any]]:
     """Yield the options of the config that have another value than their default."""
     for option in dataclasses.fields(options):
         value = getattr(options, option.name)
         if dataclasses.is_dataclass(value):
-            yield from _given(value)
+            yield from _changed(value)
         elif option.name not in ("runs", "config", "print_config", "json") and value != option.default:
             yield option.name, value
 
 
-def _from_options(args: Args) -> TrainConfig:
-    from isoloss import languages
+def _from_options(args: Args, names: set[str]) -> TrainConfig:
+    """Return the config that the options give; those not among `names` are the preset's, where there is one."""
+    from isoloss import languages, presets
 
-    optimization, training = vars(args.optimization), vars(args.training)
-    if None not in (optimization["warmup_steps"], optimization["warmup_proportion"]):
+    def given_of(group: Any) -> dict[str, Any]:
+        return {name: value for name, value in vars(group).items() if name in names}
+
+    optimization, training = given_of(args.optimization), given_of(args.training)
+    if {"warmup_steps", "warmup_proportion"} <= names:
         raise IsolossError("--warmup-steps and --warmup-proportion say the same: leave one out")
-    model = options.select(args.model, ModelConfig)
-    kind = args.objective or MODELS.load(model.architecture).objective
+    if "warmup_proportion" in names:
+        optimization["warmup_steps"] = None  # of the preset
+    preset = None if args.preset is None else presets.load_preset(args.preset)
+    language = languages.resolve(
+        str(args.language),
+        tokenizer=args.tokenizer,
+        length=args.length,
+        column=args.column,
+        split=args.split,
+        max_documents=args.max_documents,
+    )
+    own = {"architecture": preset.architecture, "dropout": preset.dropout} if preset else {}
+    model = ModelConfig(**{**own, **given_of(args.model)})
+    objective_kind = args.objective or MODELS.load(model.architecture).objective
+    if preset:
+        data = {name: training[name] for name in ("num_sentences",) if name in names}
+        base = presets.train_config(preset, language, model, **data)
+    else:
+        base = TrainConfig(language=language, model=model, objective=ObjectiveConfig(kind=objective_kind))
+    if args.frame is not None:
+        base = dataclasses.replace(base, language=presets.framed(language) if args.frame == "cls-sep" else language)
     algorithm = ALGORITHMS.load(args.algorithm)
-    return TrainConfig(
-        model=model,
-        objective=ObjectiveConfig(kind=kind, **vars(args.masking)),
-        optimizer=OptimizerConfig(name=args.optimizer, **optimization),
+    return dataclasses.replace(
+        base,
+        objective=dataclasses.replace(base.objective, kind=objective_kind, **given_of(args.masking)),
+        optimizer=dataclasses.replace(base.optimizer, name=args.optimizer, **optimization),
         algorithm=options.chosen(args.algorithms, args.algorithm, algorithm, option="--algorithm"),
-        language=languages.resolve(
-            str(args.language),
-            tokenizer=args.tokenizer,
-            length=args.length,
-            column=args.column,
-            split=args.split,
-            max_documents=args.max_documents,
-        ),
         **training,
     )

@@ -24,6 +24,7 @@ EXAMPLES = [
     ("isoloss transfer runs/first runs/second --task root", "two models, compared on the same sentences"),
     ("isoloss transfer runs/first --task root --method lookup", "a probe on the true conditionals"),
     ("isoloss transfer runs/first --task prefix-4 --test-lengths 5 8", "tested on sentences of other lengths"),
+    ("isoloss transfer runs/first --task B --preset paper", "the paper's probe, on 100,000 sentences"),
     ("isoloss transfer CHECKPOINT --task sst2 --data glue/SST-2", "GLUE, from a folder with train.tsv and dev.tsv"),
     ("isoloss transfer CHECKPOINT --task spam --data mails.csv --text body --method finetune", "your labeled text"),
 ]

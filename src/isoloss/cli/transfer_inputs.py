@@ -15,6 +15,8 @@ from isoloss.cli import options
 from isoloss.cli.options import option_name
 from isoloss.config import check
 from isoloss.errors import IsolossError
+from isoloss.languages.config import LATENT
+from isoloss.presets import load_preset
 from isoloss.registry import TASKS
 from isoloss.runs import Run, checkpoint_of, refuse_twice
 from isoloss.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
@@ -100,6 +102,9 @@ class TransferArgs:
     isoloss ls tasks."""
     method: Literal["probe", "lookup", "finetune"] = "probe"
     """A probe on the model's token states, one on the true conditionals, or training all weights."""
+    preset: str | None = None
+    """Settings of the paper (paper or authors), for what no option gives: its probe or fine-tuning, 100,000 training
+    sentences, and what its tasks A, B and C stand for."""
     num_train: int | None = None
     """Training examples; default: 4096 sentences of a language, all of a text."""
     num_test: int | None = None
@@ -131,12 +136,15 @@ def method_config(args: TransferArgs) -> Any:
         IsolossError: An option that the method does not have, or a value out of its range.
     """
     config = METHODS[args.method]
+    preset = None if args.preset is None else load_preset(args.preset).method(args.method)
     own = {member.name for member in dataclasses.fields(TransferArgs)}
     groups = [vars(group) for name, group in vars(args).items() if name not in own]
     given = {name: value for group in groups for name, value in group.items() if value is not None}
     if unknown := [option_name(name) for name in given if not hasattr(config, name)]:
         raise IsolossError(f"{', '.join(unknown)}: no effect with --method {args.method}")
-    chosen = config(**given, seed=args.seed)
+    if "warmup_proportion" in given:
+        given = {"warmup_steps": None} | given  # not the preset's
+    chosen = dataclasses.replace(preset or config(), **given, seed=args.seed)
     check(chosen)
     return chosen
 
@@ -220,12 +228,17 @@ class Tasks:
         from isoloss.transfer.tasks import make_task
 
         args, own = self.args, self.args.sentences
-        numbers = {"num_train": args.num_train, "num_test": args.num_test}
+        preset, task = None if args.preset is None else load_preset(args.preset), args.task
+        num_train = preset.num_train if preset and args.num_train is None else args.num_train
+        if preset:
+            base = task.removesuffix(LATENT)
+            task = preset.tasks.get(base, base) + task[len(base) :]
+        numbers = {"num_train": num_train, "num_test": args.num_test}
         redraw = own.test_redraw
         other = None if redraw is None else self.language.redrawn(fraction=redraw, seed=args.seed)
         return make_task(
             self.language,
-            args.task,
+            task,
             **{name: number for name, number in numbers.items() if number is not None},
             seed=args.seed,
             train_lengths=own.train_lengths,

@@ -87,30 +87,32 @@ def sparse_tables(row: Long, outcome: Long, weight: Float, *, rows: int) -> Alia
 
 
 def draw_chains(
-    initial: AliasTables, transition: AliasTables, emission: AliasTables, *, n: int, length: int, seed: int
+    initial: AliasTables, transition: AliasTables, emission: AliasTables, *, numbers: Long, length: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (n, length) int64 tokens and states of n hidden Markov chains; those of sentence i depend on (seed, i).
+    """Return (n, length) int64 tokens and states of hidden Markov chains; those of number i depend on (seed, i).
 
-    The rows of `transition` and `emission` are states; `initial` has one row.
+    The rows of `transition` and `emission` are states; `initial` has one row; the numbers are (n,).
     """
+    n = len(numbers)
     tokens, states = np.empty((n, length), np.int64), np.empty((n, length), np.int64)
 
     def fill(first: int) -> None:
         rows = slice(first, first + _CHUNK)
-        _chains(np.uint64(seed), np.uint64(first), initial, transition, emission, tokens[rows], states[rows])
+        _chains(np.uint64(seed), numbers[rows], initial, transition, emission, tokens[rows], states[rows])
 
     _in_threads(fill, range(0, n, _CHUNK))
     return torch.from_numpy(tokens), torch.from_numpy(states)
 
 
 def draw_derivations(
-    rewrites: Rewrites, *, n: int, seed: int, root: int, longest: int, most_nodes: int, pad: int, trees: bool
+    rewrites: Rewrites, *, numbers: Long, seed: int, root: int, longest: int, most_nodes: int, pad: int, trees: bool
 ) -> Sentences:
-    """Return n derivations; those of sentence i depend on (seed, i).
+    """Return the derivations of (n,) numbers; that of number i depends on (seed, i).
 
     Each starts from the row `root`, has at most `longest` tokens and `most_nodes` nodes, and is padded with `pad`. With
     `trees` the latent is the nodes, (n, M, 3): start, stop and symbol in preorder, padded with -1.
     """
+    n = len(numbers)
     chunk = max(1, min(_CHUNK, _CELLS // (3 * most_nodes if trees else longest)))
     starts = range(0, n, chunk)
     lengths, sizes = np.zeros(n, np.int64), np.zeros(n if trees else 0, np.int64)
@@ -123,7 +125,7 @@ def draw_derivations(
         own_tokens = np.empty((count * longest, 1), np.int32)
         own_nodes = np.empty((count * most_nodes if trees else 0, 3), np.int32)
         own = own_tokens, lengths[rows], own_nodes, sizes[rows]
-        _derive(np.uint64(seed), np.uint64(first), rewrites, root, longest, *own)
+        _derive(np.uint64(seed), numbers[rows], rewrites, root, longest, *own)
         tokens[first // chunk] = own_tokens[: lengths[rows].sum()].copy()
         nodes[first // chunk] = own_nodes[: sizes[rows].sum()].copy()
 
@@ -141,6 +143,24 @@ def draw_derivations(
 
     latent = padded(nodes, sizes, 3, -1) if trees else None
     return Sentences(padded(tokens, lengths, 1, pad)[:, :, 0], torch.from_numpy(lengths), latent)
+
+
+def uniforms(seed: int, numbers: Long, width: int) -> torch.Tensor:
+    """Return (n, width) float64 in [0, 1): a function of the seed, the row's number and the column alone.
+
+    Args:
+        seed: The key, from 0 to 2^64 - 1.
+        numbers: (n,) a number for each row.
+        width: Columns; those of a smaller width are the first of a larger one's.
+
+    Example:
+        >>> rows = uniforms(7, np.array([3, 0]), 5)
+        >>> rows[0].equal(uniforms(7, np.array([3]), 9)[0, :5])
+        True
+    """
+    out = np.empty((len(numbers), width))
+    _uniforms(np.uint64(seed), numbers, out)
+    return torch.from_numpy(out)
 
 
 def _in_threads(fill: Callable[[int], None], starts: range) -> None:
@@ -194,6 +214,16 @@ def draw(bits: np.uint64, tables: AliasTables, row: int) -> np.int32:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _uniforms(seed: np.uint64, numbers: Long, out: Float) -> None:
+    words = np.empty(4, np.uint64)
+    for row in range(len(numbers)):
+        for column in range(out.shape[1]):
+            if column & 3 == 0:
+                words[0], words[1], words[2], words[3] = philox(seed, np.uint64(numbers[row]), np.uint64(column >> 2))
+            out[row, column] = (words[column & 3] >> _SHIFT) * _UNIT
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _pair(offsets: Long, threshold: Float, partner: Long) -> None:
     """Turn each row of cell contents, of mean 1, into thresholds and partners, in place (Vose's algorithm)."""
     widest = 0
@@ -229,7 +259,7 @@ def _pair(offsets: Long, threshold: Float, partner: Long) -> None:
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _chains(
     seed: np.uint64,
-    first: np.uint64,
+    numbers: Long,
     initial: AliasTables,
     transition: AliasTables,
     emission: AliasTables,
@@ -239,7 +269,7 @@ def _chains(
     """Fill rows of tokens and states; a block of four random numbers serves two positions."""
     n, length = tokens.shape
     for row in range(n):
-        sentence = first + np.uint64(row)
+        sentence = np.uint64(numbers[row])
         state = np.int32(0)
         for block in range((length + 1) // 2):
             a, b, c, d = philox(seed, sentence, np.uint64(block))
@@ -273,7 +303,7 @@ def _split(bits: np.uint64, left: Float, right: Float, width: int, scale: float)
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _derive(
     seed: np.uint64,
-    first: np.uint64,
+    sentences: Long,
     rewrites: Rewrites,
     root: int,
     longest: int,
@@ -297,7 +327,7 @@ def _derive(
         symbols[0], widths[0] = root // columns, root % columns
         while height:
             if used & 3 == 0:
-                words[0], words[1], words[2], words[3] = philox(seed, first + np.uint64(row), np.uint64(used >> 2))
+                words[0], words[1], words[2], words[3] = philox(seed, np.uint64(sentences[row]), np.uint64(used >> 2))
             height -= 1
             symbol, width = symbols[height], widths[height]
             rule = draw(words[used & 3], rewrites.tables, symbol * columns + width)

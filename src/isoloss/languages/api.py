@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,6 @@ from isoloss import seeds
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
-from isoloss.languages.config import LATENT
 from isoloss.text.sentences import Sentences, Start
 
 if TYPE_CHECKING:
@@ -104,6 +102,8 @@ class Language(abc.ABC):
         tokenizer: What makes ids of text, to be kept with checkpoints; None where the language has none.
         is_exact: Whether `log_prob`, `log_conditionals` and `conditional_entropy` are known.
         num_held_out: Sentences that are kept out of training; 0 where fresh ones can be drawn.
+        num_training: Sentences that there are to train on; 0 where any number can be drawn.
+        has_numbered_sentences: Whether `sentences_at` is known.
         latent_name: What the latent of a sentence is called, e.g. `tree`; None where there is none.
         task_patterns: Patterns of the names of its downstream tasks, each with one line about it, where they are the
             same for all languages of the class.
@@ -119,7 +119,9 @@ class Language(abc.ABC):
     tokenizer: PreTrainedTokenizerFast | None = None
     is_exact: ClassVar[bool] = False
     num_held_out: int = 0
-    latent_name: ClassVar[str | None] = None
+    num_training: int = 0
+    has_numbered_sentences: bool = False
+    latent_name: str | None = None
     task_patterns: ClassVar[Mapping[str, str]] = {}
     _config: LanguageConfig | None = None
 
@@ -179,6 +181,26 @@ class Language(abc.ABC):
     def batch(self, step: int, n: int, *, seed: int) -> Sentences:
         """Return the `n` sentences of training step `step`: a pure function of the arguments."""
         return self.sample(n, generator=seeds.generator(seed, "sentences", step))
+
+    def sentences_at(self, numbers: torch.Tensor, *, seed: int) -> Sentences:
+        """Return the sentences that have these numbers in an endless row of independent ones.
+
+        Args:
+            numbers: (n,) int64, at least 0, in any order.
+            seed: Decides the row, from 0 to 2^63 - 1; of no effect where sentences are given, as those of text are.
+
+        Raises:
+            IsolossError: The language draws its sentences one after the other (`has_numbered_sentences` is false).
+
+        Example:
+            >>> from isoloss import load_language
+            >>> language, numbers = load_language("pcfg-laptop"), torch.tensor([19_999_999, 3])
+            >>> language.sentences_at(numbers, seed=0).tokens[1].equal(
+            ...     language.sentences_at(torch.arange(4), seed=0).tokens[3]
+            ... )
+            True
+        """
+        raise IsolossError(f"{self!r} draws its sentences one after the other: they have no numbers")
 
     def held_out(self, n: int | None = None) -> Sentences:
         """Return `n` sentences that training never sees; all, where there are no more or n is None."""
@@ -321,7 +343,7 @@ class ExactLanguage(Language):
     """
 
     is_exact: ClassVar[bool] = True
-    costs_forward_passes: ClassVar[bool] = False
+    costs_forward_passes: bool = False
     device: torch.device
     dtype: torch.dtype
 
@@ -418,31 +440,3 @@ def cpu_generator(n: int, generator: torch.Generator | None) -> torch.Generator:
     if generator.device.type != "cpu":
         raise IsolossError(f"sentences are drawn on the CPU, but the generator is on {generator.device}")
     return generator
-
-
-_ALIASES = {"A": "prefix-32", "B": "prefix-16", "C": "prefix-8"}  # the paper's names of tasks, appendix A.1
-_NUMBERED = re.compile(r"([a-z]+)-(0|[1-9]\d*)")
-
-
-def canonical(name: str) -> str:
-    """Return the one name of a task that has several.
-
-    Example:
-        >>> canonical("B"), canonical("C-latent"), canonical("task-6"), canonical("root")
-        ('prefix-16', 'prefix-8-latent', 'state-6', 'root')
-    """
-    base = name.removesuffix(LATENT)
-    suffix = name[len(base) :]
-    base = _ALIASES.get(base, base)
-    return ("state-" + base.removeprefix("task-") if base.startswith("task-") else base) + suffix
-
-
-def task_number(name: str, kind: str, low: int, high: int) -> int | None:
-    """Return the number in e.g. `state-6`, or None where the name is of another kind or the number out of range.
-
-    Example:
-        >>> task_number("state-6", "state", 1, 8), task_number("state-9", "state", 1, 8)
-        (6, None)
-    """
-    match = _NUMBERED.fullmatch(name)
-    return int(match[2]) if match and match[1] == kind and low <= int(match[2]) <= high else None

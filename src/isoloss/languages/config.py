@@ -43,11 +43,11 @@ class _Config(LanguageConfig):
     """A config of a class that is imported when it is needed, as it takes torch.
 
     Attributes:
-        language: The class, `module:name` below `isoloss.languages`; it has `from_config` and, where it is stored in a
-            file, `from_tables`.
+        language_class: The class, `module:name` below `isoloss.languages`; it has `from_config` and, where it is stored
+            in a file, `from_tables`.
     """
 
-    language: ClassVar[str]
+    language_class: ClassVar[str]
 
     def build(self, progress: Progress | None = None) -> Any:
         """Return the language."""
@@ -61,7 +61,7 @@ class _Config(LanguageConfig):
 
     @classmethod
     def _class(cls) -> Any:
-        module, _, name = cls.language.partition(":")
+        module, _, name = cls.language_class.partition(":")
         return getattr(importlib.import_module(f"isoloss.languages.{module}"), name)
 
 
@@ -78,7 +78,7 @@ class PCFGConfig(_Config):
 
     is_self_contained: ClassVar[bool] = True
     task_patterns: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
-    language = "pcfg.language:PCFG"
+    language_class = "pcfg.language:PCFG"
     kind: Literal["pcfg"] = "pcfg"
     levels: int = setting(3, minimum=1, maximum=_MAX_LEVELS)
     """Number of binary levels: a sentence has at most 2^levels tokens."""
@@ -107,7 +107,7 @@ class GrammarConfig(_Config):
     """A grammar given by its rules, as `PCFG.to_file` writes them: the run keeps the rules, not a path to them."""
 
     task_patterns: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
-    language = "pcfg.language:PCFG"
+    language_class = "pcfg.language:PCFG"
     kind: Literal["grammar"] = "grammar"
     rules: str
     """One rule per line: LHS RHS [RHS] weight."""
@@ -145,7 +145,7 @@ class BracketsConfig(_Config):
 
     is_self_contained: ClassVar[bool] = True
     task_patterns: ClassVar[Mapping[str, str]] = BRACKET_TASKS
-    language = "brackets:Brackets"
+    language_class = "brackets:Brackets"
     kind: Literal["brackets"] = "brackets"
     length: int = setting(8, minimum=2, maximum=_MAX_BRACKETS, note="even")
     """Brackets in a sentence; even."""
@@ -162,7 +162,7 @@ class DyckConfig(_Config):
 
     is_self_contained: ClassVar[bool] = True
     task_patterns: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
-    language = "pcfg.language:Dyck"
+    language_class = "pcfg.language:Dyck"
     kind: Literal["dyck"] = "dyck"
     kinds: int = setting(2, minimum=1)
     """Kinds of bracket; all are equally likely."""
@@ -203,7 +203,7 @@ class HMMConfig(_Config):
 
     is_self_contained: ClassVar[bool] = True
     task_patterns: ClassVar[Mapping[str, str]] = STATE_TASKS
-    language = "hmm.language:HMM"
+    language_class = "hmm.language:HMM"
     kind: Literal["hmm"] = "hmm"
     states: int = setting(100, minimum=1)
     """Hidden states."""
@@ -225,6 +225,31 @@ class HMMConfig(_Config):
                 f"blocks is {self.blocks}, more than the {self.states} states or the {self.vocab_size} tokens: a "
                 "block needs one of each"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramedConfig(_Config):
+    """Another language with [CLS] before and [SEP] after each sentence (see `isoloss.languages.framed.Framed`)."""
+
+    language_class = "framed:Framed"
+    kind: Literal["framed"] = "framed"
+    language: LanguageConfig
+    """The language of what stands between the two."""
+
+    def check_fields(self) -> None:
+        """Raise an `IsolossError` for text, whose sequences the tokenizer frames."""
+        if self.language.is_finite:
+            raise IsolossError("text has the special tokens of its tokenizer: [CLS] and [SEP] are for other languages")
+        if isinstance(self.language, FramedConfig):
+            raise IsolossError("the language has [CLS] and [SEP] around its sentences already: leave out one frame")
+
+    @classmethod
+    def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
+        """Return the config of `framed:NAME`, where NAME is a language."""
+        prefix, colon, inner = spec.partition(":")
+        if prefix != "framed" or not colon:
+            return None
+        return cls(language=importlib.import_module("isoloss.languages.resolving").resolve(inner, **options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +290,7 @@ class FileConfig(LanguageConfig):
 class TeacherConfig(_Config):
     """A causal language model that writes the sentences (see `isoloss.languages.teacher.language.Teacher`)."""
 
-    language = "teacher.language:Teacher"
+    language_class = "teacher.language:Teacher"
     kind: Literal["teacher"] = "teacher"
     checkpoint: str
     """A Hugging Face folder or name."""
@@ -306,7 +331,8 @@ class CorpusConfig(_Config):
     """Real text: files or datasets, a tokenizer and the length that the tokens are packed to."""
 
     reports_progress: ClassVar[bool] = True
-    language = "corpus:Corpus"
+    is_finite: ClassVar[bool] = True
+    language_class = "corpus:Corpus"
     kind: Literal["corpus"] = "corpus"
     paths: tuple[str, ...]
     """Text files (.txt), JSON lines (.jsonl), folders of them, or datasets: hf:NAME[:CONFIG][@REVISION]."""
@@ -377,6 +403,11 @@ PRESETS: dict[str, tuple[LanguageConfig, str]] = {
     "pcfg-paper": (
         PCFGConfig(levels=5, symbols_per_level=8, rules_per_symbol=14, vocab_size=200, stop_probability=0.1),
         "a grammar of the paper's shape (appendix A.1): 49 symbols, 200 tokens, sentences of up to 32 tokens",
+    ),
+    "pcfg-authors": (
+        PCFGConfig(levels=4, symbols_per_level=10, rules_per_symbol=10, vocab_size=200, stop_probability=0.127),
+        "a grammar of the shape of the authors' file: 50 symbols, 200 tokens, sentences of up to 16 tokens, 10.7 on "
+        "average",
     ),
     "hmm-laptop": (
         HMMConfig(states=8, blocks=2, vocab_size=32, length=8, seed=3),

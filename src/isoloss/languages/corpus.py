@@ -51,6 +51,7 @@ class Corpus(Language):
     """
 
     tokenizer: PreTrainedTokenizerFast
+    has_numbered_sentences = True
 
     def __init__(self, config: CorpusConfig, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         self._config = config
@@ -125,6 +126,10 @@ class Corpus(Language):
             rows.append(self._permutation(seed, epoch)[start : start + n])
             position, n = position + len(rows[-1]), n - len(rows[-1])
         return self._take(self._training, torch.cat(rows))
+
+    def sentences_at(self, numbers: torch.Tensor, *, seed: int) -> Sentences:
+        """Return the training sequences with these numbers, in the order of the text, whatever the seed."""
+        return self._take(self._training, numbers)
 
     def held_out(self, n: int | None = None) -> Sentences:
         """Return `n` held-out sequences, evenly spaced over all of them; all, where there are no more or n is None."""

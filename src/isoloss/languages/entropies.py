@@ -16,9 +16,10 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.api import ExactLanguage, Language
+from isoloss.languages.api import ExactLanguage, Language, Sentences
 from isoloss.languages.pcfg.grammar import Grammar
 from isoloss.statistics.estimate import Estimate
+from isoloss.text.masking import maskable
 
 EXACT = "exact"
 _CHUNK = 4096  # sentences drawn together; part of what a seed stands for
@@ -142,7 +143,7 @@ def _monte_carlo(
         log_probs = language.log_prob(tokens, lengths).to("cpu", torch.float64)
         given_length.append(log_length_probs[counts] - log_probs)
         entropies = language.conditional_entropy(tokens, lengths).to("cpu", torch.float64)
-        masked.append(entropies.sum(dim=1) / counts)
+        masked.append(entropies.sum(dim=1) / maskable(Sentences(tokens, lengths), language).sum(dim=1).cpu())
     return _mean(torch.cat(given_length), _SENTENCE), _mean(torch.cat(masked), _TOKEN)
 
 

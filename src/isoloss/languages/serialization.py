@@ -35,7 +35,8 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
     and E emission rules are `binary` (R, 3), `unary` (U, 2) and `emission` (E, 2), int64 ids of the left side and the
     right side, and `binary_probs` (R,), `unary_probs` (U,) and `emission_probs` (E,), float64; those of a hidden Markov
     model `initial` (S,), `transition` (S, S) and `emission` (S, V), float64. The length is all there is of brackets.
-    A language of another package writes what its `tables` has, under its own kind.
+    A language between [CLS] and [SEP] is its inner language's file, of the kind framed, with the inner kind before the
+    symbols. A language of another package writes what its `tables` has, under its own kind.
 
     Args:
         language: The language, on any device.

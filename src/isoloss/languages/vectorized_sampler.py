@@ -53,32 +53,37 @@ def draw(bits: torch.Tensor, tables: AliasTables, rows: torch.Tensor) -> torch.T
 
 
 def chains(
-    initial: AliasTables, transition: AliasTables, emission: AliasTables, *, n: int, length: int, seed: int
+    initial: AliasTables,
+    transition: AliasTables,
+    emission: AliasTables,
+    *,
+    numbers: torch.Tensor,
+    length: int,
+    seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (n, length) tokens and states, as `alias_sampling.draw_chains`; the tables are tensors on one device."""
-    sentences = torch.arange(n, device=_tensors(initial)[0].device)
-    tokens, states = sentences.new_empty(n, length), sentences.new_empty(n, length)
+    n, numbers = len(numbers), numbers.to(_tensors(initial)[0].device)
+    tokens, states = numbers.new_empty(n, length), numbers.new_empty(n, length)
     words: tuple[torch.Tensor, ...] = ()
     for t in range(length):
         if t % 2 == 0:
-            words = philox(seed, sentences, t // 2)
+            words = philox(seed, numbers, t // 2)
         to_state, to_token = words[2 * (t % 2) : 2 * (t % 2) + 2]
-        state = draw(to_state, transition, states[:, t - 1]) if t else draw(to_state, initial, sentences.new_zeros(n))
+        state = draw(to_state, transition, states[:, t - 1]) if t else draw(to_state, initial, numbers.new_zeros(n))
         states[:, t], tokens[:, t] = state, draw(to_token, emission, state)
     return tokens, states
 
 
-def derivations(rewrites: Rewrites, *, n: int, seed: int, root: int, longest: int, pad: int, trees: bool) -> Sentences:
-    """Return n derivations, as `alias_sampling.draw_derivations`.
+def derivations(
+    rewrites: Rewrites, *, numbers: torch.Tensor, seed: int, root: int, longest: int, pad: int, trees: bool
+) -> Sentences:
+    """Return the derivations of (n,) numbers, as `alias_sampling.draw_derivations`.
 
     The tables are tensors on one device. Every sentence that is not finished rewrites one symbol a step.
     """
-    device = _tensors(rewrites.tables)[0].device
-    size = max(1, _CELLS // (longest + 1))
-    parts = [
-        _derive(rewrites, torch.arange(first, min(first + size, n), device=device), seed, root, longest, pad, trees)
-        for first in range(0, max(n, 1), size)
-    ]
+    n, size = len(numbers), max(1, _CELLS // (longest + 1))
+    numbers = numbers.to(_tensors(rewrites.tables)[0].device)
+    parts = [_derive(rewrites, part, seed, root, longest, pad, trees) for part in torch.split(numbers, size)]
     tokens, lengths, nodes = zip(*parts, strict=True)
     every_length = torch.cat(lengths)
     every_node = None

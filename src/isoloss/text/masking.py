@@ -42,12 +42,24 @@ def mask(
     Raises:
         IsolossError: A sentence has no token that could be masked, or the fraction is not in (0, 1].
     """
+    return mask_by(
+        sentences,
+        language,
+        objective,
+        torch.rand(sentences.tokens.shape, generator=generator, dtype=torch.float64),
+    )
+
+
+def mask_by(sentences: Sentences, language: SpecialTokens, objective: ObjectiveConfig, draws: torch.Tensor) -> Batch:
+    """Return what `mask` returns, by (n, T) float64 uniform draws from [0, 1).
+
+    A token is masked where its draw is below the fraction, and where it is the smallest of its sentence's.
+    """
     if not 0 < objective.fraction <= 1:
         raise IsolossError(f"the masked fraction is {objective.fraction}; it must be above 0 and at most 1")
     candidates = maskable(sentences, language)
     # the smallest of the candidates' uniform draws marks one position, uniformly
-    draws = torch.rand(candidates.shape, generator=generator, dtype=torch.float64).to(candidates.device)
-    draws = draws.masked_fill(~candidates, 2.0)
+    draws = draws.to(candidates.device).masked_fill(~candidates, 2.0)
     chosen = torch.zeros_like(candidates).scatter_(1, draws.argmin(dim=1, keepdim=True), True)
     if objective.masking == "fraction":
         chosen |= draws < objective.fraction
@@ -89,14 +101,32 @@ def corrupt(batch: Batch, language: TokenIds, objective: ObjectiveConfig, *, gen
     """
     if objective.corruption == "mask":
         return batch
+    shape = batch["labels"].shape
+    draws = torch.rand(shape, generator=generator, dtype=torch.float64)
+    ordinary = _ordinary(language)
+    return _corrupted(batch, objective, draws, ordinary[torch.randint(len(ordinary), shape, generator=generator)])
+
+
+def corrupt_by(
+    batch: Batch, language: TokenIds, objective: ObjectiveConfig, draws: torch.Tensor, others: torch.Tensor
+) -> Batch:
+    """Return what `corrupt` returns, by (n, T) float64 uniform draws from [0, 1): what is shown, which other token."""
+    ordinary = _ordinary(language)
+    return _corrupted(batch, objective, draws, ordinary[(others * len(ordinary)).long()])
+
+
+def _ordinary(language: TokenIds) -> torch.Tensor:
+    """Return the ids of a language's tokens that are not special."""
+    is_ordinary = torch.ones(language.model_vocab_size, dtype=torch.bool)
+    is_ordinary[[*language.special_token_ids, language.mask_id, language.pad_id]] = False
+    return is_ordinary[: language.vocab_size].nonzero()[:, 0]
+
+
+def _corrupted(batch: Batch, objective: ObjectiveConfig, draws: torch.Tensor, others: torch.Tensor) -> Batch:
     if objective.corruption != "bert":
         raise IsolossError(f"the corruption is {objective.corruption!r}; it must be mask or bert")
     inputs, labels = batch["input_ids"], batch["labels"]
-    is_ordinary = torch.ones(language.model_vocab_size, dtype=torch.bool)
-    is_ordinary[[*language.special_token_ids, language.mask_id, language.pad_id]] = False
-    ordinary = is_ordinary[: language.vocab_size].nonzero()[:, 0]
-    draws = torch.rand(labels.shape, generator=generator, dtype=torch.float64).to(inputs.device)
-    others = ordinary[torch.randint(len(ordinary), labels.shape, generator=generator)].to(inputs.device)
+    draws, others = draws.to(inputs.device), others.to(inputs.device)
     masked = labels != IGNORED
     inputs = torch.where(masked & (draws >= 0.8), others, inputs)
     return {**batch, "input_ids": torch.where(masked & (draws >= 0.9), labels, inputs)}

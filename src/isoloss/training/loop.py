@@ -44,6 +44,7 @@ from isoloss.training.prefetching import Batches
 from isoloss.training.process import seed_dropout, signals
 from isoloss.training.stages import Stages
 from isoloss.training.throughput import Progress, Timing
+from isoloss.training.training_set import check_training_set
 
 Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
 Validate = Callable[[str, Any], Mapping[str, float]]  # of "kl" or "loss" and a model: `validation_<that>_nats`, ...
@@ -69,6 +70,7 @@ def check_request(
     loggers.check_installed(config.loggers)
     for stage in config.stage_configs():
         objectives.check_language(stage.objective, language)
+    check_training_set(config, language)
     if validate is None and any(stage.target for stage in config.stages):
         raise IsolossError(
             "a stage has a target, and nothing measures how far it is: isoloss.pretrain does, "

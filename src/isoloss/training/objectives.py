@@ -13,6 +13,7 @@ from isoloss.models.make import predicted_states
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.seeds import generator
 from isoloss.text.masking import IGNORED, Batch, corrupt, objective_batch
+from isoloss.training import training_set
 from isoloss.training.cross_entropy import linear_cross_entropy
 
 
@@ -53,10 +54,17 @@ def training_batch(
 
     Of its sentences, `rows` are wanted; `num_tokens` counts all.
     """
-    sentences = language.batch(step, config.batch_size, seed=config.seed)
-    masks = generator(config.seed, "masks", step)
-    batch = objective_batch(sentences, language, config.objective, generator=masks)
-    batch = corrupt(batch, language, config.objective, generator=masks)
+    if training_set.is_finite(config):
+        drawn = training_set.examples(language, config, step)
+        sentences = drawn.sentences
+    else:
+        sentences = language.batch(step, config.batch_size, seed=config.seed)
+    if config.masked_copies:
+        batch = training_set.masked_copy(drawn, language, config)
+    else:
+        masks = generator(config.seed, "masks", step)
+        batch = objective_batch(sentences, language, config.objective, generator=masks)
+        batch = corrupt(batch, language, config.objective, generator=masks)
     num_tokens = int(batch["attention_mask"].sum())
     if num_tokens == batch["attention_mask"].numel():
         del batch["attention_mask"]

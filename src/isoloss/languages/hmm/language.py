@@ -18,10 +18,11 @@ from isoloss import seeds
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
-from isoloss.languages.api import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored, canonical, task_number
+from isoloss.languages.api import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored
 from isoloss.languages.config import LATENT, MAX_LENGTH, STATE_TASKS, FileConfig, HMMConfig
 from isoloss.languages.hmm.forward_backward import Components, ForwardBackward, Index
 from isoloss.languages.redrawing import Redrawing
+from isoloss.languages.task_names import canonical, task_number
 
 if TYPE_CHECKING:
     from isoloss.languages.alias_sampling import AliasTables
@@ -62,6 +63,7 @@ class HMM(ExactLanguage):
     """
 
     latent_name = "states"
+    has_numbered_sentences = True
     task_patterns = STATE_TASKS
 
     def __init__(
@@ -146,21 +148,30 @@ class HMM(ExactLanguage):
         As for a grammar, sentence i is a function of i and of one number of the generator, on every device; arguments
         and errors as for `Language.sample`.
         """
+        tokens, states = self._drawn(n, self._seed(n, generator))
+        lengths = torch.full((n,), self.max_length, device=self.device)
+        return Sentences(tokens, lengths, states if latent else None)
+
+    def sentences_at(self, numbers: torch.Tensor, *, seed: int) -> Sentences:
+        """Return the sentences with these numbers; see `Language.sentences_at`."""
+        tokens, _ = self._drawn(numbers, seed)
+        return Sentences(tokens, torch.full((len(tokens),), self.max_length, device=self.device))
+
+    def _drawn(self, sentences: int | torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and states of the first n sentences of a seed, or of those with the given numbers."""
         from isoloss.languages import alias_sampling, vectorized_sampler
 
-        seed = self._seed(n, generator)
+        numbers = torch.arange(sentences) if isinstance(sentences, int) else sentences
         if not self._alias:
             self._alias += map(alias_sampling.alias_tables, (self.initial[None], self.transition, self.emission))
         if self.device.type == "cuda":
             tables = [vectorized_sampler.to_device(table, self.device) for table in self._alias]
-            tokens, states = vectorized_sampler.chains(*tables, n=n, length=self.max_length, seed=seed)
+            tokens, states = vectorized_sampler.chains(*tables, numbers=numbers, length=self.max_length, seed=seed)
         else:
-            tokens, states = alias_sampling.draw_chains(*self._alias, n=n, length=self.max_length, seed=seed)
-        return Sentences(
-            tokens.to(self.device),
-            torch.full((n,), self.max_length, device=self.device),
-            states.to(self.device) if latent else None,
-        )
+            tokens, states = alias_sampling.draw_chains(
+                *self._alias, numbers=numbers.cpu().numpy(), length=self.max_length, seed=seed
+            )
+        return tokens.to(self.device), states.to(self.device)
 
     def describe_latent(self, sentences: Sentences) -> list[list[str]]:
         """Return the names of the states that each sentence was drawn through."""

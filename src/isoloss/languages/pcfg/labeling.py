@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.languages.api import UNDEFINED, Labeling, Sentences, canonical, task_number
+from isoloss.languages.api import UNDEFINED, Labeling, Sentences
 from isoloss.languages.config import LATENT
 from isoloss.languages.pcfg.chart_plan import FoldedRules
 from isoloss.languages.pcfg.grammar import Grammar
+from isoloss.languages.task_names import canonical, task_number
 
 if TYPE_CHECKING:
     from isoloss.languages.pcfg.language import PCFG

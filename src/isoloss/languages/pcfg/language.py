@@ -56,6 +56,7 @@ class PCFG(ExactLanguage):
     """
 
     latent_name = "tree"
+    has_numbered_sentences = True
     task_patterns = GRAMMAR_TASKS
 
     def __init__(
@@ -185,11 +186,20 @@ class PCFG(ExactLanguage):
             >>> language.sample(1000, length=5).tokens.shape
             torch.Size([1000, 5])
         """
-        seed = self._seed(n, generator)
+        return self._drawn(n, self._seed(n, generator), length=length, trees=latent)
+
+    def sentences_at(self, numbers: torch.Tensor, *, seed: int) -> Sentences:
+        """Return the sentences with these numbers; see `Language.sentences_at`."""
+        return self._drawn(numbers, seed)
+
+    def _drawn(
+        self, sentences: int | torch.Tensor, seed: int, *, length: int | None = None, trees: bool = False
+    ) -> Sentences:
+        """Return the first n sentences of a seed, or those with the given numbers, on the language's device."""
         device = self.device if self.device.type == "cuda" else torch.device("cpu")
-        tokens, lengths, nodes = self._sampler(n, seed, length=length, trees=latent, device=device)
-        trees = None if nodes is None else nodes.to(self.device)
-        return Sentences(tokens.to(self.device), lengths.to(self.device), trees)
+        tokens, lengths, nodes = self._sampler(sentences, seed, length=length, trees=trees, device=device)
+        latent = None if nodes is None else nodes.to(self.device)
+        return Sentences(tokens.to(self.device), lengths.to(self.device), latent)
 
     def describe_latent(self, sentences: Sentences) -> list[str]:
         """Return the derivation of each sentence as nested brackets."""

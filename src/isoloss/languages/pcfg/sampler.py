@@ -45,9 +45,15 @@ class Sampler:
         self._on_device: dict[tuple[torch.device, bool], Rewrites] = {}
 
     def __call__(
-        self, n: int, seed: int, *, length: int | None = None, trees: bool = False, device: torch.device | None = None
+        self,
+        sentences: int | torch.Tensor,
+        seed: int,
+        *,
+        length: int | None = None,
+        trees: bool = False,
+        device: torch.device | None = None,
     ) -> Sentences:
-        """Return `n` independent sentences, with their trees where `trees` is set.
+        """Return independent sentences, the first n or those of (n,) numbers, with their trees where `trees` is set.
 
         They are drawn on `device`, by compiled loops on a CPU and by torch elsewhere. A `length` that no sentence has
         is an `IsolossError`.
@@ -61,13 +67,15 @@ class Sampler:
         longest = self._max_length if length is None else length
         most_nodes = (2 * longest - 1) * (len(self._chains) + 1)
         root = length if length is not None else len(rewrites.tables.offsets) - 2 if refined else 0
-        given: dict[str, Any] = {"n": n, "seed": seed, "root": root, "longest": longest, "trees": trees}
+        given: dict[str, Any] = {"seed": seed, "root": root, "longest": longest, "trees": trees}
         given["pad"] = len(self._grammar.vocabulary)
+        numbers = torch.arange(sentences) if isinstance(sentences, int) else sentences
         if device is None or device.type == "cpu":
-            return alias_sampling.draw_derivations(rewrites, most_nodes=most_nodes, **given)
+            own = numbers.cpu().numpy()
+            return alias_sampling.draw_derivations(rewrites, numbers=own, most_nodes=most_nodes, **given)
         if (device, refined) not in self._on_device:
             self._on_device[device, refined] = vectorized_sampler.to_device(rewrites, device)
-        return vectorized_sampler.derivations(self._on_device[device, refined], **given)
+        return vectorized_sampler.derivations(self._on_device[device, refined], numbers=numbers, **given)
 
     def _check(self, length: int | None) -> None:
         """Complain of a length that no sentence has; of None, where none is probable enough to be computed with."""
