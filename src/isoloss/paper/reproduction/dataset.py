@@ -346,7 +346,7 @@ class _Runs:
                 tokens,
                 needs,
                 sentences=settings["loss_sentences"] + tasks * examples,
-                backward=settings["flatness_sentences"]
+                backward=settings["flatness_sentences"] * (51 if settings.get("trace_method") == "paper" else 2)
                 + sum(name.startswith("finetune-") for name in measures) * 50 * examples,  # 5 seeds of 10 epochs
                 measures=len(measures),
             )

@@ -4,14 +4,14 @@ from pathlib import Path
 
 from isoloss.paper.reproduction.answer import answer
 from isoloss.paper.reproduction.comparing import contrasts, measures
-from isoloss.paper.reproduction.paper_scale import PAPER, PUBLISHED
+from isoloss.paper.reproduction.paper_scale import AUTHORS, PAPER
 from isoloss.paper.reproduction.scales import EVENING, SMOKE
 from isoloss.paper.reproduction.tables import tables
 from isoloss.studies.spec import Study
 
 STUDY = Study(
     name="paper",
-    scales={"evening": EVENING, "smoke": SMOKE, "paper": PAPER, "authors": PUBLISHED},
+    scales={"evening": EVENING, "smoke": SMOKE, "paper": PAPER, "authors": AUTHORS},
     title="Same pre-training loss, better downstream?",
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,
