@@ -86,7 +86,7 @@ def save_evaluation(run, measure, step, given):
 def save(folder, experiments, estimates, tasks):
     """Write the runs of a study and the estimates at each (run, step)."""
     for name, experiment in experiments.items():
-        run = run_of(folder, name)
+        run = run_of(folder, name, experiment)
         run.create(experiment.config)
         files.write_json(run.path / "result.json", {"num_parameters": 1000 * int(experiment.config.model.size[1:])})
         for step in experiment.steps(experiment.measurements[0]):

@@ -25,6 +25,7 @@ from isoloss.statistics.paired import paired_difference
 from isoloss.studies.answers import answer
 from isoloss.studies.claims import Claim, Contrast
 from isoloss.studies.comparison import difference, measured, ratio
+from isoloss.studies.spec import Experiment
 from isoloss.studies.verdicts import Verdict
 from isoloss.studies.verify import verify_run
 from isoloss.training.trainer import train
@@ -157,7 +158,7 @@ def run(tmp_path_factory):
 def test_evaluations_of_a_run_are_kept_and_measured_again_to_the_same(run):
     assert pending(run, ["loss"], [10, 20], ALL) == []
     assert pending(run, ["loss"], [10, 20], {}) == [(10, "loss"), (20, "loss")]
-    checks = dict(verify_run(run, CONFIG, ["loss"], [10, 20], ALL))
+    checks = dict(verify_run(run, Experiment(config=CONFIG, measurements=()), ["loss"], [10, 20], ALL))
     assert set(checks.values()) == {None}
     assert any("measured again" in name for name in checks)
 

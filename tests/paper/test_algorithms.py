@@ -279,14 +279,15 @@ def test_the_summary_and_the_page_say_it(tmp_path):
     page = folder.report()
     text = page.read_text()
     assert "moves the probe of its task by -15 percentage points" in text
-    assert f"../runs/{FIRST.run('adversarial')}/run.json" in text
+    assert f'"{FIRST.run("adversarial")}"' in text  # among the configs
     assert {p.name for p in (page.parent / "figures").iterdir()} == {
         f"trace-{task}.{kind}" for task in SCALE.tasks for kind in ("pdf", "png")
     }
     before = {path: path.read_bytes() for path in page.parent.rglob("*.*")}
     folder.report()
     assert {path: path.read_bytes() for path in page.parent.rglob("*.*")} == before
-    run = run_of(tmp_path, FIRST.run("adversarial"))
+    name = FIRST.run("adversarial")
+    run = run_of(tmp_path, name, folder.scale.experiments[name])
     known.save_evaluation(run, "probe-prefix-4", SCALE.steps, {"accuracy": known.accuracy(0.2)})
     assert "moves the probe of its task by -18.0 ± 3.0 percentage points" in folder.report().read_text()
 

@@ -38,7 +38,7 @@ def test_what_was_archived_is_done_and_gives_the_same_report(study, restored):
     assert all(unit.done() for unit in restored.plan())
     assert not list(restored.path.rglob("checkpoints"))
     assert restored.summary().to_dict() == study.summary().to_dict()
-    assert restored.results().table().drop("path").equals(study.results().table().drop("path"))
+    assert restored.results().table().equals(study.results().table())
 
 
 def test_the_rest_is_done_as_if_nothing_had_been_archived(study, file, tmp_path):

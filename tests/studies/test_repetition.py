@@ -317,7 +317,7 @@ def test_a_study_and_its_repetition(capsys, exports, tmp_path):
         (("compare", "a", "b", "--scale", "tiny"), "--scale is not for study compare"),
         (("compare", "no-such", "b"), "no-such is no export of a study: it has no provenance.json"),
         (("report", "same-loss", "b"), "unexpected argument b: study report takes one study"),
-        (("run", "same-loss", "--output", "b"), "--output is for study export: study run writes"),
+        (("run", "same-loss", "--output", "b"), "--output is for study export and study archive: study run writes"),
         (("plan", "same-loss", "--workers", "0"), "--workers is 0; it must be at least 1"),
         (("run", "same-loss", "--address", "auto"), "--address is for --executor ray; the executor is local"),
         (("run", "same-loss", "--storage", "s3://a"), "--storage is for --executor ray; the executor is local"),

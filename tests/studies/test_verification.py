@@ -12,6 +12,7 @@ from isoloss.paper.same_loss.study import STUDY
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder
+from isoloss.studies.spec import Experiment
 from isoloss.studies.verify import verify_run
 from isoloss.training.trainer import train
 
@@ -44,12 +45,16 @@ def run(original, tmp_path):
 
 
 def problems(run, config=CONFIG):
-    return {name: wrong for name, wrong in verify_run(run, config, MEASURES, [10, 20], SETTINGS) if wrong}
+    return {
+        name: wrong
+        for name, wrong in verify_run(run, Experiment(config=config, measurements=()), MEASURES, [10, 20], SETTINGS)
+        if wrong
+    }
 
 
 def test_a_run_in_order(run):
     assert problems(run) == {}
-    assert len(list(verify_run(run, CONFIG, MEASURES, [10, 20], SETTINGS))) == 8
+    assert len(list(verify_run(run, Experiment(config=CONFIG, measurements=()), MEASURES, [10, 20], SETTINGS))) == 8
 
 
 def test_a_changed_digit_is_found(run):
