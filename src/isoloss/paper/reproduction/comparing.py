@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from isoloss.paper.reproduction.dataset import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate
 from isoloss.paper.reproduction.reading import at_kl, at_step, by_polish, end, replicates
@@ -43,9 +44,11 @@ def _of_dataset(results: Results, dataset: Dataset) -> dict[str, list[Contrast]]
             where += (
                 f" {left_out} of {left_out + len(pairs)} models are left out, because no two checkpoints enclose them."
             )
+        clusters_are = "grammars" if dataset.name == "pcfg" else "languages"
         if len(set(clusters)) < 2:
-            clusters = [one.prefix for one, _ in pairs]
-        return [Contrast(names=names, pairs=[each for _, each in pairs], where=where, clusters=clusters, **more)]  # type: ignore[arg-type]
+            clusters, clusters_are = [one.prefix for one, _ in pairs], "seeds"
+        about: dict[str, Any] = {"where": where, "clusters": clusters, "clusters_are": clusters_are, **more}
+        return [Contrast(names=names, pairs=[each for _, each in pairs], **about)]
 
     def against_adamw(arm: str) -> PAIR:
         return lambda one: _at_same_kl(by_polish(results, dataset, one, main), end(results, dataset, one, arm))
