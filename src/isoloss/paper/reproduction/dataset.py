@@ -335,8 +335,8 @@ class _Runs:
     def _measurement(
         self, measures: Mapping[str, None], steps: Sequence[int], name: str, model: ModelConfig
     ) -> Measurement:
-        # other sentences than the adversary and the helper train on
-        settings = {**self.dataset.settings, "seed": self.replicate.seed + MEASURED}
+        # other sentences than the adversary and the helper train on, and the same for all seeds of a language
+        settings = {**self.dataset.settings, "seed": self.replicate.seed - self.replicate.index + MEASURED}
         needs, expected = self._needs(model, training=False), None
         if (tokens := self.dataset.tokens) is not None:
             examples = settings["num_train"] + settings["num_test"]

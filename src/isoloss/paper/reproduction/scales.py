@@ -16,6 +16,7 @@ from isoloss.training.algorithms.config import AdversarialConfig
 
 OFFSET = 1000  # added to the seeds of languages per seed offset
 HEAD_WIDTH = 8  # of all sizes that are small, so that one can be expanded into another
+FEATURE_SENTENCES = 64  # whose features are compared by CKA: an archive keeps their Gram matrices, 8 KB each
 # flatness by every measure that is one number
 FLATNESS = (
     *("trace", "minimal-trace", "empirical-fisher", "hessian-trace", "weighted-trace", "fisher-rao"),
@@ -172,9 +173,10 @@ def _small_pcfg(
             *(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact")),
             f"minimal-trace-in-{largest}",
         ),
-        all_measures=tuple(name for name in FLATNESS if name not in ("trace", "minimal-trace")),
+        all_measures=(*(name for name in FLATNESS if name not in ("trace", "minimal-trace")), "features"),
         settings={
             **settings,
+            "feature_sentences": FEATURE_SENTENCES,
             "num_test": "all",
             "loss_sentences": "all",
             "probe_solver": "convex",
@@ -222,8 +224,14 @@ def _small_hmm(
         arms=_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2)),
         measures=("loss", "trace", *tasks.values()),
         end_measures=tuple(f"projected-state-{state}-{features}" for state in (2, 3)),
-        all_measures=tuple(name for name in FLATNESS if name not in ("trace", "minimal-trace")),
-        settings={**settings, "num_test": "all", "loss_sentences": "all", "probe_solver": "convex"},
+        all_measures=(*(name for name in FLATNESS if name not in ("trace", "minimal-trace")), "features"),
+        settings={
+            **settings,
+            "feature_sentences": FEATURE_SENTENCES,
+            "num_test": "all",
+            "loss_sentences": "all",
+            "probe_solver": "convex",
+        },
         shown=SHOWN["hmm"],
     )
 

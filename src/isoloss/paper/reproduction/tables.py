@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,7 +13,8 @@ from isoloss.paper.reproduction.reading import at_step, end, mean, replicates
 from isoloss.paper.reproduction.scales import FLATNESS, Scale
 from isoloss.statistics.correlation import Kind, correlation
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.comparison import Checkpoint
+from isoloss.statistics.granulated import granulated_kendall
+from isoloss.studies.comparison import Checkpoint, Measured, cka
 from isoloss.studies.results import Results, SummaryTable
 
 OVER = "mean ± standard error over languages"
@@ -27,7 +30,8 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
         if replicates(results, dataset):
             made += [_algorithms(results, dataset), _flatness(results, dataset), _sizes(results, dataset)]
             if dataset.all_measures:
-                made += [_ranking(results, dataset, kind) for kind in ("pearson", "spearman")]
+                made += [_ranking(results, dataset, kind) for kind in ("pearson", "spearman", "kendall")]
+                made += [_granulated(results, dataset), _features(results, dataset)]
     return tuple(table for table in made if table.rows)
 
 
@@ -142,6 +146,7 @@ def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
         "languages and seeds; errors by the jackknife over languages. The measures and the KL are taken as logarithms. "
         "If flatter models transferred better at the same loss, it would be negative. Models: the main size after "
         "every number of steps and polish, and all its arms."
+        + (" Kendall's partial coefficient need not be 0 where the KL explains all." if kind == "kendall" else "")
     )
     return SummaryTable(
         f"{dataset.name}_ranking_{kind}",
@@ -150,6 +155,64 @@ def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
         rows,
         caption,
     )
+
+
+def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
+    """Return the granulated Kendall coefficient of each measure of flatness with each probe."""
+    probes = list(dict.fromkeys(dataset.tasks.values()))
+    models = [(one, run) for one in replicates(results, dataset) for run in compared(dataset)]
+    ends = [results.at(one.run(run)) for one, run in models]
+    hyperparameters: dict[str, list[str | int]] = {
+        "model": [run for _, run in models],
+        **({"seed": [one.index for one, _ in models]} if dataset.seeds > 1 else {}),
+    }
+    within = {**hyperparameters, "language": [one.cluster for one, _ in models]}
+    rows: list[Row] = []
+    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.all_measures)):
+        found: dict[str, Estimate] = {}
+        for probe in probes:
+            with contextlib.suppress(IsolossError):  # too few languages, or an error that is not known
+                accuracy = [end[probe].estimate.value for end in ends]
+                flatness = [end[name].estimate.value for end in ends]
+                own = granulated_kendall(flatness, accuracy, within, within["language"]).by_hyperparameter
+                found |= {f"{probe}, {each}": own[each] for each in hyperparameters}
+        if len(found) == len(probes) * len(hyperparameters):
+            rows.append(((name,), found))
+    rows.sort(key=lambda row: sum(each.value for each in row[1].values()))
+    caption = (
+        "Kendall's tau of each measure with the accuracy of the probe, over pairs that differ in one thing alone and "
+        "agree in all others (Jiang et al., 2020): two models of one seed, or two seeds of one model. The losses of "
+        "these models differ, and nothing adjusts for that."
+    )
+    title = f"{dataset.title}: granulated Kendall coefficients, {OVER}"
+    return SummaryTable(f"{dataset.name}_granulated", title, ("measure",), rows, caption)
+
+
+def _features(results: Results, dataset: Dataset) -> SummaryTable:
+    """Return how alike features are: of the control and each of its variants, and of two seeds of the control."""
+    ones = replicates(results, dataset)
+    control = polished(dataset.main, dataset.start) if dataset.polish_steps else dataset.main
+
+    def features(one: Replicate, run: str) -> Measured:
+        return results.at(one.run(run))["features"]
+
+    pairs = {
+        run: [(one, cka(features(one, control), features(one, run))) for one in ones]
+        for run in compared(dataset)
+        if run != control
+    }
+    pairs[f"{control}, another seed"] = [
+        (one, cka(features(one, control), features(other, control)))
+        for one, other in itertools.pairwise(ones)
+        if one.language == other.language
+    ]
+    rows: list[Row] = [((run,), {"cka": mean(found)}) for run, found in pairs.items() if found]
+    caption = (
+        f"Linear CKA (Kornblith et al., 2019; unbiased) of the last hidden states of {control} and of each other model "
+        "on the same sentences: 1 where the features are the same up to rotation and scale."
+    )
+    title = f"{dataset.title}: how alike features are to those of {control}, {OVER}"
+    return SummaryTable(f"{dataset.name}_features", title, ("model",), rows, caption)
 
 
 def _logarithms(values: Sequence[float]) -> list[float]:
