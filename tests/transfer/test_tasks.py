@@ -287,7 +287,5 @@ def test_a_registered_task_is_one_of_every_language(monkeypatch):
 
 def test_strings_that_are_no_sentences_have_no_look_up_table():
     task = make_task(Brackets(4), "mismatch", num_train=50, num_test=20)
-    with pytest.raises(
-        IsolossError, match=r"task mismatch cannot be probed without a model: sentence .* probability 0"
-    ):
+    with pytest.raises(IsolossError, match=r"mismatch cannot be probed without a model: sentence .* probability 0"):
         lookup_probe(Brackets(4), task, epochs=1)

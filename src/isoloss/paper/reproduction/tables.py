@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.paper.reproduction.dataset import Dataset, Replicate, polished
@@ -162,11 +163,11 @@ def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
     probes = list(dict.fromkeys(dataset.tasks.values()))
     models = [(one, run) for one in replicates(results, dataset) for run in compared(dataset)]
     ends = [results.at(one.run(run)) for one, run in models]
-    hyperparameters: dict[str, list[str | int]] = {
-        "model": [run for _, run in models],
-        **({"seed": [one.index for one, _ in models]} if dataset.seeds > 1 else {}),
-    }
-    within = {**hyperparameters, "language": [one.cluster for one, _ in models]}
+    hyperparameters: dict[str, list[Any]] = {"model": [run for _, run in models]}
+    if dataset.seeds > 1:
+        hyperparameters["seed"] = [one.index for one, _ in models]
+    languages = [one.cluster for one, _ in models]
+    within = {**hyperparameters, "language": languages}
     rows: list[Row] = []
     for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.all_measures)):
         found: dict[str, Estimate] = {}
@@ -174,7 +175,7 @@ def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
             with contextlib.suppress(IsolossError):  # too few languages, or an error that is not known
                 accuracy = [end[probe].estimate.value for end in ends]
                 flatness = [end[name].estimate.value for end in ends]
-                own = granulated_kendall(flatness, accuracy, within, within["language"]).by_hyperparameter
+                own = granulated_kendall(flatness, accuracy, within, languages).by_hyperparameter
                 found |= {f"{probe}, {each}": own[each] for each in hyperparameters}
         if len(found) == len(probes) * len(hyperparameters):
             rows.append(((name,), found))
