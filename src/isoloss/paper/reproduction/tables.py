@@ -18,7 +18,7 @@ from isoloss.statistics.granulated import granulated_kendall
 from isoloss.studies.comparison import Checkpoint, Measured, cka
 from isoloss.studies.results import Results, SummaryTable
 
-OVER = "mean ± standard error over languages"
+OVER = "Means ± standard errors over languages."
 Row = tuple[tuple[str | int, ...], Mapping[str, Estimate]]
 At = Callable[[Replicate], Checkpoint]
 
@@ -62,9 +62,9 @@ def _algorithms(results: Results, dataset: Dataset) -> SummaryTable:
                 probe: mean([(one, start[table].estimate) for one, start in ones]) for probe, table in tasks.items()
             }
             rows.append(((title,), {loss: _zero(rows[0][1][loss]), **accuracies}))
-    caption = _after(dataset) + "Corresponds to the paper's table 1."
+    caption = _after(dataset) + "Corresponds to the paper's table 1. " + OVER
     return SummaryTable(
-        f"{dataset.name}_algorithms", f"{dataset.title}: transfer by algorithm, {OVER}", ("model",), rows, caption
+        f"{dataset.name}_algorithms", f"{dataset.title}: transfer by algorithm", ("model",), rows, caption
     )
 
 
@@ -81,9 +81,9 @@ def _flatness(results: Results, dataset: Dataset) -> SummaryTable:
         _row(results, dataset, (title,), lambda one, arm=arm: end(results, dataset, one, arm), keys)  # type: ignore[misc]
         for arm, title in _arms(dataset).items()
     ]
-    caption = _after(dataset) + "Corresponds to the paper's table 2."
+    caption = _after(dataset) + "Corresponds to the paper's table 2. " + OVER
     return SummaryTable(
-        f"{dataset.name}_flatness", f"{dataset.title}: flatness by algorithm, {OVER}", ("model",), rows, caption
+        f"{dataset.name}_flatness", f"{dataset.title}: flatness by algorithm", ("model",), rows, caption
     )
 
 
@@ -102,10 +102,8 @@ def _sizes(results: Results, dataset: Dataset) -> SummaryTable:
             )
             known = at(replicates(results, dataset)[0])
             rows.append(_row(results, dataset, (size, step), at, [key for key in keys if key in known]))
-    caption = _after(dataset) + "Corresponds to the paper's figures 2, 3, 5, 8 and 9."
-    return SummaryTable(
-        f"{dataset.name}_sizes", f"{dataset.title}: sizes and steps, {OVER}", ("size", "steps"), rows, caption
-    )
+    caption = _after(dataset) + "Corresponds to the paper's figures 2, 3, 5, 8 and 9. " + OVER
+    return SummaryTable(f"{dataset.name}_sizes", f"{dataset.title}: sizes and steps", ("size", "steps"), rows, caption)
 
 
 def _after(dataset: Dataset) -> str:
@@ -183,9 +181,9 @@ def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
     caption = (
         "Kendall's tau of each measure with the accuracy of the probe, over pairs that differ in one thing alone and "
         "agree in all others (Jiang et al., 2020): two models of one seed, or two seeds of one model. The losses of "
-        "these models differ, and nothing adjusts for that."
+        "these models differ, and nothing adjusts for that. " + OVER
     )
-    title = f"{dataset.title}: granulated Kendall coefficients, {OVER}"
+    title = f"{dataset.title}: granulated Kendall coefficients"
     return SummaryTable(f"{dataset.name}_granulated", title, ("measure",), rows, caption)
 
 
@@ -210,9 +208,9 @@ def _features(results: Results, dataset: Dataset) -> SummaryTable:
     rows: list[Row] = [((run,), {"cka": mean(found)}) for run, found in pairs.items() if found]
     caption = (
         f"Linear CKA (Kornblith et al., 2019; unbiased) of the last hidden states of {control} and of each other model "
-        "on the same sentences: 1 where the features are the same up to rotation and scale."
+        "on the same sentences: 1 where the features are the same up to rotation and scale. " + OVER
     )
-    title = f"{dataset.title}: how alike features are to those of {control}, {OVER}"
+    title = f"{dataset.title}: how alike features are to those of {control}"
     return SummaryTable(f"{dataset.name}_features", title, ("model",), rows, caption)
 
 
