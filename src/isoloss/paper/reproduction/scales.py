@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from isoloss.languages.config import HMMConfig, PCFGConfig
@@ -45,8 +45,6 @@ class Scale:
 
     description: str  # what it is for and how long it takes
     datasets: tuple[Dataset, ...]
-    has_verdicts: bool = False
-    largest: Mapping[str, str] = field(default_factory=dict)  # by dataset, the size that others are expanded into
 
     def with_seed_offset(self, offset: int) -> Self:
         """Return the study on other grammars and other hidden Markov models, with other seeds."""
