@@ -126,6 +126,9 @@ def test_the_commands(capsys, file, finished, tmp_path, here):
     assert f"6 runs restored from {out}, without checkpoints" in said
     assert "all 12 units were already done" in said
     assert (tmp_path / "new/runs/plain-1" / ARCHIVED).is_file()
+    with pytest.raises(IsolossError, match="holds no archive of a study"):
+        command.main(["run", str(file), "--folder", str(tmp_path / "typo"), "--archive", str(tmp_path / "kep"), *here])
+    assert not (tmp_path / "typo").exists()
     for wrong, problem in (
         (("archive", file, "--folder", finished), "--output is required for study archive"),
         (("archive", file, "--folder", tmp_path / "no", "--output", out), "holds no study yet"),

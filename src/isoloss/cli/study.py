@@ -177,11 +177,13 @@ def _run(args: Args, folder: StudyFolder) -> int:
         raise IsolossError(
             "given checkpoints are not sent through a --storage: run this study where all nodes share its folder"
         )
+    if args.archive is not None:
+        from isoloss.studies.archive import blocks, restore
+
+        blocks(args.archive)  # refuses a wrong path before anything is written
     with files.lock(folder.path, wait=True):
         folder.prepare()
         if args.archive is not None:
-            from isoloss.studies.archive import restore
-
             restored = restore(folder, args.archive)
             common.note(f"{len(restored)} runs restored from {args.archive}, without checkpoints")
         units = folder.plan()

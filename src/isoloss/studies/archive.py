@@ -55,15 +55,21 @@ def archive(folder: StudyFolder, output: Path) -> list[Path]:
     return written
 
 
+def blocks(archive: Path) -> list[Path]:
+    """Return the files of an archive, a block each; an error if there are none."""
+    paths = sorted(archive.glob("block-*.tar.xz")) if archive.is_dir() else []
+    if not paths:
+        raise IsolossError(f"{archive} holds no archive of a study: it has no block-N.tar.xz{files.nearest(archive)}")
+    return paths
+
+
 def restore(folder: StudyFolder, archive: Path) -> list[str]:
     """Unpack the runs of an archive that are in the study's plan and not in its folder; return their names.
 
     Raises:
         IsolossError: There is no archive, a file of it is damaged, or it holds no run of this plan.
     """
-    paths = sorted(archive.glob("block-*.tar.xz")) if archive.is_dir() else []
-    if not paths:
-        raise IsolossError(f"{archive} holds no archive of a study: it has no block-N.tar.xz{files.nearest(archive)}")
+    paths = blocks(archive)
     wanted = {name: one.fingerprint for name, one in folder.scale.experiments.items()}
     known, restored = False, []
     for path in paths:
