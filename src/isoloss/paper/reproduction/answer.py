@@ -15,7 +15,8 @@ _VERBS = {
     Verdict.NOT_SHOWN: "not shown",
     Verdict.NOT_TESTED: "not tested",
 }
-_PAIRS = ("sgd", "noise", "longer", "larger", "adversary", "helper", "pre-ln")  # claims about transfer and flatness of one pair
+# claims about transfer and flatness of one pair
+_PAIRS = ("sgd", "noise", "longer", "larger", "adversary", "helper", "pre-ln")
 
 
 def answer(claims: Sequence[ClaimResult]) -> Sequence[str]:
