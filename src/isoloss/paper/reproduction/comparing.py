@@ -139,7 +139,8 @@ def _along_training(make: _Contrasts) -> dict[str, list[Contrast]]:
     for name, arm in dataset.arms.items():
         if arm.stages:  # goes on where the control ends, so the control never has its loss
             continue
-        kind, _, case = name.partition("-")
+        kind, _, task = name.rpartition("-")  # adversary-C is the adversary of task C
+        kind, case = (kind, task) if task in dataset.tasks else (name, "")
         control = "unregularized" if name == "sam" else dataset.main
         names = (dataset.arms[control].title if control in dataset.arms else "AdamW", arm.title)
 

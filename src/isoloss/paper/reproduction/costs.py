@@ -33,11 +33,13 @@ class Tokens:
         vocab_size: Ids that the model knows.
         length: The most tokens in a sentence.
         predicted: Predicted tokens in a sentence.
+        truth: Floating-point operations of one exact conditional; 0: a small part of the rest.
     """
 
     vocab_size: int
     length: int
     predicted: float = 1.0
+    truth: float = 0.0
 
 
 def num_parameters(model: ModelConfig, tokens: Tokens) -> int:
@@ -111,23 +113,34 @@ def training(config: TrainConfig, tokens: Tokens, needs: Resources, *, kept: int
 
 
 def measuring(
-    model: ModelConfig, tokens: Tokens, needs: Resources, *, sentences: float, backward: float, measures: int
+    model: ModelConfig,
+    tokens: Tokens,
+    needs: Resources,
+    *,
+    checkpoints: int,
+    conditionals: int,
+    sentences: float,
+    backward: float,
+    measures: int,
 ) -> Expected:
-    """Return what measuring one checkpoint takes.
+    """Return what measuring some checkpoints of one run takes.
 
     Args:
         model: The model.
         tokens: Its language.
         needs: Its resources.
-        sentences: Sentences that go through the model forward.
+        checkpoints: How many there are.
+        conditionals: Exact conditionals, which are computed once for all of them.
+        sentences: Sentences that go through each model forward.
         backward: Sentences that go through it backward.
         measures: Number of measures.
     """
     flops = _forward_flops(model, tokens) * (sentences + 3 * backward)
     parameters = num_parameters(model, tokens)
+    seconds = flops / flops_per_second(model, needs) + OVERHEAD_SECONDS * measures
     return Expected(
-        seconds=flops / flops_per_second(model, needs) + OVERHEAD_SECONDS * measures,
+        seconds=checkpoints * seconds + conditionals * tokens.truth / (PEAK * UTILIZATION),
         memory=round(4 * parameters + 8 * 2**30),
         gpu_memory=round(8 * parameters + MICRO_BATCH_BYTES),
-        disk=measures * 2**17,
+        disk=checkpoints * measures * 2**17,
     )

@@ -92,7 +92,7 @@ class Dataset:
         tasks: The measure of each downstream task, by the paper's name of the task.
         common: Fields of `TrainConfig` that all runs share, other than the language, the model and the seed.
         sizes: The models of figure 3 and its like by name, ascending.
-        expanded: Further models, which are only compared inside the largest of them (Table 4).
+        expanded: Models that are compared inside the last of them, the largest (Table 4); some may be `sizes` too.
         main: The size that is followed over its steps and that the arms are compared with.
         followed: The size of figure 2, where it is another one.
         watched: The measured steps; the last is the end of training.
@@ -108,6 +108,7 @@ class Dataset:
         measures: What is measured of every watched checkpoint.
         end_measures: What is measured besides at the end of every size, arm and polish.
         all_measures: What is measured besides of the main model, its arms and their polishes.
+        inside_measures: What is measured besides of the models in `expanded` at their last step.
         settings: Settings of the measures.
         shown: The paper's figures and tables.
         needs: What training and measuring need: of the pairs of a width and needs, the last whose width the model has.
@@ -134,6 +135,7 @@ class Dataset:
     measures: tuple[str, ...]
     end_measures: tuple[str, ...] = ()
     all_measures: tuple[str, ...] = ()
+    inside_measures: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
     needs: tuple[tuple[int, Resources], ...] = ((0, Resources()),)
@@ -202,8 +204,8 @@ class _Runs:
             runs |= self._of_size(size, model)
         for size, model in dataset.expanded.items():
             if size not in runs:
-                config = self._config(model)
-                runs[size] = self._trained(config, size, steps=(dataset.last,), shown_in=dataset.shown.expanded)
+                about: Any = {"shown_in": dataset.shown.expanded, "more": self._inside(size)}
+                runs[size] = self._trained(self._config(model), size, steps=(dataset.last,), **about)
         for name, arm in dataset.arms.items():
             runs |= self._of_arm(name, arm)
         return runs
@@ -230,8 +232,8 @@ class _Runs:
             config = dataclasses.replace(config, checkpoints=(0, *config.checkpoints))
             features = [f"{kind}-{each.removeprefix('probe-')}" for kind in TABLES for each in dataset.tasks.values()]
             tables = (self._measurement(dict.fromkeys(features), (0,), "measure the baselines of", model),)
-        shown = tuple(dict.fromkeys(shown_in))
-        runs = {size: self._trained(config, size, steps=dataset.watched, shown_in=shown, more=tables)}
+        shown, more = tuple(dict.fromkeys(shown_in)), (*tables, *self._inside(size))
+        runs = {size: self._trained(config, size, steps=dataset.watched, shown_in=shown, more=more)}
         is_main = size == dataset.main
         for step in dataset.polished_steps(size):
             runs[polished(size, step)] = self._polish(size, step, config, size, with_all=is_main)
@@ -239,6 +241,15 @@ class _Runs:
             name = polished(size, dataset.start, length)
             runs[name] = self._polish(size, dataset.start, config, size, with_all=is_main, length=length)
         return runs
+
+    def _inside(self, size: str) -> tuple[Measurement, ...]:
+        """Return what is measured of a size inside the largest of Table 4, at that one's cost."""
+        dataset = self.dataset
+        if size not in dataset.expanded or not dataset.inside_measures:
+            return ()
+        largest = list(dataset.expanded)[-1]
+        wanted = dict.fromkeys(dataset.inside_measures)
+        return (self._measurement(wanted, (dataset.last,), f"measure inside {largest} of", dataset.expanded[largest]),)
 
     def _of_arm(self, name: str, arm: Arm) -> dict[str, Experiment]:
         """Return the run of an arm and, if it is trained from scratch, a polish after its last step."""
@@ -341,16 +352,17 @@ class _Runs:
         if (tokens := self.dataset.tokens) is not None:
             examples = settings["num_train"] + settings["num_test"]
             tasks = sum(name.startswith(("probe-", "finetune-")) for name in measures)
-            one = costs.measuring(
+            expected = costs.measuring(
                 model,
                 tokens,
                 needs,
+                checkpoints=len(steps),
+                conditionals=settings["loss_sentences"] if "loss" in measures else 0,
                 sentences=settings["loss_sentences"] + tasks * examples,
                 backward=settings["flatness_sentences"] * (51 if settings.get("trace_method") == "paper" else 2)
                 + sum(name.startswith("finetune-") for name in measures) * 50 * examples,  # 5 seeds of 10 epochs
                 measures=len(measures),
             )
-            expected = dataclasses.replace(one, seconds=one.seconds * len(steps), disk=(one.disk or 0) * len(steps))
         return Measurement(
             measures=tuple(measures), steps=tuple(steps), settings=settings, name=name, needs=needs, expected=expected
         )

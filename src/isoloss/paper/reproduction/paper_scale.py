@@ -21,6 +21,7 @@ from isoloss.training.algorithms.config import AdversarialConfig, SAMConfig
 
 TABLE_3 = ("d64", "d128", "d192", "d256", "d512", "d768", "d1024", "d1280", "d1536")
 TABLE_4 = ("d128", "d192", "d320", "d384", "d640", "d960", "d1920")
+INSIDE = tuple(f"trace-in-{TABLE_4[-1]}-{scale}" for scale in ("paper", "exact"))
 LSTMS = ("h128", "h256", "h512", "h768", "h1024")
 BERT_TOKENIZER = "google-bert/bert-large-uncased"
 VOCABULARY = 30_522  # of that tokenizer
@@ -30,6 +31,7 @@ NEEDS = (
     (0, Resources(cores=4, gpus=1.0, memory=32.0)),
     (1280, Resources(cores=4, gpus=1.0, memory=128.0, processes=8)),
 )
+TEACHER_PARAMETERS = 85e6  # of OPT-125M without its embeddings
 NUM_TEST = 10_000  # test examples of a probe: ours
 
 
@@ -45,30 +47,33 @@ def _settings(preset: Preset) -> dict[str, Any]:
     return {**preset.measures, "num_test": NUM_TEST}
 
 
-def _berts(preset: Preset, *sizes: str) -> dict[str, ModelConfig]:
+def berts(preset: Preset, *sizes: str) -> dict[str, ModelConfig]:
+    """Return the transformers of some sizes, by size."""
     return {size: ModelConfig(architecture=preset.architecture, size=size) for size in sizes}
 
 
-def _sgd_arms(shown_in: tuple[str, ...]) -> dict[str, Arm]:
+def sgd_arms(shown_in: tuple[str, ...], steps: int = SGD_STEPS) -> dict[str, Arm]:
     """Return SGD after the last step: warm-up over 12 % of the steps, then 1e-3 (appendix B.2)."""
     optimizer = OptimizerConfig(name="sgd", learning_rate=1e-3, warmup_proportion=0.12, weight_decay=0.0)
     kinds: tuple[tuple[str, Literal["sampled", "exact"]], ...] = ((SGD_SAMPLED, "sampled"), (SGD_EXACT, "exact"))
     return {
         name: Arm(
             title=f"SGD ({labels} labels)",
-            stages=(StageConfig(steps=SGD_STEPS, labels=labels, optimizer=optimizer),),
-            watched=tuple(range(5_000, SGD_STEPS, 5_000)),
+            stages=(StageConfig(steps=steps, labels=labels, optimizer=optimizer),),
+            watched=tuple(range(steps // 6, steps, steps // 6)),
             shown_in=shown_in,
         )
         for name, labels in kinds
     }
 
 
-def _watched(last: int, every: int = 5_000) -> tuple[int, ...]:
+def watched_steps(last: int, every: int = 5_000) -> tuple[int, ...]:
+    """Return the steps up to the last that are measured."""
     return tuple(range(every, last + 1, every))
 
 
-def _pcfg(preset: Preset) -> Dataset:
+def pcfg(preset: Preset) -> Dataset:
+    """Return the grammar: Tables 3 and 4, SGD, and an adversary for each task."""
     is_framed = preset.is_framed
     language, common = _common(preset, PRESETS["pcfg-authors" if is_framed else "pcfg-paper"][0])
     tasks = {name: f"probe-{task}" for name, task in preset.tasks.items()}
@@ -78,13 +83,13 @@ def _pcfg(preset: Preset) -> Dataset:
         languages=(language,),
         tasks=tasks,
         common=common,
-        sizes=_berts(preset, *TABLE_3),
-        expanded=_berts(preset, *TABLE_4),
+        sizes=berts(preset, *TABLE_3),
+        expanded=berts(preset, *TABLE_4),
         main="d1024",
         followed="d512",
-        watched=_watched(preset.steps),
+        watched=watched_steps(preset.steps),
         arms={
-            **_sgd_arms(SGD_SHOWN),
+            **sgd_arms(SGD_SHOWN),
             **{
                 f"adversary-{name}": Arm(
                     title=f"Adversary ({name})",
@@ -100,6 +105,7 @@ def _pcfg(preset: Preset) -> Dataset:
             ),
         },
         measures=("loss", "trace", "minimal-trace", *tasks.values()),
+        inside_measures=INSIDE,
         settings=_settings(preset),
         shown=SHOWN["pcfg"],
         needs=NEEDS,
@@ -107,7 +113,8 @@ def _pcfg(preset: Preset) -> Dataset:
     )
 
 
-def _hmm(preset: Preset) -> Dataset:
+def hmm(preset: Preset) -> Dataset:
+    """Return the hidden Markov model with the LSTMs of appendix A.4."""
     language, common = _common(preset, PRESETS["hmm-paper"][0])
     tasks = {"6": "probe-task-6", "10": "probe-task-10"}
     lstms = {size: ModelConfig(architecture="lstm", size=size) for size in LSTMS}
@@ -121,8 +128,8 @@ def _hmm(preset: Preset) -> Dataset:
         common=common,
         sizes=lstms,
         main="h1024-8-layers",
-        watched=_watched(preset.steps),
-        arms=_sgd_arms(SGD_SHOWN),
+        watched=watched_steps(preset.steps),
+        arms=sgd_arms(SGD_SHOWN),
         measures=("loss", "trace", *tasks.values()),
         settings=_settings(preset),
         shown=SHOWN["hmm"],
@@ -131,7 +138,8 @@ def _hmm(preset: Preset) -> Dataset:
     )
 
 
-def _generated(preset: Preset) -> Dataset:
+def generated(preset: Preset) -> Dataset:
+    """Return the text that OPT-125M writes, with two tasks of GLUE."""
     language, common = _common(preset, TeacherConfig(checkpoint="facebook/opt-125m"))
     tasks = {"QNLI": "probe-qnli", "SST-2": "probe-sst2"}
     return Dataset(
@@ -140,19 +148,22 @@ def _generated(preset: Preset) -> Dataset:
         languages=(language,),
         tasks=tasks,
         common=common,
-        sizes=_berts(preset, *TABLE_3),
-        expanded=_berts(preset, *TABLE_4),
+        sizes=berts(preset, *TABLE_3),
+        expanded=berts(preset, *TABLE_4),
         main="d1024",
-        watched=_watched(preset.steps),
+        watched=watched_steps(preset.steps),
         measures=("loss", "trace", "minimal-trace", *tasks.values()),
+        inside_measures=INSIDE,
         settings=_settings(preset),
         shown=SHOWN["generated"],
         needs=NEEDS,
-        tokens=Tokens(vocab_size=2_002, length=24),
+        # a conditional takes each of the 2,000 tokens in turn, and from there on the rest of the sentence
+        tokens=Tokens(vocab_size=2_002, length=24, truth=2_000 * 12 * 2 * TEACHER_PARAMETERS),
     )
 
 
-def _web(preset: Preset) -> Dataset:
+def web(preset: Preset) -> Dataset:
+    """Return OpenWebText, on which one model is followed."""
     corpus = CorpusConfig(paths=("hf:Skylion007/openwebtext",), tokenizer=BERT_TOKENIZER)
     language, common = _common(preset, corpus)
     tasks = {"SST-2": "finetune-sst2"}
@@ -162,7 +173,7 @@ def _web(preset: Preset) -> Dataset:
         languages=(language,),
         tasks=tasks,
         common=common,
-        sizes=_berts(preset, "d384"),  # "25M": 24.4M with the embedding, as the paper counts elsewhere
+        sizes=berts(preset, "d384"),  # "25M": 24.4M with the embedding, as the paper counts elsewhere
         main="d384",
         watched=tuple(range(400_000, 1_400_001, 200_000)),
         measures=("loss", "trace", "minimal-trace", *tasks.values()),
@@ -173,7 +184,8 @@ def _web(preset: Preset) -> Dataset:
     )
 
 
-def _text(preset: Preset) -> Dataset:
+def text(preset: Preset) -> Dataset:
+    """Return BookCorpus, with and without regularization, and with SAM."""
     tasks = {"QNLI": "finetune-qnli", "SST-2": "finetune-sst2", "RTE": "finetune-rte"}
     large = ModelConfig(architecture=preset.architecture, size="d1024", layers=24)  # 335M with the embedding
     bare = dataclasses.replace(large, dropout=0.0)
@@ -212,7 +224,7 @@ def _text(preset: Preset) -> Dataset:
 
 def scale(preset: Preset) -> Scale:
     """Return the paper's scale with the settings of a preset."""
-    datasets = tuple(make(preset) for make in (_pcfg, _hmm, _generated, _web, _text))
+    datasets = tuple(make(preset) for make in (pcfg, hmm, generated, web, text))
     return Scale(description=f"the paper's sizes on GPUs, settings: {preset.description}", datasets=datasets)
 
 

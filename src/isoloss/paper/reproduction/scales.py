@@ -235,7 +235,7 @@ def _small_hmm(
 
 
 def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Mapping[str, Any]) -> Dataset:
-    """Return the paper's rows of BookCorpus on text that comes with Python, whose length is that of 32 tokens."""
+    """Return the paper's rows of BookCorpus, on text that comes with Python."""
     last = watched[-1]
     regularized = dataclasses.replace(small_bert(size), dropout=0.1)
     adamw = OptimizerConfig(learning_rate=1e-3, warmup_steps=round(0.025 * last), weight_decay=0.01)
@@ -246,7 +246,7 @@ def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Ma
         title="Docstrings",
         languages=(
             CorpusConfig(
-                paths=("python:docs", "python:docstrings"), tokenizer="wordpiece:1000", length=32, held_out=0.1
+                paths=("python:docs", "python:docstrings"), tokenizer="wordpiece:1000", length=64, held_out=0.1
             ),
         ),
         seeds=seeds,
@@ -257,7 +257,7 @@ def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Ma
             "SST-2, linear probe": "probe-docstring-module",
         },
         common={
-            "batch_size": 32,
+            "batch_size": 16,
             "optimizer": adamw,
             "objective": ObjectiveConfig(masking="fraction", fraction=0.15),
             "device": "cpu",
@@ -360,7 +360,7 @@ EVENING = Scale(
         _small_text(
             seeds=5,
             size="d64",
-            watched=(2_000, 4_000, 6_000, 8_000),
+            watched=(2_000, 4_000, 5_000, 6_000, 7_000, 8_000),
             settings={
                 **{"num_train": "all", "num_test": "all", "finetune_epochs": 3},
                 **{"loss_sentences": 1_024, "flatness_sentences": 512},

@@ -7,11 +7,12 @@ from isoloss.paper.reproduction.comparing import contrasts, measures
 from isoloss.paper.reproduction.paper_scale import AUTHORS, PAPER
 from isoloss.paper.reproduction.scales import EVENING, SMOKE
 from isoloss.paper.reproduction.tables import tables
+from isoloss.paper.reproduction.workstation import WORKSTATION
 from isoloss.studies.spec import Study
 
 STUDY = Study(
     name="paper",
-    scales={"evening": EVENING, "smoke": SMOKE, "paper": PAPER, "authors": AUTHORS},
+    scales={"evening": EVENING, "smoke": SMOKE, "workstation": WORKSTATION, "paper": PAPER, "authors": AUTHORS},
     title="Same pre-training loss, better downstream?",
     lead=(
         "The paper claims that models with the same pre-training loss transfer differently, and that the flatter ones "
