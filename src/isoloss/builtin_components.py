@@ -92,8 +92,8 @@ TEXT_TASKS = {
     "rte": ("RTE", "GLUE: whether one sentence entails another"),
     "sst2": ("SST2", "GLUE: whether a review is positive"),
     "wnli": ("WNLI", "GLUE: whether a sentence with a pronoun entails one with the pronoun replaced"),
+    "docstring-kind": ("DOCSTRING_KIND", "whether a docstring of Python's library is of a class, function or method"),
     "docstring-module": ("DOCSTRING_MODULE", "which of eight modules a docstring of Python's library is from"),
-    "docstring-name": ("DOCSTRING_NAME", "whether a docstring of Python's library is that of a name"),
 }
 RESCALING_FAMILIES = {
     "bert": ("bert", "BERT: post-layer-norm blocks"),

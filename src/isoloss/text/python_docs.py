@@ -21,19 +21,22 @@ from isoloss import files
 from isoloss.errors import IsolossError, did_you_mean
 
 MODULES = ("asyncio", "distutils", "email", "importlib", "logging", "tkinter", "unittest", "xml")  # labels of a task
+_FORMAT = 1  # of the kept docstrings: raise it whenever the same files would give other ones
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 _LEAST_CHARACTERS = 60  # of a docstring
 _HELD_OUT = 5  # one labeled docstring of so many is for testing
 _SPLITS = ("train", "validation")
 
 Columns = Mapping[str, list[str]]
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Docstring(NamedTuple):
     """The docstring of a function, class or module of the standard library."""
 
     module: str  # the top-level one
-    name: str  # in words, e.g. `Thread is alive`
+    kind: str  # module, class, method or function
+    name: str  # E.g. `Thread.is_alive`
     text: str
 
 
@@ -65,7 +68,7 @@ def rows(name: str, split: str) -> Columns:
     | `docs` | text | the language reference, a page each |
     | `docstrings` | text | the docstrings of the standard library, about 1.5 million characters |
     | `docstring-modules` | text, label | which of eight modules a docstring is from |
-    | `docstring-names` | name, text, label | whether a docstring is that of this name (1) or of another in its module |
+    | `docstring-kinds` | text, label | whether a docstring is that of a class, a function or a method |
 
     Args:
         name: The dataset.
@@ -100,7 +103,7 @@ def docstrings() -> list[Docstring]:
     if not paths:
         raise IsolossError(f"this Python was installed without the source of its standard library in {root}")
     state = [(str(path), stat.st_size, stat.st_mtime_ns) for path in paths for stat in (path.stat(),)]
-    key = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([_FORMAT, state]).encode()).hexdigest()[:16]
     kept = Path(os.environ.get("ISOLOSS_CACHE") or "~/.cache/isoloss").expanduser() / "python" / f"{key}.json"
     if kept.is_file():
         return [Docstring(*each) for each in json.loads(kept.read_text(encoding="utf-8"))]
@@ -129,16 +132,18 @@ def _docstrings_of(path: Path, module: str) -> Iterator[Docstring]:
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # a template rather than a module
         return
-    todo: list[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]] = [(path.stem, tree)]
+    todo: list[tuple[str, str, _Documented]] = [("module", path.stem, tree)]
     while todo:
-        name, node = todo.pop(0)
+        kind, name, node = todo.pop(0)
         text = ast.get_docstring(node)
         if text is not None and len(text) >= _LEAST_CHARACTERS:
-            yield Docstring(module, " ".join(name.replace("_", " ").split()), text)
+            yield Docstring(module, kind, name, text)
         if isinstance(node, ast.Module | ast.ClassDef):
-            outer = "" if isinstance(node, ast.Module) else f"{name} "
-            inner = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-            todo += [(f"{outer}{each.name}", each) for each in node.body if isinstance(each, inner)]
+            is_class = isinstance(node, ast.ClassDef)
+            for each in node.body:
+                if isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    of = "class" if isinstance(each, ast.ClassDef) else "method" if is_class else "function"
+                    todo.append((of, f"{name}.{each.name}" if is_class else each.name, each))
 
 
 def _part(split: str) -> list[Docstring]:
@@ -155,29 +160,18 @@ def _modules(split: str) -> Columns:
     return {"text": [each.text for each in chosen], "label": [each.module for each in chosen]}
 
 
-def _pairs(split: str) -> Columns:
-    """Return docstrings with their name or, for every other one by its hash, the next other name in the module."""
-    by_module: dict[str, list[Docstring]] = {}
-    for each in _part(split):
-        by_module.setdefault(each.module, []).append(each)
-    examples: list[tuple[str, str, str]] = []
-    for some in by_module.values():
-        for index, each in enumerate(some):
-            others = [other.name for other in (*some[index + 1 :], *some[:index]) if other.name != each.name]
-            if _hash(each.text) // _HELD_OUT % 2 or not others:
-                examples.append((each.name, each.text, "1"))
-            else:
-                examples.append((others[0], each.text, "0"))
-    return dict(zip(("name", "text", "label"), map(list, zip(*examples, strict=True)), strict=True))
+def _kinds(split: str) -> Columns:
+    chosen = [each for each in _part(split) if each.kind != "module"]
+    return {"text": [each.text for each in chosen], "label": [each.kind for each in chosen]}
 
 
 DATASETS: Mapping[str, Callable[[str], Columns]] = {
     "docs": lambda split: {"text": list(_reference().values())},
     "docstrings": lambda split: {"text": [each.text for each in docstrings()]},
     "docstring-modules": _modules,
-    "docstring-names": _pairs,
+    "docstring-kinds": _kinds,
 }
-_LABELED = ("docstring-modules", "docstring-names")
+_LABELED = ("docstring-modules", "docstring-kinds")
 
 
 def _names() -> str:

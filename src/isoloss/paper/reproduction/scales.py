@@ -251,10 +251,10 @@ def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Ma
         ),
         seeds=seeds,
         tasks={
-            "QNLI": "finetune-docstring-name",
-            "SST-2": "finetune-docstring-module",
-            "QNLI, linear probe": "probe-docstring-name",
-            "SST-2, linear probe": "probe-docstring-module",
+            "SST-2": "finetune-docstring-kind",
+            "QNLI": "finetune-docstring-module",
+            "SST-2, linear probe": "probe-docstring-kind",
+            "QNLI, linear probe": "probe-docstring-module",
         },
         common={
             "batch_size": 16,
@@ -276,7 +276,7 @@ def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Ma
         },
         measures=(
             *("loss", "trace", "minimal-trace"),
-            *(f"{kind}-docstring-{task}" for kind in ("finetune", "probe") for task in ("name", "module")),
+            *(f"{kind}-docstring-{task}" for kind in ("finetune", "probe") for task in ("kind", "module")),
         ),
         settings={"probe_solver": "convex", "finetune_seeds": 1, **settings},
         shown=SHOWN["text"],
