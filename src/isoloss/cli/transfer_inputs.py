@@ -268,12 +268,11 @@ class Tasks:
 
         if self.args.labeled_text.tokenizer is not None:
             return load_tokenizer(self.args.labeled_text.tokenizer, needs=["pad"])
-        config = None if subject.run is None else subject.run.config.language
-        named: str | None = getattr(config, "tokenizer", None)  # in the config of text
         try:
-            return load_tokenizer(named or str(subject.checkpoint), needs=["pad"])
+            return load_tokenizer(str(subject.checkpoint), needs=["pad"])
         except IsolossError as error:
-            found: PreTrainedTokenizerFast | None = None if config is None or named else config.build().tokenizer
+            config = None if subject.run is None else subject.run.config.language
+            found: PreTrainedTokenizerFast | None = None if config is None else config.build().tokenizer
             if found is None:
                 raise IsolossError(f"{subject.name} has no tokenizer that suits ({error}): give --tokenizer") from error
             return found  # of a checkpoint that was written without it
