@@ -130,6 +130,7 @@ def _small_pcfg(
     sgd_steps: int,
     algorithm_steps: tuple[int, int],
     settings: Mapping[str, Any],
+    band: float = Dataset.band,
 ) -> Dataset:
     tasks = {"A": "probe-prefix-4", "B": "probe-prefix-2", "C": "probe-prefix-2"}
     largest = sizes[-1]
@@ -156,6 +157,7 @@ def _small_pcfg(
         branch=branch,
         polish_steps=polish_steps,
         other_polishes=other_polishes,
+        band=band,
         arms={
             **_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2)),
             **_algorithms("prefix-4", adversary=adversary, helper=helper, rate=3e-3),
@@ -198,6 +200,7 @@ def _small_hmm(
     other_polishes: tuple[int, ...],
     sgd_steps: int,
     settings: Mapping[str, Any],
+    band: float = Dataset.band,
 ) -> Dataset:
     tasks = {"6": "probe-state-2", "10": "probe-state-3"}
     features = language.length * 2 * int(sizes[0][1:])  # of both directions
@@ -219,6 +222,7 @@ def _small_hmm(
         branch=branch,
         polish_steps=polish_steps,
         other_polishes=other_polishes,
+        band=band,
         arms=_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2)),
         measures=("loss", "trace", *tasks.values()),
         end_measures=tuple(f"projected-state-{state}-{features}" for state in (2, 3)),
@@ -251,6 +255,7 @@ SMOKE = Scale(
             sgd_steps=20,
             algorithm_steps=(10, 10),
             settings={"num_train": 256, "flatness_sentences": 64},
+            band=0.02,  # after so few steps, models are further apart
         ),
         _small_hmm(
             models=(300, 301),
@@ -264,6 +269,7 @@ SMOKE = Scale(
             other_polishes=(10, 40),
             sgd_steps=20,
             settings={"num_train": 256, "flatness_sentences": 64},
+            band=0.02,  # after so few steps, models are further apart
         ),
     ),
 )
