@@ -83,7 +83,7 @@ TRANSFER_MEASURES = {
     "finetune-TASK": ("Finetune", "accuracy of the fine-tuned model, e.g. finetune-root, finetune-rte"),
 }
 FEATURES = "effective dimension of the last hidden states; keeps their Gram matrix, for the CKA of two checkpoints"
-GLUE_TASKS = {
+TEXT_TASKS = {
     "cola": ("COLA", "GLUE: whether a sentence is acceptable"),
     "mnli": ("MNLI", "GLUE: whether a premise entails a hypothesis, contradicts it, or neither"),
     "mrpc": ("MRPC", "GLUE: whether two sentences say the same"),
@@ -92,6 +92,8 @@ GLUE_TASKS = {
     "rte": ("RTE", "GLUE: whether one sentence entails another"),
     "sst2": ("SST2", "GLUE: whether a review is positive"),
     "wnli": ("WNLI", "GLUE: whether a sentence with a pronoun entails one with the pronoun replaced"),
+    "docstring-module": ("DOCSTRING_MODULE", "which of eight modules a docstring of Python's library is from"),
+    "docstring-name": ("DOCSTRING_NAME", "whether a docstring of Python's library is that of a name"),
 }
 RESCALING_FAMILIES = {
     "bert": ("bert", "BERT: post-layer-norm blocks"),

@@ -275,7 +275,7 @@ MEASURES = Registry(
 TASKS = Registry(
     "task",
     "tasks",
-    _entries("isoloss.transfer.text_sources", builtin_components.GLUE_TASKS),
+    _entries("isoloss.transfer.text_sources", builtin_components.TEXT_TASKS),
     Form(
         "isoloss.transfer.text_sources:TextTask",
         "a function of a language that returns an isoloss.languages.api.Labeling",

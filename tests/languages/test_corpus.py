@@ -19,7 +19,7 @@ from isoloss.languages.config import CorpusConfig
 from isoloss.languages.corpus import Corpus
 from isoloss.seeds import generator
 from isoloss.text.packing import pack
-from isoloss.text.tokenizers import load_tokenizer
+from isoloss.text.tokenizers import load_tokenizer, train_tokenizer, vocabulary
 
 CLS, SEP, MASK = 3, 4, 64
 
@@ -72,6 +72,19 @@ def training(corpus):
     rows = torch.empty(corpus.num_training, corpus.max_length, dtype=torch.int64)
     rows[order] = corpus.batch(1, corpus.num_training, seed=0).tokens
     return rows.tolist()
+
+
+def test_a_tokenizer_can_be_learned_from_the_text(config, text, tmp_path):
+    learned = Corpus.from_config(dataclasses.replace(config, tokenizer="wordpiece:60"), cache=tmp_path / "cache")
+    texts = [json.loads(line)["text"] for line in text.read_text().splitlines()]
+    assert learned.vocabulary == vocabulary(train_tokenizer(texts, vocab_size=60))
+    assert len(learned.vocabulary) == 60
+    assert learned.held_out().tokens[:, [0, -1]].unique(dim=0).tolist() == [[2, 3]]  # its own [CLS] and [SEP]
+    assert learned.config.content != config.resolved().content
+    with pytest.raises(IsolossError, match="'wordpiece:many' has no number of tokens: write it as wordpiece:2000"):
+        Corpus.from_config(dataclasses.replace(config, tokenizer="wordpiece:many"))
+    with pytest.raises(IsolossError, match="the vocabulary size is 3; for wordpiece it must be at least 6"):
+        Corpus.from_config(dataclasses.replace(config, tokenizer="wordpiece:3"))
 
 
 def test_rows_against_the_documented_rule(corpus, text):

@@ -39,8 +39,8 @@ SHOWN = {
     "figure 8": {"pcfg": 9, "hmm": 6, "generated": 9},
     "figure 9": {"pcfg": 9, "generated": 1},
     "figure 10": {"pcfg": 2, "hmm": 2},
-    "table 1": {"pcfg": 3, "books": 3},
-    "table 2": {"pcfg": 3, "books": 3},
+    "table 1": {"pcfg": 3, "text": 3},
+    "table 2": {"pcfg": 3, "text": 3},
 }
 GPU_SCALES = ("paper", "authors")
 
@@ -102,7 +102,7 @@ def test_lstms_have_the_widths_and_layers_of_appendix_a4(scale):
 
 @pytest.mark.parametrize(
     ("dataset", "figure", "millions"),
-    [("pcfg", "figure 2a", 41), ("generated", "figure 2b", 235), ("pcfg", "table 1", 235), ("books", "table 1", 335)],
+    [("pcfg", "figure 2a", 41), ("generated", "figure 2b", 235), ("pcfg", "table 1", 235), ("text", "table 1", 335)],
 )
 def test_models_have_the_parameters_that_the_text_gives(dataset, figure, millions):
     tokens = costs.Tokens(vocab_size=30_522, length=128)  # as the paper counts: docs/errata.md
@@ -121,16 +121,16 @@ def test_the_tables_have_their_algorithms(scale):
     lookup = f"lookup-{PRESETS[scale].tasks['A']}"
     tables = [part for part in experiments(scale, "pcfg")["d1024"].measurements if lookup in part.measures]
     assert [part.steps for part in tables] == [(0,)]
-    books = {name: one.config for name, one in experiments(scale, "books", "table 2").items()}
+    text = {name: one.config for name, one in experiments(scale, "text", "table 2").items()}
     assert {
         name: (c.model.dropout, c.optimizer.weight_decay, c.algorithm.kind, getattr(c.algorithm, "rho", None))
-        for name, c in books.items()
+        for name, c in text.items()
     } == {
         "d1024-24-layers": (0.1, 0.01, "gradient", None),
         "unregularized": (0.0, 0.0, "gradient", None),
         "sam": (0.0, 0.0, "sam", 0.05),
     }
-    for one in experiments(scale, "books", "table 2").values():
+    for one in experiments(scale, "text", "table 2").values():
         assert {"finetune-qnli", "finetune-sst2", "finetune-rte", "trace"} <= set(one.measurements[0].measures)
 
 

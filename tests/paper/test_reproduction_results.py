@@ -11,7 +11,7 @@ from scipy import stats
 from isoloss.paper.reproduction import band, page, published
 from isoloss.paper.reproduction.answer import answer
 from isoloss.paper.reproduction.band import Model
-from isoloss.paper.reproduction.reading import at_kl
+from isoloss.paper.reproduction.reading import at_same_loss
 from isoloss.paper.reproduction.scales import EVENING, SMOKE, Scale
 from isoloss.paper.reproduction.study import STUDY
 from isoloss.paper.reproduction.tables import _ranking, compared, tables
@@ -42,12 +42,16 @@ def test_a_model_at_another_kl_is_on_the_line_between_its_neighbors():
         checkpoint(0.04, 60.0, [2.0, -2.0, 1.0, -1.0]),
         checkpoint(0.01, 50.0, [0.5, -0.5, 2.0, -2.0]),
     )
-    found = at_kl([first, second, third], 0.08)  # half way in the logarithm
+
+    def found_at(kl):
+        return at_same_loss([first, second, third], checkpoint(kl, 70.0, []))[0]
+
+    found = found_at(0.08)  # half way in the logarithm
     assert found["kl"].estimate.value == 0.08
     assert found["trace"].estimate.value == pytest.approx(80.0)
     assert found["trace"].examples["influence"].tolist() == pytest.approx([1.5, -1.5, 2.0, -2.0])
-    assert at_kl([first, second, third], 0.02)["trace"].estimate.value == pytest.approx(55.0)
-    assert at_kl([first, second, third], 0.04)["trace"].estimate.value == pytest.approx(60.0)
+    assert found_at(0.02)["trace"].estimate.value == pytest.approx(55.0)
+    assert found_at(0.04)["trace"].estimate.value == pytest.approx(60.0)
     # the error of a difference is that of (first + second) / 2 - treated, example by example
     treated = measured(70.0, [1.0, -1.0, 1.0, -1.0])
     paired = difference(treated, found["trace"])
@@ -58,14 +62,36 @@ def test_a_model_at_another_kl_is_on_the_line_between_its_neighbors():
 
 def test_a_kl_that_no_two_neighbors_enclose_has_no_model():
     pair = [checkpoint(0.16, 100.0, []), checkpoint(0.04, 60.0, [])]
-    assert at_kl(pair, 0.03) is None
-    assert at_kl(pair, 0.17) is None
-    assert at_kl(pair[:1], 0.16) is None
+    assert at_same_loss(pair, checkpoint(0.03, 70.0, [])) is None
+    assert at_same_loss(pair, checkpoint(0.17, 70.0, [])) is None
+    assert at_same_loss(pair[:1], checkpoint(0.16, 70.0, [])) is None
 
 
 def test_neighbors_may_come_in_any_order_of_their_kl():
     rising = [checkpoint(0.04, 60.0, []), checkpoint(0.16, 100.0, [])]
-    assert at_kl(rising, 0.08)["trace"].estimate.value == pytest.approx(80.0)
+    assert at_same_loss(rising, checkpoint(0.08, 70.0, []))[0]["trace"].estimate.value == pytest.approx(80.0)
+
+
+def test_accuracies_on_sampled_examples_are_interpolated_by_example():
+    """Two probes on four examples; the error is that of the mean of the differences, example by example."""
+    labels = np.array([0, 1, 1, 0])
+
+    def model(kl, predictions):
+        examples = {"predictions": np.array(predictions), "labels": labels}
+        accuracy = (examples["predictions"] == labels).mean()
+        about = {"unit": "accuracy", "num_predictions": 4, "method": "known", "samples": 4, "stderr": 0.1}
+        one = Measured(estimate=Estimate(value=accuracy, **about), inputs="same", settings={}, examples=examples)
+        return {"loss": measured(kl), "probe": one}
+
+    first = model(4.0, [[0, 1, 0, 1], [0, 1, 1, 1]])  # correct: 1, 1, 1/2, 0
+    second = model(1.0, [[0, 0, 1, 0], [0, 0, 1, 0]])  # correct: 1, 0, 1, 1
+    treated = model(2.0, [[0, 1, 1, 0], [0, 1, 1, 1]])  # correct: 1, 1, 1, 1/2
+    control, same = at_same_loss([first, second], treated)
+    found = difference(same["probe"], control["probe"])
+    by_hand = np.array([1, 1, 1, 0.5]) - (np.array([1, 1, 0.5, 0]) + np.array([1, 0, 1, 1])) / 2
+    assert found.unit == "percentage points"
+    assert found.value == pytest.approx(100 * by_hand.mean())
+    assert found.stderr == pytest.approx(100 * by_hand.std(ddof=1) / 2)
 
 
 # --- models of about one loss ----------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_two_steps_of_every_model(scale, name, stand_ins, tmp_path, monkeypatch)
         data = tuple(f"{task}={stand_ins / task}" for task in ("sst2", "qnli", "rte"))
         for part in experiment.measurements:
             settings = (
-                {**SETTINGS, "task_data": data} if "generated" in name or "web" in name or "books" in name else SETTINGS
+                {**SETTINGS, "task_data": data} if "generated" in name or "web" in name or "text" in name else SETTINGS
             )
             evaluator = Evaluator(run, settings)
             for measure in part.measures:

@@ -335,9 +335,11 @@ class CorpusConfig(_Config):
     language_class = "corpus:Corpus"
     kind: Literal["corpus"] = "corpus"
     paths: tuple[str, ...]
-    """Text files (.txt), JSON lines (.jsonl), folders of them, or datasets: hf:NAME[:CONFIG][@REVISION]."""
+    """Text files (.txt), JSON lines (.jsonl), folders of them, or datasets: hf:NAME[:CONFIG][@REVISION], or python:docs
+    and python:docstrings, which come with Python."""
     tokenizer: str
-    """A Hugging Face folder or name, or a `vocab.txt` of WordPiece."""
+    """A Hugging Face folder or name, a `vocab.txt` of WordPiece, or wordpiece:NUMBER: as many tokens, learned from the
+    text."""
     length: int = setting(128, minimum=3)
     """Tokens in a packed sequence, the tokenizer's special tokens included."""
     held_out: float = setting(0.05, above=0, below=1)
@@ -365,10 +367,12 @@ class CorpusConfig(_Config):
         """Return the config of text: a dataset, a folder, JSON lines, or anything together with a tokenizer."""
         path = Path(spec)
         is_text = path.exists() and ("tokenizer" in options or path.is_dir() or path.suffix == ".jsonl")
-        if not is_text and not spec.startswith("hf:"):
+        if not is_text and not spec.startswith(("hf:", "python:")):
             return None
         if "tokenizer" not in options:
-            raise IsolossError(f"{spec} is text and needs --tokenizer: a Hugging Face folder or name, or a vocab.txt")
+            raise IsolossError(
+                f"{spec} is text and needs --tokenizer: a Hugging Face folder or name, a vocab.txt, or wordpiece:2000"
+            )
         return cls(paths=(spec,), **options).resolved()
 
 

@@ -176,9 +176,14 @@ class _Text:
 
     def __init__(self, config: CorpusConfig) -> None:
         check(config)
-        self.tokenizer = tokenizers.load_tokenizer(config.tokenizer, needs=("mask", "pad"))
+        number = tokenizers.learned_size(config.tokenizer)
+        if number is None:
+            self.tokenizer = tokenizers.load_tokenizer(config.tokenizer, needs=("mask", "pad"))
         paths = tuple(_absolute(path) for path in config.paths)
         self._sources = documents.open_sources(paths, column=config.column, split=config.split)
+        if number is not None:
+            texts = (text for _, text in documents.read(self._sources, config.max_documents))
+            self.tokenizer = tokenizers.train_tokenizer(texts, vocab_size=number)
         content = hashlib.sha256(tokenizers.serialized(self.tokenizer))
         for source in self._sources:
             content.update(source.content(config.max_documents).encode())

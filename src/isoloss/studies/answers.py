@@ -27,7 +27,7 @@ def answer_all(
 
     Args:
         file: The claims.
-        contrasts: The contrasts, by the name in `Claim.compares`.
+        contrasts: The contrasts, by the name in `Claim.compares`; a claim whose name has none is not tested.
         measures: The keys of the estimates to compare, by the name in `Claim.measures` and then by case, e.g. the task
             (empty if there is only one).
         scale: The scale of the study, at which the file may rule out verdicts; None: verdicts are given.
@@ -45,6 +45,9 @@ def answer_all(
             _check(file, claim, "compares", contrasts)
             keys, margin = measures[claim.measures], claim.same_loss_nats or file.same_loss_nats
             answers = [a for each in contrasts[claim.compares] for a in answer(claim, each, keys, margin=margin)]
+            if not answers:
+                none = "The study has no two models to compare."
+                answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=none)]
         results.append(ClaimResult(claim=claim, answers=tuple(answers)))
     if file.judged_at(scale):
         return _corrected(results, _primary(file, results))

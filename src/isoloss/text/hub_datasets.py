@@ -1,4 +1,7 @@
-"""Named datasets: `hf:NAME` is a folder or a name on the Hugging Face hub, read with the library `datasets`."""
+"""Named datasets: `hf:NAME` is a folder or a name on the Hugging Face hub, read with the library `datasets`.
+
+`python:NAME` is one of the texts that come with Python (`isoloss.text.python_docs.rows`).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isoloss.errors import IsolossError
+from isoloss.text import python_docs
 
 PREFIX = "hf:"
+PYTHON = "python:"  # of what comes with Python
 FORM = "hf:NAME[:CONFIG][@REVISION], e.g. hf:Skylion007/openwebtext, or hf:FOLDER"
 
 _NAME = re.compile(
@@ -22,11 +27,12 @@ _ROWS = 1000  # that are in memory at a time
 
 
 class DatasetName(NamedTuple):
-    """The parts of `hf:NAME[:CONFIG][@REVISION]`; of a folder, the name is its absolute path."""
+    """The parts of `hf:NAME[:CONFIG][@REVISION]` or `python:NAME`; of a folder, the name is its absolute path."""
 
     name: str
     config: str | None = None
     revision: str | None = None
+    prefix: str = PREFIX
 
     @property
     def is_local(self) -> bool:
@@ -35,12 +41,12 @@ class DatasetName(NamedTuple):
 
     def __str__(self) -> str:
         config = f":{self.config}" if self.config else ""
-        return f"{PREFIX}{self.name}{config}" + (f"@{self.revision}" if self.revision else "")
+        return f"{self.prefix}{self.name}{config}" + (f"@{self.revision}" if self.revision else "")
 
 
 def is_dataset(spec: str | Path) -> bool:
     """Return whether `spec` has the form of a dataset's name rather than of a path."""
-    return str(spec).startswith(PREFIX)
+    return str(spec).startswith((PREFIX, PYTHON))
 
 
 def parse(spec: str) -> DatasetName:
@@ -51,8 +57,10 @@ def parse(spec: str) -> DatasetName:
 
     Example:
         >>> parse("hf:nyu-mll/glue:rte@main")
-        DatasetName(name='nyu-mll/glue', config='rte', revision='main')
+        DatasetName(name='nyu-mll/glue', config='rte', revision='main', prefix='hf:')
     """
+    if spec.startswith(PYTHON):
+        return DatasetName(spec.removeprefix(PYTHON), prefix=PYTHON)
     text = spec.removeprefix(PREFIX)
     folder = Path(text).expanduser()
     if text and folder.is_dir():
@@ -68,7 +76,7 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
 
     A folder is what `save_to_disk` wrote, or holds Parquet, Arrow, JSON lines, CSV or text files as `load_dataset`
     takes them. From the hub, the data is downloaded once, into the cache of `datasets` (`HF_HOME`); afterwards no
-    network is needed. No code that comes with a dataset is run.
+    network is needed. No code that comes with a dataset is run. What comes with Python is made in memory.
 
     Raises:
         IsolossError: There is no such dataset, config, split (e.g. `train[:10%]`) or column, or no hub.
@@ -78,6 +86,8 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
     from isoloss.loading import hub_answers
 
     name = parse(spec)
+    if name.prefix == PYTHON:
+        return _with_columns(datasets.Dataset.from_dict(dict(python_docs.rows(name.name, split))), name, columns)
     with _quiet():
         try:
             folder = Path(name.name)
@@ -93,6 +103,10 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
         except Exception as error:  # datasets raises nearly anything on what it cannot read
             reason = " ".join(str(error).split()) or type(error).__name__
             raise IsolossError(f"cannot load the split {split!r} of {name}: {reason[:400]}") from error
+    return _with_columns(dataset, name, columns)
+
+
+def _with_columns(dataset: Any, name: DatasetName, columns: Sequence[str]) -> Any:
     missing = [column for column in columns if column not in dataset.column_names]
     if missing:
         raise IsolossError(f"{name} has no column {missing[0]!r}; it has {', '.join(dataset.column_names)}")

@@ -1,11 +1,40 @@
-"""A small real text that comes with every Python, and so needs no network: the language reference, in English."""
+"""Real English text that comes with every Python, and so needs no network: its language reference and its docstrings.
+
+`write_python_docs` writes the reference to files. `rows` has the datasets that are named `python:NAME`, two of them
+with labels: stand-ins for a corpus and for downstream tasks where there is no network.
+"""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import hashlib
+import json
+import os
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, did_you_mean
+
+MODULES = ("asyncio", "distutils", "email", "importlib", "logging", "tkinter", "unittest", "xml")  # labels of a task
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+_LEAST_CHARACTERS = 60  # of a docstring
+_HELD_OUT = 5  # one labeled docstring of so many is for testing
+_SPLITS = ("train", "validation")
+
+Columns = Mapping[str, list[str]]
+
+
+class Docstring(NamedTuple):
+    """The docstring of a function, class or module of the standard library."""
+
+    module: str  # the top-level one
+    name: str  # in words, e.g. `Thread is alive`
+    text: str
 
 
 def write_python_docs(folder: Path) -> int:
@@ -17,14 +46,139 @@ def write_python_docs(folder: Path) -> int:
     Raises:
         IsolossError: This Python was installed without them, `folder` holds something else or cannot be written.
     """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise IsolossError("this Python was installed without its module pydoc_data, which has the text") from error
-    pages = {f"{name}.txt": text.encode() for name, text in topics.items()}
+    pages = {f"{name}.txt": text.encode() for name, text in _reference().items()}
     if folder.is_dir() and {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == pages:
         return len(pages)
     with files.new_output(folder) as unfinished:
         for name, data in pages.items():
             (unfinished / name).write_bytes(data)
     return len(pages)
+
+
+def rows(name: str, split: str) -> Columns:
+    """Return the columns of a split of one of the datasets that come with Python.
+
+    They depend on the version of the Python that runs this. What is held out for testing follows from the texts alone.
+
+    | name | columns | what it is |
+    |---|---|---|
+    | `docs` | text | the language reference, a page each |
+    | `docstrings` | text | the docstrings of the standard library, about 1.5 million characters |
+    | `docstring-modules` | text, label | which of eight modules a docstring is from |
+    | `docstring-names` | name, text, label | whether a docstring is that of this name (1) or of another in its module |
+
+    Args:
+        name: The dataset.
+        split: `train`; or, of the last two, `validation`, with one example in five.
+
+    Raises:
+        IsolossError: There is no such dataset or split, or this Python was installed without the text.
+
+    Example:
+        >>> sorted(set(rows("docstring-modules", "train")["label"]))[:3]
+        ['asyncio', 'distutils', 'email']
+    """
+    if name not in DATASETS:
+        raise IsolossError(f"there is no dataset python:{name}{did_you_mean(name, DATASETS)}; there are {_names()}")
+    splits = _SPLITS if name in _LABELED else _SPLITS[:1]
+    if split not in splits:
+        raise IsolossError(f"python:{name} has no split {split!r}; it has {' and '.join(splits)}")
+    return DATASETS[name](split)
+
+
+def docstrings() -> list[Docstring]:
+    """Return the distinct docstrings of the standard library of at least 60 characters, in the order of its files.
+
+    Reading all the files takes seconds, so what was found is kept in the cache (`ISOLOSS_CACHE`, else
+    `~/.cache/isoloss`) for as long as the files stay as they are.
+
+    Raises:
+        IsolossError: This Python was installed without the source of its standard library.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts))
+    if not paths:
+        raise IsolossError(f"this Python was installed without the source of its standard library in {root}")
+    state = [(str(path), stat.st_size, stat.st_mtime_ns) for path in paths for stat in (path.stat(),)]
+    key = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
+    kept = Path(os.environ.get("ISOLOSS_CACHE") or "~/.cache/isoloss").expanduser() / "python" / f"{key}.json"
+    if kept.is_file():
+        return [Docstring(*each) for each in json.loads(kept.read_text(encoding="utf-8"))]
+    found: dict[str, Docstring] = {}
+    for path in paths:
+        for each in _docstrings_of(path, module=path.relative_to(root).parts[0].removesuffix(".py")):
+            found.setdefault(each.text, each)
+    with contextlib.suppress(IsolossError, OSError):  # a cache that cannot be written only costs time
+        files.write_text(kept, json.dumps(list(found.values())))
+    return list(found.values())
+
+
+def _reference() -> Mapping[str, str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise IsolossError("this Python was installed without its module pydoc_data, which has the text") from error
+    pages: Mapping[str, str] = topics
+    return pages
+
+
+def _docstrings_of(path: Path, module: str) -> Iterator[Docstring]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old escapes in strings
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # a template rather than a module
+        return
+    todo: list[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]] = [(path.stem, tree)]
+    while todo:
+        name, node = todo.pop(0)
+        text = ast.get_docstring(node)
+        if text is not None and len(text) >= _LEAST_CHARACTERS:
+            yield Docstring(module, " ".join(name.replace("_", " ").split()), text)
+        if isinstance(node, ast.Module | ast.ClassDef):
+            outer = "" if isinstance(node, ast.Module) else f"{name} "
+            inner = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            todo += [(f"{outer}{each.name}", each) for each in node.body if isinstance(each, inner)]
+
+
+def _part(split: str) -> list[Docstring]:
+    """Return the docstrings of a split."""
+    return [each for each in docstrings() if (_hash(each.text) % _HELD_OUT == 0) == (split == "validation")]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _modules(split: str) -> Columns:
+    chosen = [each for each in _part(split) if each.module in MODULES]
+    return {"text": [each.text for each in chosen], "label": [each.module for each in chosen]}
+
+
+def _pairs(split: str) -> Columns:
+    """Return docstrings with their name or, for every other one by its hash, the next other name in the module."""
+    by_module: dict[str, list[Docstring]] = {}
+    for each in _part(split):
+        by_module.setdefault(each.module, []).append(each)
+    examples: list[tuple[str, str, str]] = []
+    for some in by_module.values():
+        for index, each in enumerate(some):
+            others = [other.name for other in (*some[index + 1 :], *some[:index]) if other.name != each.name]
+            if _hash(each.text) // _HELD_OUT % 2 or not others:
+                examples.append((each.name, each.text, "1"))
+            else:
+                examples.append((others[0], each.text, "0"))
+    return dict(zip(("name", "text", "label"), map(list, zip(*examples, strict=True)), strict=True))
+
+
+DATASETS: Mapping[str, Callable[[str], Columns]] = {
+    "docs": lambda split: {"text": list(_reference().values())},
+    "docstrings": lambda split: {"text": [each.text for each in docstrings()]},
+    "docstring-modules": _modules,
+    "docstring-names": _pairs,
+}
+_LABELED = ("docstring-modules", "docstring-names")
+
+
+def _names() -> str:
+    return ", ".join(f"python:{name}" for name in DATASETS)

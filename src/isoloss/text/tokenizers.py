@@ -26,6 +26,7 @@ Kind = Literal["wordpiece", "bpe"]
 
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub or a WordPiece vocab.txt"
+_LEARNED = "wordpiece:"  # before a number of tokens
 
 
 def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -> PreTrainedTokenizerFast:
@@ -52,6 +53,24 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
         if getattr(tokenizer, f"{name}_token_id") is None:
             raise IsolossError(f"the tokenizer {spec} has no {name} token, which is needed here")
     return tokenizer
+
+
+def learned_size(spec: str) -> int | None:
+    """Return the number of tokens in `wordpiece:NUMBER`, a tokenizer to be learned from the text; None for others.
+
+    Raises:
+        IsolossError: What follows the colon is not a whole number.
+
+    Example:
+        >>> learned_size("wordpiece:2000"), learned_size("vocab.txt")
+        (2000, None)
+    """
+    if not spec.startswith(_LEARNED):
+        return None
+    number = spec.removeprefix(_LEARNED)
+    if not number.isdecimal():
+        raise IsolossError(f"the tokenizer {spec!r} has no number of tokens: write it as {_LEARNED}2000")
+    return int(number)
 
 
 def train_tokenizer(

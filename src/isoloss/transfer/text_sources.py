@@ -53,6 +53,10 @@ RTE = _glue("rte", "sentence1", "sentence2")
 SST2 = _glue("sst2", "sentence")
 WNLI = _glue("wnli", "sentence1", "sentence2")
 
+# of the docstrings that come with Python: one text and two, as SST-2 and QNLI have
+DOCSTRING_MODULE = TextTask(name="docstring-module", train="python:docstring-modules", text="text")
+DOCSTRING_NAME = TextTask(name="docstring-name", train="python:docstring-names", text="name", pair="text")
+
 
 def registered_text_task(name: str, data: str | None = None) -> TextTask | None:
     """Return the task of text that is registered under `name`, or None.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from isoloss.paper.reproduction.dataset import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate
-from isoloss.paper.reproduction.reading import at_kl, at_step, by_polish, end, replicates
+from isoloss.paper.reproduction.reading import at_same_loss, at_step, by_polish, end, replicates, trained
 from isoloss.paper.reproduction.scales import Scale
 from isoloss.studies.claims import Contrast
 from isoloss.studies.comparison import Checkpoint, Pair
@@ -15,63 +16,89 @@ from isoloss.studies.results import Results
 
 TRAJECTORY = "AdamW at the same loss"
 PAIR = Callable[[Replicate], Pair | None]
+CONTRASTS = {  # the names of claims.toml, after that of the dataset
+    "pcfg": ("sgd", "label noise", "longer", "larger", "adversary", "helper", "pre-ln", "look-up table"),
+    "hmm": ("sgd", "longer", "larger"),
+    "text": ("unregularized", "sam"),
+}
 INTERPOLATED = (
     "The first is interpolated, linearly in the logarithm of the KL, between two checkpoints {between}, whose KL are "
     "above and below the second's."
 )
+ALONG = (
+    "{treated} is the last of its checkpoints whose loss lies between those of two checkpoints of the other; the other "
+    "is interpolated between these, linearly in the logarithm of the loss."
+)
 
 
 def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
-    """Return the pairs of checkpoints that are compared, by what claims.toml calls them; none without a polish."""
+    """Return the pairs of checkpoints that are compared, by what claims.toml calls them; none of what was not run."""
     scale: Scale = results.scale
-    found: dict[str, Sequence[Contrast]] = {}
+    found: dict[str, Sequence[Contrast]] = {f"{name} {each}": () for name, all_ in CONTRASTS.items() for each in all_}
     for dataset in scale.datasets:
-        if dataset.polish_steps and replicates(results, dataset):
-            found |= {f"{dataset.name} {name}": each for name, each in _of_dataset(results, dataset).items()}
+        if replicates(results, dataset):
+            made = (_after_polish if dataset.polish_steps else _along_training)(_Contrasts(results, dataset))
+            found |= {f"{dataset.name} {name}": each for name, each in made.items()}
     return found
 
 
-def _of_dataset(results: Results, dataset: Dataset) -> dict[str, list[Contrast]]:
-    main = dataset.main
+@dataclass(frozen=True)
+class _Contrasts:
+    """The pairs of one dataset, one of each replicate."""
 
-    def contrast(names: tuple[str, str], pair: PAIR, where: str, **more: object) -> list[Contrast]:
-        pairs = [(one, each) for one in replicates(results, dataset) if (each := pair(one)) is not None]
+    results: Results
+    dataset: Dataset
+
+    def make(self, names: tuple[str, str], pair: PAIR, where: str, **more: object) -> list[Contrast]:
+        """Return a contrast of the replicates that have a pair; none where no replicate has."""
+        everyone = replicates(self.results, self.dataset)
+        pairs = [(one, each) for one in everyone if (each := pair(one)) is not None]
         if not pairs:
             return []
-        clusters = [one.cluster for one, _ in pairs]
-        left_out = len(replicates(results, dataset)) - len(pairs)
-        if left_out:
-            where += (
-                f" {left_out} of {left_out + len(pairs)} models are left out, because no two checkpoints enclose them."
-            )
-        clusters_are = "grammars" if dataset.name == "pcfg" else "languages"
-        if len(set(clusters)) < 2:
+        clusters, clusters_are = [one.cluster for one, _ in pairs], "languages"
+        if self.dataset.name == "pcfg":
+            clusters_are = "grammars"
+        if len(pairs) == 1:
+            clusters = []
+        elif len(set(clusters)) == 1:
             clusters, clusters_are = [one.prefix for one, _ in pairs], "seeds"
+        if left_out := len(everyone) - len(pairs):
+            where += f" {left_out} of {len(everyone)} models are left out, because no two checkpoints enclose them."
         about: dict[str, Any] = {"where": where, "clusters": clusters, "clusters_are": clusters_are, **more}
         return [Contrast(names=names, pairs=[each for _, each in pairs], **about)]
 
-    def against_adamw(arm: str) -> PAIR:
-        return lambda one: _at_same_kl(by_polish(results, dataset, one, main), end(results, dataset, one, arm))
+    def against_adamw(self, name: str, arm: str, between: str) -> list[Contrast]:
+        """Return the control at the loss of an arm against the arm."""
+        results, dataset = self.results, self.dataset
+        return self.make(
+            (TRAJECTORY, name),
+            lambda one: at_same_loss(by_polish(results, dataset, one, dataset.main), end(results, dataset, one, arm)),
+            INTERPOLATED.format(between=between),
+        )
 
+
+def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
+    """Return the contrasts of a dataset whose models end in a polish."""
+    results, dataset, main = make.results, make.dataset, make.dataset.main
     between = f"of {main} after {dataset.start:,} steps and polishes of different lengths"
     made = {
-        "sgd": contrast((TRAJECTORY, "SGD"), against_adamw(SGD_SAMPLED), INTERPOLATED.format(between=between)),
-        "label noise": contrast(
+        "sgd": make.against_adamw("SGD", SGD_SAMPLED, between),
+        "label noise": make.make(
             ("SGD (exact labels)", "SGD (sampled labels)"),
             lambda one: (end(results, dataset, one, SGD_EXACT), end(results, dataset, one, SGD_SAMPLED)),
             "Both after the same polish.",
         ),
-        "longer": contrast(
+        "longer": make.make(
             (f"{dataset.start:,} steps", f"{dataset.last:,} steps"),
-            against_adamw(main),
+            lambda one: at_same_loss(by_polish(results, dataset, one, main), end(results, dataset, one, main)),
             INTERPOLATED.format(between=between),
         ),
         "larger": [
             each
             for smaller, larger in itertools.pairwise(dataset.sizes)
-            for each in contrast(
+            for each in make.make(
                 (smaller, larger),
-                lambda one, smaller=smaller, larger=larger: _larger(results, dataset, one, smaller, larger),  # type: ignore[misc]
+                lambda one, pair=(smaller, larger): _last(*(by_polish(results, dataset, one, size) for size in pair)),  # type: ignore[misc]
                 "The second is interpolated, linearly in the logarithm of the KL, between polishes of different "
                 "lengths; the first has had the longest polish that leaves its KL between the second's.",
                 case=f"{smaller} to {larger}",
@@ -80,15 +107,11 @@ def _of_dataset(results: Results, dataset: Dataset) -> dict[str, list[Contrast]]
     }
     if "adversary" in dataset.arms:
         for arm in ("adversary", "helper"):
-            made[arm] = contrast(
-                (TRAJECTORY, dataset.arms[arm].title),
-                against_adamw(arm),
-                INTERPOLATED.format(between=between),
-            )
+            made[arm] = make.against_adamw(dataset.arms[arm].title, arm, between)
         made["look-up table"] = [
             each
             for kind, words in (("lookup", "probabilities"), ("log-lookup", "logarithms"))
-            for each in contrast(
+            for each in make.make(
                 ("Look-up table", main),
                 lambda one, kind=kind: _against_table(results, dataset, one, kind),  # type: ignore[misc]
                 f"The features of the look-up table are the true conditionals, as {words}; its KL is 0.",
@@ -97,22 +120,50 @@ def _of_dataset(results: Results, dataset: Dataset) -> dict[str, list[Contrast]]
             )
         ]
     if "pre-ln" in dataset.arms:
-        made["pre-ln"] = contrast(
-            ("Post-layer-norm", "Pre-layer-norm"), against_adamw("pre-ln"), INTERPOLATED.format(between=between)
+        made["pre-ln"] = make.make(
+            ("Post-layer-norm", "Pre-layer-norm"),
+            lambda one: at_same_loss(by_polish(results, dataset, one, main), end(results, dataset, one, "pre-ln")),
+            INTERPOLATED.format(between=between),
         )
     return made
 
 
-def _at_same_kl(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | None:
-    control = at_kl(controls, treated["kl"].estimate.value)
-    return None if control is None else (control, treated)
+def _along_training(make: _Contrasts) -> dict[str, list[Contrast]]:
+    """Return the contrasts of a dataset without a polish: of models at one loss in the course of their training."""
+    results, dataset = make.results, make.dataset
+
+    def enclosed(one: Replicate, treated: str, control: str) -> Pair | None:
+        return _last(*(trained(results, dataset, one, arm) for arm in (treated, control)))
+
+    made: dict[str, list[Contrast]] = {}
+    for name, arm in dataset.arms.items():
+        if arm.stages:  # goes on where the control ends, so the control never has its loss
+            continue
+        kind, _, case = name.partition("-")
+        control = "unregularized" if name == "sam" else dataset.main
+        names = (dataset.arms[control].title if control in dataset.arms else "AdamW", arm.title)
+
+        def pair(one: Replicate, treated: str = name, control: str = control) -> Pair | None:
+            found = enclosed(one, treated, control)
+            return None if found is None else (found[1], found[0])
+
+        made.setdefault(kind, []).extend(make.make(names, pair, ALONG.format(treated=arm.title), case=case))
+    for smaller, larger in itertools.pairwise(dataset.sizes):
+        made.setdefault("larger", []).extend(
+            make.make(
+                (smaller, larger),
+                lambda one, pair=(smaller, larger): enclosed(one, *pair),  # type: ignore[misc]
+                ALONG.format(treated=smaller),
+                case=f"{smaller} to {larger}",
+            )
+        )
+    return made
 
 
-def _larger(results: Results, dataset: Dataset, one: Replicate, smaller: str, larger: str) -> Pair | None:
-    """Return the smaller model and the larger one at the same KL, with traces in one architecture."""
-    firsts, seconds = (by_polish(results, dataset, one, size) for size in (smaller, larger))
+def _last(firsts: Sequence[Checkpoint], seconds: Sequence[Checkpoint]) -> Pair | None:
+    """Return the last of some checkpoints that others enclose in loss, and these interpolated at its loss."""
     for first in reversed(firsts):
-        if (pair := _at_same_kl(seconds, first)) is not None:
+        if (pair := at_same_loss(seconds, first)) is not None:
             return pair[1], pair[0]
     return None
 
@@ -126,7 +177,7 @@ def _against_table(results: Results, dataset: Dataset, one: Replicate, kind: str
 def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
     """Return what can be measured of two models, by what claims.toml calls it."""
     found: dict[str, Mapping[str, str]] = {}
-    for name in ("pcfg", "hmm"):
+    for name in CONTRASTS:
         dataset = scale.dataset(name)
         if dataset is None:
             continue
@@ -156,4 +207,5 @@ def _case(key: str) -> str:
         return f"{task} ({int(number):,} examples)"
     if key.startswith("projected-"):
         return key.removeprefix("projected-").rpartition("-")[0]
-    return key.removeprefix("probe-")
+    kind, _, task = key.partition("-")
+    return f"{task} (fine-tuned)" if kind == "finetune" else task

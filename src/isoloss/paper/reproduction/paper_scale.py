@@ -173,7 +173,7 @@ def _web(preset: Preset) -> Dataset:
     )
 
 
-def _books(preset: Preset) -> Dataset:
+def _text(preset: Preset) -> Dataset:
     tasks = {"QNLI": "finetune-qnli", "SST-2": "finetune-sst2", "RTE": "finetune-rte"}
     large = ModelConfig(architecture=preset.architecture, size="d1024", layers=24)  # 335M with the embedding
     bare = dataclasses.replace(large, dropout=0.0)
@@ -182,7 +182,7 @@ def _books(preset: Preset) -> Dataset:
     no_decay = dataclasses.replace(common["optimizer"], weight_decay=0.0)
     shown_in = ("table 1", "table 2")
     return Dataset(
-        name="books",
+        name="text",
         title="BookCorpus",
         languages=(language,),
         tasks=tasks,
@@ -204,7 +204,7 @@ def _books(preset: Preset) -> Dataset:
         },
         measures=("loss", "trace", "minimal-trace", *tasks.values()),
         settings=_settings(preset),
-        shown=SHOWN["books"],
+        shown=SHOWN["text"],
         needs=((0, NEEDS[1][1]),),
         tokens=Tokens(vocab_size=VOCABULARY, length=128, predicted=19),
     )
@@ -212,7 +212,7 @@ def _books(preset: Preset) -> Dataset:
 
 def scale(preset: Preset) -> Scale:
     """Return the paper's scale with the settings of a preset."""
-    datasets = tuple(make(preset) for make in (_pcfg, _hmm, _generated, _web, _books))
+    datasets = tuple(make(preset) for make in (_pcfg, _hmm, _generated, _web, _text))
     return Scale(description=f"the paper's sizes on GPUs, settings: {preset.description}", datasets=datasets)
 
 

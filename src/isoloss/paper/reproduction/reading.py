@@ -11,7 +11,7 @@ from typing import Any
 from isoloss.paper.reproduction.dataset import Dataset, Replicate, polished
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.comparison import Checkpoint, Measured
+from isoloss.studies.comparison import Checkpoint, Measured, Pair, loss_key
 from isoloss.studies.results import Results
 
 
@@ -37,29 +37,47 @@ def by_polish(results: Results, dataset: Dataset, replicate: Replicate, size: st
     return [results.at(replicate.run(polished(size, dataset.start, length))) for length in dataset.polish_lengths]
 
 
-def at_kl(checkpoints: Sequence[Checkpoint], kl: float) -> Checkpoint | None:
-    """Return what a model with this KL would measure, between two checkpoints that enclose it.
+def trained(results: Results, dataset: Dataset, replicate: Replicate, arm: str) -> list[Checkpoint]:
+    """Return a size or arm at every watched step, in their order."""
+    return [at_step(results, replicate, arm, step) for step in dataset.watched]
 
-    Linear interpolation in the logarithm of the KL, of values and of what each example adds to them; None if no two
-    neighbors enclose the KL.
+
+def at_same_loss(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | None:
+    """Return the control at the treated model's loss, and the treated model.
+
+    The loss is the KL to the truth where it is known. The control is interpolated, linearly in the logarithm of the
+    loss, between two neighbors whose losses enclose the treated model's: values, and what each example adds to them.
+    None if no two neighbors do.
 
     Args:
-        checkpoints: In the order of their polishes' lengths.
-        kl: In nats per predicted token.
+        controls: Checkpoints of the control, in the order of their steps or of their polishes' lengths.
+        treated: The checkpoint that the control is compared with.
     """
-    for first, second in itertools.pairwise(checkpoints):
-        ends = first["kl"].estimate.value, second["kl"].estimate.value
-        if min(ends) <= kl <= max(ends) and ends[0] != ends[1]:
-            fraction = math.log(kl / ends[0]) / math.log(ends[1] / ends[0])
-            both = [key for key in first if key in second]
-            mixed = {key: _mixed(first[key], second[key], fraction) for key in both}
-            exactly = dataclasses.replace(mixed["kl"].estimate, value=kl)
-            return mixed | {"kl": dataclasses.replace(mixed["kl"], estimate=exactly)}
+    key = loss_key([(treated, treated)])
+    loss = treated[key].estimate.value
+    for first, second in itertools.pairwise(controls):
+        ends = first[key].estimate.value, second[key].estimate.value
+        if min(ends) <= loss <= max(ends) and ends[0] != ends[1]:
+            fraction = math.log(loss / ends[0]) / math.log(ends[1] / ends[0])
+            both = [name for name in first if name in second]
+            mixed = {name: _mixed(first[name], second[name], fraction) for name in both}
+            exactly = dataclasses.replace(mixed[key].estimate, value=loss)
+            mixed[key] = dataclasses.replace(mixed[key], estimate=exactly)
+            return mixed, {name: _by_example(each) for name, each in treated.items()}
     return None
+
+
+def _by_example(one: Measured) -> Measured:
+    """Return an accuracy on sampled examples with what each example adds to it, the mean over probes; others as is."""
+    if not one.is_accuracy:
+        return one
+    correct = (one.examples["predictions"] == one.examples["labels"]).mean(axis=0)
+    return dataclasses.replace(one, examples={"influence": correct - correct.mean()})
 
 
 def _mixed(first: Measured, second: Measured, fraction: float) -> Measured:
     """Return (1 - fraction) of one estimate and `fraction` of another, on the same examples."""
+    first, second = _by_example(first), _by_example(second)
 
     def mix(a: Any, b: Any) -> Any:
         return (1 - fraction) * a + fraction * b

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from isoloss.languages.config import HMMConfig, PCFGConfig
+from isoloss.languages.config import CorpusConfig, HMMConfig, PCFGConfig
 from isoloss.paper.reproduction.dataset import Arm, Dataset, Shown
-from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig
 from isoloss.studies.spec import Experiment
-from isoloss.training.algorithms.config import AdversarialConfig
+from isoloss.training.algorithms.config import AdversarialConfig, SAMConfig
 
 OFFSET = 1000  # added to the seeds of languages per seed offset
 HEAD_WIDTH = 8  # of all sizes that are small, so that one can be expanded into another
@@ -34,7 +34,7 @@ SHOWN: Mapping[str, Shown] = {
     "hmm": Shown(sizes=("figure 3b", "figure 8")),
     "generated": Shown(sizes=("figure 3c", "figure 8"), longer=("figure 2b", "figure 9"), expanded=("figure 5",)),
     "web": Shown(longer=("figure 2c", "figure 4")),
-    "books": Shown(main=("table 1", "table 2")),
+    "text": Shown(main=("table 1", "table 2")),
 }
 SGD_SHOWN = ("figure 4", "figure 10")
 
@@ -238,6 +238,55 @@ def _small_hmm(
     )
 
 
+def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Mapping[str, Any]) -> Dataset:
+    """Return the paper's rows of BookCorpus on text that comes with Python, whose length is that of 32 tokens."""
+    last = watched[-1]
+    regularized = dataclasses.replace(small_bert(size), dropout=0.1)
+    adamw = OptimizerConfig(learning_rate=1e-3, warmup_steps=round(0.025 * last), weight_decay=0.01)
+    bare = {"model": small_bert(size), "optimizer": dataclasses.replace(adamw, weight_decay=0.0)}
+    shown_in = ("table 1", "table 2")
+    return Dataset(
+        name="text",
+        title="Docstrings",
+        languages=(
+            CorpusConfig(
+                paths=("python:docs", "python:docstrings"), tokenizer="wordpiece:1000", length=32, held_out=0.1
+            ),
+        ),
+        seeds=seeds,
+        tasks={
+            "QNLI": "finetune-docstring-name",
+            "SST-2": "finetune-docstring-module",
+            "QNLI, linear probe": "probe-docstring-name",
+            "SST-2, linear probe": "probe-docstring-module",
+        },
+        common={
+            "batch_size": 32,
+            "optimizer": adamw,
+            "objective": ObjectiveConfig(masking="fraction", fraction=0.15),
+            "device": "cpu",
+            "threads": 1,
+        },
+        sizes={size: regularized},
+        main=size,
+        watched=watched,
+        arms={
+            "unregularized": Arm(title="Without dropout and weight decay", changes=bare, shown_in=shown_in),
+            "sam": Arm(
+                title="SAM, without dropout and weight decay",
+                changes={**bare, "algorithm": SAMConfig()},
+                shown_in=shown_in,
+            ),
+        },
+        measures=(
+            *("loss", "trace", "minimal-trace"),
+            *(f"{kind}-docstring-{task}" for kind in ("finetune", "probe") for task in ("name", "module")),
+        ),
+        settings={"probe_solver": "convex", "finetune_seeds": 1, **settings},
+        shown=SHOWN["text"],
+    )
+
+
 SMOKE = Scale(
     description="some minutes on two cores: every part runs, no verdict is given",
     datasets=(
@@ -270,6 +319,15 @@ SMOKE = Scale(
             sgd_steps=20,
             settings={"num_train": 256, "flatness_sentences": 64},
             band=0.02,  # after so few steps, models are further apart
+        ),
+        _small_text(
+            seeds=2,
+            size="d16",
+            watched=(20, 40),
+            settings={
+                **{"num_train": 128, "num_test": 64, "finetune_epochs": 1},
+                **{"loss_sentences": 64, "flatness_sentences": 64},
+            },
         ),
     ),
 )
@@ -304,6 +362,15 @@ EVENING = Scale(
             other_polishes=(125, 250, 500, 2_000),
             sgd_steps=2_000,
             settings={"num_train": 8_192, "flatness_sentences": 1_024},
+        ),
+        _small_text(
+            seeds=5,
+            size="d64",
+            watched=(2_000, 4_000, 6_000, 8_000),
+            settings={
+                **{"num_train": "all", "num_test": "all", "finetune_epochs": 3},
+                **{"loss_sentences": 1_024, "flatness_sentences": 512},
+            },
         ),
     ),
 )

@@ -1,0 +1,108 @@
+"""The text and the tasks that come with Python, held against the modules themselves."""
+
+import inspect
+import json
+import logging
+
+import pytest
+
+from isoloss.errors import IsolossError
+from isoloss.text import documents, python_docs
+from isoloss.text.hub_datasets import is_dataset, load, parse, read_rows
+from isoloss.text.python_docs import MODULES, docstrings, rows
+from isoloss.transfer.text_sources import DOCSTRING_MODULE, DOCSTRING_NAME
+from isoloss.transfer.text_tasks import read_examples
+
+
+def test_docstrings_are_those_that_python_shows():
+    found = {(each.module, each.name): each.text for each in docstrings()}
+    assert found["logging", "Logger setLevel"] not in (None, "")
+    for name, thing in (
+        ("getLogger", logging.getLogger),
+        ("Logger exception", logging.Logger.exception),
+        ("Formatter formatTime", logging.Formatter.formatTime),
+        ("Handler", logging.Handler),
+    ):
+        if len(inspect.getdoc(thing)) >= 60:
+            assert found["logging", name] == inspect.getdoc(thing)
+    assert found["json", "dumps"] == inspect.getdoc(json.dumps)
+
+
+def test_docstrings_are_distinct_and_not_those_of_tests():
+    texts = [each.text for each in docstrings()]
+    assert len(set(texts)) == len(texts) > 1_000
+    assert min(map(len, texts)) >= 60
+    assert "test" not in {each.module for each in docstrings()}
+
+
+def test_they_are_read_once_and_again_when_a_file_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
+    library = tmp_path / "library"
+    library.mkdir()
+    long = "Return the number of words in a text, however long it may be."
+    (library / "words.py").write_text(f'def count_words(text):\n    """{long}"""\n')
+    (library / "broken.py").write_text("this is no Python")
+    (library / "test").mkdir()
+    (library / "test" / "words.py").write_text(f'"""{long} (test)"""\n')
+    monkeypatch.setattr(python_docs.sysconfig, "get_path", lambda name: str(library))
+    assert docstrings() == [("words", "count words", long)]
+    monkeypatch.setattr(python_docs, "_docstrings_of", lambda *arguments, **named: pytest.fail("read again"))
+    assert docstrings() == [("words", "count words", long)]
+    monkeypatch.undo()
+    monkeypatch.setattr(python_docs.sysconfig, "get_path", lambda name: str(library))
+    (library / "words.py").write_text(f'def count_words(text):\n    """{long} Or short."""\n')
+    assert docstrings() == [("words", "count words", f"{long} Or short.")]
+    for path in (library / "words.py", library / "broken.py", library / "test" / "words.py"):
+        path.unlink()
+    with pytest.raises(IsolossError, match="installed without the source of its standard library"):
+        docstrings()
+
+
+def test_modules_are_those_of_the_docstrings_and_the_splits_are_disjoint():
+    module_of = {each.text: each.module for each in docstrings()}
+    train, validation = (rows("docstring-modules", split) for split in ("train", "validation"))
+    for part in (train, validation):
+        assert set(part["label"]) <= set(MODULES)
+        assert [module_of[text] for text in part["text"]] == part["label"]
+    assert not set(train["text"]) & set(validation["text"])
+    every = [each for each in docstrings() if each.module in MODULES]
+    assert len(train["text"]) + len(validation["text"]) == len(every)
+    assert len(validation["text"]) == pytest.approx(len(every) / 5, abs=4 * (len(every) * 0.16) ** 0.5)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_name_is_that_of_the_docstring_or_of_another_in_its_module(split):
+    by_text = {each.text: each for each in docstrings()}
+    names = {}
+    for each in docstrings():
+        names.setdefault(each.module, set()).add(each.name)
+    part = rows("docstring-names", split)
+    for name, text, label in zip(part["name"], part["text"], part["label"], strict=True):
+        own = by_text[text]
+        assert (name == own.name) == (label == "1")
+        assert name in names[own.module]
+    n = len(part["label"])
+    assert part["label"].count("1") / n == pytest.approx(0.5, abs=0.1)
+
+
+def test_they_are_datasets_by_name():
+    assert is_dataset("python:docstrings")
+    assert str(parse("python:docs")) == "python:docs"
+    texts = [text for (text,) in read_rows(load("python:docstrings", split="train", columns=["text"]))]
+    assert texts == [each.text for each in docstrings()]
+    read = [text for _, text in documents.read_documents(["python:docs"])]
+    assert any("Assert statements are a convenient way" in text for text in read)
+    for spec, split, column, message in (
+        ("python:docz", "train", "text", r"there is no dataset python:docz; did you mean docs"),
+        ("python:docs", "validation", "text", r"python:docs has no split 'validation'; it has train"),
+        ("python:docs", "train", "body", r"python:docs has no column 'body'; it has text"),
+    ):
+        with pytest.raises(IsolossError, match=message):
+            load(spec, split=split, columns=[column])
+
+
+def test_their_tasks_have_a_train_and_a_validation_split():
+    modules, names = read_examples(DOCSTRING_MODULE), read_examples(DOCSTRING_NAME)
+    assert modules.train.label_names == MODULES
+    assert modules.train.pairs is None
+    assert names.test.pairs == tuple(rows("docstring-names", "validation")["text"])
