@@ -264,6 +264,27 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     )
 
 
+def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
+    dataset = next(each for each in SMOKE.datasets if each.name == "text")
+    scale = Scale(description="known", datasets=(dataset,))
+    values = {"loss": 3.0, "trace": 20.0, "minimal-trace": 10.0}
+    checkpoints = {
+        (name, step): {
+            key: measured(values.get(key, 0.6), unit="nats per predicted token" if key in values else "accuracy")
+            for part in experiment.measurements
+            for key in part.measures
+        }
+        for name, experiment in scale.experiments.items()
+        for step in dataset.watched
+    }
+    results = Known(scale, checkpoints, None)
+    figures = page.parts(results).figures
+    assert [each.name for each in figures] == ["text-sizes", "text-last", "text-longer"]
+    axes = figures[0].chart.to_dict()["concat"][0]["layer"][-1]["encoding"]
+    assert (axes["x"]["field"], axes["y"]["field"]) == ("loss", "finetune_docstring_name")
+    assert "text_same_loss" not in {each.name for each in tables(results)}
+
+
 def points(spec):
     """The layer of points of each panel."""
     return [{"data": panel.get("data") or panel["layer"][-1]["data"]} for panel in spec["concat"]]

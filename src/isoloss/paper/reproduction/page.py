@@ -12,7 +12,7 @@ from isoloss.paper.reproduction.dataset import TABLES, Dataset
 from isoloss.paper.reproduction.reading import at_step, mean, replicates
 from isoloss.paper.reproduction.scales import SGD_SHOWN, Scale
 from isoloss.report import charts
-from isoloss.report.data import KL, MARKERS, MINIMAL_TRACE, TRACE, Column, Style, accuracy
+from isoloss.report.data import KL, LOSS, MARKERS, MINIMAL_TRACE, TRACE, Column, Style, column_of
 from isoloss.report.html import Figure
 from isoloss.statistics.estimate import number
 from isoloss.studies.page import PageParts
@@ -32,7 +32,7 @@ def parts(results: Results) -> PageParts:
 
 def columns(dataset: Dataset) -> list[Column]:
     """Return the accuracies on a dataset's tasks."""
-    return [accuracy(key.removeprefix("probe-")) for key in dict.fromkeys(dataset.tasks.values())]
+    return [column_of(key, "accuracy") for key in dict.fromkeys(dataset.tasks.values())]
 
 
 def _traces(dataset: Dataset) -> list[Column]:
@@ -141,15 +141,17 @@ def _in_the_paper() -> str:
 
 def _figures(results: Results, dataset: Dataset) -> list[Figure]:
     traces = _traces(dataset)
-    tasks = columns(dataset)
-    watched = _means(results, dataset, {size: (size, dataset.watched) for size in dataset.sizes}, [KL, *traces, *tasks])
+    tasks, loss = columns(dataset), KL if band.models(results, dataset) else LOSS
+    watched = _means(
+        results, dataset, {size: (size, dataset.watched) for size in dataset.sizes}, [loss, *traces, *tasks]
+    )
     shown = tuple(each for each in dataset.shown.sizes if each != FIGURE_1)  # which has a figure of its own
     figures = [
         Figure(
             name=f"{dataset.name}-sizes",
             title=f"{dataset.title}: sizes and steps",
             chart=charts.scatter(
-                watched, [(across, task) for task in tasks for across in (KL, *traces)], style=_style(watched)
+                watched, [(across, task) for task in tasks for across in (loss, *traces)], style=_style(watched)
             ),
             caption=_corresponds(shown)
             + "Each point is a size after a number of steps, the mean over languages and seeds.",
@@ -160,7 +162,7 @@ def _figures(results: Results, dataset: Dataset) -> list[Figure]:
         Figure(
             name=f"{dataset.name}-last",
             title=f"{dataset.title}: sizes at the last step",
-            chart=charts.sizes(last, [KL, *tasks], style=_style(last)),
+            chart=charts.sizes(last, [loss, *tasks], style=_style(last)),
             caption=_corresponds(shown) + "The last step of each size.",
         )
     )
@@ -170,13 +172,13 @@ def _figures(results: Results, dataset: Dataset) -> list[Figure]:
         Figure(
             name=f"{dataset.name}-longer",
             title=f"{dataset.title}: training for longer",
-            chart=charts.curves(alone, [KL, *tasks], style=_style(alone)),
+            chart=charts.curves(alone, [loss, *tasks], style=_style(alone)),
             caption=_corresponds(dataset.shown.longer) + f"The model {followed} over the steps of AdamW.",
         )
     )
     sgd = {arm.title: (name, arm.watched) for name, arm in dataset.arms.items() if arm.shown_in == SGD_SHOWN}
     if sgd:
-        rows = _means(results, dataset, sgd, [KL, *traces, *tasks])
+        rows = _means(results, dataset, sgd, [loss, *traces, *tasks])
         figures.append(
             Figure(
                 name=f"{dataset.name}-sgd",
