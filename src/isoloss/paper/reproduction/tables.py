@@ -163,8 +163,8 @@ def _same_loss(results: Results, dataset: Dataset) -> SummaryTable:
         "Correlation of the accuracy of the probe with the KL and with flatness, within languages and seeds, over the "
         f"models whose KL is within {dataset.band:g} nats of the control's, {dataset.control}: "
         f"{' and '.join(counts)} for each language and seed. Errors by the jackknife over languages; the KL and the "
-        "traces are taken as logarithms. Traces of different sizes are not comparable, so that only the rows of "
-        f"{dataset.main} say whether the flatter model transfers better: then theirs would be negative."
+        "traces are taken as logarithms. Traces of different sizes are not comparable: if flatter models transferred "
+        f"better, the correlations with the traces of {dataset.main} would be negative."
         + (f" Not defined, and left out: {', '.join(undefined)}." if undefined else "")
     )
     title = f"{dataset.title}: correlations among models of about the same loss"
