@@ -296,18 +296,19 @@ def test_the_answer_opens_the_page_and_ends_what_is_printed(tmp_path, capsys):
     written = known_results(tmp_path, adversarial={"accuracies": (0.35, 0.6, 0.7)})
     known.save(tmp_path, SCALE.experiments, written.checkpoints, SCALE.tasks)
 
-    def answer(results):
-        transfer = next(result for result in results if result.claim.id == "adversarial-transfer")
-        return [f"The adversary's task: {transfer.answer('prefix-4').verdict}."]
+    def answer(claims, results):
+        transfer = next(result for result in claims if result.claim.id == "adversarial-transfer")
+        blocks = f"{results.blocks_done} of {results.blocks} blocks"
+        return [f"The adversary's task: {transfer.answer('prefix-4').verdict}, by {blocks}."]
 
     folder = StudyFolder(dataclasses.replace(STUDY, answer=answer), tmp_path, "laptop")
     page = folder.report()
     text = page.read_text()
-    assert 0 < text.index("The adversary&#39;s task: shown.") < text.index("Key findings")
+    assert 0 < text.index("The adversary&#39;s task: shown, by 5 of 5 blocks.") < text.index("Key findings")
     assert 'class="warning"' not in text
     command._emit_summary(command.Args("report", "algorithms"), folder, page)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == [f"report: {page}", "The adversary's task: shown."]
+    assert lines[-2:] == [f"report: {page}", "The adversary's task: shown, by 5 of 5 blocks."]
     assert f"claims.toml, SHA-256 {folder.claims_file().sha256}" in lines
     # at a scale without verdicts there is none
     file = tmp_path / "claims.toml"

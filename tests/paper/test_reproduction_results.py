@@ -1,16 +1,24 @@
-"""What the study `paper` makes of its results: models at one loss, and its answer."""
+"""What the study `paper` makes of its results: models at one loss, figure 1, and its answer."""
 
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy import stats
 
+from isoloss.paper.reproduction import band, page, published
 from isoloss.paper.reproduction.answer import answer
+from isoloss.paper.reproduction.band import Model
 from isoloss.paper.reproduction.reading import at_same_loss
+from isoloss.paper.reproduction.scales import EVENING, SMOKE, Scale
 from isoloss.paper.reproduction.study import STUDY
+from isoloss.paper.reproduction.tables import _ranking, compared, tables
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Answer, ClaimResult, read_claims
 from isoloss.studies.comparison import Measured, difference
+from isoloss.studies.results import Results
 from isoloss.studies.verdicts import Verdict
 
 
@@ -86,7 +94,234 @@ def test_accuracies_on_sampled_examples_are_interpolated_by_example():
     assert found.stderr == pytest.approx(100 * by_hand.std(ddof=1) / 2)
 
 
-def results(verdicts):
+# --- models of about one loss ----------------------------------------------------------------------------------------
+
+# Models of grammars with a KL near that of the control, d32-40-polished: KL, accuracy, trace. The others' KL is 1.
+# Each grammar g adds 0.001 g to the KL and 0.1 g to the accuracy, which differences within a grammar do not see.
+NEAR = {
+    ("d32-40-polished", 20): (0.050, 0.60, 40.0),
+    ("d32-60-polished", 20): (0.032, 0.61, 30.0),
+    ("d16-40-polished-40", 40): (0.069, 0.58, 70.0),
+    ("adversary", 30): (0.060, 0.55, 35.0),
+    ("helper", 30): (0.040, 0.62, 45.0),
+    ("sgd-exact", 20): (0.0702, 0.90, 10.0),  # 0.0002 nats beyond the edge
+}
+OF_ADVERSARY = (-0.01, 0.0, 0.01)  # accuracy that grammar g adds to the adversary's
+OUTSIDE = "pcfg-301-seed-1-helper"  # alone in having 0.05 nats more than the other helpers
+
+
+class Known(Results):
+    """Results without runs."""
+
+    def run(self, name):
+        return SimpleNamespace(result=lambda: {"num_parameters": 100 + int(self.experiments[name].size[1:])})
+
+
+def known_results(near=NEAR, minimal=10.0):
+    """Results with these models near the control's KL, on three grammars with two seeds."""
+    languages = tuple(dataclasses.replace(SMOKE.datasets[0].languages[0], seed=seed) for seed in (300, 301, 302))
+    dataset = dataclasses.replace(SMOKE.datasets[0], languages=languages, all_measures=())
+    scale = Scale(description="known", datasets=(dataset,))
+    checkpoints = {}
+    for one in scale.datasets[0].replicates:
+        for name, experiment in scale.experiments.items():
+            if not name.startswith(f"{one.prefix}-"):
+                continue
+            arm = name.removeprefix(f"{one.prefix}-")
+            for part in experiment.measurements:
+                for step in experiment.steps(part):
+                    kl, accuracy, trace = near.get((arm, step), (1.0, 0.5, 100.0))
+                    kl += 0.001 * one.place + 0.05 * (name == OUTSIDE and step == 30)
+                    accuracy += 0.1 * one.place + OF_ADVERSARY[one.place] * (arm == "adversary")
+                    values = {"kl": kl, "trace": trace, "minimal-trace": minimal, "lookup": 0.4, "one-hot": 0.3}
+                    at = checkpoints.setdefault((name, step), {})
+                    for measure in part.measures:
+                        key = "kl" if measure == "loss" else measure
+                        value = values.get(key, values.get(key.partition("-prefix")[0], accuracy))
+                        at[key] = measured(value, unit="accuracy" if "-prefix-" in key else "nats per predicted token")
+    return Known(scale, checkpoints, None)
+
+
+def test_the_band_is_as_wide_as_the_losses_of_the_papers_figure_1():
+    low, high = map(float, published.LOSSES)
+    for dataset in EVENING.datasets:
+        assert dataset.band == pytest.approx((high - low) / 2)
+        edges = band.limits(0.006, dataset)
+        assert edges == pytest.approx((0.004, 0.008))
+
+
+def test_the_band_has_the_models_whose_kl_is_near_the_controls():
+    results = known_results()
+    (dataset,) = results.scale.datasets
+    assert band.control(results, dataset) == Model("d32-40-polished", 20)
+    assert band.mean_limits(results, dataset) == pytest.approx((0.031, 0.071))  # 0.051 on average over the grammars
+    measured_once = {(name.split("-", 4)[4], step) for name, step in results.checkpoints if step}
+    assert set(band.models(results, dataset)) == measured_once
+    inside = set(NEAR) - {("sgd-exact", 20)}
+    assert set(band.inside(results, dataset)) == inside  # the helper's mean is 0.041 + 0.05 / 6
+    of_each = {one.prefix: len(found) for one, found in band.by_replicate(results, dataset)}
+    assert of_each == dict.fromkeys(of_each, 5) | {"pcfg-301-seed-1": 4}
+    assert [len(found) for _, found in band.by_replicate(results, dataset, "d16")] == [1] * 6
+    assert band.name(results, dataset, Model("adversary", 30)) == "adversary"
+    assert band.name(results, dataset, Model("adversary", 10)) == "adversary at step 10"
+
+
+def test_how_far_accuracies_spread_is_paired_by_grammar_and_seed():
+    results = known_results()
+    (dataset,) = results.scale.datasets
+    spreads = band.spreads(results, dataset)
+    assert list(spreads) == ["kl", "probe-prefix-4", "probe-prefix-2"]
+    assert spreads["kl"].difference.value == pytest.approx(0.069 - 0.032)
+    found = spreads["probe-prefix-4"]
+    assert (found.lowest, found.highest) == (Model("adversary", 30), Model("helper", 30))
+    assert [end.value for end in found.ends] == pytest.approx([0.65, 0.72])
+    # 8, 7 and 6 points on the three grammars
+    assert (found.difference.value, found.difference.stderr) == pytest.approx((7.0, 1 / math.sqrt(3)))
+    assert found.difference.unit == "percentage points"
+
+
+def test_correlations_in_the_band_are_within_grammars_and_seeds():
+    results = known_results()
+    (dataset,) = results.scale.datasets
+    (table,) = (each for each in tables(results) if each.name == "pcfg_same_loss")
+    rows = dict(table.rows)
+    kinds = [(sizes, kind) for sizes in ("all sizes", "d32") for kind in ("Spearman", "Pearson")]
+    assert list(rows) == [(*which, name) for which in kinds for name in ("kl", "trace")]
+    columns = {"kl": [], "trace": [], "accuracy": []}
+    for one in dataset.replicates:
+        own = [
+            (
+                math.log(kl + 0.001 * one.place),
+                math.log(trace),
+                accuracy + OF_ADVERSARY[one.place] * (arm == "adversary"),
+            )
+            for (arm, _), (kl, accuracy, trace) in NEAR.items()
+            if arm not in ("sgd-exact", "d16-40-polished-40") and one.run(arm) != OUTSIDE
+        ]
+        for column, values in zip(columns.values(), zip(*own, strict=True), strict=True):
+            column += [value - sum(values) / len(values) for value in values]
+    for name in ("kl", "trace"):
+        for kind, by_scipy in (("Spearman", stats.spearmanr), ("Pearson", stats.pearsonr)):
+            found = rows["d32", kind, name]["probe-prefix-4"]
+            # deviations that are equal but for rounding have one rank here; in the table, rounding decides
+            expected = by_scipy(np.round(columns[name], 9), np.round(columns["accuracy"], 9)).statistic
+            assert found.value == pytest.approx(expected, abs=0.01)
+            assert (found.num_predictions, found.samples) == (23, 3)
+            assert 0 < found.stderr < 1
+    # the minimal trace is the same everywhere
+    assert "5 of all sizes" in table.caption
+    assert "4 to 5 of all sizes and 3 to 4 of d32 for each language and seed" in table.caption
+    assert "Not defined, and left out: Spearman's with minimal-trace of all sizes" in table.caption
+
+
+def test_the_ranking_is_by_the_correlation_given_the_kl_within_grammars_and_seeds():
+    results = known_results()
+    (dataset,) = results.scale.datasets
+    table = _ranking(results, dataset, "pearson")
+    columns = {"kl": [], "trace": [], "probe-prefix-4": []}
+    for one in dataset.replicates:
+        ends = [results.at(one.run(run)) for run in compared(dataset)]
+        for key, column in columns.items():
+            own = np.array([end[key].estimate.value for end in ends])
+            own = own if key.startswith("probe") else np.log(own)
+            column += (own - own.mean()).tolist()
+    kl = np.array(columns["kl"])
+    of_trace, of_accuracy = (
+        np.array(columns[key]) - kl * (kl @ columns[key]) / (kl @ kl) for key in ("trace", "probe-prefix-4")
+    )
+    ((labels, row),) = table.rows  # the minimal trace is the same everywhere
+    assert labels == ("trace",)
+    found = row["probe-prefix-4"]
+    assert found.value == pytest.approx(stats.pearsonr(of_trace, of_accuracy).statistic)
+    assert found.num_predictions == len(compared(dataset)) * 6
+
+
+def test_no_table_of_correlations_where_none_is_defined():
+    alone = known_results({("d32-40-polished", 20): NEAR["d32-40-polished", 20]})
+    assert "pcfg_same_loss" not in {table.name for table in tables(alone)}
+
+
+def test_figure_1_comes_first_and_shows_the_band_magnified():
+    results = known_results()
+    (dataset,) = results.scale.datasets
+    first, *others = page.parts(results).figures
+    assert first.name == "pcfg-same-loss"
+    assert [each.name for each in others] == ["pcfg-sizes", "pcfg-last", "pcfg-longer", "pcfg-sgd"]
+    spec = first.chart.to_dict()
+    assert len(spec["concat"]) == 8  # both probes: all models, then the KL and both traces in the band
+    everything, near, *_ = ([row["run"] for row in spec["datasets"][part["data"]["name"]]] for part in points(spec))
+    assert len(everything) == len(band.models(results, dataset))
+    assert sorted(near) == sorted(arm for arm, _ in NEAR if arm != "sgd-exact")
+    rows = page._models(results, dataset)
+    adversary = rows.filter(run="adversary", step=30).row(0, named=True)
+    assert adversary["probe-prefix-4"] == pytest.approx(0.65)
+    assert adversary["probe-prefix-4_stderr"] == pytest.approx(0.01 / math.sqrt(3))  # not that of the grammars
+    assert adversary["kl_stderr"] == pytest.approx(0.0)
+    assert page._baselines(results, dataset)["probe-prefix-4"]["Look-up table"] == pytest.approx(0.4)
+    assert "within 0.02 nats of that of the control, d32-40-polished: 5 of 31." in first.caption
+    assert "by at most 0.037 nats, and their accuracy by 7.00 ± 0.58 points on prefix-4 (from adversary to helper)" in (
+        first.caption
+    )
+
+
+def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
+    dataset = next(each for each in SMOKE.datasets if each.name == "text")
+    scale = Scale(description="known", datasets=(dataset,))
+    values = {"loss": 3.0, "trace": 20.0, "minimal-trace": 10.0}
+    checkpoints = {
+        (name, step): {
+            key: measured(values.get(key, 0.6), unit="nats per predicted token" if key in values else "accuracy")
+            for part in experiment.measurements
+            for key in part.measures
+        }
+        for name, experiment in scale.experiments.items()
+        for step in dataset.watched
+    }
+    results = Known(scale, checkpoints, None)
+    figures = page.parts(results).figures
+    assert [each.name for each in figures] == ["text-sizes", "text-last", "text-longer"]
+    axes = figures[0].chart.to_dict()["concat"][0]["layer"][-1]["encoding"]
+    assert (axes["x"]["field"], axes["y"]["field"]) == ("loss", "finetune_docstring_name")
+    assert "text_same_loss" not in {each.name for each in tables(results)}
+
+
+def points(spec):
+    """The layer of points of each panel."""
+    return [{"data": panel.get("data") or panel["layer"][-1]["data"]} for panel in spec["concat"]]
+
+
+# --- what the paper reports ------------------------------------------------------------------------------------------
+
+
+def test_the_papers_values_are_those_that_the_claims_quote():
+    quoted = {claim.id: claim.paper for claim in read_claims(STUDY.claims).claims}
+    rows = published.BY_ALGORITHM
+
+    def against(row, first, second, unit=" %"):
+        return f"{rows[row][first]} against {rows[row][second]}{unit}"
+
+    for task in ("A", "B"):
+        row = f"task {task} (%)"
+        assert f"task {task} {against(row, 'adversary', 'AdamW')}" in quoted["adversary-transfer"]
+        assert f"task {task} {rows[row]['AdamW']} % against {rows[row]['look-up table']} %" in quoted["lookup-transfer"]
+    assert f"trace {against('trace', 'adversary', 'AdamW', '')}" in quoted["adversary-sharper"]
+    for claim, what, unit in (("larger-transfer", "probe accuracy (%)", " %"), ("larger-flatter", "trace", "")):
+        assert f"{what.removesuffix(' (%)')} from {' to '.join(published.BY_SIZE[what])}{unit}" in quoted[claim]
+    assert all(published.PARAMETERS in quoted[name] for name in ("adversary-transfer", "lookup-transfer"))
+
+
+def test_losses_of_the_papers_models_are_those_of_figure_1():
+    losses = published.BY_ALGORITHM["loss (nats)"]
+    assert losses["look-up table"] == published.ENTROPY
+    assert (
+        float(published.LOSSES[0]) <= float(losses["AdamW"]) <= float(losses["adversary"]) <= float(published.LOSSES[1])
+    )
+
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+def claims(verdicts):
     """The result of every claim, by its id: verdict and difference; else not shown."""
     found = []
     for claim in read_claims(STUDY.claims).claims:
@@ -99,12 +334,17 @@ def results(verdicts):
 
 
 def test_the_answer_is_five_sentences_that_follow_the_verdicts():
-    plain = answer(results({}))
+    plain = answer(claims({}), known_results())
     assert len(plain) == 5
+    assert plain[0] == (
+        "How differently do models of about the same loss transfer? On grammars, 5 models whose KL differs by at most "
+        "0.037 nats have probe accuracies of 65.0 to 72.0 % (7.00 ± 0.58 points apart) on prefix-4 and 65.0 to 72.0 % "
+        "(7.00 ± 0.58 points apart) on prefix-2."
+    )
     assert "flatten the model? On grammars: not shown (prefix-4 +0.10 ± 0.50 points)" in plain[3]
     assert "the flatter model transfers better in 0 and worse in 0; in 7 other pairs" in plain[4]
     shown = answer(
-        results(
+        claims(
             {
                 "sgd-flatter": (Verdict.SHOWN, -20.0),
                 "sgd-transfer": (Verdict.CONTRADICTED, -2.0),
@@ -113,9 +353,19 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
                 "adversary-sharper": (Verdict.SHOWN, 5.0),
                 "adversary-transfer": (Verdict.SHOWN, -6.0),
             }
-        )
+        ),
+        known_results(),
     )
     assert "On grammars: yes (prefix-4 -20.00 ± 0.50 points)" in shown[3]
     assert "transfer better? On grammars: no, the opposite is shown (prefix-4 -2.00 ± 0.50 points)" in shown[3]
+    assert shown[0] == plain[0]
     # helper and adversary agree with the paper; SGD's flatter model transfers worse
     assert "the flatter model transfers better in 2 and worse in 1; in 4 other pairs" in shown[4]
+
+
+def test_the_answer_says_that_no_other_model_has_the_controls_loss():
+    alone = known_results({("d32-40-polished", 20): NEAR["d32-40-polished", 20]})
+    assert answer(claims({}), alone)[0] == (
+        "How differently do models of about the same loss transfer? On grammars, no other model is within 0.02 nats of "
+        "the control's KL."
+    )

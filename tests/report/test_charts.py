@@ -1,3 +1,6 @@
+import dataclasses
+import re
+
 import polars as pl
 import pytest
 
@@ -117,3 +120,71 @@ def test_one_checkpoint_is_enough(table, name):
 def test_a_bad_table_is_refused(table, name):
     with pytest.raises(IsolossError, match="no column kl_stderr"):
         draw(name, table.drop("kl_stderr"))
+
+
+BAND = (0.042, 0.06)  # of the KL: both checkpoints of SGD but none of d16, and the last of d64
+LOG_KL = dataclasses.replace(KL, log=True)
+
+
+def magnified(table, **settings):
+    baselines = {"probe-root": {"Look-up table": 0.4, "One-hot tokens": 0.3}}
+    settings = {"band": BAND, "baselines": baselines, **settings}
+    return charts.magnified(table, LOG_KL, [TRACE], [ROOT, accuracy("prefix-4")], **settings)
+
+
+def marks(panel, kind):
+    return [layer for layer in panel["layer"] if layer["mark"]["type"] == kind]
+
+
+def test_magnified_panels_show_the_checkpoints_in_the_band_alone(table):
+    spec = magnified(table).to_dict()
+    assert len(spec["concat"]) == 6  # two measures: all, then the band against the KL and against the trace
+    assert [len(rows(spec, panel)) for panel in range(3)] == [table.height, 3, 3]
+    in_band = table.filter(pl.col("kl").is_between(*BAND))
+    for panel in (1, 2):
+        found = {(row["run"], row["step"]) for row in rows(spec, panel)}
+        assert found == set(in_band.select("run", "step").iter_rows())
+    titles = [panel["layer"][-1]["encoding"]["x"]["title"] for panel in spec["concat"][:3]]
+    assert titles == [KL.axis_title, KL.axis_title, TRACE.axis_title]
+
+
+def test_the_rectangle_is_what_the_panel_beside_it_shows(table):
+    everything, near, *_ = magnified(table).to_dict()["concat"]
+    (rectangle,) = marks(everything, "rect")
+    (corners,) = magnified(table).to_dict()["datasets"][rectangle["data"]["name"]]
+    axes = near["layer"][-1]["encoding"]
+    assert axes["x"]["scale"]["domain"] == [corners["x"], corners["x2"]] == list(BAND)
+    assert axes["y"]["scale"]["domain"] == [corners["y"], corners["y2"]]
+    assert not marks(near, "rect")
+    # bars of checkpoints in the band may end outside; their points do not
+    assert [layer["mark"].get("clip") for layer in near["layer"]] == [True, True, True, None]
+
+
+def test_a_band_ends_at_the_axis_where_it_reaches_beyond(table):
+    everything, near, *_ = magnified(table, band=(-1.0, 1.0)).to_dict()["concat"]
+    domains = [panel["layer"][-1]["encoding"]["x"]["scale"]["domain"] for panel in (everything, near)]
+    assert domains[0] == domains[1]
+    assert 0 < domains[0][0] < table.get_column("kl").min()
+
+
+def test_baselines_are_lines_among_all_checkpoints(table):
+    spec = magnified(table).to_dict()
+    everything, near, _, other, *_ = spec["concat"]
+    (lines,) = (layer for layer in marks(everything, "rule") if "strokeDash" in layer["encoding"])
+    drawn = spec["datasets"][lines["data"]["name"]]
+    assert drawn == [{"name": "Look-up table", "y": 40.0}, {"name": "One-hot tokens", "y": 30.0}]
+    low, high = lines["encoding"]["y"]["scale"]["domain"]
+    assert low < 30
+    assert high > 64.4
+    patterns = lines["encoding"]["strokeDash"]["scale"]["range"]
+    assert len({tuple(pattern) for pattern in patterns}) == 2
+    for panel in (near, other):  # not in the band, and not of a measure without baselines
+        assert not [layer for layer in marks(panel, "rule") if "strokeDash" in layer["encoding"]]
+
+
+def test_what_cannot_be_magnified_is_refused(table):
+    with pytest.raises(IsolossError, match=re.escape("no checkpoint has a kl between 1 and 2")):
+        magnified(table, band=(1.0, 2.0))
+    many = {"probe-root": {f"baseline {i}": 0.1 for i in range(5)}}
+    with pytest.raises(IsolossError, match="there are 5 baselines and 4 patterns of a line"):
+        magnified(table, baselines=many)

@@ -10,7 +10,7 @@ import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.report import charts
-from isoloss.report.data import KL, TRACE, accuracy
+from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, accuracy
 from isoloss.report.save import AXES, PANEL, printed, save
 
 ROOT = accuracy("root")
@@ -97,3 +97,11 @@ def test_what_cannot_be_written_is_an_error(table, tmp_path):
         save(draw("scatter", table), tmp_path / "figure.pdf")
     with pytest.raises(IsolossError, match=r"must end in .png, .svg or .pdf"):
         save(draw("scatter", table), tmp_path / "figure.gif")
+
+
+def test_panels_that_belong_together_take_full_rows(table):
+    ups = [ROOT, accuracy("prefix-4")]
+    both = table.with_columns(pl.col("^trace.*$").name.map(lambda name: f"minimal-{name}"))
+    four = charts.magnified(both, KL, [TRACE, MINIMAL_TRACE], ups, band=(0.0, 1.0))
+    three = charts.magnified(table, KL, [TRACE], ups, band=(0.0, 1.0))
+    assert [(len(printed(chart)["concat"]), printed(chart)["columns"]) for chart in (four, three)] == [(8, 2), (6, 3)]

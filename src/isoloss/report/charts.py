@@ -16,6 +16,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
+from isoloss.errors import IsolossError
 from isoloss.report import data
 from isoloss.report.data import Column, Style
 
@@ -24,6 +25,7 @@ BARS = f"Bars{INTERVALS}"
 SIZE = (320, 280)  # width and height of a panel in pixels; the page sets the width
 POINT, LINE, RULE = 70, 2, 1.2  # pixels of a marker's area and of strokes; they are no config, which legends would take
 MANY = 500  # checkpoints, from which markers are smaller
+DASHES = ((8, 3), (2, 2), (8, 3, 2, 3), (1, 0))  # strokes and gaps of baselines, in pixels
 
 _DIMMED = 0.12
 _OF_POINTS = ("hovered", "picked_run")  # selections that are made at points, not in legends
@@ -39,26 +41,100 @@ def scatter(
     vertical measure share its axis. Only a panel whose left neighbor has another one names it.
     """
     drawing = _Drawing(table, tuple(dict.fromkeys(column for pair in axes for column in pair)), style)
-    opacity = drawing.pick.opacity
     panels, left = [], None
     for across, up in axes:
         rows, own = data.panel(drawing.frame, across, up)
         _, ends = data.panel(drawing.frame, up)
         x, y = _measured(alt.X, across, own[across]), _measured(alt.Y, up, ends[up], titled=up != left)
-        base = drawing.base(rows)
-        line = base.mark_line(strokeWidth=1)
-        bars = base.mark_rule(strokeWidth=RULE)
-        panels.append(
-            _layered(
-                line.encode(x, y, opacity=opacity(0.35, whole_run=True), detail="run:N", order=alt.Order("step:Q")),
-                bars.encode(x, y=of_field(y, f"{up.field}_low"), y2=f"{up.field}_high"),
-                bars.encode(y, x=of_field(x, f"{across.field}_low"), x2=f"{across.field}_high"),
-                drawing.points(base).encode(x, y),
-            )
-        )
+        panels.append(_layered(*drawing.against(rows, (x, across), (y, up))))
         left = up
     words = " and ".join(f"{up.title} against {across.title}" for across, up in axes)
     return _side_by_side(panels, drawing.pick, words, note=BARS)
+
+
+def magnified(
+    table: pl.DataFrame,
+    loss: Column,
+    others: Sequence[Column],
+    ups: Sequence[Column],
+    *,
+    band: tuple[float, float],
+    baselines: Mapping[str, Mapping[str, float]] | None = None,
+    style: Style | None = None,
+) -> alt.ConcatChart:
+    """Measures of all checkpoints against their loss, and of those of about one loss once more, magnified.
+
+    For each vertical measure a panel of all checkpoints, with a rectangle around those in the band; then, of these
+    alone, a panel of the measure against the loss and one against each other measure. Panels of one vertical measure
+    stand in full rows. Bars and lines are those of `scatter`, cut off at the edges of the rectangle.
+
+    Args:
+        table: The checkpoints.
+        loss: The measure that defines the band.
+        others: Further horizontal measures.
+        ups: The vertical measures.
+        band: The lowest and the highest loss in the band, in the table's unit.
+        baselines: Horizontal lines among all checkpoints: by the name of a vertical measure, each with its value in
+            the table's unit, by what the legend calls it.
+        style: Colors and markers.
+
+    Raises:
+        IsolossError: No checkpoint is in the band, or more baselines than patterns of a line can tell apart.
+    """
+    drawing = _Drawing(table, tuple(dict.fromkeys((loss, *others, *ups))), style)
+    baselines = baselines or {}
+    names = list(dict.fromkeys(name for each in baselines.values() for name in each))
+    if len(names) > len(DASHES):
+        raise IsolossError(f"there are {len(names)} baselines and {len(DASHES)} patterns of a line: show fewer")
+    inside = drawing.frame.filter(pl.col(loss.field).is_between(*band))
+    if not inside.height:
+        raise IsolossError(f"no checkpoint has a {loss.name} between {band[0]:g} and {band[1]:g}")
+    panels = []
+    for up in ups:
+        lines: list[dict[str, Any]] = [
+            {"name": name, "y": value * (100 if up.percent else 1)}
+            for name, value in baselines.get(up.name, {}).items()
+        ]
+        rows, ends = data.panel(drawing.frame, loss, up)
+        _, near_ends = data.panel(inside, loss, up)
+        full = data.ends([*ends[up], *(line["y"] for line in lines)], log=up.log) if lines else ends[up]
+        left, right = max(band[0], ends[loss][0]), min(band[1], ends[loss][1])  # a band may reach 0 or beyond the axis
+        x, y = _measured(alt.X, loss, ends[loss]), _measured(alt.Y, up, full)
+        corners = {"x": left, "x2": right, "y": near_ends[up][0], "y2": near_ends[up][1]}
+        rectangle = alt.Chart(alt.InlineData(values=[corners])).mark_rect(
+            color=INK, fillOpacity=0.08, stroke=INK, strokeWidth=RULE
+        )
+        everything = [
+            rectangle.encode(x=of_field(x, "x"), x2="x2", y=of_field(y, "y"), y2="y2"),
+            *drawing.against(rows, (x, loss), (y, up)),
+        ]
+        if lines:
+            everything.insert(-1, _baselines(lines, names, of_field(y, "y")))
+        panels.append(_layered(*everything).properties(title="All models"))
+        y = _measured(alt.Y, up, near_ends[up])
+        for across in (loss, *others):
+            rows, own = data.panel(inside, across, up)
+            x = _measured(alt.X, across, (left, right) if across == loss else own[across])
+            panel = _layered(*drawing.against(rows, (x, across), (y, up), clip=True))
+            panels.append(panel.properties(title="Models in the rectangle"))
+    words = f"{', '.join(up.title for up in ups)} against {', '.join(across.title for across in (loss, *others))}"
+    return _side_by_side(panels, drawing.pick, words, note=BARS, together=2 + len(others))
+
+
+def _baselines(lines: Sequence[Mapping[str, Any]], names: list[str], y: alt.Y) -> alt.Chart:
+    """Return horizontal lines with a legend of their patterns."""
+    scale = alt.Scale(domain=names, range=[list(dash) for dash in DASHES[: len(names)]])
+    legend = alt.Legend(symbolSize=484)  # 22 pixels long, which show the whole pattern
+    done: alt.Chart = (
+        alt.Chart(alt.InlineData(values=list(lines)))
+        .mark_rule(color=INK, strokeWidth=RULE)
+        .encode(
+            y,
+            strokeDash=alt.StrokeDash(field="name", type="nominal", title="Baseline", scale=scale, legend=legend),
+            tooltip=[alt.Tooltip("name:N", title="Baseline"), alt.Tooltip("y:Q", title=str(y.title), format=".2f")],
+        )
+    )
+    return done
 
 
 def curves(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None = None) -> alt.ConcatChart:
@@ -112,7 +188,8 @@ class _Drawing:
 
     def __init__(self, table: pl.DataFrame, shown: Sequence[Column], style: Style | None) -> None:
         style = style or Style.of(table)
-        everything = tuple(dict.fromkeys((*shown, *data.measures(table))))
+        names = {column.name for column in shown}
+        everything = (*dict.fromkeys(shown), *(each for each in data.measures(table) if each.name not in names))
         self.frame = data.prepare(table, everything)
         self.pick = _Pick(style)
         self._point = POINT if self.frame.height <= MANY else POINT / 3
@@ -131,6 +208,28 @@ class _Drawing:
         """Return a chart of rows without marks."""
         base: alt.Chart = alt.Chart(_values(rows)).encode(color=self.color, opacity=self.pick.opacity())
         return base
+
+    def against(
+        self,
+        rows: pl.DataFrame,
+        horizontal: tuple[alt.X, Column],
+        vertical: tuple[alt.Y, Column],
+        *,
+        clip: bool = False,
+    ) -> list[alt.Chart]:
+        """Return lines, bars and points of two measures against each other; with `clip`, bars end at the axes' ends."""
+        (x, across), (y, up) = horizontal, vertical
+        base = self.base(rows)
+        line = base.mark_line(strokeWidth=1, clip=clip)
+        bars = base.mark_rule(strokeWidth=RULE, clip=clip)
+        return [
+            line.encode(
+                x, y, opacity=self.pick.opacity(0.35, whole_run=True), detail="run:N", order=alt.Order("step:Q")
+            ),
+            bars.encode(x, y=of_field(y, f"{up.field}_low"), y2=f"{up.field}_high"),
+            bars.encode(y, x=of_field(x, f"{across.field}_low"), x2=f"{across.field}_high"),
+            self.points(base).encode(x, y),
+        ]
 
     def points(self, base: alt.Chart) -> alt.Chart:
         """Return a marker for each checkpoint."""
@@ -222,19 +321,32 @@ def _layered(*layers: alt.Chart) -> alt.LayerChart:
     return alt.LayerChart(layer=list(layers))
 
 
-def _side_by_side(panels: list[alt.LayerChart], pick: _Pick, description: str, *, note: str) -> alt.ConcatChart:
+def _side_by_side(
+    panels: list[alt.LayerChart], pick: _Pick, description: str, *, note: str, together: int = 1
+) -> alt.ConcatChart:
     """Panels in a row; the page sets their width and, where it is narrow, puts them below each other."""
-    chart = concat(panels, note)
+    chart = concat(panels, note, together=together)
     # the last layer of each panel holds its points; altair may have renamed it
     chart.params = pick.params([panel.layer[-1].name for panel in chart.concat])
     return chart.properties(description=description)
 
 
-def concat(panels: Sequence[alt.LayerChart], note: str, size: tuple[int, int] = SIZE) -> alt.ConcatChart:
-    """Return panels in a row, in the page's colors; `note` says what bars and lines are, in print below the panels."""
+def concat(
+    panels: Sequence[alt.LayerChart], note: str, size: tuple[int, int] = SIZE, *, together: int = 1
+) -> alt.ConcatChart:
+    """Return panels in a row, in the page's colors.
+
+    Args:
+        panels: The panels.
+        note: What bars and lines are, in print below the panels.
+        size: The width and height of a panel in pixels.
+        together: Where panels do not fit into one row, each run of this many takes full rows.
+    """
     width, height = size
     chart = alt.concat(*(p.properties(width=width, height=height) for p in panels), columns=len(panels), spacing=24)
-    done: alt.ConcatChart = chart.properties(background="transparent", config=_config(), usermeta={"note": note})
+    done: alt.ConcatChart = chart.properties(
+        background="transparent", config=_config(), usermeta={"note": note, "together": together}
+    )
     return done
 
 
@@ -269,6 +381,7 @@ def _config() -> alt.Config:
     return alt.Config(
         axis=axes,
         legend=legend,
+        title=alt.TitleConfig(color=INK, fontSize=13, fontWeight="normal"),
         view=alt.ViewConfig(stroke=None),
         font="system-ui, sans-serif",
     )

@@ -213,13 +213,19 @@ def log_ticks(ends: Sequence[float]) -> list[float]:
     return ticks
 
 
-def columns(count: int, most: int = 3) -> int:
+def columns(count: int, most: int = 3, together: int = 1) -> int:
     """Return how many of `count` panels stand side by side: as many as go, but in rows as equal as can be.
+
+    Each run of `together` panels takes full rows.
 
     Example:
         >>> [columns(n) for n in (1, 2, 3, 4, 5, 6)]
         [1, 2, 3, 2, 3, 3]
+        >>> columns(8, together=4), columns(6, together=3)
+        (2, 3)
     """
+    if together > 1:
+        return max(each for each in range(1, most + 1) if together % each == 0)
     rows = -(-count // most)
     return -(-count // rows)
 

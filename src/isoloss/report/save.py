@@ -77,7 +77,7 @@ def printed(chart: alt.ConcatChart) -> dict[str, Any]:
     """Return the Vega-Lite specification of a chart in the size, the letters and the ink of a paper."""
     spec: dict[str, Any] = chart.to_dict(validate=False)  # takes seconds; the tests validate
     has_own_legends = "resolve" in spec  # each panel has a legend, or all share one
-    columns = data.columns(len(spec["concat"]))
+    columns = data.columns(len(spec["concat"]), together=spec["usermeta"]["together"])
     entries = _legend_entries(spec)
     longest = max((len(line) for entry in entries for line in entry.splitlines()), default=1)
     room = (1 if has_own_legends else columns) * (PANEL[0] + AXES)

@@ -288,7 +288,7 @@ class StudyFolder:
         tables = (study.tables or checkpoint_tables)(results)
         file, claims = self.claims_file(), self.claims(results)
         unjudged = "" if file is None else file.warning(self.scale_name)
-        answer = () if study.answer is None or unjudged or not claims else tuple(study.answer(claims))
+        answer = () if study.answer is None or unjudged or not claims else tuple(study.answer(claims, results))
         warning = " ".join(filter(None, (unjudged, self._claims_warning(file))))
         return Summary((*tables, *control_tables(results)), claims, file, warning, answer)
 

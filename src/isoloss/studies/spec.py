@@ -154,8 +154,8 @@ class Study:
         claims: A `claims.toml` (`isoloss.studies.claims.Claim`); None: the study tests no claims.
         contrasts: The pairs of checkpoints that claims compare, by the name in `Claim.compares`.
         measures: The keys of the estimates, by the name in `Claim.measures` and by case; None: `common_measures`.
-        answer: The study's answer in sentences, from the results of the claims; it opens the page and ends the
-            command's output.
+        answer: The study's answer in sentences, from the results of the claims and all results; it opens the page and
+            ends the command's output.
         tables: The tables of the summary; None: every checkpoint.
         page: What the page shows, or where the function is, `"module:attribute"`; None: a curve of every estimate over
             the steps, and each against the loss.
@@ -178,7 +178,7 @@ class Study:
     claims: Path | None = None
     contrasts: Callable[[Results], Mapping[str, Sequence[Contrast]]] | None = None
     measures: Callable[[Any], Mapping[str, Mapping[str, str]]] | None = None
-    answer: Callable[[Sequence[ClaimResult]], Sequence[str]] | None = None
+    answer: Callable[[Sequence[ClaimResult], Results], Sequence[str]] | None = None
     tables: Callable[[Results], Sequence[SummaryTable]] | None = None
     page: Callable[[Results], PageParts] | str | None = None
     first_page_blocks: int | None = None

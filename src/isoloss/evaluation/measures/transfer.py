@@ -263,6 +263,8 @@ class Finetune(TaskMeasure, Trained):
     """Models, each with its own head, order and dropout."""
     finetune_epochs: int = setting(10, minimum=1)
     """Passes over the training sentences."""
+    finetune_learning_rate: float = setting(1e-4, above=0, below=math.inf, omit_default=True)
+    """AdamW's highest learning rate."""
     finetune_warmup_steps: int | None = setting(None, minimum=0)
     """Steps of the warm-up of the learning rate; default: 200, or 6 % of the steps where these are fewer."""
 
@@ -276,6 +278,7 @@ class Finetune(TaskMeasure, Trained):
             model,
             self._read(data, context),
             epochs=self.finetune_epochs,
+            learning_rate=self.finetune_learning_rate,
             seeds=self.finetune_seeds,
             warmup_steps=self.finetune_warmup_steps,
             seed=self.seed,

@@ -1,12 +1,15 @@
-"""The study's answer in five sentences, written from its verdicts."""
+"""The study's answer in five sentences, written from its results and verdicts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from isoloss.paper.reproduction import band
+from isoloss.paper.reproduction.band import Spread
+from isoloss.paper.reproduction.scales import Scale
 from isoloss.statistics.estimate import Estimate, number
 from isoloss.studies.claims import Answer, ClaimResult
-from isoloss.studies.results import UNITS
+from isoloss.studies.results import UNITS, Results
 from isoloss.studies.verdicts import Verdict
 
 _VERBS = {
@@ -15,31 +18,59 @@ _VERBS = {
     Verdict.NOT_SHOWN: "not shown",
     Verdict.NOT_TESTED: "not tested",
 }
+_LANGUAGES = {"pcfg": "grammars", "hmm": "hidden Markov models"}
 # claims about transfer and flatness of one pair
 _PAIRS = ("sgd", "noise", "longer", "larger", "adversary", "helper", "pre-ln")
 
 
-def answer(claims: Sequence[ClaimResult]) -> Sequence[str]:
-    """Return what the study answers, a sentence each, from the result of every claim of its claims.toml."""
+def answer(claims: Sequence[ClaimResult], results: Results) -> Sequence[str]:
+    """Return what the study answers, a sentence each, from the results and that of every claim of its claims.toml."""
     by_id = {result.claim.id: result for result in claims}
 
     def verdicts(name: str) -> str:
         return _verdicts(by_id[name].answers)
 
     return (
+        _spreads(results),
         "Can models of the same loss and architecture transfer differently? The adversary transfers worse: "
         f"{verdicts('adversary-transfer')}; the helper transfers better: {verdicts('helper-transfer')}; a trained "
         f"model transfers better than the look-up table: {verdicts('lookup-transfer')}.",
         "At the same loss, does a model that was trained for longer transfer better? On grammars: "
         f"{verdicts('longer-transfer')}; on hidden Markov models: {verdicts('hmm-longer-transfer')}; and is it "
-        f"flatter? {verdicts('longer-flatter')}.",
-        f"At the same loss, does a larger model transfer better? On grammars: {verdicts('larger-transfer')}; on hidden "
-        f"Markov models: {verdicts('hmm-larger-transfer')}; and is it flatter? {verdicts('larger-flatter')}.",
+        f"flatter? {verdicts('longer-flatter')}; does a larger model transfer better? On grammars: "
+        f"{verdicts('larger-transfer')}; on hidden Markov models: {verdicts('hmm-larger-transfer')}; and is it "
+        f"flatter? {verdicts('larger-flatter')}.",
         "At the same loss, does SGD with sampled labels after AdamW flatten the model? On grammars: "
         f"{verdicts('sgd-flatter')}; on hidden Markov models: {verdicts('hmm-sgd-flatter')}; and does it transfer "
         f"better? On grammars: {verdicts('sgd-transfer')}; on hidden Markov models: {verdicts('hmm-sgd-transfer')}.",
         _agreement(by_id),
     )
+
+
+def _spreads(results: Results) -> str:
+    """Return how far accuracies spread over models of about one loss, and how far their KL does."""
+    scale: Scale = results.scale
+    parts = []
+    for dataset in scale.datasets:
+        if not band.models(results, dataset):
+            continue
+        languages, count = _LANGUAGES.get(dataset.name, dataset.title), len(band.inside(results, dataset))
+        kl, *probes = band.spreads(results, dataset).items()
+        if count == 1:
+            parts.append(f"on {languages}, no other model is within {dataset.band:g} nats of the control's KL")
+        else:
+            accuracies = " and ".join(f"{_spread(each)} on {key.removeprefix('probe-')}" for key, each in probes)
+            parts.append(
+                f"on {languages}, {count} models whose KL differs by at most {kl[1].difference.value:.2g} nats have "
+                f"probe accuracies of {accuracies}"
+            )
+    found = "; ".join(parts)
+    return f"How differently do models of about the same loss transfer? {found[0].upper()}{found[1:]}."
+
+
+def _spread(accuracy: Spread) -> str:
+    low, high = (f"{100 * end.value:.1f}" for end in accuracy.ends)
+    return f"{low} to {high} % ({_signed(accuracy.difference).removeprefix('+')} apart)"
 
 
 def _verdicts(answers: Sequence[Answer]) -> str:

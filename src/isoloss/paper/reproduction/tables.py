@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isoloss.errors import IsolossError
-from isoloss.paper.reproduction.dataset import Dataset, Replicate, polished
+from isoloss.paper.reproduction import band, published
+from isoloss.paper.reproduction.dataset import TABLES, Dataset, Replicate, polished
 from isoloss.paper.reproduction.reading import at_step, end, mean, replicates
 from isoloss.paper.reproduction.scales import FLATNESS, Scale
 from isoloss.statistics.correlation import Kind, correlation
@@ -29,6 +30,8 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
     made: list[SummaryTable] = []
     for dataset in scale.datasets:
         if replicates(results, dataset):
+            if band.models(results, dataset):
+                made.append(_same_loss(results, dataset))
             made += [_algorithms(results, dataset), _flatness(results, dataset), _sizes(results, dataset)]
             if dataset.all_measures:
                 made += [_ranking(results, dataset, kind) for kind in ("pearson", "spearman", "kendall")]
@@ -55,17 +58,24 @@ def _algorithms(results: Results, dataset: Dataset) -> SummaryTable:
         for arm, title in _arms(dataset).items()
     ]
     if dataset.shown.tables:
-        for kind, title in (("lookup", "Look-up table"), ("log-lookup", "Look-up table, logarithms")):
+        for kind in ("lookup", "log-lookup"):  # their KL is 0
             tasks = {probe: f"{kind}-{probe.removeprefix('probe-')}" for probe in probes}
             ones = [(one, at_step(results, one, dataset.main, 0)) for one in replicates(results, dataset)]
             accuracies = {
                 probe: mean([(one, start[table].estimate) for one, start in ones]) for probe, table in tasks.items()
             }
-            rows.append(((title,), {loss: _zero(rows[0][1][loss]), **accuracies}))
-    caption = _after(dataset) + "Corresponds to the paper's table 1. " + OVER
+            rows.append(((TABLES[kind],), {loss: _zero(rows[0][1][loss]), **accuracies}))
+    caption = _after(dataset) + "Corresponds to the paper's table 1. " + OVER + _published(dataset, "table 1")
     return SummaryTable(
         f"{dataset.name}_algorithms", f"{dataset.title}: transfer by algorithm", ("model",), rows, caption
     )
+
+
+def _published(dataset: Dataset, table: str) -> str:
+    """Return what the paper's table says of this dataset, where the study quotes it."""
+    if dataset.name != "pcfg":
+        return ""
+    return f" The paper's, of {published.PARAMETERS} parameters: {published.by_algorithm(*published.TABLES[table])}."
 
 
 def _zero(like: Estimate) -> Estimate:
@@ -81,7 +91,7 @@ def _flatness(results: Results, dataset: Dataset) -> SummaryTable:
         _row(results, dataset, (title,), lambda one, arm=arm: end(results, dataset, one, arm), keys)  # type: ignore[misc]
         for arm, title in _arms(dataset).items()
     ]
-    caption = _after(dataset) + "Corresponds to the paper's table 2. " + OVER
+    caption = _after(dataset) + "Corresponds to the paper's table 2. " + OVER + _published(dataset, "table 2")
     return SummaryTable(
         f"{dataset.name}_flatness", f"{dataset.title}: flatness by algorithm", ("model",), rows, caption
     )
@@ -131,12 +141,43 @@ def compared(dataset: Dataset) -> list[str]:
     ]
 
 
+def _same_loss(results: Results, dataset: Dataset) -> SummaryTable:
+    """Return the correlations of each probe with the KL and with flatness over models of about the control's KL."""
+    probes = list(dict.fromkeys(dataset.tasks.values()))
+    measures = ["kl", *(key for key in ("trace", "minimal-trace") if key in dataset.measures)]
+    rows: list[Row] = []
+    undefined, counts = [], []
+    kinds: tuple[Kind, ...] = ("spearman", "pearson")
+    for sizes, size in (("all sizes", None), (dataset.main, dataset.main)):
+        models = band.by_replicate(results, dataset, size)
+        numbers = [len(checkpoints) for _, checkpoints in models]
+        counts.append(f"{min(numbers)} to {max(numbers)} of {sizes}")
+        for kind in kinds:
+            for name in measures:
+                found = {probe: _correlation(models, name, probe, kind, None) for probe in probes}
+                if all(found.values()):
+                    rows.append(((sizes, kind.capitalize(), name), {key: each for key, each in found.items() if each}))
+                else:
+                    undefined.append(f"{kind.capitalize()}'s with {name} of {sizes}")
+    caption = (
+        "Correlation of the accuracy of the probe with the KL and with flatness, within languages and seeds, over the "
+        f"models whose KL is within {dataset.band:g} nats of the control's, {dataset.control}: "
+        f"{' and '.join(counts)} for each language and seed. Errors by the jackknife over languages; the KL and the "
+        "traces are taken as logarithms. Traces of different sizes are not comparable: if flatter models transferred "
+        f"better, the correlations with the traces of {dataset.main} would be negative."
+        + (f" Not defined, and left out: {', '.join(undefined)}." if undefined else "")
+    )
+    title = f"{dataset.title}: correlations among models of about the same loss"
+    return SummaryTable(f"{dataset.name}_same_loss", title, ("models", "correlation", "with"), rows, caption)
+
+
 def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
     """Return the partial correlation of each measure of flatness with each probe, given the KL, within replicates."""
-    probes = list(dict.fromkeys(dataset.tasks.values()))
+    probes, loss = list(dict.fromkeys(dataset.tasks.values())), _loss(results, dataset)
+    models = [(one, [results.at(one.run(run)) for run in compared(dataset)]) for one in replicates(results, dataset)]
     rows: list[Row] = []
     for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.all_measures)):
-        found = {probe: _correlation(results, dataset, name, probe, kind) for probe in probes}
+        found = {probe: _correlation(models, name, probe, kind, loss) for probe in probes}
         if all(found.values()):
             rows.append(((name,), {probe: each for probe, each in found.items() if each}))
     rows.sort(key=lambda row: sum(each.value for each in row[1].values()))
@@ -190,7 +231,7 @@ def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
 def _features(results: Results, dataset: Dataset) -> SummaryTable:
     """Return how alike features are: of the control and each of its variants, and of two seeds of the control."""
     ones = replicates(results, dataset)
-    control = polished(dataset.main, dataset.start) if dataset.polish_steps else dataset.main
+    control = dataset.control
 
     def features(one: Replicate, run: str) -> Measured:
         return results.at(one.run(run))["features"]
@@ -220,27 +261,33 @@ def _logarithms(values: Sequence[float]) -> list[float]:
     return [math.log(max(value, least)) for value in values]
 
 
-def _correlation(results: Results, dataset: Dataset, name: str, probe: str, kind: Kind) -> Estimate | None:
-    """Return the correlation as an estimate, or None where it is not defined."""
-    columns: dict[str, list[float]] = {"flatness": [], "accuracy": [], "loss": []}
+def _correlation(
+    models: Sequence[tuple[Replicate, Sequence[Checkpoint]]], name: str, probe: str, kind: Kind, given: str | None
+) -> Estimate | None:
+    """Return a correlation within replicates as an estimate, or None where it is not defined.
+
+    Args:
+        models: Those of each replicate; one by itself says nothing of its replicate, and is left out.
+        name: The measure, which is taken as its logarithm.
+        probe: The probe.
+        kind: Of the correlation.
+        given: The loss, for a partial correlation given its logarithm; None: not a partial one.
+    """
+    columns: dict[str, list[float]] = {name: [], probe: [], **({given: []} if given else {})}
     clusters: list[str] = []
-    loss = _loss(results, dataset)
-    for one in replicates(results, dataset):
-        ends = [results.at(one.run(run)) for run in compared(dataset)]
-        own = {
-            "flatness": _logarithms([each[name].estimate.value for each in ends]),
-            "accuracy": [each[probe].estimate.value for each in ends],
-            "loss": _logarithms([each[loss].estimate.value for each in ends]),
-        }
-        for column, values in own.items():
-            columns[column] += [value - sum(values) / len(values) for value in values]
-        clusters += [one.cluster] * len(ends)
+    for one, checkpoints in models:
+        if len(checkpoints) < 2:
+            continue
+        for key, column in columns.items():
+            values = [each[key].estimate.value for each in checkpoints]
+            values = values if key == probe else _logarithms(values)
+            column += [value - sum(values) / len(values) for value in values]
+        clusters += [one.cluster] * len(checkpoints)
     if len(set(clusters)) < 3:
         return None
     try:
-        found = correlation(
-            columns["flatness"], columns["accuracy"], clusters, kind=kind, given={"KL": columns["loss"]}, resamples=100
-        )
+        covariates = {given: columns[given]} if given else {}
+        found = correlation(columns[name], columns[probe], clusters, kind=kind, given=covariates, resamples=100)
     except IsolossError:
         return None
     low, high = (math.atanh(edge) for edge in found.interval95)
@@ -253,5 +300,5 @@ def _correlation(results: Results, dataset: Dataset, name: str, probe: str, kind
         samples=found.clusters,
         unit="correlation",
         num_predictions=found.observations,
-        method=f"partial {kind} correlation, jackknife over languages",
+        method=f"{'partial ' if given else ''}{kind} correlation, jackknife over languages",
     )
