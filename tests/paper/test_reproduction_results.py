@@ -342,7 +342,7 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
         "(7.00 ± 0.58 points apart) on prefix-2."
     )
     assert "flatten the model? On grammars: not shown (prefix-4 +0.10 ± 0.50 points)" in plain[3]
-    assert "the flatter model transfers better in 0 and worse in 0; in 7 other pairs" in plain[4]
+    assert "the flatter model transfers better in 0 and worse in 0; in 9 other pairs" in plain[4]
     shown = answer(
         claims(
             {
@@ -360,7 +360,7 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
     assert "transfer better? On grammars: no, the opposite is shown (prefix-4 -2.00 ± 0.50 points)" in shown[3]
     assert shown[0] == plain[0]
     # helper and adversary agree with the paper; SGD's flatter model transfers worse
-    assert "the flatter model transfers better in 2 and worse in 1; in 4 other pairs" in shown[4]
+    assert "the flatter model transfers better in 2 and worse in 1; in 6 other pairs" in shown[4]
 
 
 def test_the_answer_says_that_no_other_model_has_the_controls_loss():

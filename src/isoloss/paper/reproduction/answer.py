@@ -20,7 +20,10 @@ _VERBS = {
 }
 _LANGUAGES = {"pcfg": "grammars", "hmm": "hidden Markov models"}
 # claims about transfer and flatness of one pair
-_PAIRS = ("sgd", "noise", "longer", "larger", "adversary", "helper", "pre-ln")
+_PAIRS = (
+    *("sgd", "noise", "longer", "larger", "adversary", "helper", "pre-ln"),
+    *("text-unregularized", "text-sam"),
+)
 
 
 def answer(claims: Sequence[ClaimResult], results: Results) -> Sequence[str]:
@@ -34,7 +37,9 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> Sequence[str]:
         _spreads(results),
         "Can models of the same loss and architecture transfer differently? The adversary transfers worse: "
         f"{verdicts('adversary-transfer')}; the helper transfers better: {verdicts('helper-transfer')}; a trained "
-        f"model transfers better than the look-up table: {verdicts('lookup-transfer')}.",
+        f"model transfers better than the look-up table: {verdicts('lookup-transfer')}; on text, a model without "
+        f"dropout and weight decay transfers worse: {verdicts('text-unregularized-transfer')}, and SAM better than it: "
+        f"{verdicts('text-sam-transfer')}.",
         "At the same loss, does a model that was trained for longer transfer better? On grammars: "
         f"{verdicts('longer-transfer')}; on hidden Markov models: {verdicts('hmm-longer-transfer')}; and is it "
         f"flatter? {verdicts('longer-flatter')}; does a larger model transfer better? On grammars: "
