@@ -281,7 +281,7 @@ def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
     figures = page.parts(results).figures
     assert [each.name for each in figures] == ["text-sizes", "text-last", "text-longer"]
     axes = figures[0].chart.to_dict()["concat"][0]["layer"][-1]["encoding"]
-    assert (axes["x"]["field"], axes["y"]["field"]) == ("loss", "finetune_docstring_name")
+    assert (axes["x"]["field"], axes["y"]["field"]) == ("loss", "finetune_docstring_kind")
     assert "text_same_loss" not in {each.name for each in tables(results)}
 
 

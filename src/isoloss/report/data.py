@@ -82,6 +82,8 @@ def column_of(name: str, unit: str = "") -> Column:
     kind, _, task = name.partition("-")
     if kind == "probe":
         return accuracy(task)
+    if kind == "finetune":
+        return Column(name, f"Fine-tuned accuracy, {task}", "%", percent=True)
     if kind == "lookup":
         return Column(name, f"Accuracy of the look-up table, {task}", "%", percent=True)
     for trace in (TRACE, MINIMAL_TRACE):
