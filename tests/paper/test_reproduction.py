@@ -42,7 +42,7 @@ SHOWN = {
     "table 1": {"pcfg": 3, "text": 3},
     "table 2": {"pcfg": 3, "text": 3},
 }
-GPU_SCALES = ("paper", "authors")
+GPU_SCALES = ("paper", "authors")  # with every row of the paper
 
 
 def experiments(scale, dataset, figure=""):

@@ -11,13 +11,15 @@ from scipy import stats
 from isoloss.paper.reproduction import band, page, published
 from isoloss.paper.reproduction.answer import answer
 from isoloss.paper.reproduction.band import Model
+from isoloss.paper.reproduction.comparing import contrasts, measures
 from isoloss.paper.reproduction.reading import at_same_loss
 from isoloss.paper.reproduction.scales import EVENING, SMOKE, Scale
 from isoloss.paper.reproduction.study import STUDY
 from isoloss.paper.reproduction.tables import _ranking, compared, tables
 from isoloss.statistics.estimate import Estimate
+from isoloss.studies.answers import answer_all
 from isoloss.studies.claims import Answer, ClaimResult, read_claims
-from isoloss.studies.comparison import Measured, difference
+from isoloss.studies.comparison import Measured, change, difference
 from isoloss.studies.results import Results
 from isoloss.studies.verdicts import Verdict
 
@@ -246,7 +248,7 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     (dataset,) = results.scale.datasets
     first, *others = page.parts(results).figures
     assert first.name == "pcfg-same-loss"
-    assert [each.name for each in others] == ["pcfg-sizes", "pcfg-last", "pcfg-longer", "pcfg-sgd"]
+    assert [each.name for each in others] == [*("pcfg-sizes", "pcfg-last", "pcfg-longer", "pcfg-sgd", "pcfg-inside")]
     spec = first.chart.to_dict()
     assert len(spec["concat"]) == 8  # both probes: all models, then the KL and both traces in the band
     everything, near, *_ = ([row["run"] for row in spec["datasets"][part["data"]["name"]]] for part in points(spec))
@@ -262,6 +264,75 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     assert "by at most 0.037 nats, and their accuracy by 7.00 ± 0.58 points on prefix-4 (from adversary to helper)" in (
         first.caption
     )
+
+
+def test_sizes_are_shown_inside_the_largest_after_polishes_of_every_length():
+    results = known_results()
+    figure = next(each for each in page.parts(results).figures if each.name == "pcfg-inside")
+    spec = figure.chart.to_dict()
+    rows = spec["datasets"][points(spec)[0]["data"]["name"]]
+    lengths = {"-10": 10, "": 20, "-40": 40}
+    assert {(row["size"], row["run"], row["step"]) for row in rows} == {
+        (size, f"{size}-40-polished{length}", step) for size in ("d16", "d32") for length, step in lengths.items()
+    }
+    axes = [part["layer"][-1]["encoding"] for part in spec["concat"]]
+    assert [axis["x"]["field"] for axis in axes[:3]] == ["kl", "trace_in_d32_paper", "minimal_trace_in_d32"]
+    assert "expanded into d32" in figure.caption
+
+
+# --- models of about one loss in the course of their training --------------------------------------------------------
+
+LOSSES = {  # by arm, at steps 20 and 40
+    "d16": (4.0, 3.0),
+    "unregularized": (3.5, 2.0),  # the last one is out of the control's reach
+    "sam": (5.0, 2.5),
+}
+
+
+def known_text(losses=LOSSES):
+    """Results on text with these losses; accuracies rise by 0.1 from step 20 to 40, and seed 1 has 0.02 more."""
+    dataset = next(each for each in SMOKE.datasets if each.name == "text")
+    scale = Scale(description="known", datasets=(dataset,))
+    checkpoints = {}
+    for one in dataset.replicates:
+        for arm, values in losses.items():
+            for step, loss in zip(dataset.watched, values, strict=True):
+                traces = {"loss": loss, "trace": 20.0 * loss, "minimal-trace": 10.0}
+                accuracy = (
+                    0.5 + 0.1 * (step == 40) + 0.05 * (arm == "unregularized") + 0.02 * one.index * (arm == "sam")
+                )
+                checkpoints[one.run(arm), step] = {
+                    key: measured(traces.get(key, accuracy), unit="nats" if key in traces else "accuracy")
+                    for key in dataset.measures
+                }
+    return Known(scale, checkpoints, None)
+
+
+def test_without_a_polish_the_last_checkpoint_that_the_other_encloses_is_compared():
+    made = contrasts(known_text())
+    (unregularized,), (sam,) = made["text unregularized"], made["text sam"]
+    assert unregularized.names == ("AdamW", "Without dropout and weight decay")
+    assert unregularized.clusters_are == "seeds"
+    for control, treated in unregularized.pairs:  # step 20 of the one, at 3.5, between 4 and 3 of the other
+        assert control["loss"].estimate.value == treated["loss"].estimate.value == 3.5
+        fraction = math.log(3.5 / 4) / math.log(3 / 4)
+        assert treated["finetune-docstring-kind"].estimate.value == pytest.approx(0.55)
+        assert control["finetune-docstring-kind"].estimate.value == pytest.approx(0.5 + 0.1 * fraction)
+    assert sam.names == ("Without dropout and weight decay", "SAM, without dropout and weight decay")
+    kind = change(sam.pairs, "finetune-docstring-kind", clusters=sam.clusters)
+    fraction = math.log(2.5 / 3.5) / math.log(2 / 3.5)
+    assert kind.value == pytest.approx(100 * (0.6 + 0.01 - (0.55 + 0.1 * fraction)))
+    assert kind.stderr == pytest.approx(1.0)  # of two seeds, 2 points apart
+    assert made["pcfg sgd"] == ()
+
+
+def test_what_no_checkpoint_of_the_other_encloses_is_not_tested():
+    made = contrasts(known_text({**LOSSES, "unregularized": (2.5, 2.0)}))
+    assert made["text unregularized"] == []
+    results = answer_all(read_claims(STUDY.claims), made, measures(STUDY.scale("smoke")), scale="evening")
+    (answered,) = next(each for each in results if each.claim.id == "text-unregularized-transfer").answers
+    assert answered.verdict is Verdict.NOT_TESTED
+    assert answered.explanation == "The study has no two models to compare."
 
 
 def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():

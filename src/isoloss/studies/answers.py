@@ -175,9 +175,9 @@ def _replaced(result: ClaimResult, answers: Sequence[Answer]) -> ClaimResult:
 
 
 def _primary(file: ClaimsFile, results: Sequence[ClaimResult]) -> Answer | None:
-    """Return the answer that the file names as its primary test."""
+    """Return the answer that the file names as its primary test; None where there was nothing to test."""
     for result in results:
-        if result.claim.id == file.primary:
+        if result.claim.id == file.primary and any(each.numbers for each in result.answers):
             try:
                 return result.answer(file.primary_case)
             except IsolossError as error:

@@ -185,13 +185,12 @@ def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
         probes = {_case(key): key for key in dataset.tasks.values()}
         few_shot = [key for key in dataset.end_measures if key.startswith("few-shot-")]
         projected = [key for key in dataset.end_measures if key.startswith("projected-")]
-        inside = [key for key in dataset.end_measures if key.startswith(("trace-in-", "minimal-trace-in-"))]
         found |= {
             f"{name} transfer": {**probes, **{_case(key): key for key in few_shot}},
             f"{name} probes": probes,
             f"{name} projected probes": {_case(key): key for key in projected} or probes,
             f"{name} flatness": {key: key for key in ("trace", "minimal-trace") if key in dataset.measures},
-            f"{name} flatness in one architecture": {key: key for key in inside},
+            f"{name} flatness in one architecture": {key: key for key in dataset.inside},
         }
     return found
 

@@ -169,6 +169,16 @@ class Dataset:
         """The run that others are compared with: the main model where arms branch off, after the usual polish."""
         return polished(self.main, self.start) if self.polish_steps else self.main
 
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """What is measured of models after their expansion into the largest."""
+        return (*self.inside_measures, *(key for key in self.end_measures if "trace-in-" in key))
+
+    @property
+    def largest(self) -> str:
+        """The size that others are expanded into."""
+        return list(self.expanded or self.sizes)[-1]
+
     def polished_steps(self, size: str) -> tuple[int, ...]:
         """Return the steps of a size that are followed by a polish of the usual length."""
         if not self.polish_steps:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import polars as pl
 
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.dataset import TABLES, Dataset
+from isoloss.paper.reproduction.dataset import TABLES, Dataset, polished
 from isoloss.paper.reproduction.reading import at_step, mean, replicates
 from isoloss.paper.reproduction.scales import SGD_SHOWN, Scale
 from isoloss.report import charts
@@ -20,6 +20,7 @@ from isoloss.studies.results import Results
 
 LOG_KL = dataclasses.replace(KL, log=True)  # as models of about one loss are compared with much worse ones
 FIGURE_1 = "figure 1"
+PAPER_SCALE = "paper"  # of a small model's embedding inside a large one
 
 
 def parts(results: Results) -> PageParts:
@@ -143,7 +144,7 @@ def _figures(results: Results, dataset: Dataset) -> list[Figure]:
     traces = _traces(dataset)
     tasks, loss = columns(dataset), KL if band.models(results, dataset) else LOSS
     watched = _means(
-        results, dataset, {size: (size, dataset.watched) for size in dataset.sizes}, [loss, *traces, *tasks]
+        results, dataset, [(size, size, dataset.watched) for size in dataset.sizes], [loss, *traces, *tasks]
     )
     shown = tuple(each for each in dataset.shown.sizes if each != FIGURE_1)  # which has a figure of its own
     figures = [
@@ -172,11 +173,11 @@ def _figures(results: Results, dataset: Dataset) -> list[Figure]:
         Figure(
             name=f"{dataset.name}-longer",
             title=f"{dataset.title}: training for longer",
-            chart=charts.curves(alone, [loss, *tasks], style=_style(alone)),
+            chart=charts.curves(alone, [loss, *traces, *tasks], style=_style(alone)),
             caption=_corresponds(dataset.shown.longer) + f"The model {followed} over the steps of AdamW.",
         )
     )
-    sgd = {arm.title: (name, arm.watched) for name, arm in dataset.arms.items() if arm.shown_in == SGD_SHOWN}
+    sgd = [(arm.title, name, arm.watched) for name, arm in dataset.arms.items() if arm.shown_in == SGD_SHOWN]
     if sgd:
         rows = _means(results, dataset, sgd, [loss, *traces, *tasks])
         figures.append(
@@ -187,7 +188,35 @@ def _figures(results: Results, dataset: Dataset) -> list[Figure]:
                 caption=_corresponds(SGD_SHOWN) + f"The model {dataset.main} goes on with SGD.",
             )
         )
+    inside = [key for key in dataset.inside if key.endswith(f"-{PAPER_SCALE}") or key.startswith("minimal-")]
+    if inside:
+        rows = _means(results, dataset, _expanded(dataset), [loss, *map(column_of, inside), *tasks])
+        axes = [(across, task) for task in tasks for across in (loss, *map(column_of, inside))]
+        polished_from = f" after {dataset.start:,} steps and a polish of one of the lengths" * bool(
+            dataset.polish_steps
+        )
+        figures.append(
+            Figure(
+                name=f"{dataset.name}-inside",
+                title=f"{dataset.title}: sizes inside the largest",
+                chart=charts.scatter(rows, axes, style=_style(rows)),
+                caption=_corresponds(dataset.shown.expanded) + f"Each point is a size{polished_from}, expanded into "
+                f"{dataset.largest}, the mean over languages and seeds. Wider models have more features to probe.",
+            )
+        )
     return figures
+
+
+def _expanded(dataset: Dataset) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return the models that are compared inside the largest one, as `_means` takes them."""
+    if not dataset.polish_steps:
+        return [(size, size, (dataset.last,)) for size in dataset.expanded]
+    lengths = {length: length or dataset.polish_steps for length in dataset.polish_lengths}
+    return [
+        (size, polished(size, dataset.start, length), (steps,))
+        for size in dataset.sizes
+        for length, steps in lengths.items()
+    ]
 
 
 def _corresponds(shown_in: tuple[str, ...]) -> str:
@@ -195,16 +224,19 @@ def _corresponds(shown_in: tuple[str, ...]) -> str:
 
 
 def _means(
-    results: Results, dataset: Dataset, series: dict[str, tuple[str, tuple[int, ...]]], shown: list[Column]
+    results: Results, dataset: Dataset, series: Sequence[tuple[str, str, tuple[int, ...]]], shown: list[Column]
 ) -> pl.DataFrame:
-    """Return a row for each series and step, the means over languages with their standard errors."""
+    """Return a row for each step of each series, the means over languages with their standard errors.
+
+    A series is a group, the part of a run's name that says what it is, and steps.
+    """
     rows = []
-    for group, (arm, steps) in series.items():
+    for group, arm, steps in series:
         found = [one for one in replicates(results, dataset) if one.run(arm) in results.experiments]
         first = results.run(found[0].run(arm))
         for step in steps:
             row = {
-                "run": group,
+                "run": arm,
                 "group": group,
                 "size": results.experiments[found[0].run(arm)].size,
                 "parameters": first.result()["num_parameters"],
