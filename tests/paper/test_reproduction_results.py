@@ -332,7 +332,50 @@ def test_what_no_checkpoint_of_the_other_encloses_is_not_tested():
     results = answer_all(read_claims(STUDY.claims), made, measures(STUDY.scale("smoke")), scale="evening")
     (answered,) = next(each for each in results if each.claim.id == "text-unregularized-transfer").answers
     assert answered.verdict is Verdict.NOT_TESTED
-    assert answered.explanation == "The study has no two models to compare."
+    assert answered.explanation == "The study has no two models of which this was measured."
+
+
+def drawn_results(scale):
+    """Results of a scale with numbers that are drawn: losses that fall with the steps, accuracies, traces."""
+    draw, checkpoints = np.random.default_rng(0), {}
+    for name, experiment in scale.experiments.items():
+        known = "text" not in name and "web" not in name
+        for part in experiment.measurements:
+            for step in experiment.steps(part):
+                at = checkpoints.setdefault((name, step), {})
+                for measure in part.measures:
+                    if measure == "loss":
+                        loss = 0.1 * draw.uniform(0.9, 1.1) * (1 - 0.9 * step / experiment.last_step)
+                        at |= {"kl": measured(loss), "loss": measured(3 + loss)} if known else {"loss": measured(loss)}
+                    elif measure == "features":
+                        gram = np.cov(draw.normal(size=(8, 20)))[np.triu_indices(8)]
+                        features = measured(1.0)
+                        at[measure] = dataclasses.replace(features, examples={"gram": gram})
+                    elif "trace" in measure or not any(
+                        word in measure for word in ("-prefix-", "-state-", "-task-", "probe", "finetune", "-root")
+                    ):
+                        at[measure] = measured(draw.uniform(5, 50), draw.normal(size=4))
+                    else:
+                        at[measure] = measured(draw.uniform(0.4, 0.9), draw.normal(size=4) / 100, unit="accuracy")
+    return Known(scale, checkpoints, None)
+
+
+@pytest.mark.parametrize("name", ["evening", "smoke", "workstation", "paper"])  # authors has the datasets of paper
+def test_results_of_every_scale_make_claims_tables_and_figures(name):
+    whole = STUDY.scale(name)
+    few = [dataclasses.replace(each, languages=each.languages[:3], seeds=min(each.seeds, 2)) for each in whole.datasets]
+    results = drawn_results(dataclasses.replace(whole, datasets=tuple(few)))
+    claims = answer_all(read_claims(STUDY.claims), contrasts(results), measures(results.scale), scale=name)
+    tested = {each.claim.id for each in claims if any(one.difference is not None for one in each.answers)}
+    assert {"adversary-transfer", "larger-transfer", "text-sam-transfer"} <= tested
+    assert all(each.answers for each in claims)
+    if name == "evening":  # at the others no verdict is given
+        assert len(answer(claims, results)) == 5
+    assert {each.name for each in tables(results)} >= {f"{each.name}_sizes" for each in few}
+    figures = page.parts(results).figures
+    for each in figures:
+        each.chart.to_dict(validate=False)  # which takes most of the time
+    assert {"pcfg-same-loss", "pcfg-inside", "text-sizes"} <= {each.name for each in figures}
 
 
 def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():

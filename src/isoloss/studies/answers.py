@@ -46,7 +46,7 @@ def answer_all(
             keys, margin = measures[claim.measures], claim.same_loss_nats or file.same_loss_nats
             answers = [a for each in contrasts[claim.compares] for a in answer(claim, each, keys, margin=margin)]
             if not answers:
-                none = "The study has no two models to compare."
+                none = "The study has no two models of which this was measured."
                 answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=none)]
         results.append(ClaimResult(claim=claim, answers=tuple(answers)))
     if file.judged_at(scale):
@@ -73,7 +73,7 @@ def answer(
     """Return the answers to a claim for one contrast, from second - factor * first of each estimate.
 
     Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss,
-    unless the contrast says otherwise.
+    unless the contrast says otherwise. What was not measured of both models has no answer.
 
     Args:
         claim: The claim.
@@ -84,7 +84,8 @@ def answer(
     gate = None
     if contrast.at_same_loss and loss_key(contrast.pairs) not in keys.values():
         gate = same_loss(contrast.pairs, clusters=contrast.clusters, margin=margin)
-    return [_answer(claim, contrast, key, case, gate) for case, key in keys.items()]
+    measured = {case: key for case, key in keys.items() if all(key in one for pair in contrast.pairs for one in pair)}
+    return [_answer(claim, contrast, key, case, gate) for case, key in measured.items()]
 
 
 def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: float = SAME_LOSS_NATS) -> Equivalence:

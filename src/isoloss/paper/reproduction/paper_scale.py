@@ -201,7 +201,7 @@ def text(preset: Preset) -> Dataset:
         common=common,
         sizes={"d1024-24-layers": large},
         main="d1024-24-layers",
-        watched=(BOOKS_STEPS,),
+        watched=watched_steps(BOOKS_STEPS, 50_000),
         arms={
             "unregularized": Arm(
                 title="Without dropout and weight decay",
