@@ -248,7 +248,9 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     (dataset,) = results.scale.datasets
     first, *others = page.parts(results).figures
     assert first.name == "pcfg-same-loss"
-    assert [each.name for each in others] == [*("pcfg-sizes", "pcfg-last", "pcfg-longer", "pcfg-sgd", "pcfg-inside")]
+    assert [each.name for each in others] == [
+        *("pcfg-sizes", "pcfg-last", "pcfg-longer", "pcfg-sgd", "pcfg-algorithms", "pcfg-inside")
+    ]
     spec = first.chart.to_dict()
     assert len(spec["concat"]) == 8  # both probes: all models, then the KL and both traces in the band
     everything, near, *_ = ([row["run"] for row in spec["datasets"][part["data"]["name"]]] for part in points(spec))
@@ -378,6 +380,19 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
     assert {"pcfg-same-loss", "pcfg-inside", "text-sizes"} <= {each.name for each in figures}
 
 
+def test_the_page_lists_what_most_checkpoints_of_a_language_have():
+    shown = drawn_results(SMOKE).columns
+    assert set(shown) == {
+        *("kl", "trace", "minimal-trace", "probe-prefix-4", "probe-prefix-2"),
+        *("probe-state-2", "probe-state-3"),
+        *("loss", "finetune-docstring-kind", "finetune-docstring-module"),
+    }
+    rows = drawn_results(SMOKE).table()
+    text = rows.filter(rows["run"].str.starts_with("text"))
+    assert text["kl"].null_count() == text.height
+    assert text["loss"].null_count() == 0
+
+
 def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
     dataset = next(each for each in SMOKE.datasets if each.name == "text")
     scale = Scale(description="known", datasets=(dataset,))
@@ -393,7 +408,7 @@ def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
     }
     results = Known(scale, checkpoints, None)
     figures = page.parts(results).figures
-    assert [each.name for each in figures] == ["text-sizes", "text-last", "text-longer"]
+    assert [each.name for each in figures] == ["text-sizes", "text-longer", "text-algorithms"]
     axes = figures[0].chart.to_dict()["concat"][0]["layer"][-1]["encoding"]
     assert (axes["x"]["field"], axes["y"]["field"]) == ("loss", "finetune_docstring_kind")
     assert "text_same_loss" not in {each.name for each in tables(results)}

@@ -20,6 +20,7 @@ from isoloss.report.save import save
 from isoloss.studies.claim_figure import claim_figures
 from isoloss.studies.claim_table import claim_table, explanations
 from isoloss.studies.claims import ClaimResult, ClaimsFile
+from isoloss.studies.comparison import Measured
 from isoloss.studies.results import Results, SummaryTable
 from isoloss.studies.verdicts import RULE
 
@@ -128,7 +129,7 @@ def default_parts(results: Results) -> PageParts:
             caption="Each run over the steps of pre-training.",
         )
     ]
-    loss = measures[results.keys.index(results.loss_key)] if results.loss_key in results.keys else None
+    loss = next((column for column in measures if column.name == results.loss_key), None)
     others = [column for column in measures if column != loss]
     if loss and others:
         chart = charts.scatter(table, [(loss, other) for other in others], style=style)
@@ -138,9 +139,13 @@ def default_parts(results: Results) -> PageParts:
 
 
 def shown(results: Results) -> tuple[Column, ...]:
-    """Return how to show the estimates that every checkpoint has."""
-    first = next(iter(results.checkpoints.values()))
-    return tuple(column_of(key, first[key].estimate.unit) for key in results.keys)
+    """Return how to show the estimates that most checkpoints have."""
+    return tuple(column_of(key, _having(results, key)[0].estimate.unit) for key in results.columns)
+
+
+def _having(results: Results, key: str) -> list[Measured]:
+    """Return an estimate of each checkpoint that has it."""
+    return [each[key] for each in results.checkpoints.values() if key in each]
 
 
 def _section(result: ClaimResult) -> ClaimSection:
@@ -176,19 +181,23 @@ def words(config: Any) -> str:
 
 
 def _measuring(results: Results) -> dict[str, str]:
-    """Return how checkpoints were measured, by measure, from the files of the first one."""
-    first = next(iter(results.checkpoints.values()))
+    """Return how checkpoints were measured, by measure; more than one way where languages differ in it."""
     lines = {}
-    for key in results.keys:
-        settings = {name: value for name, value in first[key].settings.items() if name != "seed"}
-        words = [f"{name.replace('_', ' ')} {_told(value)}" for name, value in settings.items()]
-        lines[column_of(key).title] = "; ".join([first[key].estimate.method, *words])
+    for key in results.columns:
+        ways: dict[str, None] = {}
+        for one in _having(results, key):
+            settings = {name: value for name, value in one.settings.items() if name != "seed"}
+            words = [f"{name.replace('_', ' ')} {_told(value)}" for name, value in settings.items()]
+            ways["; ".join([one.estimate.method, *words])] = None
+        lines[column_of(key).title] = "; or ".join(ways)
     return lines
 
 
 def _told(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return " or ".join(map(_told, value))
+        return " or ".join(map(_told, value)) or "none"
+    if value is None:
+        return "by default"
     return value if isinstance(value, str) else f"{value:,}"
 
 
@@ -205,10 +214,11 @@ def _claiming(file: ClaimsFile | None) -> dict[str, str]:
 
 
 def _making(results: Results) -> dict[str, str]:
-    """Return the device, versions and commit of the runs, from the first of them."""
+    """Return the device, versions and commit of the runs, the last two from the first of them."""
     record = results.run(next(iter(results.experiments))).record
+    devices = {each.estimate.details.get("device") for one in results.checkpoints.values() for each in one.values()}
     return {
-        "Device": "CPU, one thread per process",
+        "Measured on": " and ".join(sorted(filter(None, devices))),
         "Versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
         "Commit": record["commit"] or "unknown",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,22 @@ class Results:
         return tuple(key for key in common if "kl" not in common or key not in ("entropy", "loss"))
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The estimates that three quarters of the checkpoints of some block have, as those of a study's page.
+
+        Blocks may be of different languages. Entropy and loss are left out of blocks in which there is a KL.
+        """
+        found: dict[str, None] = {}
+        blocks: dict[int, list[Checkpoint]] = {}
+        for (run, _), checkpoint in self.checkpoints.items():
+            blocks.setdefault(self.experiments[run].block, []).append(checkpoint)
+        for checkpoints in blocks.values():
+            counts = Counter(key for checkpoint in checkpoints for key in checkpoint)
+            common = [key for key, count in counts.items() if 4 * count >= 3 * len(checkpoints)]
+            found |= dict.fromkeys(key for key in common if "kl" not in common or key not in ("entropy", "loss"))
+        return tuple(found)
+
+    @property
     def loss_key(self) -> str:
         """Which estimate is the loss: `kl`, or `loss` if the truth is not known."""
         first = next(iter(self.checkpoints.values()))
@@ -99,10 +116,11 @@ class Results:
         return {step: checkpoint for (run, step), checkpoint in self.checkpoints.items() if run == name}
 
     def table(self, keys: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return a row per checkpoint, as `isoloss.report.data` takes it."""
+        """Return a row per checkpoint, as `isoloss.report.data` takes it; by default of `columns`."""
         import polars as pl
 
-        return pl.DataFrame([self.row(*key, each, keys or self.keys) for key, each in self.checkpoints.items()])
+        rows = [self.row(*key, each, keys or self.columns) for key, each in self.checkpoints.items()]
+        return pl.DataFrame(rows, infer_schema_length=None)
 
     def values(self) -> pl.DataFrame:
         """Return a row for each checkpoint and estimate; an accuracy is a fraction from 0 to 1."""
@@ -120,7 +138,7 @@ class Results:
         return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
     def row(self, run: str, step: int, checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, Any]:
-        """Return the row of one checkpoint: of these estimates of it, at this step."""
+        """Return the row of one checkpoint: of these estimates of it, at this step; null where it has none."""
         experiment = self.experiments[run]
         cells: dict[str, Any] = {
             "run": run,
@@ -130,7 +148,8 @@ class Results:
             "step": step,
         }
         for key in keys:
-            cells |= {key: checkpoint[key].estimate.value, f"{key}_stderr": checkpoint[key].estimate.stderr}
+            own = checkpoint[key].estimate if key in checkpoint else None
+            cells |= {key: own and own.value, f"{key}_stderr": own and own.stderr}
         return cells
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
@@ -19,7 +22,8 @@ from isoloss.studies.page import PageParts
 from isoloss.studies.results import Results
 
 LOG_KL = dataclasses.replace(KL, log=True)  # as models of about one loss are compared with much worse ones
-FIGURE_1 = "figure 1"
+FIGURE_1 = "figure 1"  # which has a figure of its own
+Series = tuple[str, str, tuple[int, ...]]  # a group, the part of a run's name that says what it is, and steps
 PAPER_SCALE = "paper"  # of a small model's embedding inside a large one
 
 
@@ -139,76 +143,115 @@ def _in_the_paper() -> str:
 
 # --- the other figures -----------------------------------------------------------------------------------------------
 
+_EACH = "Each point is {} after a number of steps, the mean over languages and seeds."
+
 
 def _figures(results: Results, dataset: Dataset) -> list[Figure]:
-    traces = _traces(dataset)
-    tasks, loss = columns(dataset), KL if band.models(results, dataset) else LOSS
-    watched = _means(
-        results, dataset, [(size, size, dataset.watched) for size in dataset.sizes], [loss, *traces, *tasks]
-    )
-    shown = tuple(each for each in dataset.shown.sizes if each != FIGURE_1)  # which has a figure of its own
-    figures = [
-        Figure(
-            name=f"{dataset.name}-sizes",
-            title=f"{dataset.title}: sizes and steps",
-            chart=charts.scatter(
-                watched, [(across, task) for task in tasks for across in (loss, *traces)], style=_style(watched)
-            ),
-            caption=_corresponds(shown)
-            + "Each point is a size after a number of steps, the mean over languages and seeds.",
-        ),
-    ]
-    last = watched.filter(pl.col("step") == dataset.last)
-    figures.append(
-        Figure(
-            name=f"{dataset.name}-last",
-            title=f"{dataset.title}: sizes at the last step",
-            chart=charts.sizes(last, [loss, *tasks], style=_style(last)),
-            caption=_corresponds(shown) + "The last step of each size.",
-        )
-    )
-    followed = dataset.followed or dataset.main
-    alone = watched.filter(pl.col("group") == followed)
-    figures.append(
-        Figure(
-            name=f"{dataset.name}-longer",
-            title=f"{dataset.title}: training for longer",
-            chart=charts.curves(alone, [loss, *traces, *tasks], style=_style(alone)),
-            caption=_corresponds(dataset.shown.longer) + f"The model {followed} over the steps of AdamW.",
-        )
-    )
-    sgd = [(arm.title, name, arm.watched) for name, arm in dataset.arms.items() if arm.shown_in == SGD_SHOWN]
-    if sgd:
-        rows = _means(results, dataset, sgd, [loss, *traces, *tasks])
-        figures.append(
-            Figure(
-                name=f"{dataset.name}-sgd",
-                title=f"{dataset.title}: SGD after the end of training",
-                chart=charts.curves(rows, [*traces, *tasks], style=_style(rows)),
-                caption=_corresponds(SGD_SHOWN) + f"The model {dataset.main} goes on with SGD.",
-            )
-        )
-    inside = [key for key in dataset.inside if key.endswith(f"-{PAPER_SCALE}") or key.startswith("minimal-")]
-    if inside:
-        rows = _means(results, dataset, _expanded(dataset), [loss, *map(column_of, inside), *tasks])
-        axes = [(across, task) for task in tasks for across in (loss, *map(column_of, inside))]
-        polished_from = f" after {dataset.start:,} steps and a polish of one of the lengths" * bool(
-            dataset.polish_steps
-        )
-        figures.append(
-            Figure(
-                name=f"{dataset.name}-inside",
-                title=f"{dataset.title}: sizes inside the largest",
-                chart=charts.scatter(rows, axes, style=_style(rows)),
-                caption=_corresponds(dataset.shown.expanded) + f"Each point is a size{polished_from}, expanded into "
-                f"{dataset.largest}, the mean over languages and seeds. Wider models have more features to probe.",
-            )
-        )
-    return figures
+    figures = _Figures(results, dataset)
+    wanted = (figures.sizes, figures.last, figures.longer, figures.sgd, figures.algorithms, figures.inside)
+    return [figure for make in wanted if (figure := make()) is not None]
 
 
-def _expanded(dataset: Dataset) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return the models that are compared inside the largest one, as `_means` takes them."""
+@dataclass(frozen=True)
+class _Figures:
+    """The figures of a dataset besides the first; None for one that it has no runs for."""
+
+    results: Results
+    dataset: Dataset
+
+    @property
+    def _tasks(self) -> list[Column]:
+        return columns(self.dataset)
+
+    @property
+    def _across(self) -> list[Column]:
+        """The loss and the traces."""
+        loss = KL if band.models(self.results, self.dataset) else LOSS
+        return [loss, *_traces(self.dataset)]
+
+    @functools.cached_property
+    def _watched(self) -> pl.DataFrame:
+        return self._means([(size, size, self.dataset.watched) for size in self.dataset.sizes])
+
+    def _means(self, series: Sequence[Series]) -> pl.DataFrame:
+        return _means(self.results, self.dataset, series, [*self._across, *self._tasks])
+
+    def _figure(self, name: str, title: str, chart: Any, shown_in: Sequence[str], caption: str) -> Figure:
+        return Figure(
+            name=f"{self.dataset.name}-{name}",
+            title=f"{self.dataset.title}: {title}",
+            chart=chart,
+            caption=_corresponds(tuple(each for each in shown_in if each != FIGURE_1)) + caption,
+        )
+
+    def _against_tasks(self, rows: pl.DataFrame, across: Sequence[Column]) -> Any:
+        axes = [(column, task) for task in self._tasks for column in across]
+        return charts.scatter(rows, axes, style=_style(rows))
+
+    def sizes(self) -> Figure | None:
+        """Return every size at its watched steps."""
+        chart = self._against_tasks(self._watched, self._across)
+        return self._figure("sizes", "sizes and steps", chart, self.dataset.shown.sizes, _EACH.format("a size"))
+
+    def last(self) -> Figure | None:
+        """Return every size at the end of its training."""
+        if len(self.dataset.sizes) == 1:
+            return None
+        rows = self._watched.filter(pl.col("step") == self.dataset.last)
+        chart = charts.sizes(rows, [self._across[0], *self._tasks], style=_style(rows))
+        return self._figure("last", "sizes at the last step", chart, self.dataset.shown.sizes, "The end of each size.")
+
+    def longer(self) -> Figure | None:
+        """Return the model whose training is followed over its steps."""
+        followed = self.dataset.followed or self.dataset.main
+        rows = self._watched.filter(pl.col("group") == followed)
+        chart = charts.curves(rows, [*self._across, *self._tasks], style=_style(rows))
+        caption = f"The model {followed} over the steps of AdamW."
+        return self._figure("longer", "training for longer", chart, self.dataset.shown.longer, caption)
+
+    def sgd(self) -> Figure | None:
+        """Return SGD over its steps, after AdamW."""
+        arms = [(arm.title, name, arm.watched) for name, arm in self.dataset.arms.items() if arm.shown_in == SGD_SHOWN]
+        if not arms:
+            return None
+        rows = self._means(arms)
+        chart = charts.curves(rows, [*self._across[1:], *self._tasks], style=_style(rows))
+        caption = f"The model {self.dataset.main} goes on with SGD."
+        return self._figure("sgd", "SGD after the end of training", chart, SGD_SHOWN, caption)
+
+    def algorithms(self) -> Figure | None:
+        """Return the arms that are trained from scratch beside the main model."""
+        dataset = self.dataset
+        arms = {name: arm for name, arm in dataset.arms.items() if not arm.stages}
+        if not arms:
+            return None
+        main = (f"AdamW ({dataset.main})", dataset.main, dataset.watched)
+        rows = self._means([main, *((arm.title, name, dataset.watched) for name, arm in arms.items())])
+        shown_in = dict.fromkeys(each for arm in arms.values() for each in arm.shown_in)
+        chart = self._against_tasks(rows, self._across)
+        return self._figure(
+            "algorithms", "algorithms and architectures", chart, tuple(shown_in), _EACH.format("a model")
+        )
+
+    def inside(self) -> Figure | None:
+        """Return sizes after their expansion into the largest."""
+        dataset = self.dataset
+        keys = [key for key in dataset.inside if key.endswith(f"-{PAPER_SCALE}") or key.startswith("minimal-")]
+        if not keys:
+            return None
+        traces = [column_of(key) for key in keys]
+        rows = _means(self.results, dataset, _expanded(dataset), [self._across[0], *traces, *self._tasks])
+        polish = f" after {dataset.start:,} steps and a polish of one of the lengths" if dataset.polish_steps else ""
+        caption = (
+            f"Each point is a size{polish}, expanded into {dataset.largest}, the mean over languages and seeds. Wider "
+            "models have more features to probe."
+        )
+        chart = self._against_tasks(rows, [self._across[0], *traces])
+        return self._figure("inside", "sizes inside the largest", chart, dataset.shown.expanded, caption)
+
+
+def _expanded(dataset: Dataset) -> list[Series]:
+    """Return the models that are compared inside the largest one."""
     if not dataset.polish_steps:
         return [(size, size, (dataset.last,)) for size in dataset.expanded]
     lengths = {length: length or dataset.polish_steps for length in dataset.polish_lengths}
@@ -223,13 +266,8 @@ def _corresponds(shown_in: tuple[str, ...]) -> str:
     return f"Corresponds to the paper's {' and '.join(shown_in)}. " if shown_in else ""
 
 
-def _means(
-    results: Results, dataset: Dataset, series: Sequence[tuple[str, str, tuple[int, ...]]], shown: list[Column]
-) -> pl.DataFrame:
-    """Return a row for each step of each series, the means over languages with their standard errors.
-
-    A series is a group, the part of a run's name that says what it is, and steps.
-    """
+def _means(results: Results, dataset: Dataset, series: Sequence[Series], shown: list[Column]) -> pl.DataFrame:
+    """Return a row for each step of each series, the means over languages with their standard errors."""
     rows = []
     for group, arm, steps in series:
         found = [one for one in replicates(results, dataset) if one.run(arm) in results.experiments]

@@ -19,7 +19,6 @@ from isoloss.statistics.granulated import granulated_kendall
 from isoloss.studies.comparison import Checkpoint, Measured, cka
 from isoloss.studies.results import Results, SummaryTable
 
-OVER = "Means ± standard errors over languages."
 Row = tuple[tuple[str | int, ...], Mapping[str, Estimate]]
 At = Callable[[Replicate], Checkpoint]
 
@@ -37,6 +36,18 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
                 made += [_ranking(results, dataset, kind) for kind in ("pearson", "spearman", "kendall")]
                 made += [_granulated(results, dataset), _features(results, dataset)]
     return tuple(table for table in made if table.rows)
+
+
+def _of_table(dataset: Dataset, table: str) -> str:
+    return _corresponds(table) if table in dataset.shown.main else ""
+
+
+def _corresponds(*shown_in: str) -> str:
+    return f"Corresponds to the paper's {', '.join(shown_in)}. " if shown_in else ""
+
+
+def _over(dataset: Dataset) -> str:
+    return f"Means ± standard errors over {'languages' if len(dataset.languages) > 1 else 'seeds'}."
 
 
 def _row(results: Results, dataset: Dataset, labels: tuple[str | int, ...], at: At, keys: Sequence[str]) -> Row:
@@ -65,7 +76,7 @@ def _algorithms(results: Results, dataset: Dataset) -> SummaryTable:
                 probe: mean([(one, start[table].estimate) for one, start in ones]) for probe, table in tasks.items()
             }
             rows.append(((TABLES[kind],), {loss: _zero(rows[0][1][loss]), **accuracies}))
-    caption = _after(dataset) + "Corresponds to the paper's table 1. " + OVER + _published(dataset, "table 1")
+    caption = _after(dataset) + _of_table(dataset, "table 1") + _over(dataset) + _published(dataset, "table 1")
     return SummaryTable(
         f"{dataset.name}_algorithms", f"{dataset.title}: transfer by algorithm", ("model",), rows, caption
     )
@@ -91,7 +102,7 @@ def _flatness(results: Results, dataset: Dataset) -> SummaryTable:
         _row(results, dataset, (title,), lambda one, arm=arm: end(results, dataset, one, arm), keys)  # type: ignore[misc]
         for arm, title in _arms(dataset).items()
     ]
-    caption = _after(dataset) + "Corresponds to the paper's table 2. " + OVER + _published(dataset, "table 2")
+    caption = _after(dataset) + _of_table(dataset, "table 2") + _over(dataset) + _published(dataset, "table 2")
     return SummaryTable(
         f"{dataset.name}_flatness", f"{dataset.title}: flatness by algorithm", ("model",), rows, caption
     )
@@ -112,7 +123,8 @@ def _sizes(results: Results, dataset: Dataset) -> SummaryTable:
             )
             known = at(replicates(results, dataset)[0])
             rows.append(_row(results, dataset, (size, step), at, [key for key in keys if key in known]))
-    caption = _after(dataset) + "Corresponds to the paper's figures 2, 3, 5, 8 and 9. " + OVER
+    shown = dict.fromkeys((*dataset.shown.sizes, *dataset.shown.longer, *dataset.shown.expanded))
+    caption = _after(dataset) + _corresponds(*shown) + _over(dataset)
     return SummaryTable(f"{dataset.name}_sizes", f"{dataset.title}: sizes and steps", ("size", "steps"), rows, caption)
 
 
@@ -222,7 +234,7 @@ def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
     caption = (
         "Kendall's tau of each measure with the accuracy of the probe, over pairs that differ in one thing alone and "
         "agree in all others (Jiang et al., 2020): two models of one seed, or two seeds of one model. The losses of "
-        "these models differ, and nothing adjusts for that. " + OVER
+        "these models differ, and nothing adjusts for that. " + _over(dataset)
     )
     title = f"{dataset.title}: granulated Kendall coefficients"
     return SummaryTable(f"{dataset.name}_granulated", title, ("measure",), rows, caption)
@@ -249,7 +261,7 @@ def _features(results: Results, dataset: Dataset) -> SummaryTable:
     rows: list[Row] = [((run,), {"cka": mean(found)}) for run, found in pairs.items() if found]
     caption = (
         f"Linear CKA (Kornblith et al., 2019; unbiased) of the last hidden states of {control} and of each other model "
-        "on the same sentences: 1 where the features are the same up to rotation and scale. " + OVER
+        "on the same sentences: 1 where the features are the same up to rotation and scale. " + _over(dataset)
     )
     title = f"{dataset.title}: how alike features are to those of {control}"
     return SummaryTable(f"{dataset.name}_features", title, ("model",), rows, caption)
