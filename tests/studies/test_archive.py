@@ -1,5 +1,6 @@
 """The archive of a study: results without checkpoints that count as done, and what is no longer known of them."""
 
+import io
 import lzma
 import shutil
 import tarfile
@@ -10,7 +11,7 @@ from isoloss import files
 from isoloss.cli import study as command
 from isoloss.errors import IsolossError
 from isoloss.runs import ARCHIVED, Run
-from isoloss.studies.archive import archive, restore
+from isoloss.studies.archive import archive, check, restore
 from isoloss.studies.comparison import difference
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.results import run_of
@@ -100,7 +101,7 @@ def test_what_is_no_archive_is_refused(study, restored, file, tmp_path):
         restore(restored, tmp_path / "nowhere")
     other = StudyFolder(study.study, tmp_path / "other", seed_offset=1)
     with pytest.raises(IsolossError, match="archive holds no run of the study blocks at scale tiny: it was made by an"):
-        restore(other, tmp_path / "archive")
+        check(other, tmp_path / "archive")
     empty = StudyFolder(study.study, tmp_path / "empty")
     with pytest.raises(IsolossError, match=r"no block of .*empty is complete yet"):
         archive(empty, tmp_path / "none")
@@ -114,6 +115,15 @@ def test_what_is_no_archive_is_refused(study, restored, file, tmp_path):
     with pytest.raises(IsolossError, match=r"is damaged: .*/evaluations/.* is not what was archived"):
         restore(fresh, tmp_path / "archive")
     assert not Run(tmp_path / "fresh/runs/dropped-1").exists
+    for record in (b"[]", b'{"files": {}}', b"nothing"):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            about = tarfile.TarInfo("plain-1/archived.json")
+            about.size = len(record)
+            tar.addfile(about, io.BytesIO(record))
+        path.write_bytes(lzma.compress(packed.getvalue()))
+        with pytest.raises(IsolossError, match=r"is damaged: the files of plain-1 are not those that were archived"):
+            check(fresh, tmp_path / "archive")
 
 
 def test_the_commands(capsys, file, finished, tmp_path, here):

@@ -48,7 +48,12 @@ def test_they_are_read_once_and_again_when_a_file_changes(tmp_path, monkeypatch)
     monkeypatch.setattr(python_docs, "_docstrings_of", lambda *arguments, **named: pytest.fail("read again"))
     assert docstrings() == [("words", "function", "count_words", long)]
     monkeypatch.undo()
+    monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(python_docs.sysconfig, "get_path", lambda name: str(library))
+    (kept,) = (tmp_path / "cache/python").iterdir()
+    for damaged in ("", "[1]", '[["words"]]'):
+        kept.write_text(damaged)
+        assert docstrings() == [("words", "function", "count_words", long)]
     (library / "words.py").write_text(f'def count_words(text):\n    """{long} Or short."""\n')
     assert docstrings() == [("words", "function", "count_words", f"{long} Or short.")]
     for path in (library / "words.py", library / "broken.py", library / "test" / "words.py"):

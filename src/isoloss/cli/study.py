@@ -178,9 +178,9 @@ def _run(args: Args, folder: StudyFolder) -> int:
             "given checkpoints are not sent through a --storage: run this study where all nodes share its folder"
         )
     if args.archive is not None:
-        from isoloss.studies.archive import blocks, restore
+        from isoloss.studies.archive import check, restore
 
-        blocks(args.archive)  # refuses a wrong path before anything is written
+        check(folder, args.archive)
     with files.lock(folder.path, wait=True):
         folder.prepare()
         if args.archive is not None:

@@ -81,6 +81,9 @@ def answer(
         keys: The key of the estimate to compare, by case.
         margin: Equivalence margin of the mean difference in loss, in nats.
     """
+    if contrast.not_tested:
+        case, why = contrast.case, contrast.not_tested
+        return [Answer(case=case, contrast=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=why)]
     gate = None
     if contrast.at_same_loss and loss_key(contrast.pairs) not in keys.values():
         gate = same_loss(contrast.pairs, clusters=contrast.clusters, margin=margin)
@@ -116,6 +119,7 @@ def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equival
     numbers["difference" if factor == 1 else f"{second} minus {factor:g} times {first}"] = measured
     measured_answer = Answer(
         case=f"{case} ({contrast.case})" if case and contrast.case else case or contrast.case,
+        contrast=contrast.case,
         numbers=numbers,
         verdict=Verdict.NOT_TESTED,
         explanation=f"{explanation} {contrast.where}".rstrip(),
@@ -208,6 +212,8 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
     if measured.is_exact:
         return "both exact: the verdict is on these two models, not on others that are trained alike"
     first, second = (checkpoint[key] for checkpoint in pairs[0])
+    if first.is_archived or second.is_archived:
+        return "not paired, as an archive has left out what each example adds"
     if not first.is_accuracy:
         return f"paired over {len(first.examples['influence']):,} sentences"
     from isoloss.transfer.comparing import mcnemar

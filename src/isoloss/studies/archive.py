@@ -63,33 +63,44 @@ def blocks(archive: Path) -> list[Path]:
     return paths
 
 
-def restore(folder: StudyFolder, archive: Path) -> list[str]:
-    """Unpack the runs of an archive that are in the study's plan and not in its folder; return their names.
+def check(folder: StudyFolder, archive: Path) -> None:
+    """Refuse an archive that cannot be unpacked into a study, before anything is written.
 
     Raises:
         IsolossError: There is no archive, a file of it is damaged, or it holds no run of this plan.
     """
-    paths = blocks(archive)
-    wanted = {name: one.fingerprint for name, one in folder.scale.experiments.items()}
-    known, restored = False, []
-    for path in paths:
-        for name, members in _runs(path):
-            if json.loads(members[ARCHIVED])["fingerprint"] != wanted.get(name):
-                continue
-            known = True
-            run = run_of(folder.path, name, folder.scale.experiments[name])
-            if run.complete:
-                continue
-            with files.new_output(run.path) as new:
-                for member, content in members.items():
-                    files.write_bytes(new / member, content)
-            restored.append(name)
-    if not known:
+    if not sum(1 for _ in _wanted(folder, archive)):
         raise IsolossError(
             f"{archive} holds no run of the study {folder.study.name} at scale {folder.scale_name}: it was made by "
             "another plan"
         )
+
+
+def restore(folder: StudyFolder, archive: Path) -> list[str]:
+    """Unpack the runs of an archive that are in the study's plan and not in its folder; return their names.
+
+    Raises:
+        IsolossError: There is no archive, or a file of it is damaged.
+    """
+    restored = []
+    for name, members in _wanted(folder, archive):
+        run = run_of(folder.path, name, folder.scale.experiments[name])
+        if run.complete:
+            continue
+        with files.new_output(run.path) as new:
+            for member, content in members.items():
+                files.write_bytes(new / member, content)
+        restored.append(name)
     return restored
+
+
+def _wanted(folder: StudyFolder, archive: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yield the runs of an archive that are in the study's plan, with the content of their files."""
+    wanted = {name: one.fingerprint for name, one in folder.scale.experiments.items()}
+    for path in blocks(archive):
+        for name, members in _runs(path):
+            if json.loads(members[ARCHIVED])["fingerprint"] == wanted.get(name):
+                yield name, members
 
 
 def _packed(folder: Path, runs: Mapping[str, Experiment]) -> bytes:
@@ -144,10 +155,11 @@ def _runs(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
         raise IsolossError(f"{path} cannot be read: {error}") from error
     for name, members in runs.items():
         try:
-            sums = json.loads(members[ARCHIVED])["files"]
+            record = json.loads(members[ARCHIVED])
+            sums, _ = dict(record["files"]), record["fingerprint"]
             wrong = {*sums, *members} - {ARCHIVED}
             wrong = {each for each in wrong if hashlib.sha256(members[each]).hexdigest() != sums[each]}
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise IsolossError(f"{path} is damaged: the files of {name} are not those that were archived") from error
         if wrong:
             raise IsolossError(f"{path} is damaged: {name}/{min(wrong)} is not what was archived")

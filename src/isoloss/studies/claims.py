@@ -138,6 +138,7 @@ class Contrast:
         clusters_are: What the clusters are, in the plural.
         slopes: Slope on the loss of each estimate, by key, from other runs, in the difference's unit per nat. With it
             the difference at the same loss is given as well. Needs clusters.
+        not_tested: Why claims about it cannot be tested, where there are too few pairs; the pairs are then not used.
     """
 
     names: tuple[str, str]
@@ -148,6 +149,7 @@ class Contrast:
     clusters: Sequence[str] = ()
     clusters_are: str = "grammars"
     slopes: Mapping[str, Estimate] = field(default_factory=dict)
+    not_tested: str = ""
 
     def __post_init__(self) -> None:
         if self.slopes and not self.clusters:
@@ -163,6 +165,7 @@ class Answer:
 
     Attributes:
         case: The case, e.g. the task; empty if there is only one.
+        contrast: The case of the contrast alone, e.g. `d16 to d32`.
         numbers: The estimates behind the verdict by name, in the order shown: the first model's, the second's and
             their difference; empty if the study cannot test the claim.
         verdict: The verdict.
@@ -182,6 +185,7 @@ class Answer:
     numbers: Mapping[str, Estimate]
     verdict: Verdict
     explanation: str
+    contrast: str = ""
     difference: Estimate | None = None
     same_loss: Equivalence | None = None
     p_value: float | None = None

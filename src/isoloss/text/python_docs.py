@@ -105,7 +105,7 @@ def docstrings() -> list[Docstring]:
     state = [(str(path), stat.st_size, stat.st_mtime_ns) for path in paths for stat in (path.stat(),)]
     key = hashlib.sha256(json.dumps([_FORMAT, state]).encode()).hexdigest()[:16]
     kept = Path(os.environ.get("ISOLOSS_CACHE") or "~/.cache/isoloss").expanduser() / "python" / f"{key}.json"
-    if kept.is_file():
+    with contextlib.suppress(OSError, ValueError, TypeError):  # not there yet, or damaged
         return [Docstring(*each) for each in json.loads(kept.read_text(encoding="utf-8"))]
     found: dict[str, Docstring] = {}
     for path in paths:

@@ -27,6 +27,7 @@ Kind = Literal["wordpiece", "bpe"]
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub or a WordPiece vocab.txt"
 _LEARNED = "wordpiece:"  # before a number of tokens
+_MOST_TOKENS = 1_000_000
 
 
 def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -> PreTrainedTokenizerFast:
@@ -59,7 +60,7 @@ def learned_size(spec: str) -> int | None:
     """Return the number of tokens in `wordpiece:NUMBER`, a tokenizer to be learned from the text; None for others.
 
     Raises:
-        IsolossError: What follows the colon is not a whole number.
+        IsolossError: What follows the colon is not a whole number up to a million.
 
     Example:
         >>> learned_size("wordpiece:2000"), learned_size("vocab.txt")
@@ -68,8 +69,10 @@ def learned_size(spec: str) -> int | None:
     if not spec.startswith(_LEARNED):
         return None
     number = spec.removeprefix(_LEARNED)
-    if not number.isdecimal():
-        raise IsolossError(f"the tokenizer {spec!r} has no number of tokens: write it as {_LEARNED}2000")
+    if not (number.isascii() and number.isdecimal() and int(number[:20]) <= _MOST_TOKENS):
+        raise IsolossError(
+            f"the tokenizer {spec!r} has no number of tokens up to {_MOST_TOKENS:,}: write it as {_LEARNED}2000"
+        )
     return int(number)
 
 

@@ -22,7 +22,7 @@ _LANGUAGES = {"pcfg": "grammars", "hmm": "hidden Markov models"}
 # claims about transfer and flatness of one pair
 _PAIRS = (
     *("sgd", "noise", "longer", "larger", "adversary", "helper", "pre-ln"),
-    *("text-unregularized", "text-sam"),
+    *("hmm-sgd", "text-unregularized", "text-sam"),
 )
 
 
@@ -62,7 +62,7 @@ def _spreads(results: Results) -> str:
         languages, count = _LANGUAGES.get(dataset.name, dataset.title), len(band.inside(results, dataset))
         kl, *probes = band.spreads(results, dataset).items()
         if count == 1:
-            parts.append(f"on {languages}, no other model is within {dataset.band:g} nats of the control's KL")
+            parts.append(f"on {languages}, no other model has a KL within {dataset.band:.0%} of the control's")
         else:
             accuracies = " and ".join(f"{_spread(each)} on {key.removeprefix('probe-')}" for key, each in probes)
             parts.append(
@@ -104,6 +104,8 @@ def _agreement(by_id: Mapping[str, ClaimResult]) -> str:
         flatness = by_id.get(f"{name}-flatter") or by_id[f"{name}-sharper"]
         for sharper in flatness.answers:
             for better in by_id[f"{name}-transfer"].answers:
+                if better.contrast != sharper.contrast:
+                    continue
                 signs = [_significant_sign(one) for one in (sharper, better)]
                 if 0 in signs:
                     counts["open"] += 1

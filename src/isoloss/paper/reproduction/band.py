@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from isoloss.evaluation.given import Given
 from isoloss.paper.reproduction.dataset import Dataset, Replicate
 from isoloss.paper.reproduction.reading import mean, replicates
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.comparison import Checkpoint, difference
 from isoloss.studies.results import Results
+from isoloss.studies.spec import Experiment
 
 
 class Model(NamedTuple):
@@ -74,10 +76,10 @@ def limits(kl: float, dataset: Dataset) -> tuple[float, float]:
 
     Example:
         >>> from isoloss.paper.reproduction.scales import EVENING
-        >>> [round(limit, 3) for limit in limits(0.006, EVENING.datasets[0])]
-        [0.004, 0.008]
+        >>> [round(limit, 4) for limit in limits(0.006, EVENING.datasets[0])]
+        [0.0048, 0.0072]
     """
-    return kl - dataset.band, kl + dataset.band
+    return kl * (1 - dataset.band), kl * (1 + dataset.band)
 
 
 def mean_limits(results: Results, dataset: Dataset) -> tuple[float, float]:
@@ -110,13 +112,19 @@ def by_replicate(
     Args:
         results: The results.
         dataset: The dataset.
-        size: Models of this size only; None: of all sizes.
+        size: Models of this size and of the control's architecture only; None: all.
     """
     found = []
     every, middle = models(results, dataset), control(results, dataset)
+
+    def is_wanted(experiment: Experiment, like: Experiment) -> bool:
+        kinds = [each.config.model.architecture for each in (experiment, like) if not isinstance(each.config, Given)]
+        return size is None or (experiment.size == size and len(set(kinds)) == 1)
+
     for one in replicates(results, dataset):
         low, high = limits(middle.at(results, one)["kl"].estimate.value, dataset)
-        of_size = [model for model in every if size in (None, results.experiments[one.run(model.arm)].size)]
+        like = results.experiments[one.run(middle.arm)]
+        of_size = [model for model in every if is_wanted(results.experiments[one.run(model.arm)], like)]
         checkpoints = [model.at(results, one) for model in of_size]
         found.append((one, [each for each in checkpoints if low <= each["kl"].estimate.value <= high]))
     return found

@@ -21,13 +21,15 @@ CONTRASTS = {  # the names of claims.toml, after that of the dataset
     "hmm": ("sgd", "longer", "larger"),
     "text": ("unregularized", "sam"),
 }
+LEAST_LANGUAGES = 3  # of several, that have a pair; and at least half of the models
 INTERPOLATED = (
     "The first is interpolated, linearly in the logarithm of the KL, between two checkpoints {between}, whose KL are "
-    "above and below the second's."
+    "above and below the second's: so the two have the same KL by construction."
 )
 ALONG = (
     "{treated} is the last of its checkpoints whose loss lies between those of two checkpoints of the other; the other "
-    "is interpolated between these, linearly in the logarithm of the loss."
+    "is interpolated between these, linearly in the logarithm of the loss: so the two have the same loss by "
+    "construction, on the sequences that it is measured on."
 )
 
 
@@ -50,20 +52,25 @@ class _Contrasts:
     dataset: Dataset
 
     def make(self, names: tuple[str, str], pair: PAIR, where: str, **more: object) -> list[Contrast]:
-        """Return a contrast of the replicates that have a pair; none where no replicate has."""
+        """Return a contrast of the replicates that have a pair; one that says why not, where too few have."""
         everyone = replicates(self.results, self.dataset)
         pairs = [(one, each) for one in everyone if (each := pair(one)) is not None]
-        if not pairs:
-            return []
-        clusters, clusters_are = [one.cluster for one, _ in pairs], "languages"
-        if self.dataset.name == "pcfg":
-            clusters_are = "grammars"
-        if len(pairs) == 1:
+        clusters, all_clusters = ([one.cluster for one in ones] for ones in ([one for one, _ in pairs], everyone))
+        clusters_are = "grammars" if self.dataset.name == "pcfg" else "languages"
+        if len(everyone) == 1:
             clusters = []
-        elif len(set(clusters)) == 1:
+        elif len(set(all_clusters)) == 1:
             clusters, clusters_are = [one.prefix for one, _ in pairs], "seeds"
+            all_clusters = [one.prefix for one in everyone]
         if left_out := len(everyone) - len(pairs):
             where += f" {left_out} of {len(everyone)} models are left out, because no two checkpoints enclose them."
+        least = min(LEAST_LANGUAGES, len(set(all_clusters)))
+        if 2 * len(pairs) < len(everyone) or (clusters and len(set(clusters)) < least) or not pairs:
+            more["not_tested"] = (
+                f"{names[1]} vs. {names[0]}: only {len(pairs)} of {len(everyone)} models, of {len(set(clusters))} "
+                f"{clusters_are}, are enclosed in loss by two checkpoints of the other; at least half of the models "
+                f"and {least} {clusters_are} are needed."
+            )
         about: dict[str, Any] = {"where": where, "clusters": clusters, "clusters_are": clusters_are, **more}
         return [Contrast(names=names, pairs=[each for _, each in pairs], **about)]
 
@@ -74,6 +81,7 @@ class _Contrasts:
             (TRAJECTORY, name),
             lambda one: at_same_loss(by_polish(results, dataset, one, dataset.main), end(results, dataset, one, arm)),
             INTERPOLATED.format(between=between),
+            at_same_loss=False,
         )
 
 
@@ -92,6 +100,7 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
             (f"{dataset.start:,} steps", f"{dataset.last:,} steps"),
             lambda one: at_same_loss(by_polish(results, dataset, one, main), end(results, dataset, one, main)),
             INTERPOLATED.format(between=between),
+            at_same_loss=False,
         ),
         "larger": [
             each
@@ -100,8 +109,10 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
                 (smaller, larger),
                 lambda one, pair=(smaller, larger): _last(*(by_polish(results, dataset, one, size) for size in pair)),  # type: ignore[misc]
                 "The second is interpolated, linearly in the logarithm of the KL, between polishes of different "
-                "lengths; the first has had the longest polish that leaves its KL between the second's.",
+                "lengths; the first has had the longest polish that leaves its KL between the second's. So the two "
+                "have the same KL by construction.",
                 case=f"{smaller} to {larger}",
+                at_same_loss=False,
             )
         ],
     }
@@ -124,6 +135,7 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
             ("Post-layer-norm", "Pre-layer-norm"),
             lambda one: at_same_loss(by_polish(results, dataset, one, main), end(results, dataset, one, "pre-ln")),
             INTERPOLATED.format(between=between),
+            at_same_loss=False,
         )
     return made
 
@@ -148,7 +160,8 @@ def _along_training(make: _Contrasts) -> dict[str, list[Contrast]]:
             found = enclosed(one, treated, control)
             return None if found is None else (found[1], found[0])
 
-        made.setdefault(kind, []).extend(make.make(names, pair, ALONG.format(treated=arm.title), case=case))
+        where = ALONG.format(treated=arm.title)
+        made.setdefault(kind, []).extend(make.make(names, pair, where, case=case, at_same_loss=False))
     for smaller, larger in itertools.pairwise(dataset.sizes):
         made.setdefault("larger", []).extend(
             make.make(
@@ -156,6 +169,7 @@ def _along_training(make: _Contrasts) -> dict[str, list[Contrast]]:
                 lambda one, pair=(smaller, larger): enclosed(one, *pair),  # type: ignore[misc]
                 ALONG.format(treated=smaller),
                 case=f"{smaller} to {larger}",
+                at_same_loss=False,
             )
         )
     return made
@@ -188,9 +202,9 @@ def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
         found |= {
             f"{name} transfer": {**probes, **{_case(key): key for key in few_shot}},
             f"{name} probes": probes,
-            f"{name} projected probes": {_case(key): key for key in projected} or probes,
+            f"{name} projected probes": {_case(key): key for key in projected},
             f"{name} flatness": {key: key for key in ("trace", "minimal-trace") if key in dataset.measures},
-            f"{name} flatness in one architecture": {key: key for key in dataset.inside},
+            f"{name} flatness in one architecture": {key: key for key in dataset.inside if not key.endswith("-exact")},
         }
     return found
 

@@ -101,7 +101,7 @@ def training(config: TrainConfig, tokens: Tokens, needs: Resources, *, kept: int
         kept: How many checkpoints it keeps.
     """
     model, parameters = config.model, num_parameters(config.model, tokens)
-    passes = {"sam": 2.0, "adversarial": 1.2}.get(config.algorithm.kind, 1.0)
+    passes = 1.2 if config.algorithm.kind == "adversarial" else 1.0  # SAM takes a pass for each half of the batch
     flops = 3 * _forward_flops(model, tokens) * config.batch_size * config.steps * passes
     micro = micro_batch_size(model, tokens, config.batch_size, needs.processes * needs.nodes)
     return Expected(

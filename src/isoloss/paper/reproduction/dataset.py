@@ -60,16 +60,22 @@ class Replicate:
     language: LanguageConfig
     place: int  # of the language in its dataset
     index: int  # of the seed
+    offset: int = 0  # of a repetition; the seeds of its languages, where they have some, differ already
+
+    @property
+    def number(self) -> int:
+        """What tells the language from others of the dataset and of a repetition."""
+        return int(getattr(self.language, "seed", self.place + self.offset))
 
     @property
     def seed(self) -> int:
         """Of pre-training; different for every replicate of a dataset."""
-        return 100 * getattr(self.language, "seed", self.place) + self.index
+        return 100 * self.number + self.index
 
     @property
     def cluster(self) -> str:
         """What errors are over: the language, as runs on one language are alike."""
-        return f"{self.dataset} {getattr(self.language, 'seed', self.place)}"
+        return f"{self.dataset} {self.number}"
 
     @property
     def prefix(self) -> str:
@@ -90,6 +96,7 @@ class Dataset:
         title: What the page calls it.
         languages: Its languages, e.g. grammars; errors are over them where there are several.
         seeds: Pre-training seeds for each.
+        offset: Of a repetition with other seeds; 0: the study itself.
         tasks: The measure of each downstream task, by the paper's name of the task.
         common: Fields of `TrainConfig` that all runs share, other than the language, the model and the seed.
         sizes: The models of figure 3 and its like by name, ascending.
@@ -105,8 +112,8 @@ class Dataset:
             model has the loss of others that it is compared with.
         polish_labels: What the polish learns from: the exact conditionals, where they are known, or sampled tokens.
         polish_rate: Its highest learning rate.
-        band: Models whose KL is within this of the control's count as having its loss, in nats per predicted token. The
-            paper's models of one loss have losses of 3.204 to 3.208, which are 0.002 around the middle.
+        band: Models whose KL differs from the control's by at most this fraction of it count as having its loss. The
+            paper's models of one loss have losses of 3.204 to 3.208 and an entropy of 3.196: a KL of 0.010 ± 20 %.
         arms: Variants of the main model, by name.
         measures: What is measured of every watched checkpoint.
         end_measures: What is measured besides at the end of every size, arm and polish.
@@ -122,6 +129,7 @@ class Dataset:
     title: str
     languages: tuple[LanguageConfig, ...]
     seeds: int = 1
+    offset: int = 0
     tasks: Mapping[str, str]
     common: Mapping[str, Any]
     sizes: Mapping[str, ModelConfig]
@@ -134,7 +142,7 @@ class Dataset:
     other_polishes: tuple[int, ...] = ()
     polish_labels: Literal["exact", "sampled"] = "exact"
     polish_rate: float = 3e-3
-    band: float = 0.002
+    band: float = 0.2
     arms: Mapping[str, Arm] = field(default_factory=dict)
     measures: tuple[str, ...]
     end_measures: tuple[str, ...] = ()
@@ -149,7 +157,7 @@ class Dataset:
     def replicates(self) -> tuple[Replicate, ...]:
         """Every language with every seed."""
         return tuple(
-            Replicate(dataset=self.name, language=language, place=place, index=index)
+            Replicate(dataset=self.name, language=language, place=place, index=index, offset=self.offset)
             for place, language in enumerate(self.languages)
             for index in range(self.seeds)
         )
@@ -365,7 +373,7 @@ class _Runs:
     def _measurement(
         self, measures: Mapping[str, None], steps: Sequence[int], name: str, model: ModelConfig
     ) -> Measurement:
-        # other sentences than the adversary and the helper train on, and the same for all seeds of a language
+        # drawn apart from what the adversary and the helper train on, and the same for all seeds of a language
         settings = {**self.dataset.settings, "seed": self.replicate.seed - self.replicate.index + MEASURED}
         needs, expected = self._needs(model, training=False), None
         if (tokens := self.dataset.tokens) is not None:

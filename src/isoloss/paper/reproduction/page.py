@@ -112,7 +112,7 @@ def _caption(results: Results, dataset: Dataset) -> str:
     parts = [
         "Each point is a size, an arm or a polish at one step, the mean over languages and seeds; a line joins the "
         "steps of a run.",
-        f"The rectangle holds the models whose KL is within {dataset.band:g} nats of that of the control, {control}: "
+        f"The rectangle holds the models whose KL is within {dataset.band:.0%} of that of the control, {control}: "
         f"{len(near)} of {len(every)}. The other panels show these alone.",
         f"Their KL differs by at most {spreads['kl'].difference.value:.2g} nats, and their accuracy by "
         + " and by ".join(
@@ -215,9 +215,12 @@ class _Figures:
         if not arms:
             return None
         rows = self._means(arms)
-        chart = charts.curves(rows, [*self._across[1:], *self._tasks], style=_style(rows))
-        caption = f"The model {self.dataset.main} goes on with SGD."
-        return self._figure("sgd", "SGD after the end of training", chart, SGD_SHOWN, caption)
+        chart = charts.curves(rows, [*self._across, *self._tasks], style=_style(rows))
+        caption = (
+            f"The model {self.dataset.main} goes on with SGD from step {self.dataset.start:,} of AdamW; steps are "
+            "those of SGD, before any polish."
+        )
+        return self._figure("sgd", "SGD after AdamW", chart, SGD_SHOWN, caption)
 
     def algorithms(self) -> Figure | None:
         """Return the arms that are trained from scratch beside the main model."""

@@ -46,8 +46,8 @@ def at_same_loss(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | 
     """Return the control at the treated model's loss, and the treated model.
 
     The loss is the KL to the truth where it is known. The control is interpolated, linearly in the logarithm of the
-    loss, between two neighbors whose losses enclose the treated model's: values, and what each example adds to them.
-    None if no two neighbors do.
+    loss, between two neighbors whose losses enclose the treated model's, the last such two: values, and what each
+    example adds to them. None if no two neighbors do.
 
     Args:
         controls: Checkpoints of the control, in the order of their steps or of their polishes' lengths.
@@ -55,7 +55,7 @@ def at_same_loss(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | 
     """
     key = loss_key([(treated, treated)])
     loss = treated[key].estimate.value
-    for first, second in itertools.pairwise(controls):
+    for first, second in reversed(list(itertools.pairwise(controls))):
         ends = first[key].estimate.value, second[key].estimate.value
         if min(ends) <= loss <= max(ends) and ends[0] != ends[1]:
             fraction = math.log(loss / ends[0]) / math.log(ends[1] / ends[0])
@@ -87,6 +87,8 @@ def _mixed(first: Measured, second: Measured, fraction: float) -> Measured:
         value=mix(first.estimate.value, second.estimate.value),
         stderr=mix(first.estimate.stderr, second.estimate.stderr),
     )
+    if first.is_archived or second.is_archived:
+        return dataclasses.replace(first, estimate=estimate, examples={}, is_archived=True)
     examples = {name: mix(values, second.examples[name]) for name, values in first.examples.items()}
     return dataclasses.replace(first, estimate=estimate, examples=examples)
 

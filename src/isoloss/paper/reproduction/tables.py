@@ -11,12 +11,12 @@ from typing import Any
 from isoloss.errors import IsolossError
 from isoloss.paper.reproduction import band, published
 from isoloss.paper.reproduction.dataset import TABLES, Dataset, Replicate, polished
-from isoloss.paper.reproduction.reading import at_step, end, mean, replicates
+from isoloss.paper.reproduction.reading import at_same_loss, at_step, by_polish, end, mean, replicates
 from isoloss.paper.reproduction.scales import FLATNESS, Scale
 from isoloss.statistics.correlation import Kind, correlation
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.granulated import granulated_kendall
-from isoloss.studies.comparison import Checkpoint, Measured, cka
+from isoloss.studies.comparison import Checkpoint, Measured, cka, difference
 from isoloss.studies.results import Results, SummaryTable
 
 Row = tuple[tuple[str | int, ...], Mapping[str, Estimate]]
@@ -32,6 +32,8 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
             if band.models(results, dataset):
                 made.append(_same_loss(results, dataset))
             made += [_algorithms(results, dataset), _flatness(results, dataset), _sizes(results, dataset)]
+            if dataset.polish_steps:
+                made.append(_interpolation(results, dataset))
             if dataset.all_measures:
                 made += [_ranking(results, dataset, kind) for kind in ("pearson", "spearman", "kendall")]
                 made += [_granulated(results, dataset), _features(results, dataset)]
@@ -47,6 +49,8 @@ def _corresponds(*shown_in: str) -> str:
 
 
 def _over(dataset: Dataset) -> str:
+    if len(dataset.replicates) == 1:
+        return "One model each; errors are those of the measurement."
     return f"Means ± standard errors over {'languages' if len(dataset.languages) > 1 else 'seeds'}."
 
 
@@ -128,6 +132,33 @@ def _sizes(results: Results, dataset: Dataset) -> SummaryTable:
     return SummaryTable(f"{dataset.name}_sizes", f"{dataset.title}: sizes and steps", ("size", "steps"), rows, caption)
 
 
+def _interpolation(results: Results, dataset: Dataset) -> SummaryTable:
+    """Return how far interpolation between two polishes misses the one between them."""
+    keys = [
+        *dict.fromkeys(dataset.tasks.values()),
+        *(key for key in ("trace", "minimal-trace") if key in dataset.measures),
+    ]
+    rows: list[Row] = []
+    lengths = dataset.polish_lengths
+    for size in dataset.sizes:
+        for place in range(1, len(lengths) - 1):
+            pairs = []
+            for one in replicates(results, dataset):
+                polishes = by_polish(results, dataset, one, size)
+                if pair := at_same_loss([polishes[place - 1], polishes[place + 1]], polishes[place]):
+                    pairs.append((one, pair))
+            if len({one.cluster for one, _ in pairs}) > 1:
+                missed = {key: mean([(one, difference(b[key], a[key])) for one, (a, b) in pairs]) for key in keys}
+                rows.append(((size, lengths[place] or dataset.polish_steps), missed))
+    caption = (
+        "Each polish minus what interpolation between the next shorter and the next longer one gives at its KL. These "
+        "two are further apart than those between which models are compared, so the comparisons miss by less. "
+        + _over(dataset)
+    )
+    title = f"{dataset.title}: error of the interpolation"
+    return SummaryTable(f"{dataset.name}_interpolation", title, ("size", "polish"), rows, caption)
+
+
 def _after(dataset: Dataset) -> str:
     return f"After the polish of {dataset.polish_steps:,} steps. " if dataset.polish_steps else ""
 
@@ -173,10 +204,11 @@ def _same_loss(results: Results, dataset: Dataset) -> SummaryTable:
                     undefined.append(f"{kind.capitalize()}'s with {name} of {sizes}")
     caption = (
         "Correlation of the accuracy of the probe with the KL and with flatness, within languages and seeds, over the "
-        f"models whose KL is within {dataset.band:g} nats of the control's, {dataset.control}: "
+        f"models whose KL is within {dataset.band:.0%} of the control's, {dataset.control}: "
         f"{' and '.join(counts)} for each language and seed. Errors by the jackknife over languages; the KL and the "
         "traces are taken as logarithms. Traces of different sizes are not comparable: if flatter models transferred "
-        f"better, the correlations with the traces of {dataset.main} would be negative."
+        f"better, the correlations with the traces of {dataset.main} would be negative. Nothing adjusts for the KL "
+        "here; the tables of what flatness predicts do."
         + (f" Not defined, and left out: {', '.join(undefined)}." if undefined else "")
     )
     title = f"{dataset.title}: correlations among models of about the same loss"

@@ -1,4 +1,4 @@
-"""The scale for one GPU: the paper's datasets with models of up to about 100M parameters and a third of its steps.
+"""The scale for one GPU: the paper's datasets with models of up to about 100M parameters and fewer steps.
 
 Settings are those of the preset `paper`, less what takes long: fewer steps, fewer sentences for the measures, and the
 trace over exact labels instead of sampled ones.
@@ -112,6 +112,6 @@ def _fewer_documents(dataset: Dataset) -> Dataset:
 
 
 WORKSTATION = Scale(
-    description="hours on one GPU: models of up to about 100M parameters, a third of the paper's steps",
+    description="hours on one GPU: models of up to about 100M parameters, 5,000 to 10,000 steps",
     datasets=tuple(make(_preset()) for make in (_pcfg, _hmm, _generated, _web, _text)),
 )
