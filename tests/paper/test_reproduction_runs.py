@@ -89,7 +89,8 @@ def language(config, stand_ins):
 def two_steps(config):
     """The same run with a step for each stage, at least two, of four sentences in micro-batches of two."""
     stages = tuple(dataclasses.replace(stage, steps=2) for stage in config.stages)
-    optimizer = dataclasses.replace(config.optimizer, warmup_steps=1)
+    # so low a rate that the features of deep models do not collapse within two steps of four sentences
+    optimizer = dataclasses.replace(config.optimizer, warmup_steps=1, learning_rate=1e-5)
     steps = sum(stage.steps for stage in stages) or 2
     small = {"batch_size": 4, "micro_batch_size": 2, "device": "cpu", "threads": 0, "init_from": None}
     return dataclasses.replace(config, stages=stages, steps=steps, checkpoints=(), optimizer=optimizer, **small)
