@@ -61,7 +61,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
         file.unlink()  # of an earlier page
     document = render(
         Page(
-            title=f"{study.title or study.name}: {study.name} at {folder.scale_name} scale",
+            title=f"{study.title or study.name} ({study.name} at {folder.scale_name} scale)",
             interim=interim,
             lead=study.lead,
             findings=() if interim else tuple(parts.findings),
