@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from isoloss import files
+from isoloss.paper.reproduction.study import STUDY as PAPER
 from isoloss.paper.same_loss import pilot
 from isoloss.paper.same_loss.pilot_study import STUDY as PILOT
 from isoloss.paper.same_loss.study import STUDY
 from isoloss.statistics.estimate import number
+from isoloss.studies import archive
+from isoloss.studies.folder import StudyFolder
 from isoloss.studies.repetition import compare
 
 ROOT = Path(__file__).parents[2]
@@ -55,3 +58,10 @@ def test_the_readme_gives_the_primary_differences_as_they_were_found():
     assert primary.name == ("noise-transfer", "prefix-4")
     for found in (primary.first, primary.second):
         assert re.search(rf"(?<![\d.]){re.escape(number(found))}(?!\d)", text)
+
+
+def test_the_archive_of_evening_is_of_the_present_plan(tmp_path):
+    folder = StudyFolder(PAPER, tmp_path / "study", "evening")
+    kept = {int(path.name[6:9]) for path in archive.blocks(RESULTS / "evening")}
+    expected = {name for name, experiment in folder.scale.experiments.items() if experiment.block in kept}
+    assert {name for name, _ in archive._wanted(folder, RESULTS / "evening")} == expected
