@@ -82,7 +82,9 @@ def test_a_tokenizer_can_be_learned_from_the_text(config, text, tmp_path):
     assert learned.held_out().tokens[:, [0, -1]].unique(dim=0).tolist() == [[2, 3]]  # its own [CLS] and [SEP]
     assert learned.config.content != config.resolved().content
     for number in ("many", "", "-3", "99999999999999999999999", "٣"):
-        message = f"'wordpiece:{number}' has no number of tokens up to 1,000,000: write it as wordpiece:2000"
+        message = (
+            f"tokenizer 'wordpiece:{number}': expected wordpiece:N with N from 6 to 1,000,000, e.g. wordpiece:2000"
+        )
         with pytest.raises(IsolossError, match=message):
             Corpus.from_config(dataclasses.replace(config, tokenizer=f"wordpiece:{number}"))
     with pytest.raises(IsolossError, match="the vocabulary size is 3; for wordpiece it must be at least 6"):

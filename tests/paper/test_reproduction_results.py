@@ -124,7 +124,7 @@ class Known(Results):
 def known_results(near=NEAR, minimal=10.0):
     """Results with these models near the control's KL, on three grammars with two seeds."""
     languages = tuple(dataclasses.replace(SMOKE.datasets[0].languages[0], seed=seed) for seed in (300, 301, 302))
-    dataset = dataclasses.replace(SMOKE.datasets[0], languages=languages, all_measures=(), band=BAND)
+    dataset = dataclasses.replace(SMOKE.datasets[0], languages=languages, extra_measures=(), band=BAND)
     scale = Scale(description="known", datasets=(dataset,))
     checkpoints = {}
     for one in scale.datasets[0].replicates:
@@ -163,7 +163,7 @@ def test_the_band_has_the_models_whose_kl_is_near_the_controls():
     measured_once = {(name.split("-", 4)[4], step) for name, step in results.checkpoints if step}
     assert set(band.models(results, dataset)) == measured_once
     inside = set(NEAR) - {("sgd-exact", 20)}
-    assert set(band.inside(results, dataset)) == inside  # the helper's mean is 0.041 + 0.05 / 6
+    assert set(band.in_band(results, dataset)) == inside  # the helper's mean is 0.041 + 0.05 / 6
     of_each = {one.prefix: len(found) for one, found in band.by_replicate(results, dataset)}
     assert of_each == dict.fromkeys(of_each, 5) | {"pcfg-301-seed-1": 4}
     assert [len(found) for _, found in band.by_replicate(results, dataset, "d16")] == [1] * 6
@@ -252,7 +252,7 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     first, *others = page.parts(results).figures
     assert first.name == "pcfg-same-loss"
     assert [each.name for each in others] == [
-        *("pcfg-sizes", "pcfg-last", "pcfg-longer", "pcfg-sgd", "pcfg-algorithms", "pcfg-inside")
+        *("pcfg-sizes", "pcfg-last", "pcfg-longer", "pcfg-sgd", "pcfg-algorithms", "pcfg-expanded")
     ]
     spec = first.chart.to_dict()
     assert len(spec["concat"]) == 8  # both probes: all models, then the KL and both traces in the band
@@ -265,15 +265,16 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     assert adversary["probe-prefix-4_stderr"] == pytest.approx(0.01 / math.sqrt(3))  # not that of the grammars
     assert adversary["kl_stderr"] == pytest.approx(0.0)
     assert page._baselines(results, dataset)["probe-prefix-4"]["Look-up table"] == pytest.approx(0.4)
-    assert "within 38% of that of the control, d32-40-polished: 5 of 31." in first.caption
-    assert "by at most 0.037 nats, and their accuracy by 7.00 ± 0.58 points on prefix-4 (from adversary to helper)" in (
-        first.caption
-    )
+    assert "within 38% of that of the control, d32-40-polished: 5 of 32." in first.caption
+    assert (
+        "mean KL ranges from 0.033 to 0.07 nats, and their accuracy by 7.00 ± 0.58 points on prefix-4 (from adversary "
+        "to helper)"
+    ) in first.caption
 
 
 def test_sizes_are_shown_inside_the_largest_after_polishes_of_every_length():
     results = known_results()
-    figure = next(each for each in page.parts(results).figures if each.name == "pcfg-inside")
+    figure = next(each for each in page.parts(results).figures if each.name == "pcfg-expanded")
     spec = figure.chart.to_dict()
     rows = spec["datasets"][points(spec)[0]["data"]["name"]]
     lengths = {"-10": 10, "": 20, "-40": 40}
@@ -336,9 +337,9 @@ def test_what_no_checkpoint_of_the_other_encloses_is_not_tested():
     results = answer_all(read_claims(STUDY.claims), made, measures(STUDY.scale("smoke")), scale="evening")
     (answered,) = next(each for each in results if each.claim.id == "text-unregularized-transfer").answers
     assert answered.verdict is Verdict.NOT_TESTED
-    assert "vs. AdamW: only 0 of 2 models, of 0 seeds, are enclosed in loss" in answered.explanation
+    assert "vs. AdamW: only 0 of 2 pairs, from 0 seeds, could be matched in loss" in answered.explanation
     (answered,) = next(each for each in results if each.claim.id == "sgd-transfer").answers  # of a dataset not run
-    assert answered.explanation == "The study has no two models of which this was measured."
+    assert answered.explanation == "The study has no pair of models with this measurement."
 
 
 @pytest.mark.parametrize(
@@ -363,7 +364,7 @@ def test_claims_need_half_of_the_models_and_three_languages(enclosed, is_tested)
     if not is_tested:
         assert answered.verdict is Verdict.NOT_TESTED
         languages = len({place // 2 for place in enclosed})
-        assert f"only {len(enclosed)} of 6 models, of {languages} grammars, are enclosed" in answered.explanation
+        assert f"only {len(enclosed)} of 6 pairs, from {languages} grammars, could be matched" in answered.explanation
 
 
 def test_a_trajectory_against_itself_has_no_difference():
@@ -449,7 +450,7 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
     figures = page.parts(results).figures
     for each in figures:
         each.chart.to_dict(validate=False)  # which takes most of the time
-    assert {"pcfg-same-loss", "pcfg-inside", "text-sizes"} <= {each.name for each in figures}
+    assert {"pcfg-same-loss", "pcfg-expanded", "text-sizes"} <= {each.name for each in figures}
 
 
 def test_the_page_lists_what_most_checkpoints_of_a_language_have():
@@ -538,12 +539,13 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
     plain = answer(claims({}), known_results())
     assert len(plain) == 5
     assert plain[0] == (
-        "How differently do models of about the same loss transfer? On grammars, 5 models whose KL differs by at most "
-        "0.037 nats have probe accuracies of 65.0 to 72.0 % (7.00 ± 0.58 points apart) on prefix-4 and 65.0 to 72.0 % "
-        "(7.00 ± 0.58 points apart) on prefix-2."
+        "How much does transfer vary among models of about the same loss? On grammars, 5 models with a mean KL of "
+        "0.033 to 0.07 nats have probe accuracies of 65.0 to 72.0 % on prefix-4 and 65.0 to 72.0 % on prefix-2; these are "
+        "the extremes of models of several sizes, among them two that were trained to transfer worse or better, and "
+        "the differences in KL explain part of it."
     )
     assert "flatten the model? On grammars: not shown (prefix-4 +0.10 ± 0.50 points)" in plain[3]
-    assert "the flatter model transfers better in 0 and worse in 0; in 10 other pairs" in plain[4]
+    assert "the flatter model transfers better in 0 comparisons and worse in 0; in 10 others" in plain[4]
     shown = answer(
         claims(
             {
@@ -558,15 +560,18 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
         known_results(),
     )
     assert "On grammars: yes (prefix-4 -20.00 ± 0.50 points)" in shown[3]
-    assert "transfer better? On grammars: no, the opposite is shown (prefix-4 -2.00 ± 0.50 points)" in shown[3]
+    assert (
+        "does the model transfer better? On grammars: no, the opposite is shown (prefix-4 -2.00 ± 0.50 points)"
+        in shown[3]
+    )
     assert shown[0] == plain[0]
     # helper and adversary agree with the paper; SGD's flatter model transfers worse
-    assert "the flatter model transfers better in 2 and worse in 1; in 7 other pairs" in shown[4]
+    assert "the flatter model transfers better in 2 comparisons and worse in 1; in 7 others" in shown[4]
 
 
 def test_the_answer_says_that_no_other_model_has_the_controls_loss():
     alone = known_results({("d32-40-polished", 20): NEAR["d32-40-polished", 20]})
     assert answer(claims({}), alone)[0] == (
-        "How differently do models of about the same loss transfer? On grammars, no other model has a KL within 38% of "
-        "the control's."
+        "How much does transfer vary among models of about the same loss? On grammars, no other model has a KL within "
+        "38% of the control's."
     )

@@ -64,7 +64,7 @@ def test_they_are_read_once_and_again_when_a_file_changes(tmp_path, monkeypatch)
 
 def test_modules_are_those_of_the_docstrings_and_the_splits_are_disjoint():
     module_of = {each.text: each.module for each in docstrings()}
-    train, validation = (rows("docstring-modules", split) for split in ("train", "validation"))
+    train, validation = (rows("docstring-module", split) for split in ("train", "validation"))
     for part in (train, validation):
         assert set(part["label"]) <= set(MODULES)
         assert [module_of[text] for text in part["text"]] == part["label"]
@@ -77,7 +77,7 @@ def test_modules_are_those_of_the_docstrings_and_the_splits_are_disjoint():
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_kinds_are_those_of_the_things_themselves(split):
     by_text = {each.text: each for each in docstrings()}
-    part = rows("docstring-kinds", split)
+    part = rows("docstring-kind", split)
     checked = 0
     for text, label in zip(part["text"], part["label"], strict=True):
         own = by_text[text]
@@ -113,4 +113,4 @@ def test_their_tasks_have_a_train_and_a_validation_split():
     modules, kinds = read_examples(DOCSTRING_MODULE), read_examples(DOCSTRING_KIND)
     assert modules.train.label_names == MODULES
     assert kinds.train.label_names == ("class", "function", "method")
-    assert kinds.test.texts == tuple(rows("docstring-kinds", "validation")["text"])
+    assert kinds.test.texts == tuple(rows("docstring-kind", "validation")["text"])

@@ -338,7 +338,7 @@ class CorpusConfig(_Config):
     """Text files (.txt), JSON lines (.jsonl), folders of them, or datasets: hf:NAME[:CONFIG][@REVISION], or python:docs
     and python:docstrings, which come with Python."""
     tokenizer: str
-    """A Hugging Face folder or name, a `vocab.txt` of WordPiece, or wordpiece:NUMBER: as many tokens, learned from the
+    """A Hugging Face folder or name, a `vocab.txt` of WordPiece, or wordpiece:N, to train one with N tokens on the
     text."""
     length: int = setting(128, minimum=3)
     """Tokens in a packed sequence, the tokenizer's special tokens included."""

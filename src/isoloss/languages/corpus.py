@@ -176,7 +176,7 @@ class _Text:
 
     def __init__(self, config: CorpusConfig) -> None:
         check(config)
-        number = tokenizers.learned_size(config.tokenizer)
+        number = tokenizers.trained_size(config.tokenizer)
         if number is None:
             self.tokenizer = tokenizers.load_tokenizer(config.tokenizer, needs=("mask", "pad"))
         paths = tuple(_absolute(path) for path in config.paths)

@@ -46,7 +46,7 @@ def answer_all(
             keys, margin = measures[claim.measures], claim.same_loss_nats or file.same_loss_nats
             answers = [a for each in contrasts[claim.compares] for a in answer(claim, each, keys, margin=margin)]
             if not answers:
-                none = "The study has no two models of which this was measured."
+                none = "The study has no pair of models with this measurement."
                 answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=none)]
         results.append(ClaimResult(claim=claim, answers=tuple(answers)))
     if file.judged_at(scale):
@@ -213,7 +213,7 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
         return "both exact: the verdict is on these two models, not on others that are trained alike"
     first, second = (checkpoint[key] for checkpoint in pairs[0])
     if first.is_archived or second.is_archived:
-        return "not paired, as an archive has left out what each example adds"
+        return "not paired, because the archive does not keep per-example values"
     if not first.is_accuracy:
         return f"paired over {len(first.examples['influence']):,} sentences"
     from isoloss.transfer.comparing import mcnemar

@@ -20,7 +20,16 @@ from typing import NamedTuple
 from isoloss import files
 from isoloss.errors import IsolossError, did_you_mean
 
-MODULES = ("asyncio", "distutils", "email", "importlib", "logging", "tkinter", "unittest", "xml")  # labels of a task
+MODULES = (
+    "asyncio",
+    "email",
+    "importlib",
+    "logging",
+    "multiprocessing",
+    "tkinter",
+    "unittest",
+    "xml",
+)  # labels of a task
 _FORMAT = 1  # of the kept docstrings: raise it whenever the same files would give other ones
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 _LEAST_CHARACTERS = 60  # of a docstring
@@ -61,14 +70,12 @@ def write_python_docs(folder: Path) -> int:
 def rows(name: str, split: str) -> Columns:
     """Return the columns of a split of one of the datasets that come with Python.
 
-    They depend on the version of the Python that runs this. What is held out for testing follows from the texts alone.
+    They depend on the version of the Python that runs this. The split depends only on the text of each docstring.
 
-    | name | columns | what it is |
-    |---|---|---|
-    | `docs` | text | the language reference, a page each |
-    | `docstrings` | text | the docstrings of the standard library, about 1.5 million characters |
-    | `docstring-modules` | text, label | which of eight modules a docstring is from |
-    | `docstring-kinds` | text, label | whether a docstring is that of a class, a function or a method |
+    - `docs` (column text): the language reference, a row for each page.
+    - `docstrings` (text): the docstrings of the standard library, about 1.5 million characters.
+    - `docstring-module` (text, label): which of eight modules a docstring is from.
+    - `docstring-kind` (text, label): whether a docstring is that of a class, a function or a method.
 
     Args:
         name: The dataset.
@@ -78,11 +85,11 @@ def rows(name: str, split: str) -> Columns:
         IsolossError: There is no such dataset or split, or this Python was installed without the text.
 
     Example:
-        >>> sorted(set(rows("docstring-modules", "train")["label"]))[:3]
-        ['asyncio', 'distutils', 'email']
+        >>> sorted(set(rows("docstring-module", "train")["label"]))[:3]
+        ['asyncio', 'email', 'importlib']
     """
     if name not in DATASETS:
-        raise IsolossError(f"there is no dataset python:{name}{did_you_mean(name, DATASETS)}; there are {_names()}")
+        raise IsolossError(f"there is no dataset python:{name}{did_you_mean(name, DATASETS)}; available: {_names()}")
     splits = _SPLITS if name in _LABELED else _SPLITS[:1]
     if split not in splits:
         raise IsolossError(f"python:{name} has no split {split!r}; it has {' and '.join(splits)}")
@@ -168,10 +175,10 @@ def _kinds(split: str) -> Columns:
 DATASETS: Mapping[str, Callable[[str], Columns]] = {
     "docs": lambda split: {"text": list(_reference().values())},
     "docstrings": lambda split: {"text": [each.text for each in docstrings()]},
-    "docstring-modules": _modules,
-    "docstring-kinds": _kinds,
+    "docstring-module": _modules,
+    "docstring-kind": _kinds,
 }
-_LABELED = ("docstring-modules", "docstring-kinds")
+_LABELED = ("docstring-module", "docstring-kind")
 
 
 def _names() -> str:

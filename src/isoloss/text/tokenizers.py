@@ -26,7 +26,7 @@ Kind = Literal["wordpiece", "bpe"]
 
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub or a WordPiece vocab.txt"
-_LEARNED = "wordpiece:"  # before a number of tokens
+_TRAINED = "wordpiece:"  # before a number of tokens
 _MOST_TOKENS = 1_000_000
 
 
@@ -56,22 +56,22 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
     return tokenizer
 
 
-def learned_size(spec: str) -> int | None:
-    """Return the number of tokens in `wordpiece:NUMBER`, a tokenizer to be learned from the text; None for others.
+def trained_size(spec: str) -> int | None:
+    """Return the number of tokens in `wordpiece:NUMBER`, a tokenizer to be trained on the text; None for others.
 
     Raises:
         IsolossError: What follows the colon is not a whole number up to a million.
 
     Example:
-        >>> learned_size("wordpiece:2000"), learned_size("vocab.txt")
+        >>> trained_size("wordpiece:2000"), trained_size("vocab.txt")
         (2000, None)
     """
-    if not spec.startswith(_LEARNED):
+    if not spec.startswith(_TRAINED):
         return None
-    number = spec.removeprefix(_LEARNED)
+    number = spec.removeprefix(_TRAINED)
     if not (number.isascii() and number.isdecimal() and int(number[:20]) <= _MOST_TOKENS):
         raise IsolossError(
-            f"the tokenizer {spec!r} has no number of tokens up to {_MOST_TOKENS:,}: write it as {_LEARNED}2000"
+            f"tokenizer {spec!r}: expected {_TRAINED}N with N from 6 to {_MOST_TOKENS:,}, e.g. {_TRAINED}2000"
         )
     return int(number)
 

@@ -54,8 +54,8 @@ SST2 = _glue("sst2", "sentence")
 WNLI = _glue("wnli", "sentence1", "sentence2")
 
 # of the docstrings that come with Python
-DOCSTRING_KIND = TextTask(name="docstring-kind", train="python:docstring-kinds", text="text")
-DOCSTRING_MODULE = TextTask(name="docstring-module", train="python:docstring-modules", text="text")
+DOCSTRING_KIND = TextTask(name="docstring-kind", train="python:docstring-kind", text="text")
+DOCSTRING_MODULE = TextTask(name="docstring-module", train="python:docstring-module", text="text")
 
 
 def registered_text_task(name: str, data: str | None = None) -> TextTask | None:

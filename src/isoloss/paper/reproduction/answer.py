@@ -35,18 +35,17 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> Sequence[str]:
 
     return (
         _spreads(results),
-        "Can models of the same loss and architecture transfer differently? The adversary transfers worse: "
-        f"{verdicts('adversary-transfer')}; the helper transfers better: {verdicts('helper-transfer')}; a trained "
-        f"model transfers better than the look-up table: {verdicts('lookup-transfer')}; on text, a model without "
-        f"dropout and weight decay transfers worse: {verdicts('text-unregularized-transfer')}, and SAM better than it: "
-        f"{verdicts('text-sam-transfer')}.",
-        "At the same loss, does a model that was trained for longer transfer better? On grammars: "
-        f"{verdicts('longer-transfer')}; on hidden Markov models: {verdicts('hmm-longer-transfer')}; and is it "
-        f"flatter? {verdicts('longer-flatter')}; does a larger model transfer better? On grammars: "
-        f"{verdicts('larger-transfer')}; on hidden Markov models: {verdicts('hmm-larger-transfer')}; and is it "
-        f"flatter? {verdicts('larger-flatter')}.",
+        "At the same loss, does the training algorithm change transfer? The adversary transfers worse: "
+        f"{verdicts('adversary-transfer')}; the helper transfers better: {verdicts('helper-transfer')}; on text, a "
+        f"model without dropout and weight decay transfers worse: {verdicts('text-unregularized-transfer')}, and with "
+        f"SAM it transfers better: {verdicts('text-sam-transfer')}; and a trained model transfers better than the "
+        f"look-up table, whose KL is 0: {verdicts('lookup-transfer')}.",
+        "At the same loss, do longer training and a larger model improve transfer? Longer training on grammars: "
+        f"{verdicts('longer-transfer')}, on hidden Markov models: {verdicts('hmm-longer-transfer')}; a larger model on "
+        f"grammars: {verdicts('larger-transfer')}, on hidden Markov models: {verdicts('hmm-larger-transfer')}; is the "
+        f"longer-trained model flatter? {verdicts('longer-flatter')}; is the larger one? {verdicts('larger-flatter')}.",
         "At the same loss, does SGD with sampled labels after AdamW flatten the model? On grammars: "
-        f"{verdicts('sgd-flatter')}; on hidden Markov models: {verdicts('hmm-sgd-flatter')}; and does it transfer "
+        f"{verdicts('sgd-flatter')}; on hidden Markov models: {verdicts('hmm-sgd-flatter')}; does the model transfer "
         f"better? On grammars: {verdicts('sgd-transfer')}; on hidden Markov models: {verdicts('hmm-sgd-transfer')}.",
         _agreement(by_id),
     )
@@ -59,23 +58,31 @@ def _spreads(results: Results) -> str:
     for dataset in scale.datasets:
         if not band.models(results, dataset):
             continue
-        languages, count = _LANGUAGES.get(dataset.name, dataset.title), len(band.inside(results, dataset))
+        languages, count = _LANGUAGES.get(dataset.name, dataset.title), len(band.in_band(results, dataset))
         kl, *probes = band.spreads(results, dataset).items()
         if count == 1:
             parts.append(f"on {languages}, no other model has a KL within {dataset.band:.0%} of the control's")
         else:
             accuracies = " and ".join(f"{_spread(each)} on {key.removeprefix('probe-')}" for key, each in probes)
+            low, high = (end.value for end in kl[1].ends)
             parts.append(
-                f"on {languages}, {count} models whose KL differs by at most {kl[1].difference.value:.2g} nats have "
-                f"probe accuracies of {accuracies}"
+                f"on {languages}, {count} models with a mean KL of {low:.3g} to {high:.3g} nats have probe accuracies "
+                f"of {accuracies}"
             )
     found = "; ".join(parts)
-    return f"How differently do models of about the same loss transfer? {found[0].upper()}{found[1:]}."
+    extremes = (
+        "; these are the extremes of models of several sizes, among them two that were trained to transfer worse or "
+        "better, and the differences in KL explain part of it"
+    )
+    return (
+        f"How much does transfer vary among models of about the same loss? {found[0].upper()}{found[1:]}"
+        f"{extremes if 'models with a mean KL' in found else ''}."
+    )
 
 
 def _spread(accuracy: Spread) -> str:
     low, high = (f"{100 * end.value:.1f}" for end in accuracy.ends)
-    return f"{low} to {high} % ({_signed(accuracy.difference).removeprefix('+')} apart)"
+    return f"{low} to {high} %"
 
 
 def _verdicts(answers: Sequence[Answer]) -> str:
@@ -83,7 +90,10 @@ def _verdicts(answers: Sequence[Answer]) -> str:
     groups: dict[Verdict, list[Answer]] = {}
     for one in answers:
         groups.setdefault(one.verdict, []).append(one)
-    return ", ".join(f"{_VERBS[verdict]} ({'; '.join(map(_in_numbers, some))})" for verdict, some in groups.items())
+    parts = {verdict: "; ".join(filter(None, map(_in_numbers, some))) for verdict, some in groups.items()}
+    return ", ".join(
+        f"{_VERBS[verdict]} ({numbers})" if numbers else _VERBS[verdict] for verdict, numbers in parts.items()
+    )
 
 
 def _in_numbers(one: Answer) -> str:
@@ -99,7 +109,7 @@ def _signed(difference: Estimate) -> str:
 
 def _agreement(by_id: Mapping[str, ClaimResult]) -> str:
     """Return how often the model that is flatter at the same loss is the one that transfers better."""
-    counts = dict.fromkeys(("agree", "disagree", "open"), 0)
+    counts = dict.fromkeys(("agree", "disagree", "open", "untested"), 0)
     for name in _PAIRS:
         flatness = by_id.get(f"{name}-flatter") or by_id[f"{name}-sharper"]
         for sharper in flatness.answers:
@@ -107,14 +117,17 @@ def _agreement(by_id: Mapping[str, ClaimResult]) -> str:
                 if better.contrast != sharper.contrast:
                     continue
                 signs = [_significant_sign(one) for one in (sharper, better)]
-                if 0 in signs:
+                if Verdict.NOT_TESTED in (sharper.verdict, better.verdict):
+                    counts["untested"] += 1
+                elif 0 in signs:
                     counts["open"] += 1
                 else:
                     counts["agree" if signs[0] != signs[1] else "disagree"] += 1
     return (
-        "Does flatness tell models of the same loss apart? Of the significant pairs of a difference in flatness and "
-        f"one in transfer, the flatter model transfers better in {counts['agree']} and worse in {counts['disagree']}; "
-        f"in {counts['open']} other pairs one of the two is not significant."
+        "Does flatness predict transfer at the same loss? Where both differences are significant, the flatter model "
+        f"transfers better in {counts['agree']} comparisons and worse in {counts['disagree']}; in {counts['open']} "
+        f"others at least one of the two is not significant, and {counts['untested']} were not tested (comparisons of "
+        "the same models with different measures are not independent)."
     )
 
 

@@ -92,13 +92,13 @@ def average(results: Results, dataset: Dataset, model: Model, key: str) -> Estim
     return mean([(one, model.at(results, one)[key].estimate) for one in replicates(results, dataset)])
 
 
-def beyond(results: Results, dataset: Dataset, model: Model, other: Model, key: str) -> Estimate:
+def paired_difference(results: Results, dataset: Dataset, model: Model, other: Model, key: str) -> Estimate:
     """Return what a model has more than another of the same language and seed, of an accuracy in percentage points."""
     pairs = [(one, model.at(results, one)[key], other.at(results, one)[key]) for one in replicates(results, dataset)]
     return mean([(one, difference(later, earlier)) for one, later, earlier in pairs])
 
 
-def inside(results: Results, dataset: Dataset) -> list[Model]:
+def in_band(results: Results, dataset: Dataset) -> list[Model]:
     """Return the models whose mean KL is in the band."""
     low, high = mean_limits(results, dataset)
     return [model for model in models(results, dataset) if low <= average(results, dataset, model, "kl").value <= high]
@@ -132,12 +132,12 @@ def by_replicate(
 
 def spreads(results: Results, dataset: Dataset) -> Mapping[str, Spread]:
     """Return how far the KL and the accuracy of each probe spread over the models in the band, by key."""
-    near = inside(results, dataset)
+    near = in_band(results, dataset)
     found: dict[str, Spread] = {}
     for key in dict.fromkeys(("kl", *dataset.tasks.values())):
         means = [(model, average(results, dataset, model, key)) for model in near]
         ordered = sorted(means, key=lambda pair: pair[1].value)
         (lowest, low), (highest, high) = ordered[0], ordered[-1]
-        more = beyond(results, dataset, highest, lowest, key)
+        more = paired_difference(results, dataset, highest, lowest, key)
         found[key] = Spread(lowest=lowest, highest=highest, ends=(low, high), difference=more)
     return found

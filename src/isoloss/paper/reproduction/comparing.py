@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isoloss.paper.reproduction.dataset import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate
+from isoloss.paper.reproduction.dataset import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate, polished
 from isoloss.paper.reproduction.reading import at_same_loss, at_step, by_polish, end, replicates, trained
 from isoloss.paper.reproduction.scales import Scale
 from isoloss.studies.claims import Contrast
@@ -21,15 +21,15 @@ CONTRASTS = {  # the names of claims.toml, after that of the dataset
     "hmm": ("sgd", "longer", "larger"),
     "text": ("unregularized", "sam"),
 }
-LEAST_LANGUAGES = 3  # of several, that have a pair; and at least half of the models
+MIN_LANGUAGES = 3  # of several, that have a pair; and at least half of the models
 INTERPOLATED = (
-    "The first is interpolated, linearly in the logarithm of the KL, between two checkpoints {between}, whose KL are "
-    "above and below the second's: so the two have the same KL by construction."
+    "The first model is interpolated, linearly in log KL, between two checkpoints {between} whose KLs bracket the "
+    "second's, so both have the same KL by construction."
 )
 ALONG = (
-    "{treated} is the last of its checkpoints whose loss lies between those of two checkpoints of the other; the other "
-    "is interpolated between these, linearly in the logarithm of the loss: so the two have the same loss by "
-    "construction, on the sequences that it is measured on."
+    "Of {treated}: the last checkpoint whose loss is bracketed by two checkpoints of the other model. The other is "
+    "interpolated between these two, linearly in log loss, so both have the same measured loss; their numbers of steps "
+    "may differ."
 )
 
 
@@ -63,13 +63,13 @@ class _Contrasts:
             clusters, clusters_are = [one.prefix for one, _ in pairs], "seeds"
             all_clusters = [one.prefix for one in everyone]
         if left_out := len(everyone) - len(pairs):
-            where += f" {left_out} of {len(everyone)} models are left out, because no two checkpoints enclose them."
-        least = min(LEAST_LANGUAGES, len(set(all_clusters)))
+            where += f" {left_out} of {len(everyone)} pairs are left out: no two checkpoints bracket the loss."
+        least = min(MIN_LANGUAGES, len(set(all_clusters)))
         if 2 * len(pairs) < len(everyone) or (clusters and len(set(clusters)) < least) or not pairs:
             more["not_tested"] = (
-                f"{names[1]} vs. {names[0]}: only {len(pairs)} of {len(everyone)} models, of {len(set(clusters))} "
-                f"{clusters_are}, are enclosed in loss by two checkpoints of the other; at least half of the models "
-                f"and {least} {clusters_are} are needed."
+                f"{names[1]} vs. {names[0]}: only {len(pairs)} of {len(everyone)} pairs, from {len(set(clusters))} "
+                f"{clusters_are}, could be matched in loss; at least half of them, from at least {least} "
+                f"{clusters_are}, are needed."
             )
         about: dict[str, Any] = {"where": where, "clusters": clusters, "clusters_are": clusters_are, **more}
         return [Contrast(names=names, pairs=[each for _, each in pairs], **about)]
@@ -108,9 +108,9 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
             for each in make.make(
                 (smaller, larger),
                 lambda one, pair=(smaller, larger): _last(*(by_polish(results, dataset, one, size) for size in pair)),  # type: ignore[misc]
-                "The second is interpolated, linearly in the logarithm of the KL, between polishes of different "
-                "lengths; the first has had the longest polish that leaves its KL between the second's. So the two "
-                "have the same KL by construction.",
+                "The second model is interpolated, linearly in log KL, between polishes of different lengths; the "
+                "first has had the longest polish that leaves its KL between the second's. So both have the same KL "
+                "by construction.",
                 case=f"{smaller} to {larger}",
                 at_same_loss=False,
             )
@@ -133,7 +133,9 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
     if "pre-ln" in dataset.arms:
         made["pre-ln"] = make.make(
             ("Post-layer-norm", "Pre-layer-norm"),
-            lambda one: at_same_loss(by_polish(results, dataset, one, main), end(results, dataset, one, "pre-ln")),
+            lambda one: at_same_loss(
+                by_polish(results, dataset, one, main), results.at(one.run(polished("pre-ln", dataset.start)))
+            ),
             INTERPOLATED.format(between=between),
             at_same_loss=False,
         )
@@ -204,7 +206,9 @@ def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
             f"{name} probes": probes,
             f"{name} projected probes": {_case(key): key for key in projected},
             f"{name} flatness": {key: key for key in ("trace", "minimal-trace") if key in dataset.measures},
-            f"{name} flatness in one architecture": {key: key for key in dataset.inside if not key.endswith("-exact")},
+            f"{name} flatness in one architecture": {
+                key: key for key in dataset.when_expanded if not key.endswith("-exact")
+            },
         }
     return found
 

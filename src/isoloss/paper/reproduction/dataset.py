@@ -19,7 +19,7 @@ from isoloss.studies.spec import Experiment, Measurement
 CONTINUED, MEASURED = 30, 60
 SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
 # baselines of the probe without a model, and what they are called
-TABLES = {"lookup": "Look-up table", "log-lookup": "Look-up table, logarithms", "one-hot": "One-hot tokens"}
+BASELINES = {"lookup": "Look-up table", "log-lookup": "Look-up table, logarithms", "one-hot": "One-hot tokens"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Shown:
     longer: tuple[str, ...] = ()  # the model whose steps are followed
     expanded: tuple[str, ...] = ()  # sizes that are expanded into one
     main: tuple[str, ...] = ()  # the model that the arms are compared with
-    tables: tuple[str, ...] = ()  # the look-up table
+    baselines: tuple[str, ...] = ()  # probes without a model, such as on the look-up table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,17 +108,17 @@ class Dataset:
         polish_steps: Steps of AdamW with a learning rate that decays to 0, after the last step of every size and arm,
             and after each watched step of the main size, in a run of its own: they bring models to about the same loss.
             0: there are none, as in the paper.
-        other_polishes: Other lengths of the polish after `branch`, for every size: within these and `polish_steps`, a
-            model has the loss of others that it is compared with.
+        other_polishes: Other lengths of the polish after `branch`, for every size: together with `polish_steps`, they
+            give losses that bracket those of the other models.
         polish_labels: What the polish learns from: the exact conditionals, where they are known, or sampled tokens.
         polish_rate: Its highest learning rate.
         band: Models whose KL differs from the control's by at most this fraction of it count as having its loss. The
             paper's models of one loss have losses of 3.204 to 3.208 and an entropy of 3.196: a KL of 0.010 ± 20 %.
         arms: Variants of the main model, by name.
         measures: What is measured of every watched checkpoint.
-        end_measures: What is measured besides at the end of every size, arm and polish.
-        all_measures: What is measured besides of the main model, its arms and their polishes.
-        inside_measures: What is measured besides of the models in `expanded` at their last step.
+        end_measures: What is also measured at the end of every size, arm and polish.
+        extra_measures: What is also measured of the main model, its arms and their polishes.
+        expanded_measures: What is also measured of the models in `expanded` at their last step.
         settings: Settings of the measures.
         shown: The paper's figures and tables.
         needs: What training and measuring need: of the pairs of a width and needs, the last whose width the model has.
@@ -146,8 +146,8 @@ class Dataset:
     arms: Mapping[str, Arm] = field(default_factory=dict)
     measures: tuple[str, ...]
     end_measures: tuple[str, ...] = ()
-    all_measures: tuple[str, ...] = ()
-    inside_measures: tuple[str, ...] = ()
+    extra_measures: tuple[str, ...] = ()
+    expanded_measures: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
     needs: tuple[tuple[int, Resources], ...] = ((0, Resources()),)
@@ -178,9 +178,9 @@ class Dataset:
         return polished(self.main, self.start) if self.polish_steps else self.main
 
     @property
-    def inside(self) -> tuple[str, ...]:
+    def when_expanded(self) -> tuple[str, ...]:
         """What is measured of models after their expansion into the largest."""
-        return (*self.inside_measures, *(key for key in self.end_measures if "trace-in-" in key))
+        return (*self.expanded_measures, *(key for key in self.end_measures if "trace-in-" in key))
 
     @property
     def largest(self) -> str:
@@ -188,7 +188,7 @@ class Dataset:
         return list(self.expanded or self.sizes)[-1]
 
     def polished_steps(self, size: str) -> tuple[int, ...]:
-        """Return the steps of a size that are followed by a polish of the usual length."""
+        """Return the steps of a size, or of an arm from scratch, that are followed by a polish of the usual length."""
         if not self.polish_steps:
             return ()
         return self.watched if size == self.main else tuple(sorted({self.start, self.last}))
@@ -254,10 +254,12 @@ class _Runs:
             shown_in += dataset.shown.expanded
         tables: tuple[Measurement, ...] = ()
         config = self._config(model)
-        if size == dataset.main and dataset.shown.tables:
-            shown_in += dataset.shown.tables
+        if size == dataset.main and dataset.shown.baselines:
+            shown_in += dataset.shown.baselines
             config = dataclasses.replace(config, checkpoints=(0, *config.checkpoints))
-            features = [f"{kind}-{each.removeprefix('probe-')}" for kind in TABLES for each in dataset.tasks.values()]
+            features = [
+                f"{kind}-{each.removeprefix('probe-')}" for kind in BASELINES for each in dataset.tasks.values()
+            ]
             tables = (self._measurement(dict.fromkeys(features), (0,), "measure the baselines of", model),)
         shown, more = tuple(dict.fromkeys(shown_in)), (*tables, *self._inside(size))
         runs = {size: self._trained(config, size, steps=dataset.watched, shown_in=shown, more=more)}
@@ -272,10 +274,10 @@ class _Runs:
     def _inside(self, size: str) -> tuple[Measurement, ...]:
         """Return what is measured of a size inside the largest of Table 4, at that one's cost."""
         dataset = self.dataset
-        if size not in dataset.expanded or not dataset.inside_measures:
+        if size not in dataset.expanded or not dataset.expanded_measures:
             return ()
         largest = list(dataset.expanded)[-1]
-        wanted = dict.fromkeys(dataset.inside_measures)
+        wanted = dict.fromkeys(dataset.expanded_measures)
         return (self._measurement(wanted, (dataset.last,), f"measure inside {largest} of", dataset.expanded[largest]),)
 
     def _of_arm(self, name: str, arm: Arm) -> dict[str, Experiment]:
@@ -286,9 +288,9 @@ class _Runs:
         changes = dict(arm.changes)
         config = self._config(changes.pop("model", dataset.sizes[dataset.main]), **changes)
         runs = {name: self._trained(config, arm.title, steps=dataset.watched, shown_in=arm.shown_in)}
-        if dataset.polish_steps:
-            last = dataset.last
-            runs[polished(name, last)] = self._polish(name, last, config, arm.title, with_all=True)
+        # after its last step, as other sizes, and after the step from which the control has been polished
+        for step in dataset.polished_steps(name):
+            runs[polished(name, step)] = self._polish(name, step, config, arm.title, with_all=step == dataset.last)
         return runs
 
     def _continued(self, arm: Arm) -> Experiment:
@@ -353,7 +355,7 @@ class _Runs:
             micro = costs.micro_batch_size(model, dataset.tokens, config.batch_size, processes)
             config = dataclasses.replace(config, micro_batch_size=micro if micro * processes < config.batch_size else 0)
             expected = costs.training(config, dataset.tokens, needs, kept=len({*config.checkpoints, config.steps}))
-        ends = dict.fromkeys((*dataset.end_measures, *(dataset.all_measures if with_all else ())))
+        ends = dict.fromkeys((*dataset.end_measures, *(dataset.extra_measures if with_all else ())))
         common = dict.fromkeys(dataset.measures)
         if steps == (config.steps,):
             common, ends = common | ends, {}

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.dataset import TABLES, Dataset, polished
+from isoloss.paper.reproduction.dataset import BASELINES, Dataset, polished
 from isoloss.paper.reproduction.reading import at_step, mean, replicates
 from isoloss.paper.reproduction.scales import SGD_SHOWN, Scale
 from isoloss.report import charts
@@ -85,7 +85,7 @@ def _models(results: Results, dataset: Dataset) -> pl.DataFrame:
         }
         for column in (LOG_KL, *_traces(dataset), *columns(dataset)):
             value = band.average(results, dataset, model, column.name).value
-            stderr = band.beyond(results, dataset, model, middle, column.name).stderr
+            stderr = band.paired_difference(results, dataset, model, middle, column.name).stderr
             row |= {column.name: value, column.stderr_column: stderr / 100 if column.percent else stderr}
         rows.append(row)
     return pl.DataFrame(rows)
@@ -93,7 +93,7 @@ def _models(results: Results, dataset: Dataset) -> pl.DataFrame:
 
 def _baselines(results: Results, dataset: Dataset) -> Mapping[str, Mapping[str, float]]:
     """Return the accuracies on features that need no model, by probe and by what the features are called."""
-    if not dataset.shown.tables:
+    if not dataset.shown.baselines:
         return {}
     starts = [(one, at_step(results, one, dataset.main, 0)) for one in replicates(results, dataset)]
 
@@ -101,29 +101,32 @@ def _baselines(results: Results, dataset: Dataset) -> Mapping[str, Mapping[str, 
         return mean([(one, start[f"{kind}-{probe.removeprefix('probe-')}"].estimate) for one, start in starts]).value
 
     return {
-        column.name: {title: accuracy_of(kind, column.name) for kind, title in TABLES.items()}
+        column.name: {title: accuracy_of(kind, column.name) for kind, title in BASELINES.items()}
         for column in columns(dataset)
     }
 
 
 def _caption(results: Results, dataset: Dataset) -> str:
-    every, near = band.models(results, dataset), band.inside(results, dataset)
+    every, near = band.models(results, dataset), band.in_band(results, dataset)
     spreads, control = band.spreads(results, dataset), dataset.control
     parts = [
-        "Each point is a size, an arm or a polish at one step, the mean over languages and seeds; a line joins the "
-        "steps of a run.",
+        f"Each point is one checkpoint of a size, an arm or a polish{averaged(dataset)}; lines join the checkpoints of "
+        "a run. Horizontal lines: probes on features that need no model.",
         f"The rectangle holds the models whose KL is within {dataset.band:.0%} of that of the control, {control}: "
         f"{len(near)} of {len(every)}. The other panels show these alone.",
-        f"Their KL differs by at most {spreads['kl'].difference.value:.2g} nats, and their accuracy by "
+        f"Their mean KL ranges from {' to '.join(f'{end.value:.3g}' for end in spreads['kl'].ends)} nats, and their "
+        "accuracy by "
         + " and by ".join(
             f"{number(each.difference)} points on {key.removeprefix('probe-')} (from "
             f"{band.name(results, dataset, each.lowest)} to {band.name(results, dataset, each.highest)})"
             for key, each in spreads.items()
             if key != "kl"
         )
-        + f". These are the extremes of {len(near)} models, and chance alone would spread them too.",
-        f"Errors are those of the difference from {control}, paired by language and seed. Compare traces of one size "
-        "only.",
+        + f". The lowest and the highest of {len(near)} models were picked after the fact, so part of this is chance, "
+        "and the ± does not account for it. Wider models give the probe more features, and the adversary and the "
+        "helper are trained to change transfer.",
+        f"Bars are those of each model's difference from {control}, paired by language and seed, so {control} has "
+        "none. Compare traces only between models of one size.",
     ]
     if FIGURE_1 in dataset.shown.sizes:
         parts = [_corresponds((FIGURE_1,)).strip(), *parts, _in_the_paper()]
@@ -133,22 +136,20 @@ def _caption(results: Results, dataset: Dataset) -> str:
 def _in_the_paper() -> str:
     (low, high), entropy = published.LOSSES, published.ENTROPY
     kl = " to ".join(f"{float(loss) - float(entropy):.3f}" for loss in (low, high))
-    sizes = ", ".join(f"{what} from {' to '.join(ends)}" for what, ends in published.BY_SIZE.items())
+    sizes = " and ".join(f"{what} from {' to '.join(ends)}" for what, ends in published.BY_SIZE.items())
     return (
         f"In the paper, on a larger grammar with other tasks, losses are {low} to {high} nats, a KL of {kl}. With "
-        f"{published.PARAMETERS} parameters, {published.by_algorithm('task B (%)', 'trace')}; of sizes above 9M at "
-        f"about one loss, {sizes}."
+        f"{published.PARAMETERS} parameters (± standard deviation), {published.by_algorithm('task B (%)', 'trace')}; "
+        f"between 9M parameters and its largest model, at about the same loss, {sizes}."
     )
 
 
 # --- the other figures -----------------------------------------------------------------------------------------------
 
-_EACH = "Each point is {} after a number of steps, the mean over languages and seeds."
-
 
 def _figures(results: Results, dataset: Dataset) -> list[Figure]:
     figures = _Figures(results, dataset)
-    wanted = (figures.sizes, figures.last, figures.longer, figures.sgd, figures.algorithms, figures.inside)
+    wanted = (figures.sizes, figures.last, figures.longer, figures.sgd, figures.algorithms, figures.expanded)
     return [figure for make in wanted if (figure := make()) is not None]
 
 
@@ -188,10 +189,17 @@ class _Figures:
         axes = [(column, task) for task in self._tasks for column in across]
         return charts.scatter(rows, axes, style=_style(rows))
 
+    def _each(self, what: str) -> str:
+        return f"Each point is one {what} at one training step{averaged(self.dataset)}.{self._unpolished}"
+
+    @property
+    def _unpolished(self) -> str:
+        return " Before any polish." if self.dataset.polish_steps else ""
+
     def sizes(self) -> Figure | None:
         """Return every size at its watched steps."""
         chart = self._against_tasks(self._watched, self._across)
-        return self._figure("sizes", "sizes and steps", chart, self.dataset.shown.sizes, _EACH.format("a size"))
+        return self._figure("sizes", "sizes and steps", chart, self.dataset.shown.sizes, self._each("size"))
 
     def last(self) -> Figure | None:
         """Return every size at the end of its training."""
@@ -199,26 +207,35 @@ class _Figures:
             return None
         rows = self._watched.filter(pl.col("step") == self.dataset.last)
         chart = charts.sizes(rows, [self._across[0], *self._tasks], style=_style(rows))
-        return self._figure("last", "sizes at the last step", chart, self.dataset.shown.sizes, "The end of each size.")
+        caption = f"Each size at the end of training.{self._unpolished}"
+        return self._figure("last", "sizes at the last step", chart, self.dataset.shown.sizes, caption)
 
     def longer(self) -> Figure | None:
         """Return the model whose training is followed over its steps."""
         followed = self.dataset.followed or self.dataset.main
         rows = self._watched.filter(pl.col("group") == followed)
         chart = charts.curves(rows, [*self._across, *self._tasks], style=_style(rows))
-        caption = f"The model {followed} over the steps of AdamW."
+        caption = f"The model {followed} during training with AdamW{averaged(self.dataset)}.{self._unpolished}"
         return self._figure("longer", "training for longer", chart, self.dataset.shown.longer, caption)
 
     def sgd(self) -> Figure | None:
         """Return SGD over its steps, after AdamW."""
-        arms = [(arm.title, name, arm.watched) for name, arm in self.dataset.arms.items() if arm.shown_in == SGD_SHOWN]
+        dataset = self.dataset
+        arms = {name: arm for name, arm in dataset.arms.items() if arm.shown_in == SGD_SHOWN}
         if not arms:
             return None
-        rows = self._means(arms)
+        starts = [
+            self._means([(arm.title, dataset.main, (dataset.start,))]).with_columns(
+                pl.lit(name).alias("run"), pl.lit(0, pl.Int64).alias("step")
+            )
+            for name, arm in arms.items()
+        ]
+        ends = [(arm.title, name, (*arm.watched, arm.stages[0].steps)) for name, arm in arms.items()]
+        rows = pl.concat([*starts, self._means(ends)])
         chart = charts.curves(rows, [*self._across, *self._tasks], style=_style(rows))
         caption = (
-            f"The model {self.dataset.main} goes on with SGD from step {self.dataset.start:,} of AdamW; steps are "
-            "those of SGD, before any polish."
+            f"Training of {dataset.main} continues with SGD from step {dataset.start:,} of AdamW; the horizontal axis "
+            f"counts the steps of SGD.{self._unpolished}"
         )
         return self._figure("sgd", "SGD after AdamW", chart, SGD_SHOWN, caption)
 
@@ -232,25 +249,24 @@ class _Figures:
         rows = self._means([main, *((arm.title, name, dataset.watched) for name, arm in arms.items())])
         shown_in = dict.fromkeys(each for arm in arms.values() for each in arm.shown_in)
         chart = self._against_tasks(rows, self._across)
-        return self._figure(
-            "algorithms", "algorithms and architectures", chart, tuple(shown_in), _EACH.format("a model")
-        )
+        return self._figure("algorithms", "algorithms and architectures", chart, tuple(shown_in), self._each("model"))
 
-    def inside(self) -> Figure | None:
+    def expanded(self) -> Figure | None:
         """Return sizes after their expansion into the largest."""
         dataset = self.dataset
-        keys = [key for key in dataset.inside if key.endswith(f"-{PAPER_SCALE}") or key.startswith("minimal-")]
+        keys = [key for key in dataset.when_expanded if key.endswith(f"-{PAPER_SCALE}") or key.startswith("minimal-")]
         if not keys:
             return None
         traces = [column_of(key) for key in keys]
         rows = _means(self.results, dataset, _expanded(dataset), [self._across[0], *traces, *self._tasks])
-        polish = f" after {dataset.start:,} steps and a polish of one of the lengths" if dataset.polish_steps else ""
+        polish = f" after {dataset.start:,} steps and a polish of some length" if dataset.polish_steps else ""
         caption = (
-            f"Each point is a size{polish}, expanded into {dataset.largest}, the mean over languages and seeds. Wider "
-            "models have more features to probe."
+            f"Each point is one size{polish}{averaged(dataset)}. Traces are those of the model expanded into "
+            f"{dataset.largest}, accuracies those of the model itself: wider models give the probe more features, so "
+            "accuracies of different sizes are not comparable."
         )
         chart = self._against_tasks(rows, [self._across[0], *traces])
-        return self._figure("inside", "sizes inside the largest", chart, dataset.shown.expanded, caption)
+        return self._figure("expanded", "sizes expanded into the largest", chart, dataset.shown.expanded, caption)
 
 
 def _expanded(dataset: Dataset) -> list[Series]:
@@ -266,7 +282,15 @@ def _expanded(dataset: Dataset) -> list[Series]:
 
 
 def _corresponds(shown_in: tuple[str, ...]) -> str:
-    return f"Corresponds to the paper's {' and '.join(shown_in)}. " if shown_in else ""
+    return f"Corresponds to the paper's {', '.join(shown_in)}. " if shown_in else ""
+
+
+def averaged(dataset: Dataset) -> str:
+    """Return what a point is the mean over, to go on a sentence; nothing for one model."""
+    over = [
+        what for what, several in (("languages", len(dataset.languages) > 1), ("seeds", dataset.seeds > 1)) if several
+    ]
+    return f", averaged over {' and '.join(over)}" if over else ""
 
 
 def _means(results: Results, dataset: Dataset, series: Sequence[Series], shown: list[Column]) -> pl.DataFrame:

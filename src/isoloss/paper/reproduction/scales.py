@@ -29,7 +29,7 @@ SHOWN: Mapping[str, Shown] = {
         longer=("figure 2a", "figure 9"),
         expanded=("figure 5",),
         main=("table 1", "table 2"),
-        tables=("figure 1", "table 1"),
+        baselines=("figure 1", "table 1"),
     ),
     "hmm": Shown(sizes=("figure 3b", "figure 8")),
     "generated": Shown(sizes=("figure 3c", "figure 8"), longer=("figure 2b", "figure 9"), expanded=("figure 5",)),
@@ -173,7 +173,7 @@ def _small_pcfg(
             *(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact")),
             f"minimal-trace-in-{largest}",
         ),
-        all_measures=(*(name for name in FLATNESS if name not in ("trace", "minimal-trace")), "features"),
+        extra_measures=(*(name for name in FLATNESS if name not in ("trace", "minimal-trace")), "features"),
         settings={
             **settings,
             "feature_sentences": FEATURE_SENTENCES,
@@ -226,7 +226,7 @@ def _small_hmm(
         arms=_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2)),
         measures=("loss", "trace", *tasks.values()),
         end_measures=tuple(f"projected-state-{state}-{features}" for state in (2, 3)),
-        all_measures=(*(name for name in FLATNESS if name not in ("trace", "minimal-trace")), "features"),
+        extra_measures=(*(name for name in FLATNESS if name not in ("trace", "minimal-trace")), "features"),
         settings={
             **settings,
             "feature_sentences": FEATURE_SENTENCES,

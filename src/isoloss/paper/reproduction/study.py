@@ -16,10 +16,13 @@ STUDY = Study(
     title="Same pre-training loss, better downstream?",
     lead=(
         "The paper claims that models with the same pre-training loss transfer differently, and that the flatter ones "
-        "transfer better. This study has its experiments: sizes, training for longer, SGD, an adversary, the look-up "
-        "table, and others that it does not have, such as a helper as a positive control.",
-        "At the small scales, languages have so few sentences that the loss and every accuracy are exact sums. Each "
-        "model is compared with another one at its own loss, interpolated between two checkpoints.",
+        "transfer better. This study repeats its experiments (model size, longer training, SGD, an adversary, the "
+        "look-up table) and adds others, such as a helper: a model trained to do well on a task, the positive control. "
+        "An arm is a variant of one model, the control. A polish is a final phase of AdamW on exact labels with a "
+        "learning rate that decays to 0.",
+        "At the small scales, the grammars and hidden Markov models have so few sentences that the loss and every "
+        "accuracy are exact sums. Models are compared at the same loss: one of the two is interpolated between two of "
+        "its checkpoints.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,

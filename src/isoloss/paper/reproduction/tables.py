@@ -10,8 +10,8 @@ from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.dataset import TABLES, Dataset, Replicate, polished
-from isoloss.paper.reproduction.reading import at_same_loss, at_step, by_polish, end, mean, replicates
+from isoloss.paper.reproduction.dataset import BASELINES, Dataset, Replicate, polished
+from isoloss.paper.reproduction.reading import at_same_loss, at_step, by_polish, mean, replicates
 from isoloss.paper.reproduction.scales import FLATNESS, Scale
 from isoloss.statistics.correlation import Kind, correlation
 from isoloss.statistics.estimate import Estimate
@@ -34,7 +34,7 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
             made += [_algorithms(results, dataset), _flatness(results, dataset), _sizes(results, dataset)]
             if dataset.polish_steps:
                 made.append(_interpolation(results, dataset))
-            if dataset.all_measures:
+            if dataset.extra_measures:
                 made += [_ranking(results, dataset, kind) for kind in ("pearson", "spearman", "kendall")]
                 made += [_granulated(results, dataset), _features(results, dataset)]
     return tuple(table for table in made if table.rows)
@@ -60,8 +60,19 @@ def _row(results: Results, dataset: Dataset, labels: tuple[str | int, ...], at: 
 
 
 def _arms(dataset: Dataset) -> dict[str, str]:
-    """Return the title of the main model and of its arms, by name."""
-    return {dataset.main: f"AdamW ({dataset.main})", **{name: arm.title for name, arm in dataset.arms.items()}}
+    """Return the title of the main model and of its arms, by the run at whose end they are compared."""
+    adamw = f"AdamW ({dataset.main})"
+    if not dataset.polish_steps:
+        return {dataset.main: adamw, **{name: arm.title for name, arm in dataset.arms.items()}}
+    after = {dataset.control: dataset.start, polished(dataset.main, dataset.last): dataset.last}
+    main = {run: f"{adamw}, {steps:,} steps" for run, steps in after.items()}
+    arms = {
+        name if arm.stages else polished(name, dataset.start): arm.title
+        if arm.stages
+        else f"{arm.title}, {dataset.start:,} steps"
+        for name, arm in dataset.arms.items()
+    }
+    return main | arms
 
 
 def _algorithms(results: Results, dataset: Dataset) -> SummaryTable:
@@ -69,17 +80,17 @@ def _algorithms(results: Results, dataset: Dataset) -> SummaryTable:
     probes = list(dict.fromkeys(dataset.tasks.values()))
     loss = _loss(results, dataset)
     rows: list[Row] = [
-        _row(results, dataset, (title,), lambda one, arm=arm: end(results, dataset, one, arm), [loss, *probes])  # type: ignore[misc]
-        for arm, title in _arms(dataset).items()
+        _row(results, dataset, (title,), lambda one, run=run: results.at(one.run(run)), [loss, *probes])  # type: ignore[misc]
+        for run, title in _arms(dataset).items()
     ]
-    if dataset.shown.tables:
+    if dataset.shown.baselines:
         for kind in ("lookup", "log-lookup"):  # their KL is 0
             tasks = {probe: f"{kind}-{probe.removeprefix('probe-')}" for probe in probes}
             ones = [(one, at_step(results, one, dataset.main, 0)) for one in replicates(results, dataset)]
             accuracies = {
                 probe: mean([(one, start[table].estimate) for one, start in ones]) for probe, table in tasks.items()
             }
-            rows.append(((TABLES[kind],), {loss: _zero(rows[0][1][loss]), **accuracies}))
+            rows.append(((BASELINES[kind],), {loss: _zero(rows[0][1][loss]), **accuracies}))
     caption = _after(dataset) + _of_table(dataset, "table 1") + _over(dataset) + _published(dataset, "table 1")
     return SummaryTable(
         f"{dataset.name}_algorithms", f"{dataset.title}: transfer by algorithm", ("model",), rows, caption
@@ -90,7 +101,10 @@ def _published(dataset: Dataset, table: str) -> str:
     """Return what the paper's table says of this dataset, where the study quotes it."""
     if dataset.name != "pcfg":
         return ""
-    return f" The paper's, of {published.PARAMETERS} parameters: {published.by_algorithm(*published.TABLES[table])}."
+    return (
+        f" In the paper ({published.PARAMETERS} parameters; ± standard deviation): "
+        f"{published.by_algorithm(*published.TABLES[table])}."
+    )
 
 
 def _zero(like: Estimate) -> Estimate:
@@ -103,8 +117,8 @@ def _flatness(results: Results, dataset: Dataset) -> SummaryTable:
     traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
     keys = [_loss(results, dataset), *traces, *(key for key in dataset.end_measures if key.startswith("few-shot"))]
     rows = [
-        _row(results, dataset, (title,), lambda one, arm=arm: end(results, dataset, one, arm), keys)  # type: ignore[misc]
-        for arm, title in _arms(dataset).items()
+        _row(results, dataset, (title,), lambda one, run=run: results.at(one.run(run)), keys)  # type: ignore[misc]
+        for run, title in _arms(dataset).items()
     ]
     caption = _after(dataset) + _of_table(dataset, "table 2") + _over(dataset) + _published(dataset, "table 2")
     return SummaryTable(
@@ -151,8 +165,8 @@ def _interpolation(results: Results, dataset: Dataset) -> SummaryTable:
                 missed = {key: mean([(one, difference(b[key], a[key])) for one, (a, b) in pairs]) for key in keys}
                 rows.append(((size, lengths[place] or dataset.polish_steps), missed))
     caption = (
-        "Each polish minus what interpolation between the next shorter and the next longer one gives at its KL. These "
-        "two are further apart than those between which models are compared, so the comparisons miss by less. "
+        "By leaving one out: each polish minus the value interpolated, at its KL, from the next shorter and the next "
+        "longer one. The comparisons interpolate between closer neighbors, so their error should be smaller. "
         + _over(dataset)
     )
     title = f"{dataset.title}: error of the interpolation"
@@ -160,11 +174,14 @@ def _interpolation(results: Results, dataset: Dataset) -> SummaryTable:
 
 
 def _after(dataset: Dataset) -> str:
-    return f"After the polish of {dataset.polish_steps:,} steps. " if dataset.polish_steps else ""
+    if not dataset.polish_steps:
+        return ""
+    after = f"After the polish of {dataset.polish_steps:,} steps. "
+    return after + "Rows differ in KL; the claims compare models at the same KL. "
 
 
 def _loss(results: Results, dataset: Dataset) -> str:
-    first = end(results, dataset, replicates(results, dataset)[0], dataset.main)
+    first = results.at(replicates(results, dataset)[0].run(dataset.main))
     return "kl" if "kl" in first else "loss"
 
 
@@ -206,9 +223,9 @@ def _same_loss(results: Results, dataset: Dataset) -> SummaryTable:
         "Correlation of the accuracy of the probe with the KL and with flatness, within languages and seeds, over the "
         f"models whose KL is within {dataset.band:.0%} of the control's, {dataset.control}: "
         f"{' and '.join(counts)} for each language and seed. Errors by the jackknife over languages; the KL and the "
-        "traces are taken as logarithms. Traces of different sizes are not comparable: if flatter models transferred "
-        f"better, the correlations with the traces of {dataset.main} would be negative. Nothing adjusts for the KL "
-        "here; the tables of what flatness predicts do."
+        "traces are taken as logarithms. Traces of different sizes are not comparable, so for flatness read only the "
+        f"rows of {dataset.main}, which include its arms: a negative correlation there means that flatter models "
+        "transfer better. These correlations do not control for the KL; the tables of what flatness predicts do."
         + (f" Not defined, and left out: {', '.join(undefined)}." if undefined else "")
     )
     title = f"{dataset.title}: correlations among models of about the same loss"
@@ -220,7 +237,7 @@ def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
     probes, loss = list(dict.fromkeys(dataset.tasks.values())), _loss(results, dataset)
     models = [(one, [results.at(one.run(run)) for run in compared(dataset)]) for one in replicates(results, dataset)]
     rows: list[Row] = []
-    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.all_measures)):
+    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.extra_measures)):
         found = {probe: _correlation(models, name, probe, kind, loss) for probe in probes}
         if all(found.values()):
             rows.append(((name,), {probe: each for probe, each in found.items() if each}))
@@ -229,7 +246,8 @@ def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
         f"Partial {kind.capitalize()} correlation of each measure with the accuracy of the probe, given the KL, within "
         "languages and seeds; errors by the jackknife over languages. The measures and the KL are taken as logarithms. "
         "If flatter models transferred better at the same loss, it would be negative. Models: the main size after "
-        "every number of steps and polish, and all its arms."
+        "every number of steps and polish, and all its arms. The order is by these same data, without a correction for "
+        "the number of measures; a measure whose correlation is undefined is left out."
         + (" Kendall's partial coefficient need not be 0 where the KL explains all." if kind == "kendall" else "")
     )
     return SummaryTable(
@@ -252,7 +270,7 @@ def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
     languages = [one.cluster for one, _ in models]
     within = {**hyperparameters, "language": languages}
     rows: list[Row] = []
-    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.all_measures)):
+    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.extra_measures)):
         found: dict[str, Estimate] = {}
         for probe in probes:
             with contextlib.suppress(IsolossError):  # too few languages, or an error that is not known
@@ -295,7 +313,7 @@ def _features(results: Results, dataset: Dataset) -> SummaryTable:
         f"Linear CKA (Kornblith et al., 2019; unbiased) of the last hidden states of {control} and of each other model "
         "on the same sentences: 1 where the features are the same up to rotation and scale. " + _over(dataset)
     )
-    title = f"{dataset.title}: how alike features are to those of {control}"
+    title = f"{dataset.title}: similarity of features to those of {control}"
     return SummaryTable(f"{dataset.name}_features", title, ("model",), rows, caption)
 
 

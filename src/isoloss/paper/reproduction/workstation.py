@@ -43,7 +43,7 @@ def _pcfg(preset: Preset) -> Dataset:
         paper_scale.pcfg(preset),
         sizes=berts(preset, *SIZES),
         expanded=berts(preset, *INSIDE),
-        inside_measures=tuple(f"trace-in-{INSIDE[-1]}-{scale}" for scale in ("paper", "exact")),
+        expanded_measures=tuple(f"trace-in-{INSIDE[-1]}-{scale}" for scale in ("paper", "exact")),
         main="d512",
         watched=watched_steps(STEPS, 2_000),
         arms={
@@ -81,7 +81,7 @@ def _generated(preset: Preset) -> Dataset:
         paper_scale.generated(preset),
         sizes=berts(preset, "d128", "d256", "d512"),
         expanded=berts(preset, "d128", "d192", "d256", "d384", "d768"),
-        inside_measures=tuple(f"trace-in-d768-{scale}" for scale in ("paper", "exact")),
+        expanded_measures=tuple(f"trace-in-d768-{scale}" for scale in ("paper", "exact")),
         main="d512",
         watched=watched_steps(STEPS, 2_000),
     )
@@ -112,6 +112,6 @@ def _fewer_documents(dataset: Dataset) -> Dataset:
 
 
 WORKSTATION = Scale(
-    description="hours on one GPU: models of up to about 100M parameters, 5,000 to 10,000 steps",
+    description="about a day on one GPU: models of up to about 100M parameters, 5,000 to 10,000 steps",
     datasets=tuple(make(_preset()) for make in (_pcfg, _hmm, _generated, _web, _text)),
 )
