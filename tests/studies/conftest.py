@@ -37,16 +37,6 @@ def repeated(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def same_loss(tmp_path_factory):
-    """The folder of the study same-loss at smoke scale after the local executor: the bytes that others must give."""
-    folder = tmp_path_factory.mktemp("same-loss") / "out"
-    command = longer_study.command("same-loss", folder, "--scale", "smoke")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def carried_out(tmp_path_factory):
     """The file of a study of some seconds, and its folder after the local executor: the bytes that others must give."""
     folder = tmp_path_factory.mktemp("local")

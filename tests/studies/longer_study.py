@@ -5,7 +5,7 @@ import sys
 
 import studies_in_process
 
-STEPS = 400
+STEPS = 1200
 
 
 def write(folder):
@@ -33,9 +33,9 @@ def ends(folder):
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
-def is_training(folder):
-    """Whether an attempt at a run has a checkpoint."""
-    return any((folder / "runs").glob(".*.attempt-*/checkpoints/step-*"))
+def num_training(folder):
+    """How many attempts at runs have a checkpoint and are not published yet."""
+    return len({path.parents[1] for path in (folder / "runs").glob(".*.attempt-*/checkpoints/step-*")})
 
 
 def command(file, folder, *options):

@@ -129,7 +129,7 @@ def test_a_unit_of_two_processes_is_stopped_and_goes_on_with_the_same_bytes(tmp_
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = longer_study.command(file, tmp_path / "stopped")
     driver = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while driver.poll() is None and not longer_study.is_training(tmp_path / "stopped"):
+    while driver.poll() is None and not longer_study.num_training(tmp_path / "stopped"):
         time.sleep(0.05)
     driver.send_signal(signal.SIGINT)
     said = driver.communicate()[0]

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import spread_study
-from longer_study import command, contents, ends, is_training
+from longer_study import command, contents, ends, num_training
 
 from isoloss.errors import IsolossError
 from isoloss.studies.executors import ray as executor
@@ -60,25 +60,26 @@ def kill_node(cluster, index, temporary):
     cluster.remove_node(cluster.workers[index], allow_graceful=False)
 
 
-def test_a_node_that_dies_while_it_trains_changes_no_byte(same_loss, tmp_path, cluster):
+def test_a_node_that_dies_while_it_trains_changes_no_byte(carried_out, tmp_path, cluster):
+    file, expected = carried_out
     out = tmp_path / "out"
-    driver = start("same-loss", out, "--scale", "smoke", "--address", cluster.address)
-    wait_for(lambda: is_training(out))
+    driver = start(file, out, "--address", cluster.address)
+    wait_for(lambda: num_training(out) == 2)  # each node trains one
     kill_node(cluster, 0, tmp_path)
     said = driver.communicate(timeout=1200)[0]
     assert driver.returncode == 0, said
     assert "lost, " in said, said
-    assert contents(out) == contents(same_loss)
+    assert contents(out) == contents(expected)
     found = ends(out)
-    assert found.pop("stopped", 0) >= 1
-    assert found == ends(same_loss)
+    assert found.pop("stopped", 0) == 1
+    assert found == ends(expected)
 
 
 def test_a_cluster_is_started_where_none_is_named_and_units_save_when_it_is_stopped(carried_out, tmp_path):
     file, expected = carried_out
     out = tmp_path / "out"
     driver = start(file, out)
-    wait_for(lambda: is_training(out))
+    wait_for(lambda: num_training(out))
     driver.send_signal(signal.SIGINT)
     said = driver.communicate(timeout=30)[0]  # less than the commands are given to save
     assert driver.returncode == 130, said
@@ -185,7 +186,7 @@ def test_two_nodes_train_together_and_one_of_them_dies(tmp_path, cluster):
     one_machine = command(spread_study.write(tmp_path / "one", nodes=1, steps=steps), expected)
     subprocess.run(one_machine, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     driver = start(spread_study.write(tmp_path / "two", nodes=2, steps=steps), out, "--address", cluster.address)
-    wait_for(lambda: is_training(out))
+    wait_for(lambda: num_training(out))
     kill_node(cluster, 0, tmp_path)
     cluster.add_node(num_cpus=1)
     said = driver.communicate(timeout=1200)[0]
