@@ -16,9 +16,8 @@ import pytest
 from isoloss.report import charts, html
 from isoloss.report.data import KL, TRACE, accuracy
 
-pytestmark = pytest.mark.slow
-
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 
 # points at the first checkpoint, clicks it, picks, filters, sorts, ticks and saves, and writes down what happened
 PROBE = Path(__file__).with_name("probe.html").read_text()
@@ -49,12 +48,11 @@ def read(text, estimate):
     return [row for row in csv.DictReader(io.StringIO(text)) if row["estimate"] == estimate]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-@pytest.mark.parametrize("width", [1300, 500])
-def test_the_page_works(table, tmp_path, width):
+def page_of(table):
+    """The page of a study with two figures."""
     root = accuracy("root")
     drawn = (charts.scatter(table, ((KL, root), (TRACE, root))), charts.curves(table, (KL, TRACE, root)))
-    page = html.Page(
+    return html.Page(
         title="A study",
         lead=(),
         findings=(),
@@ -67,16 +65,36 @@ def test_the_page_works(table, tmp_path, width):
         settings={},
         configs={run: f"steps = 1500\n\n[model]\nname = '{run}'\n" for run in table["run"].unique()},
     )
-    file = tmp_path / "elsewhere" / "moved.html"
-    file.parent.mkdir()
-    file.write_text(PROBE.join(html.render(page).rsplit("</body>", 1)))
+
+
+def browse(file, tmp_path, *options):
+    """What Chromium prints when it opens a file."""
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
         "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={width},2000", "--virtual-time-budget=60000", "--dump-dom", file.as_uri(),
+        "--virtual-time-budget=60000", *options, file.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)[1]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.parametrize(("num_runs", "at_most"), [(60, 5), (200, 10), (500, 3)])
+def test_a_print_has_all_rows_or_none(table, tmp_path, num_runs, at_most):
+    table = pl.concat([table[:1].with_columns(pl.lit(f"run-{i}").alias("run")) for i in range(num_runs)])
+    file, pdf = tmp_path / "page.html", tmp_path / "page.pdf"
+    file.write_text(html.render(page_of(table)))
+    browse(file, tmp_path, f"--print-to-pdf={pdf}")
+    pages = len(re.findall(rb"/Type\s*/Page\b", pdf.read_bytes()))
+    assert 2 <= pages <= at_most
+    assert (pages > 3) == (num_runs <= 200)
+
+
+@pytest.mark.parametrize("width", [1300, 500])
+def test_the_page_works(table, tmp_path, width):
+    file = tmp_path / "elsewhere" / "moved.html"
+    file.parent.mkdir()
+    file.write_text(PROBE.join(html.render(page_of(table)).rsplit("</body>", 1)))
+    opened = browse(file, tmp_path, f"--window-size={width},2000", "--dump-dom")
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', opened, re.DOTALL)[1]
     assert probe.startswith("{"), probe
     found = json.loads(unescape(probe))
     assert (found["violations"], found["errors"]) == ([], [])
