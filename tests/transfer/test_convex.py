@@ -69,6 +69,30 @@ def test_two_examples_in_closed_form() -> None:
     assert float(found.intercepts.abs().max()) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("n", "width", "classes", "seed"), [(512, 8, 4, 5), (512, 8, 4, 9), (512, 16, 8, 23), (1024, 16, 8, 7)]
+)
+def test_classes_in_two_clusters_far_apart_are_fitted_to_the_tolerance(
+    n: int, width: int, classes: int, seed: int
+) -> None:
+    """Hardly any probability crosses the gap, so nearly flat directions of the intercepts move all of the weights."""
+    g = torch.Generator().manual_seed(seed)
+    cluster = torch.randint(2, (n,), generator=g)
+    fine = 0.8 ** torch.arange(width)
+    x = 0.18 * torch.randn(n, width, generator=g) * fine
+    x[:, 0] += 7 * (2 * cluster - 1)
+    rule = 10 * torch.randn(width, classes // 2, generator=g) / fine[:, None].sqrt()
+    rule[0] = 0
+    y = torch.multinomial((x @ rule).softmax(dim=1), 1, generator=g)[:, 0] + cluster * (classes // 2)
+    strength = 4e-4
+    found = fit(x, y, classes=classes, regularization=[strength])
+    weight, bias = found.weights[0, 0].clone().requires_grad_(), found.intercepts[0, 0].clone().requires_grad_()
+    value = objective(x, y, weight, bias, strength)
+    gradient, of_bias = torch.autograd.grad(value, (weight, bias))
+    assert float(of_bias.abs().max()) < 1e-10
+    assert float(gradient.square().sum()) / (2 * strength) <= 1e-6 * value.item()
+
+
 def test_logarithms_of_rare_probabilities_are_fitted_to_the_tolerance_too() -> None:
     """Features of which many are equal, where optimal intercepts move the gradient by the weights above the bound."""
     language = load_language("hmm-laptop")
@@ -304,7 +328,7 @@ def test_wide_features_are_certified() -> None:
     found = fit(x, y, classes=3, regularization=[0.01])
     value = objective(x, y, found.weights[0, 0], found.intercepts[0, 0], 0.01)
     assert float(found.objectives) == pytest.approx(float(value), rel=1e-12)
-    assert float(found.gaps) <= 1e-6 * float(value)
+    assert float(found.gaps) <= 1e-6 * value.item()
 
 
 def test_same_bits_again() -> None:

@@ -18,8 +18,9 @@ from isoloss.transfer.results import absent_classes, check_classes
 from isoloss.transfer.stored_features import rows_at_once
 
 _CERTIFICATE_PASSES = 2
-# of the tolerance is asked for in steps of each type: exact intercepts move the gradient by the weights a little
-_ROUNDS = ((torch.float32, 0.5), (torch.float64, 0.5), (torch.float64, 0.05), (torch.float64, 0.005))
+# what part of the tolerance the steps of each round aim at: exact intercepts then move the gradient by the weights, by
+# much where one direction of the features is far larger than the others
+_ROUNDS = ((torch.float32, 0.5), *((torch.float64, 0.5 / 10**i) for i in range(10)))
 
 
 @dataclass(frozen=True, kw_only=True)
