@@ -7,6 +7,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install demo test test-all test-cluster lint types docs bench-languages clean
 
 help:
+	@echo "make install   isoloss and what it needs, into .venv"
 	@echo "make demo      the study same-loss at laptop scale: about twenty minutes on two cores, a first page after six"
 	@echo "make test      the test suite"
 	@echo "make test-all  the test suite with the slow tests"
