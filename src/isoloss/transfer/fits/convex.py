@@ -19,7 +19,7 @@ from isoloss.transfer.stored_features import rows_at_once
 
 _CERTIFICATE_PASSES = 2
 # what part of the tolerance the steps of each round aim at: exact intercepts then move the gradient by the weights, by
-# much where one direction of the features is far larger than the others
+# much where classes lie in clusters far apart
 _ROUNDS = ((torch.float32, 0.5), *((torch.float64, 0.5 / 10**i) for i in range(10)))
 
 
