@@ -158,6 +158,16 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(study, ol
     assert not Path("out").exists()
 
 
+def test_a_plan_needs_neither_a_folder_nor_a_checkpoint_of_the_hub(study, capsys):
+    study.write_text(FILE.replace('f"models/{name}"', '"nobody/has-this"'))
+    plan = json.loads(call(capsys, "plan", study, "--folder", "out", "--json"))["units"]
+    assert [(unit["unit"], unit["state"]) for unit in plan] == [
+        (f"measure {name}", "to do") for name in ("bert", "opt", "gpt2")
+    ]
+    StudyFolder(load_study(study), Path("out")).prepare()
+    assert "to do" in call(capsys, "status", study, "--folder", "out")
+
+
 def test_a_language_or_data():
     language = PCFGConfig(levels=2)
     assert Given(checkpoint="a", language=language).inputs == "pcfg"

@@ -2,13 +2,16 @@
 
 import json
 import re
+import shlex
 import shutil
 
 import pytest
 
 from isoloss.cli import study as command
 from isoloss.cli import study_progress
+from isoloss.cli.main import main
 from isoloss.errors import IsolossError
+from isoloss.studies import page
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.spec import load_study
 from studies_in_process import call
@@ -277,6 +280,49 @@ def test_a_claim_about_something_else_is_refused_before_training(file, claiming,
     with pytest.raises(IsolossError, match=r"measures of the claim flatter is 'flattness'; the study has kl"):
         StudyFolder(load_study(file), tmp_path / "out").prepare()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_names_a_wrong_claim_or_measure_and_not_only_that_the_plan_has_changed(
+    capsys, file, claiming, tmp_path, here
+):
+    where = ("--folder", str(tmp_path / "out"))
+    claiming.write_text(CLAIMS.replace('"flatness"', '"flattness"'))
+    with pytest.raises(IsolossError, match=r"measures of the claim flatter is 'flattness'"):
+        command.main(["plan", str(file), *where])
+    claiming.write_text(CLAIMS)
+    StudyFolder(load_study(file), tmp_path / "out").prepare()
+    file.write_text(file.read_text().replace('"loss", "trace"', '"loss", "tracee"'))
+    for words in (["plan"], ["run", *here]):
+        with pytest.raises(IsolossError, match="no measure 'tracee'"):
+            command.main([words[0], str(file), *where, *words[1:]])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("contrasts=contrasts", "contrasts={}", "contrasts of the study dropout is a dict; it must be a function"),
+        ("contrasts=contrasts", "answer='flatter'", "answer of the study dropout is a str; it must be a function"),
+        (", contrasts=contrasts", "", "the study dropout has claims but no contrasts"),
+    ],
+)
+def test_a_part_of_a_study_that_is_no_function_is_refused_at_once(file, claiming, old, new, message):
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(IsolossError, match=message):
+        load_study(file)
+
+
+def test_an_interrupted_report_says_how_to_go_on(capsys, file, tmp_path, here, monkeypatch):
+    words = ["study", "report", str(file), "--folder", str(tmp_path / "out")]
+    call(capsys, "run", *words[2:], *here)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(page, "write", interrupted)
+    assert main(words) == 130
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "isoloss study: interrupted; what was done is kept. The same command goes on:"
+    assert shlex.split(second) == ["isoloss", *words]
 
 
 def test_watching_ends_when_all_is_done_or_nothing_can_go_on(capsys, file, tmp_path, here, monkeypatch):

@@ -31,7 +31,7 @@ SUBCOMMANDS = {
     "expand": "a small transformer inside a larger one: the same function, and its flatness there",
     "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",
     "show": "what is in a run directory",
-    "study": "plan, run, status, report or verify a whole study",
+    "study": "new, plan, run, status, report, verify, export, compare or archive: a whole study",
     "theory": "the paper's statements as programs, each with a verdict: bartlett, sgd-flow, brackets",
     "doctor": "what this machine has: versions, devices, threads",
 }
@@ -39,6 +39,7 @@ SUBCOMMANDS = {
 GOES_ON = {  # what is said of an interruption, before the command that was interrupted
     "train": "; the checkpoints are kept. To go on:",
     "eval": "; what was measured of runs is kept. To go on:",
+    "study": "; what was done is kept. The same command goes on:",
 }
 
 TEMPORARY_FAILURE = 75  # EX_TEMPFAIL

@@ -170,6 +170,7 @@ def _run(args: Args, folder: StudyFolder) -> int:
     from isoloss.studies.jobs import Jobs
     from isoloss.studies.plan import in_order
 
+    folder.check()
     folder.exists()  # refuses a folder that is not this study's before anything is written
     execute: Executor = EXECUTORS.load(args.executor)
     options = _options(args, folder)

@@ -34,7 +34,7 @@ def run(dropout, seed):
 # A model trained elsewhere: Experiment(config=isoloss.studies.Given(checkpoint="FOLDER", data="text.txt"), ...)
 RUNS = {{f"dropout-{{rate}}-seed-{{seed}}": run(rate, seed) for rate in (0.0, 0.2) for seed in (1, 2)}}
 
-# Claims to test, written before the runs: Study(claims=Path("claims.toml"), contrasts=...)
+# Claims, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
 STUDY = Study(name="{name}", scales={{"laptop": Scale(description="a minute", experiments=RUNS)}})
 '''
 
@@ -56,7 +56,7 @@ RUNS = {{
     for name, checkpoint in CHECKPOINTS.items()
 }}
 
-# Claims to test, written before the study is run: Study(claims=Path("claims.toml"), contrasts=...)
+# Claims, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
 STUDY = Study(name="{name}", scales={{"all": Scale(description="a minute for small models", experiments=RUNS)}})
 '''
 

@@ -32,6 +32,8 @@ def show(folder: StudyFolder, action: str, run_command: str, workers: int, *, wa
         watch: Whether to keep refreshing until all units are done.
         as_json: Whether to print JSON.
     """
+    if action == "plan":
+        folder.check()
     if not folder.exists() and action == "status":
         raise IsolossError(f"{folder.path} holds no study: {run_command} starts one{files.nearest(folder.path)}")
     if watch:

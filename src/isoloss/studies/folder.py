@@ -107,13 +107,13 @@ class StudyFolder:
             raise IsolossError(f"{folder} is not empty and holds no study: choose another --folder")
         return False
 
-    def prepare(self) -> None:
-        """Write the plan's files into the folder, or check that it was made by the same plan.
+    def check(self) -> None:
+        """Refuse a study that could not be run to its end; the folder is not looked at.
 
         Raises:
-            IsolossError: As for `exists` and `plan`; a config that cannot be trained, an unknown measure or setting, a
-                file of claims that cannot be read or names what the study does not measure, or more groups of runs than
-                figures have colors.
+            IsolossError: As for `plan`; a config that cannot be trained, an unknown measure or setting, a checkpoint
+                that is nowhere, a file of claims that cannot be read or names what the study does not measure, or more
+                groups of runs than figures have colors.
         """
         from isoloss.report.data import COLORS
 
@@ -141,7 +141,15 @@ class StudyFolder:
         claims = self.claims_file()
         if claims is not None:
             check_measures(claims, self._measures())
-        is_new = not self.exists()
+
+    def prepare(self) -> None:
+        """Write the plan's files into the folder, or check that it was made by the same plan.
+
+        Raises:
+            IsolossError: As for `check` and `exists`.
+        """
+        self.check()
+        claims, is_new = self.claims_file(), not self.exists()
         for name, experiment in self.scale.experiments.items():
             if isinstance(experiment.config, Given):  # again, as its folder may have moved
                 given = configs.to_dict(experiment.config.absolute())
@@ -409,6 +417,8 @@ def _has_evaluations(run: Run, experiment: Experiment, part: Measurement) -> boo
 
 
 def _measuring_progress(run: Run, experiment: Experiment, part: Measurement, _: Callable[[Path], Path]) -> str:
+    if not _is_trained(run, experiment):  # nor is a given checkpoint known before it was loaded
+        return ""
     present = [step for step in experiment.steps(part) if step in run.steps()]
     total = len(experiment.steps(part)) * len(part.measures)
     made = len(present) * len(part.measures) - len(pending(run, part.measures, present, part.settings))

@@ -184,6 +184,19 @@ class Study:
     first_page_blocks: int | None = None
     block_name: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("contrasts", "measures", "answer", "tables"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise IsolossError(
+                    f"{name} of the study {self.name} is a {type(value).__name__}; it must be a function "
+                    "(docs/studies.md shows its arguments) or None"
+                )
+        if self.claims is not None and self.contrasts is None:
+            raise IsolossError(
+                f"the study {self.name} has claims but no contrasts: a function that returns what each claim compares"
+            )
+
     def scale(self, name: str | None = None, *, seed_offset: int = 0) -> AnyScale:
         """Return the scale called `name`, by default the first; with other seeds if `seed_offset` is not 0.
 

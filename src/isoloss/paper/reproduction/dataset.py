@@ -17,6 +17,7 @@ from isoloss.studies.spec import Experiment, Measurement
 
 # what is added to a replicate's seed: for what follows the main run, and for the measures
 CONTINUED, MEASURED = 30, 60
+FIGURE_1 = "figure 1"  # which on the page shows polishes too
 SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
 # baselines of the probe without a model, and what they are called
 BASELINES = {"lookup": "Look-up table", "log-lookup": "Look-up table, logarithms", "one-hot": "One-hot tokens"}
@@ -334,7 +335,11 @@ class _Runs:
             init_from=f"../{start}/checkpoints/step-{step}",
             seed=self.replicate.seed + CONTINUED,
         )
-        return self._trained(polish, group, steps=(polish.steps,), after=(start,), with_all=with_all)
+        shown = [each for each in dataset.shown.sizes if each == FIGURE_1]
+        if arm in dataset.sizes and step == dataset.start:
+            shown += dataset.shown.expanded
+        steps, shown_in = (polish.steps,), tuple(shown)
+        return self._trained(polish, group, steps=steps, shown_in=shown_in, after=(start,), with_all=with_all)
 
     def _trained(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.dataset import BASELINES, Dataset, polished
+from isoloss.paper.reproduction.dataset import BASELINES, FIGURE_1, Dataset, polished
 from isoloss.paper.reproduction.reading import at_step, mean, replicates
 from isoloss.paper.reproduction.scales import SGD_SHOWN, Scale
 from isoloss.report import charts
@@ -22,7 +22,6 @@ from isoloss.studies.page import PageParts
 from isoloss.studies.results import Results
 
 LOG_KL = dataclasses.replace(KL, log=True)  # as models of about one loss are compared with much worse ones
-FIGURE_1 = "figure 1"  # which has a figure of its own
 Series = tuple[str, str, tuple[int, ...]]  # a group, the part of a run's name that says what it is, and steps
 PAPER_SCALE = "paper"  # of a small model's embedding inside a large one
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from isoloss.languages.config import CorpusConfig, HMMConfig, PCFGConfig
-from isoloss.paper.reproduction.dataset import Arm, Dataset, Shown
+from isoloss.paper.reproduction.dataset import FIGURE_1, Arm, Dataset, Shown
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig
 from isoloss.studies.spec import Experiment
 from isoloss.training.algorithms.config import AdversarialConfig, SAMConfig
@@ -25,11 +25,11 @@ FLATNESS = (
 )
 SHOWN: Mapping[str, Shown] = {
     "pcfg": Shown(
-        sizes=("figure 1", "figure 3a", "figure 8", "figure 9"),
+        sizes=(FIGURE_1, "figure 3a", "figure 8", "figure 9"),
         longer=("figure 2a", "figure 9"),
         expanded=("figure 5",),
         main=("table 1", "table 2"),
-        baselines=("figure 1", "table 1"),
+        baselines=(FIGURE_1, "table 1"),
     ),
     "hmm": Shown(sizes=("figure 3b", "figure 8")),
     "generated": Shown(sizes=("figure 3c", "figure 8"), longer=("figure 2b", "figure 9"), expanded=("figure 5",)),
