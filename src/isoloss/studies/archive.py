@@ -22,7 +22,7 @@ from isoloss.evaluation.given import RECORD
 from isoloss.runs import ARCHIVED, Run
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.growing import complete_blocks
-from isoloss.studies.results import run_of
+from isoloss.studies.results import ARCHIVE_FILES, run_of
 from isoloss.studies.spec import Experiment
 
 _OF_EXAMPLES = ("influence", "predictions", "labels")  # arrays that only serve the errors of paired differences
@@ -57,7 +57,7 @@ def archive(folder: StudyFolder, output: Path) -> list[Path]:
 
 def blocks(archive: Path) -> list[Path]:
     """Return the files of an archive, a block each; an error if there are none."""
-    paths = sorted(archive.glob("block-*.tar.xz")) if archive.is_dir() else []
+    paths = sorted(archive.glob(ARCHIVE_FILES)) if archive.is_dir() else []
     if not paths:
         raise IsolossError(f"{archive} holds no archive of a study: it has no block-N.tar.xz{files.nearest(archive)}")
     return paths
