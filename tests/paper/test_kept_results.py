@@ -33,7 +33,9 @@ def test_the_slopes_are_those_that_the_pilot_found():
         assert slope.grammars == of_pilot["samples"]
 
 
-@pytest.mark.parametrize(("name", "study", "offset"), [("third", STUDY, 0), ("fourth", STUDY, 1), ("pilot", PILOT, 0)])
+@pytest.mark.parametrize(
+    ("name", "study", "offset"), [("third", STUDY, 0), ("fourth", STUDY, 1), ("pilot", PILOT, 0), ("paper", PAPER, 0)]
+)
 def test_results_are_of_the_present_design_and_claims(name, study, offset):
     provenance = files.read_json(RESULTS / name / "provenance.json")
     runs = study.scale(provenance["scale"], seed_offset=offset).experiments.keys()
@@ -58,6 +60,19 @@ def test_the_readme_gives_the_primary_differences_as_they_were_found():
     assert primary.name == ("noise-transfer", "prefix-4")
     for found in (primary.first, primary.second):
         assert re.search(rf"(?<![\d.]){re.escape(number(found))}(?!\d)", text)
+
+
+@pytest.mark.parametrize(
+    ("file", "start", "end"),
+    [("docs/studies.md", "### The evening", "\n## "), ("README.md", "The study `paper`", "\n![")],
+)
+def test_the_numbers_of_the_evening_are_those_of_its_tables(file, start, end):
+    text = (ROOT / file).read_text().partition(start)[2].partition(end)[0]
+    numbers = re.compile(r"[-+]?[\d.,]+ ± [\d.]*\d")
+    given = {found.lstrip("+") for found in numbers.findall(" ".join(text.replace("\N{MINUS SIGN}", "-").split()))}
+    tables = [path.read_text() for path in (RESULTS / "paper" / "tables").glob("*.md")]
+    assert given
+    assert given <= {found.lstrip("+") for table in tables for found in numbers.findall(table)}
 
 
 def test_the_archive_of_evening_is_of_the_present_plan(tmp_path):

@@ -556,7 +556,10 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
         "and the differences in KL explain part of it."
     )
     assert "flatten the model? On grammars: not shown (prefix-4 +0.10 ± 0.50 points)" in plain[3]
-    assert "the flatter model transfers better in 0 comparisons and worse in 0; in 10 others" in plain[4]
+    assert (
+        "Of 10 comparisons, both differences are significant in 0: the flatter model transfers better in 0 and worse in 0"
+        in plain[4]
+    )
     shown = answer(
         claims(
             {
@@ -577,7 +580,10 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
     )
     assert shown[0] == plain[0]
     # helper and adversary agree with the paper; SGD's flatter model transfers worse
-    assert "the flatter model transfers better in 2 comparisons and worse in 1; in 7 others" in shown[4]
+    assert (
+        "Of 10 comparisons, both differences are significant in 3: the flatter model transfers better in 2 and worse in 1"
+        in shown[4]
+    )
 
 
 def test_the_answer_says_that_no_other_model_has_the_controls_loss():

@@ -71,7 +71,14 @@ def test_runs_of_one_stack_are_trained_by_one_unit(capsys, file, tmp_path, here)
         ("measure c", ["train c"]),
     ]
     call(capsys, "run", file, *where, *here)
+    call(capsys, "export", file, *where, "--output", tmp_path / "kept", "--formats", "csv")
     runs = tmp_path / "out" / "runs"
+    lines = {name: [*map(json.loads, (runs / name / "log.jsonl").read_text().splitlines())] for name in "abc"}
+    seconds = sum(line.get("seconds", 0) for each in lines.values() for line in each)
+    again = sum(line.get("seconds", 0) for line in lines["b"] if line["event"] != "evaluated")
+    assert again > 0  # b was trained with a
+    provenance = json.loads((tmp_path / "kept" / "provenance.json").read_text())
+    assert provenance["unit_seconds"] == pytest.approx(seconds - again, abs=0.06)
     logs = [json.loads((runs / name / "log.jsonl").read_text().splitlines()[0]) for name in "abc"]
     assert [log["blocks"] for log in logs] == ["stacked"] * 3
     (runs / "b" / "result.json").unlink()

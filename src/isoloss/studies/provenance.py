@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,16 +38,26 @@ def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
         "made_with": list(made.values()),
         "exported_with": {"isoloss": metadata.version("isoloss"), "processor": processor()},
         "units": len(folder.plan()),
-        "unit_seconds": round(sum(each for name in results.experiments for each in _seconds(results.run(name))), 1),
+        "unit_seconds": round(sum(_seconds(results)), 1),
     }
 
 
-def _seconds(run: Run) -> Iterator[float]:
-    """Yield the seconds that training and each evaluation of a run took, as logged."""
-    log = run.path / "log.jsonl"
-    for line in log.read_text().splitlines() if log.is_file() else ():
+def _seconds(results: Results) -> Iterator[float]:
+    """Yield the seconds that each training and evaluation took, as logged; the training of a stack of runs once."""
+    stacks = set[str]()
+    for name, experiment in results.experiments.items():
+        for entry in _log(results.run(name)):
+            if experiment.stack not in stacks or entry.get("event") == "evaluated":
+                yield entry.get("seconds", 0.0)
+        if experiment.stack:
+            stacks.add(experiment.stack)
+
+
+def _log(run: Run) -> Iterator[Mapping[str, Any]]:
+    path = run.path / "log.jsonl"
+    for line in path.read_text().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):  # of a line cut short by a full disk or a power failure
-            yield json.loads(line).get("seconds", 0.0)
+            yield json.loads(line)
 
 
 def processor() -> str:

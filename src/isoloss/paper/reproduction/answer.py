@@ -123,11 +123,12 @@ def _agreement(by_id: Mapping[str, ClaimResult]) -> str:
                     counts["open"] += 1
                 else:
                     counts["agree" if signs[0] != signs[1] else "disagree"] += 1
+    significant = counts["agree"] + counts["disagree"]
     return (
-        "Does flatness predict transfer at the same loss? Where both differences are significant, the flatter model "
-        f"transfers better in {counts['agree']} comparisons and worse in {counts['disagree']}; in {counts['open']} "
-        f"others at least one of the two is not significant, and {counts['untested']} were not tested (comparisons of "
-        "the same models with different measures are not independent)."
+        f"Does flatness predict transfer at the same loss? Of {significant + counts['open']} comparisons, both "
+        f"differences are significant in {significant}: the flatter model transfers better in {counts['agree']} and "
+        f"worse in {counts['disagree']}; {counts['untested']} more were not tested (comparisons of the same models "
+        "with different measures are not independent)."
     )
 
 
