@@ -550,16 +550,13 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
     plain = answer(claims({}), known_results())
     assert len(plain) == 5
     assert plain[0] == (
-        "How much does transfer vary among models of about the same loss? On grammars, 5 models with a mean KL of "
-        "0.033 to 0.07 nats have probe accuracies of 65.0 to 72.0 % on prefix-4 and 65.0 to 72.0 % on prefix-2; these "
-        "are the extremes of models of several sizes, among them two that were trained to transfer worse or better, "
-        "and the differences in KL explain part of it."
+        "How much does transfer vary among models of about the same loss? On grammars, 5 models (d16, d32; among "
+        "them the adversary and the helper) with a mean KL of 0.033 to 0.07 nats have probe accuracies of 65.0 to 72.0 "
+        "% on prefix-4 and 65.0 to 72.0 % on prefix-2; these are the extremes of several models, and the differences "
+        "in KL explain part of it."
     )
     assert "flatten the model? On grammars: not shown (prefix-4 +0.10 ± 0.50 points)" in plain[3]
-    assert (
-        "Of 10 comparisons, both differences are significant in 0: the flatter model transfers better in 0 and worse in 0"
-        in plain[4]
-    )
+    assert "differences are significant in 0: the flatter model transfers better in 0 and worse in 0" in plain[4]
     shown = answer(
         claims(
             {
@@ -580,10 +577,7 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
     )
     assert shown[0] == plain[0]
     # helper and adversary agree with the paper; SGD's flatter model transfers worse
-    assert (
-        "Of 10 comparisons, both differences are significant in 3: the flatter model transfers better in 2 and worse in 1"
-        in shown[4]
-    )
+    assert "differences are significant in 3: the flatter model transfers better in 2 and worse in 1" in shown[4]
 
 
 def test_the_answer_says_that_no_other_model_has_the_controls_loss():

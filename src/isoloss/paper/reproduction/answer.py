@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from isoloss.paper.reproduction import band
-from isoloss.paper.reproduction.band import Spread
+from isoloss.paper.reproduction.band import Model, Spread
+from isoloss.paper.reproduction.dataset import Dataset
+from isoloss.paper.reproduction.reading import replicates
 from isoloss.paper.reproduction.scales import Scale
 from isoloss.statistics.estimate import Estimate, number
 from isoloss.studies.claims import Answer, ClaimResult
@@ -36,14 +38,16 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> Sequence[str]:
     return (
         _spreads(results),
         "At the same loss, does the training algorithm change transfer? The adversary transfers worse: "
-        f"{verdicts('adversary-transfer')}; the helper transfers better: {verdicts('helper-transfer')}; on text, a "
-        f"model without dropout and weight decay transfers worse: {verdicts('text-unregularized-transfer')}, and with "
+        f"{verdicts('adversary-transfer')}; is it sharper? {verdicts('adversary-sharper')}; the helper transfers "
+        f"better: {verdicts('helper-transfer')}; on text, a model without dropout and weight decay transfers worse: "
+        f"{verdicts('text-unregularized-transfer')}, and with "
         f"SAM it transfers better: {verdicts('text-sam-transfer')}; and a trained model transfers better than the "
         f"look-up table, whose KL is 0: {verdicts('lookup-transfer')}.",
         "At the same loss, do longer training and a larger model improve transfer? Longer training on grammars: "
         f"{verdicts('longer-transfer')}, on hidden Markov models: {verdicts('hmm-longer-transfer')}; a larger model on "
-        f"grammars: {verdicts('larger-transfer')}, on hidden Markov models: {verdicts('hmm-larger-transfer')}; is the "
-        f"longer-trained model flatter? {verdicts('longer-flatter')}; is the larger one? {verdicts('larger-flatter')}.",
+        f"grammars: {verdicts('larger-transfer')}, on hidden Markov models: {verdicts('hmm-larger-transfer')}; on "
+        f"grammars, is the longer-trained model flatter? {verdicts('longer-flatter')}; is the larger one? "
+        f"{verdicts('larger-flatter')}.",
         "At the same loss, does SGD with sampled labels after AdamW flatten the model? On grammars: "
         f"{verdicts('sgd-flatter')}; on hidden Markov models: {verdicts('hmm-sgd-flatter')}; does the model transfer "
         f"better? On grammars: {verdicts('sgd-transfer')}; on hidden Markov models: {verdicts('hmm-sgd-transfer')}.",
@@ -58,26 +62,32 @@ def _spreads(results: Results) -> str:
     for dataset in scale.datasets:
         if not band.models(results, dataset):
             continue
-        languages, count = _LANGUAGES.get(dataset.name, dataset.title), len(band.in_band(results, dataset))
+        languages, near = _LANGUAGES.get(dataset.name, dataset.title), band.in_band(results, dataset)
         kl, *probes = band.spreads(results, dataset).items()
-        if count == 1:
+        if len(near) == 1:
             parts.append(f"on {languages}, no other model has a KL within {dataset.band:.0%} of the control's")
         else:
             accuracies = " and ".join(f"{_spread(each)} on {key.removeprefix('probe-')}" for key, each in probes)
             low, high = (end.value for end in kl[1].ends)
             parts.append(
-                f"on {languages}, {count} models with a mean KL of {low:.3g} to {high:.3g} nats have probe accuracies "
-                f"of {accuracies}"
+                f"on {languages}, {len(near)} models ({_kinds(results, dataset, near)}) with a mean KL of {low:.3g} to "
+                f"{high:.3g} nats have probe accuracies of {accuracies}"
             )
     found = "; ".join(parts)
-    extremes = (
-        "; these are the extremes of models of several sizes, among them two that were trained to transfer worse or "
-        "better, and the differences in KL explain part of it"
-    )
+    extremes = "; these are the extremes of several models, and the differences in KL explain part of it"
     return (
         f"How much does transfer vary among models of about the same loss? {found[0].upper()}{found[1:]}"
-        f"{extremes if 'models with a mean KL' in found else ''}."
+        f"{extremes if 'with a mean KL' in found else ''}."
     )
+
+
+def _kinds(results: Results, dataset: Dataset, models: Sequence[Model]) -> str:
+    """Return the sizes of these models, and which of them were trained to change transfer."""
+    runs = [replicates(results, dataset)[0].run(model.arm) for model in models]
+    sizes = dict.fromkeys(results.experiments[run].size for run in runs)
+    trained = [name for name in ("adversary", "helper") if any(model.arm.startswith(name) for model in models)]
+    among = f"; among them the {' and the '.join(trained)}" if trained else ""
+    return ", ".join(sizes) + among
 
 
 def _spread(accuracy: Spread) -> str:
@@ -125,10 +135,10 @@ def _agreement(by_id: Mapping[str, ClaimResult]) -> str:
                     counts["agree" if signs[0] != signs[1] else "disagree"] += 1
     significant = counts["agree"] + counts["disagree"]
     return (
-        f"Does flatness predict transfer at the same loss? Of {significant + counts['open']} comparisons, both "
-        f"differences are significant in {significant}: the flatter model transfers better in {counts['agree']} and "
-        f"worse in {counts['disagree']}; {counts['untested']} more were not tested (comparisons of the same models "
-        "with different measures are not independent)."
+        f"Does flatness predict transfer at the same loss? Of {significant + counts['open']} comparisons, each of one "
+        f"measure of flatness and one of transfer, both differences are significant in {significant}: the flatter "
+        f"model transfers better in {counts['agree']} and worse in {counts['disagree']}; {counts['untested']} more "
+        "were not tested (comparisons of the same models are not independent)."
     )
 
 
