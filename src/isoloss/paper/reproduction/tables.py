@@ -225,8 +225,8 @@ def _same_loss(results: Results, dataset: Dataset) -> SummaryTable:
         f"{' and '.join(counts)} for each language and seed. Errors by the jackknife over languages; the KL and the "
         "traces are taken as logarithms. Traces of different sizes are not comparable, so for flatness read only the "
         f"rows of {dataset.main}, which include its arms of the control's architecture: a negative correlation there "
-        "means that flatter models transfer better. These correlations do not control for the KL; the tables of what flatness predicts do."
-        + (f" Not defined, and left out: {', '.join(undefined)}." if undefined else "")
+        "means that flatter models transfer better. These correlations do not control for the KL; the tables of what "
+        "flatness predicts do." + (f" Not defined, and left out: {', '.join(undefined)}." if undefined else "")
     )
     title = f"{dataset.title}: correlations among models of about the same loss"
     return SummaryTable(f"{dataset.name}_same_loss", title, ("models", "correlation", "with"), rows, caption)
