@@ -15,7 +15,7 @@ from isoloss.errors import IsolossError
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.provenance import _seconds
+from isoloss.studies.provenance import _log
 from isoloss.studies.repetition import compare
 from isoloss.studies.results import Results
 from isoloss.studies.spec import load_study
@@ -186,7 +186,7 @@ def test_what_is_not_finished_or_fails_exports_nothing(capsys, file, finished, t
 
 def test_a_line_of_the_log_that_was_cut_short_is_passed_over(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"event": "a", "seconds": 2.0}\n{"event": "b", "sec{"event": "c"}\n')
-    assert list(_seconds(Run(tmp_path))) == [2.0]
+    assert list(_log(Run(tmp_path))) == [{"event": "a", "seconds": 2.0}]
 
 
 # --- comparisons
