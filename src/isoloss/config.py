@@ -93,6 +93,12 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@functools.cache
+def hints_of(cls: type) -> Mapping[str, Any]:
+    """Return the annotations of a class, evaluated once: a study checks the same few classes thousands of times."""
+    return get_type_hints(cls)
+
+
 def check(config: Any, path: str = "") -> None:
     """Check every field of a config dataclass, then the rules between them; `path` precedes the names in messages.
 
@@ -110,7 +116,7 @@ def check(config: Any, path: str = "") -> None:
     """
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         require(path or "the config", config, (), "a config, such as isoloss.run_config.TrainConfig(...)")
-    hints = get_type_hints(type(config))
+    hints = hints_of(config.__class__)
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), f"{path}.{field.name}" if path else field.name
         if dataclasses.is_dataclass(hint := hints[field.name]) and isinstance(hint, type):

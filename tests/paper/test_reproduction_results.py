@@ -580,6 +580,19 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
     assert "differences are significant in 3: the flatter model transfers better in 2 and worse in 1" in shown[4]
 
 
+@pytest.mark.parametrize(
+    ("outside", "kinds"),
+    [
+        (("helper",), "4 models (d16, d32; among them the adversary) with"),
+        (("helper", "adversary"), "3 models (d16, d32) with"),
+        (("helper", "adversary", "d16-40-polished-40"), "2 models (d32) with"),
+    ],
+)
+def test_the_answer_names_what_is_in_the_band(outside, kinds):
+    near = {model: known for model, known in NEAR.items() if model[0] not in outside}
+    assert kinds in answer(claims({}), known_results(near))[0]
+
+
 def test_the_answer_says_that_no_other_model_has_the_controls_loss():
     alone = known_results({("d32-40-polished", 20): NEAR["d32-40-polished", 20]})
     assert answer(claims({}), alone)[0] == (

@@ -318,6 +318,26 @@ def test_a_part_of_a_study_that_is_no_function_is_refused_at_once(file, claiming
         load_study(file)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('results.at("with", 6)', 'results.at("wiht", 6)', "the study has no run 'wiht'; did you mean with[?]"),
+        ('results.at("with", 6)', 'results.at("with", 4)', "measured of the run with at step 4; its steps are 3, 6"),
+        (
+            "pairs=",
+            "pair=",
+            r"contrasts of the study dropout fails with TypeError: .*'pair'.* \(my_study.py, line 25\)",
+        ),
+    ],
+)
+def test_contrasts_that_fail_are_one_sentence(capsys, file, claiming, tmp_path, here, old, new, message):
+    where = ("--folder", tmp_path / "out")
+    call(capsys, "run", file, *where, *here)
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(IsolossError, match=message):
+        call(capsys, "report", file, *where)
+
+
 def test_an_interrupted_report_says_how_to_go_on(capsys, file, tmp_path, here, monkeypatch):
     words = ["study", "report", str(file), "--folder", str(tmp_path / "out")]
     call(capsys, "run", *words[2:], *here)

@@ -183,7 +183,7 @@ def _run(args: Args, folder: StudyFolder) -> int:
 
         check(folder, args.archive)
     with files.lock(folder.path, wait=True):
-        folder.prepare()
+        folder.write_plan()
         if args.archive is not None:
             restored = restore(folder, args.archive)
             common.note(f"{len(restored)} runs restored from {args.archive}, without checkpoints")

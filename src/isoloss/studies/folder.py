@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -143,12 +144,20 @@ class StudyFolder:
             check_measures(claims, self._measures())
 
     def prepare(self) -> None:
-        """Write the plan's files into the folder, or check that it was made by the same plan.
+        """Check the study, and write the plan's files into the folder.
 
         Raises:
             IsolossError: As for `check` and `exists`.
         """
         self.check()
+        self.write_plan()
+
+    def write_plan(self) -> None:
+        """Write the files of a plan that was checked, or see that the folder was made by the same plan.
+
+        Raises:
+            IsolossError: As for `exists`.
+        """
         claims, is_new = self.claims_file(), not self.exists()
         for name, experiment in self.scale.experiments.items():
             if isinstance(experiment.config, Given):  # again, as its folder may have moved
@@ -287,16 +296,16 @@ class StudyFolder:
         study, file = self.study, self.claims_file()
         if file is None or results.blocks_done < results.blocks:
             return ()
-        contrasts = {} if study.contrasts is None else study.contrasts(results)
+        contrasts = {} if study.contrasts is None else self._own("contrasts", results)
         return answer_all(file, contrasts, self._measures(), scale=self.scale_name)
 
     def summary(self, results: Results | None = None) -> Summary:
         """Return the summary of these results, by default of the finished study; only verdicts come with an answer."""
         study, results = self.study, results or self.results()
-        tables = (study.tables or checkpoint_tables)(results)
+        tables = checkpoint_tables(results) if study.tables is None else self._own("tables", results)
         file, claims = self.claims_file(), self.claims(results)
         unjudged = "" if file is None else file.warning(self.scale_name)
-        answer = () if study.answer is None or unjudged or not claims else tuple(study.answer(claims, results))
+        answer = () if study.answer is None or unjudged or not claims else tuple(self._own("answer", claims, results))
         warning = " ".join(filter(None, (unjudged, self._claims_warning(file))))
         return Summary((*tables, *control_tables(results)), claims, file, warning, answer)
 
@@ -334,7 +343,20 @@ class StudyFolder:
 
     def _measures(self) -> Mapping[str, Mapping[str, str]]:
         """What claims can name in `Claim.measures`."""
-        return (self.study.measures or common_measures)(self.scale)
+        return common_measures(self.scale) if self.study.measures is None else self._own("measures", self.scale)
+
+    def _own(self, part: str, *arguments: Any) -> Any:
+        """Call a function of the study; the error says where it fails."""
+        try:
+            return getattr(self.study, part)(*arguments)
+        except IsolossError:
+            raise
+        except Exception as error:  # whatever a function of another package does
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}, line {place.lineno}"
+            raise IsolossError(
+                f"{part} of the study {self.study.name} fails with {type(error).__name__}: {error} ({where})"
+            ) from error
 
     def _claims_warning(self, file: ClaimsFile | None) -> str:
         """The warning that the claims are not those that the study was started with; empty if they are."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isoloss.errors import IsolossError, did_you_mean
 from isoloss.evaluation.given import Given, GivenRun
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate, number
@@ -24,7 +25,7 @@ UNITS = {"nats per predicted token": "nats/token", "accuracy": "accuracy, %", "p
 
 COLUMNS: dict[str, Any] = {"run": str, "group": str, "block": int, "size": str, "step": int, "estimate": str,
                            "value": float, "standard error": float, "unit": str}  # of `Results.values`  # fmt: skip
-ARCHIVE_FILES = "block-*.tar.xz"
+ARCHIVE_FILES = "block-*.tar.xz"  # of `isoloss study archive`
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,18 @@ class Results:
         return run_of(self.folder, name, self.scale.experiments[name])
 
     def at(self, run: str, step: int | None = None) -> Checkpoint:
-        """Return the estimates of a run's checkpoint, by default its last."""
-        return self.checkpoints[run, self.experiments[run].last_step if step is None else step]
+        """Return the estimates of a run's checkpoint, by default its last.
+
+        Raises:
+            IsolossError: There is no such run, or nothing was measured at this step.
+        """
+        if run not in self.experiments:
+            raise IsolossError(f"the study has no run {run!r}{did_you_mean(run, self.experiments)}")
+        chosen = self.experiments[run].last_step if step is None else step
+        if (run, chosen) not in self.checkpoints:
+            steps = ", ".join(map(str, self.of_run(run)))
+            raise IsolossError(f"nothing was measured of the run {run} at step {chosen}; its steps are {steps}")
+        return self.checkpoints[run, chosen]
 
     def of_run(self, name: str) -> dict[int, Checkpoint]:
         """Return the checkpoints of a run by step."""

@@ -190,7 +190,7 @@ class Study:
             if value is not None and not callable(value):
                 raise IsolossError(
                     f"{name} of the study {self.name} is a {type(value).__name__}; it must be a function "
-                    "(docs/studies.md shows its arguments) or None"
+                    "(isoloss.studies.Study says of what) or None"
                 )
         if self.claims is not None and self.contrasts is None:
             raise IsolossError(

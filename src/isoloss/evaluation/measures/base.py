@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss.config import setting
@@ -107,7 +107,7 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
             told = did_you_mean(wrong, known) or f"; those of {name} are {names}"
             raise IsolossError(f"no measure has a setting {wrong!r}{told}")
     values = {key: value for key, value in given.items() if key in own}
-    hints = get_type_hints(cls)
+    hints = configs.hints_of(cls)
     named = {part.lower(): value for part, value in parts.items()}
     numbers = {key: int(value) for key, value in named.items() if hints[key] is int and value.isdecimal()}
     measure: Measure = cls(**values, **named | numbers)

@@ -40,9 +40,8 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> Sequence[str]:
         "At the same loss, does the training algorithm change transfer? The adversary transfers worse: "
         f"{verdicts('adversary-transfer')}; is it sharper? {verdicts('adversary-sharper')}; the helper transfers "
         f"better: {verdicts('helper-transfer')}; on text, a model without dropout and weight decay transfers worse: "
-        f"{verdicts('text-unregularized-transfer')}, and with "
-        f"SAM it transfers better: {verdicts('text-sam-transfer')}; and a trained model transfers better than the "
-        f"look-up table, whose KL is 0: {verdicts('lookup-transfer')}.",
+        f"{verdicts('text-unregularized-transfer')}, with SAM it transfers better: {verdicts('text-sam-transfer')}; "
+        f"and a trained model transfers better than the look-up table, whose KL is 0: {verdicts('lookup-transfer')}.",
         "At the same loss, do longer training and a larger model improve transfer? Longer training on grammars: "
         f"{verdicts('longer-transfer')}, on hidden Markov models: {verdicts('hmm-longer-transfer')}; a larger model on "
         f"grammars: {verdicts('larger-transfer')}, on hidden Markov models: {verdicts('hmm-larger-transfer')}; on "
