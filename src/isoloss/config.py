@@ -28,6 +28,7 @@ from isoloss.errors import IsolossError, did_you_mean, require
 from isoloss.registry import ALGORITHMS, LANGUAGES, Registry
 
 T = TypeVar("T")
+hints_of = functools.cache(get_type_hints)  # a study checks the same few classes thousands of times
 
 
 # --- fields ----------------------------------------------------------------------------------------------------------
@@ -93,12 +94,6 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@functools.cache
-def hints_of(cls: type) -> Mapping[str, Any]:
-    """Return the annotations of a class, evaluated once: a study checks the same few classes thousands of times."""
-    return get_type_hints(cls)
-
-
 def check(config: Any, path: str = "") -> None:
     """Check every field of a config dataclass, then the rules between them; `path` precedes the names in messages.
 
@@ -116,10 +111,9 @@ def check(config: Any, path: str = "") -> None:
     """
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         require(path or "the config", config, (), "a config, such as isoloss.run_config.TrainConfig(...)")
-    hints = hints_of(config.__class__)
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), f"{path}.{field.name}" if path else field.name
-        if dataclasses.is_dataclass(hint := hints[field.name]) and isinstance(hint, type):
+        if dataclasses.is_dataclass(hint := hints_of(config.__class__)[field.name]) and isinstance(hint, type):
             require(name, value, hint, f"an isoloss config, {hint.__name__}")
         if dataclasses.is_dataclass(value):
             check(value, name)

@@ -175,9 +175,10 @@ def test_a_page_that_fails_is_told_in_a_line_and_the_last_one_is_an_error(capsys
     page = growing.GrowingPage(folder, folder.plan(), said.append)
     page(folder.plan()[0])
     page(folder.plan()[0])  # not tried again before there is another block
-    assert said == ["the page of 2 of 3 blocks could not be written: ValueError: too few"]
+    why = "tables of the study blocks fails with ValueError: too few (blocks.py, line 51)"
+    assert said == [f"the page of 2 of 3 blocks could not be written: {why}"]
     file.write_text(text.replace("def tables(results):\n", "def tables(results):\n    raise ValueError('never')\n"))
-    with pytest.raises(ValueError, match="never"):
+    with pytest.raises(IsolossError, match="tables of the study blocks fails with ValueError: never"):
         call(capsys, "run", file, "--folder", tmp_path / "out", *here)
 
 

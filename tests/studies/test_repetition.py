@@ -175,7 +175,7 @@ def test_what_is_not_finished_or_fails_exports_nothing(capsys, file, finished, t
     broken = file.read_text().replace("def tables(results):\n", "def tables(results):\n    raise ValueError('no')\n")
     kept = file.read_text()
     file.write_text(broken)
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(IsolossError, match="tables of the study blocks fails with ValueError: no"):
         call(capsys, "export", file, "--folder", tmp_path / "out", "--output", tmp_path / "results" / "a")
     file.write_text(kept)
     shutil.rmtree(tmp_path / "out" / "runs" / "plain-3" / "evaluations")

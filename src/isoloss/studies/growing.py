@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from isoloss import files
+from isoloss.errors import IsolossError
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import Unit
 
@@ -68,6 +69,7 @@ class GrowingPage:
             with files.lock(self._folder.path, wait=True):
                 page = self._folder.report(complete)
             self._say(f"{what}: {page}, written in {time.monotonic() - start:.0f} s")
-        except Exception as error:  # a study's own functions may raise anything on part of its results
-            self._say(f"{what} could not be written: {type(error).__name__}: {' '.join(str(error).split())}")
+        except Exception as error:  # whatever fails on part of the results does not stop the study
+            kind = "" if isinstance(error, IsolossError) else f"{type(error).__name__}: "
+            self._say(f"{what} could not be written: {kind}{' '.join(str(error).split())}")
         self._shown, self._written = len(complete), time.monotonic()
