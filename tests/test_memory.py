@@ -45,3 +45,27 @@ def test_freed_memory_is_not_fetched_again():
     given_back, kept = page_faults("give back"), page_faults("keep")
     assert given_back >= 12 * PASSES  # once a block even with pages of 2 MiB, 1,024 times with those of 4 KiB
     assert kept < given_back / 50
+
+
+GIVE_BACK = """
+import psutil
+import torch
+from isoloss.memory import give_back_freed, keep_freed
+
+keep_freed()
+blocks = [b"x" * (4 << 20) for _ in range(50)]
+last = blocks.pop()  # what is freed lies below what is kept
+before = psutil.Process().memory_info().rss
+del blocks
+freed = psutil.Process().memory_info().rss
+give_back_freed()
+print(before - freed, before - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the function that give_back_freed calls")
+def test_what_was_freed_is_given_back():
+    done = subprocess.run([sys.executable, "-c", GIVE_BACK], check=True, capture_output=True, text=True)
+    by_itself, given_back = (int(word) for word in done.stdout.split())
+    assert by_itself < 20 << 20
+    assert given_back > 180 << 20

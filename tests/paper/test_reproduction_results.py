@@ -417,6 +417,34 @@ def test_the_error_of_the_interpolation_is_that_of_a_polish_between_two_others()
     assert labels == ("d32", 20)
     assert row["trace"].value == pytest.approx(2.0)
     assert row["probe-prefix-4"].value == pytest.approx(0.0)
+    assert {"few-shot-prefix-4-100", "trace-in-d32-paper", "trace-in-d32-exact"} < row.keys()  # all that claims judge
+
+
+def test_larger_models_minus_smaller_ones_by_expansion():
+    """The smaller model's KL is half way, in the logarithm, between two polishes of the larger one."""
+    inside = {  # arm and step: the KL; inside the largest, the trace by the paper's and by the exact expansion
+        ("d16-40-polished-40", 40): (0.2, 90.0, 20.0),
+        ("d32-40-polished", 20): (0.4, 50.0, 34.0),
+        ("d32-40-polished-40", 40): (0.1, 40.0, 30.0),
+    }
+    results = known_results()
+    for one in results.scale.datasets[0].replicates:
+        for (arm, step), (kl, papers, exact) in inside.items():
+            more = 3.0 * one.place  # of grammar 1 and 2, which the larger model has less of
+            sign = -1 if arm.startswith("d32") else 1
+            at = results.checkpoints[one.run(arm), step]
+            at["kl"] = measured(kl)
+            at["trace-in-d32-paper"] = measured(papers + sign * more)
+            at["trace-in-d32-exact"] = measured(exact)
+    table = next(each for each in tables(results) if each.name == "pcfg_expansions")
+    ((labels, row),) = table.rows
+    assert labels == ("d16", "d32")
+    assert list(row) == ["trace-in-d32-paper", "trace-in-d32-exact", "minimal-trace-in-d32"]
+    papers = [45.0 - 90.0 - 6.0 * grammar for grammar in range(3)]
+    assert row["trace-in-d32-paper"].value == pytest.approx(np.mean(papers))
+    assert row["trace-in-d32-paper"].stderr == pytest.approx(stats.sem(papers))
+    assert row["trace-in-d32-exact"].value == pytest.approx(12.0)
+    assert row["trace-in-d32-exact"].stderr == pytest.approx(0.0)
 
 
 def drawn_results(scale):

@@ -1,5 +1,6 @@
 """Batches made ahead: the same bytes, at most one ahead, errors and signals as without, and no thread left behind."""
 
+import gc
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from toy_language import PairLanguage
 from isoloss.errors import IsolossError
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.runs import Run
+from isoloss.training.loop import Training
 from isoloss.training.prefetching import Batches
 from isoloss.training.trainer import Interrupted, train
 
@@ -157,6 +159,17 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path, AHEAD, Twice())
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_what_was_trained_is_freed_at_its_end(tmp_path, prefetch):
+    gc.collect()
+    gc.disable()
+    try:
+        trained(tmp_path / "run", small(prefetch=prefetch))
+        assert not [each for each in gc.get_objects() if type(each) is Training]
+    finally:
+        gc.enable()
 
 
 def test_an_error_in_the_thread_reaches_the_caller(tmp_path):

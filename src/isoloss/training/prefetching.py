@@ -34,6 +34,7 @@ class Batches(Generic[T]):
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._next = None
+        del self._make  # it may hold who holds this: training, and so its model, would not be freed at its end
 
     def of(self, step: int) -> T:
         """Return the batch of `step`, and begin the next one; what `make` raised is raised here, at its own step."""

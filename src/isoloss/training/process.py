@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from isoloss import interrupts
-from isoloss.memory import keep_freed
+from isoloss.memory import give_back_freed, keep_freed
 
 
 @contextlib.contextmanager
 def process_settings(threads: int, device: torch.device) -> Iterator[None]:
-    """Train with `threads` threads on `device`; leave the process's threads, device and random state as they were."""
+    """Train with `threads` threads on `device`; leave the process's threads, device and random state as they were.
+
+    The memory of what was freed within is given back to the system.
+    """
     before = torch.get_num_threads()
     is_cuda = device.type == "cuda"
     devices = [torch.cuda.current_device() if device.index is None else device.index] if is_cuda else []
@@ -28,6 +31,7 @@ def process_settings(threads: int, device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+        give_back_freed()
 
 
 @contextlib.contextmanager

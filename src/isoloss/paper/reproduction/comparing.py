@@ -107,7 +107,7 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
             for smaller, larger in itertools.pairwise(dataset.sizes)
             for each in make.make(
                 (smaller, larger),
-                lambda one, pair=(smaller, larger): _last(*(by_polish(results, dataset, one, size) for size in pair)),  # type: ignore[misc]
+                lambda one, pair=(smaller, larger): size_pair(results, dataset, one, pair),  # type: ignore[misc]
                 "The second model is interpolated, linearly in log KL, between polishes of different lengths; the "
                 "first has had the longest polish that leaves its KL between the second's. So both have the same KL "
                 "by construction.",
@@ -175,6 +175,11 @@ def _along_training(make: _Contrasts) -> dict[str, list[Contrast]]:
             )
         )
     return made
+
+
+def size_pair(results: Results, dataset: Dataset, one: Replicate, sizes: tuple[str, str]) -> Pair | None:
+    """Return two sizes at the same loss, by polishes of different lengths; None where no two bracket the loss."""
+    return _last(*(by_polish(results, dataset, one, size) for size in sizes))
 
 
 def _last(firsts: Sequence[Checkpoint], seconds: Sequence[Checkpoint]) -> Pair | None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.paper.reproduction import band, published
+from isoloss.paper.reproduction.comparing import size_pair
 from isoloss.paper.reproduction.dataset import BASELINES, Dataset, Replicate, polished
 from isoloss.paper.reproduction.reading import at_same_loss, at_step, by_polish, mean, replicates
 from isoloss.paper.reproduction.scales import FLATNESS, Scale
 from isoloss.statistics.correlation import Kind, correlation
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.granulated import granulated_kendall
-from isoloss.studies.comparison import Checkpoint, Measured, cka, difference
+from isoloss.studies.comparison import Checkpoint, Measured, Pair, cka, difference
 from isoloss.studies.results import Results, SummaryTable
 
 Row = tuple[tuple[str | int, ...], Mapping[str, Estimate]]
@@ -33,7 +34,7 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
                 made.append(_same_loss(results, dataset))
             made += [_algorithms(results, dataset), _flatness(results, dataset), _sizes(results, dataset)]
             if dataset.polish_steps:
-                made.append(_interpolation(results, dataset))
+                made += [_expansions(results, dataset), _interpolation(results, dataset)]
             if dataset.extra_measures:
                 made += [_ranking(results, dataset, kind) for kind in ("pearson", "spearman", "kendall")]
                 made += [_granulated(results, dataset), _features(results, dataset)]
@@ -146,12 +147,30 @@ def _sizes(results: Results, dataset: Dataset) -> SummaryTable:
     return SummaryTable(f"{dataset.name}_sizes", f"{dataset.title}: sizes and steps", ("size", "steps"), rows, caption)
 
 
+def _expansions(results: Results, dataset: Dataset) -> SummaryTable:
+    """Return larger minus smaller models at the same loss, by every measure of both inside the largest."""
+    rows: list[Row] = []
+    for smaller, larger in itertools.pairwise(dataset.sizes):
+        pairs = [
+            (one, pair)
+            for one in replicates(results, dataset)
+            if (pair := size_pair(results, dataset, one, (smaller, larger)))
+        ]
+        if differences := _differences(pairs, dataset.when_expanded):
+            rows.append(((smaller, larger), differences))
+    caption = (
+        f"Larger minus smaller at the same loss, both inside {dataset.largest}: by the paper's expansion, by the exact "
+        "one, and by the minimal trace, which does not depend on the choice. No claim is about the exact expansion. "
+        + _over(dataset)
+    )
+    title = f"{dataset.title}: larger models minus smaller ones, by expansion"
+    return SummaryTable(f"{dataset.name}_expansions", title, ("smaller", "larger"), rows, caption)
+
+
 def _interpolation(results: Results, dataset: Dataset) -> SummaryTable:
     """Return how far interpolation between two polishes misses the one between them."""
-    keys = [
-        *dict.fromkeys(dataset.tasks.values()),
-        *(key for key in ("trace", "minimal-trace") if key in dataset.measures),
-    ]
+    traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
+    keys = dict.fromkeys((*dataset.tasks.values(), *traces, *dataset.end_measures))
     rows: list[Row] = []
     lengths = dataset.polish_lengths
     for size in dataset.sizes:
@@ -161,8 +180,7 @@ def _interpolation(results: Results, dataset: Dataset) -> SummaryTable:
                 polishes = by_polish(results, dataset, one, size)
                 if pair := at_same_loss([polishes[place - 1], polishes[place + 1]], polishes[place]):
                     pairs.append((one, pair))
-            if len({one.cluster for one, _ in pairs}) > 1:
-                missed = {key: mean([(one, difference(b[key], a[key])) for one, (a, b) in pairs]) for key in keys}
+            if missed := _differences(pairs, keys):
                 rows.append(((size, lengths[place] or dataset.polish_steps), missed))
     caption = (
         "By leaving one out: each polish minus the value interpolated, at its KL, from the next shorter and the next "
@@ -171,6 +189,14 @@ def _interpolation(results: Results, dataset: Dataset) -> SummaryTable:
     )
     title = f"{dataset.title}: error of the interpolation"
     return SummaryTable(f"{dataset.name}_interpolation", title, ("size", "polish"), rows, caption)
+
+
+def _differences(pairs: Sequence[tuple[Replicate, Pair]], keys: Iterable[str]) -> dict[str, Estimate]:
+    """Return the mean second minus first over pairs, of each measure that they have; none for a single language."""
+    if len({one.cluster for one, _ in pairs}) < 2:
+        return {}
+    has = pairs[0][1][0].keys() & pairs[0][1][1].keys()
+    return {key: mean([(one, difference(b[key], a[key])) for one, (a, b) in pairs]) for key in keys if key in has}
 
 
 def _after(dataset: Dataset) -> str:
