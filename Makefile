@@ -1,7 +1,7 @@
 # Everything a fresh machine needs is Python 3.11 or later and make: each target installs what it lacks into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-# one thread a process: the demo and the tests run as many processes as there are cores
+# one thread a process: the demo runs two processes, and the tests three, because some tests mostly wait
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help install demo test test-all test-cluster lint types docs bench-languages clean
@@ -28,13 +28,16 @@ demo: install
 	$(BIN)/isoloss study run same-loss --scale laptop
 
 test: install
-	$(BIN)/python -m pytest --numprocesses 2 --quiet
+	$(BIN)/python -m pytest --numprocesses 3 --quiet
 
 test-all: install
-	$(BIN)/python -m pytest --numprocesses 2 --quiet -m "not gpu"
+	$(BIN)/python -m pytest --numprocesses 3 --quiet -m "not gpu"
 
-test-cluster: install
+.venv/.cluster: .venv/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,slurm]'
+	touch $@
+
+test-cluster: .venv/.cluster
 	$(BIN)/python -m pytest --quiet -m "cluster and not slow" tests/studies
 
 lint: install

@@ -125,7 +125,8 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
             for each in make.make(
                 ("Look-up table", main),
                 lambda one, kind=kind: _against_table(results, dataset, one, kind),  # type: ignore[misc]
-                f"The features of the look-up table are the true conditionals, as {words}; its KL is 0.",
+                f"{main} after {dataset.last:,} steps and the polish. The features of the look-up table are the true "
+                f"conditionals, as {words}; its KL is 0.",
                 case=words,
                 at_same_loss=False,
             )
