@@ -161,13 +161,13 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
         trained(tmp_path, AHEAD, Twice())
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_what_was_trained_is_freed_at_its_end(tmp_path, prefetch):
+@pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"stacked": True}])
+def test_what_was_trained_is_freed_at_its_end(tmp_path, settings):
     gc.collect()
     gc.disable()
     try:
-        trained(tmp_path / "run", small(prefetch=prefetch))
-        assert not [each for each in gc.get_objects() if type(each) is Training]
+        trained(tmp_path / "run", small(**settings))
+        assert not [each for each in gc.get_objects() if Training in type(each).__mro__]
     finally:
         gc.enable()
 
