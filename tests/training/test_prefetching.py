@@ -152,17 +152,28 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
     class Twice(PairLanguage):
         def batch(self, step, n, *, seed):
             if step == 3:
-                for _ in range(2):
-                    signal.raise_signal(signal.SIGINT)  # in this thread; Python handles it in the main one
-                    time.sleep(0.1)
+                self.thread = threading.current_thread()
+                first = signal.getsignal(signal.SIGINT)
+                for _ in range(2):  # to the main thread, as Ctrl-C is: a signal to this one does not wake it
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                    self.wait_until(lambda: signal.getsignal(signal.SIGINT) is not first)
             return super().batch(step, n, seed=seed)
 
+        def wait_until(self, is_so):
+            deadline = time.monotonic() + 30
+            while not is_so():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+
+    language = Twice()
     with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path, AHEAD, Twice())
+        trained(tmp_path, AHEAD, language)
+    language.thread.join(30)
 
 
 @pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"stacked": True}])
 def test_what_was_trained_is_freed_at_its_end(tmp_path, settings):
+    trained(tmp_path / "first", small(**settings))  # numba's compiler keeps its callers until they are collected
     gc.collect()
     gc.disable()
     try:
