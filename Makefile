@@ -48,7 +48,7 @@ types: install
 	$(BIN)/mypy
 
 docs: install
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html $(SPHINXOPTS) docs docs/_build/html
 
 # the libraries that are compared stay out of .venv
 bench-languages: install

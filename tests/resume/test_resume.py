@@ -95,6 +95,7 @@ def test_killed_in_the_middle_of_a_step(tmp_path, algorithm):
     assert content(Run(killed)) == content(Run(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_killed_at_the_borders_of_stages(tmp_path):
     whole = start(tmp_path / "whole", steps=115, stages=True)
     killed = Run(tmp_path / "killed")

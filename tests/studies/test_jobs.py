@@ -308,6 +308,7 @@ def stopped(process, number):
         os.kill(pid, number)
 
 
+@pytest.mark.slow
 def test_an_executor_that_was_paused_longer_than_the_expiry_spoils_nothing(tmp_path):
     assert done_by(start(tmp_path / "alone", 1, 600).communicate(timeout=300)[0]) == ["train 0"]
     folder = tmp_path / "paused"

@@ -119,11 +119,12 @@ def test_workers_end_with_the_engine(tmp_path, number):
     assert not is_free(run.path)
     engine.send_signal(number)
     engine.wait(timeout=60)
-    wait_for(lambda: is_free(run.path), 10)
+    wait_for(lambda: is_free(run.path))
     # an interrupted worker has saved where it is; a killed one had no chance to
     assert bool(run.steps()) == (number == signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_unit_of_two_processes_is_stopped_and_goes_on_with_the_same_bytes(tmp_path):
     file = spread_study.write(tmp_path, nodes=1, steps=200)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
