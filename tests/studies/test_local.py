@@ -119,7 +119,7 @@ def test_workers_end_with_the_engine(tmp_path, number):
     assert not is_free(run.path)
     engine.send_signal(number)
     engine.wait(timeout=60)
-    wait_for(lambda: is_free(run.path))
+    wait_for(lambda: is_free(run.path), 10)
     # an interrupted worker has saved where it is; a killed one had no chance to
     assert bool(run.steps()) == (number == signal.SIGINT)
 
