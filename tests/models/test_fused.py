@@ -222,6 +222,71 @@ def test_softmax_of_scores_far_apart():
     torch.testing.assert_close(torch.from_numpy(p).double(), scores.double().softmax(dim=1), rtol=1e-6, atol=1e-30)
 
 
+ROWS, WIDE = 8, 16  # WIDE values fill vector registers
+ONE, EPS = np.float32(1), np.float32(1e-12)
+
+
+def with_nothing_dropped(kernel, arrays, bits):
+    """Call a kernel on arrays by name, some of which it changes."""
+    a, dropped = arrays, (bits, fused_kernels.KEEP_ALL, ONE)
+    {
+        "add_norm": lambda: fused_kernels.add_norm(
+            a["x"], a["bias"], a["residual"], *dropped, a["weight"], a["shift"], EPS, a["inverse"], a["y"]
+        ),
+        "add_norm_backward": lambda: fused_kernels.add_norm_backward(
+            a["y"], a["x"], a["inverse"], *dropped, a["weight"], a["d_x"], a["residual"], a["sums"]
+        ),
+        "softmax": lambda: fused_kernels.softmax(a["x"], ONE, *dropped, a["y"]),
+        "softmax_backward": lambda: fused_kernels.softmax_backward(a["x"], a["y"], ONE, *dropped),
+        "embed_norm": lambda: fused_kernels.embed_norm(
+            a["x"], a["places"], *dropped, a["weight"], a["shift"], EPS, a["inverse"], a["y"]
+        ),
+        "embed_norm_backward": lambda: fused_kernels.embed_norm_backward(
+            a["y"],
+            a["x"],
+            a["inverse"],
+            *dropped,
+            a["weight"],
+            np.arange(ROWS) % 3,
+            0,
+            a["d_x"],
+            a["places"],
+            a["sums"],
+        ),
+    }[kernel]()
+
+
+KERNELS = ["add_norm", "add_norm_backward", "softmax", "softmax_backward", "embed_norm", "embed_norm_backward"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_sum_does_not_depend_on_where_arrays_lie(kernel):
+    """Arrays one behind another, in 40 orders, and among them the memory behind the bits that are not read."""
+    generator = np.random.default_rng(0)
+    sizes = dict.fromkeys(("x", "y", "residual", "d_x"), (ROWS, WIDE))
+    sizes |= {"places": (4, WIDE), "sums": (3, WIDE), "bias": (WIDE,), "weight": (WIDE,), "shift": (WIDE,)}
+    values = {name: generator.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    values["inverse"] = generator.standard_normal(ROWS).astype(np.float32)
+    given = fused._drawn(ROWS, WIDE, 0.0)[0]
+    expected = {name: value.copy() for name, value in values.items()}
+    with_nothing_dropped(kernel, expected, np.empty((ROWS, WIDE), np.int16))
+    changed = [name for name in values if not np.array_equal(values[name], expected[name])]
+    assert changed
+    for _ in range(40):
+        memory, at, placed = np.zeros(1024, np.float32), 0, {}
+        for name in generator.permutation([*values, "bits"]):
+            if name == "bits":
+                bits = memory[at : at + WIDE // 2].view(np.int16)[:0].reshape(given.shape)
+                at += WIDE // 2
+            else:
+                placed[name] = memory[at : at + values[name].size].reshape(values[name].shape)
+                placed[name][:] = values[name]
+                at += values[name].size
+        with_nothing_dropped(kernel, placed, bits)
+        for name in values:
+            np.testing.assert_array_equal(placed[name], expected[name], err_msg=name)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_hidden(value):
     linears = perturbed(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)))

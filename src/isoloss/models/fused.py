@@ -128,8 +128,17 @@ Dropped = tuple[Any, Any, Any]  # a dropout that was drawn: bits, level and scal
 def _drawn(rows: int, width: int, probability: float) -> Dropped:
     """Draw a dropout of (rows, width) values, as `isoloss.models.dropout.Dropout` does."""
     levels = min(num_levels(probability), LEVELS - 1)
-    bits = random_bits(rows * width if levels else 0).view(-1, width).numpy()
+    bits = random_bits(rows * width).view(-1, width).numpy() if levels else _unread(width, np.int16)
     return bits, np.int16(levels - LEVELS // 2), np.float32(LEVELS / (LEVELS - levels))
+
+
+def _unread(width: int, dtype: type[np.generic]) -> Any:
+    """Return (0, 0) in place of rows of this width that a kernel does not read.
+
+    A compiled loop asks whether what it may read overlaps what it writes; where it does, sums are rounded otherwise.
+    Row i of (0, width) would lie i rows on, in memory of others; all rows of (0, 0) lie in the memory behind it.
+    """
+    return np.empty(width, dtype)[:0].reshape(0, 0)
 
 
 class _Attention(torch.autograd.Function):
@@ -254,8 +263,8 @@ class _AttentionFromOne(torch.autograd.Function):
         keys, mass = to_key.view(num_heads, -1, width), x.new_empty(n, num_heads)
         for head in range(num_heads):
             towards[:, head] = query[:, head] @ keys[head]
-        masks = x.new_empty(0, 0) if mask is None else mask.contiguous()
-        given = towards.numpy(), x.numpy(), masks.numpy(), factor, kept.numpy()
+        masks = _unread(length, np.float32) if mask is None else mask.contiguous().numpy()
+        given = towards.numpy(), x.numpy(), masks, factor, kept.numpy()
         fused_kernels.attend_from_one(*given, p.numpy(), mass.numpy(), mixed.numpy())
         y = x.new_empty(n, num_heads, query.shape[2])
         for head, of_head in enumerate(to_value.view(num_heads, -1, width)):

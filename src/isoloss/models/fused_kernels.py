@@ -1,7 +1,8 @@
 """Loops of a transformer's block between its matrix products, compiled for one thread of the CPU.
 
 Everything is float32. Dropout keeps a value where its 16 random bits, as an int16, are at least `level`, and multiplies
-what it keeps by `scale`. The lowest level, -2^15, keeps all, and then `bits` is not read.
+what it keeps by `scale`. The lowest level, -2^15, keeps all, and then `bits` is not read. No array may overlap another:
+see `compiled`.
 
 Shapes: N rows, m any width, d the model's width, T tokens.
 """
@@ -33,8 +34,9 @@ _ROOT_HALF, _ROOT_2PI = F32(0.7071067811865476), F32(0.3989422804014327)
 def compiled(kernel: Kernel) -> Kernel:
     """Return a kernel that is compiled when first called, or read from the disk where an earlier process left it.
 
-    Sums over a row may be taken in another order, one that is fixed when the kernel is compiled, so that they fill the
-    vector registers. NaN and infinity stay what they are.
+    Sums over a row may be taken in another order, so that they fill the vector registers. The order is fixed when the
+    kernel is compiled, for arrays that do not overlap: elsewhere a loop may run value by value, and round otherwise.
+    NaN and infinity stay what they are.
     """
     try:
         return numba.njit(cache=True, **_OPTIONS)(kernel)  # type: ignore[no-any-return]
