@@ -223,40 +223,23 @@ def test_softmax_of_scores_far_apart():
 
 
 ROWS, WIDE = 8, 16  # WIDE values fill vector registers
-ONE, EPS = np.float32(1), np.float32(1e-12)
-
-
-def with_nothing_dropped(kernel, arrays, bits):
-    """Call a kernel on arrays by name, some of which it changes."""
-    a, dropped = arrays, (bits, fused_kernels.KEEP_ALL, ONE)
-    {
-        "add_norm": lambda: fused_kernels.add_norm(
-            a["x"], a["bias"], a["residual"], *dropped, a["weight"], a["shift"], EPS, a["inverse"], a["y"]
-        ),
-        "add_norm_backward": lambda: fused_kernels.add_norm_backward(
-            a["y"], a["x"], a["inverse"], *dropped, a["weight"], a["d_x"], a["residual"], a["sums"]
-        ),
-        "softmax": lambda: fused_kernels.softmax(a["x"], ONE, *dropped, a["y"]),
-        "softmax_backward": lambda: fused_kernels.softmax_backward(a["x"], a["y"], ONE, *dropped),
-        "embed_norm": lambda: fused_kernels.embed_norm(
-            a["x"], a["places"], *dropped, a["weight"], a["shift"], EPS, a["inverse"], a["y"]
-        ),
-        "embed_norm_backward": lambda: fused_kernels.embed_norm_backward(
-            a["y"],
-            a["x"],
-            a["inverse"],
-            *dropped,
-            a["weight"],
-            np.arange(ROWS) % 3,
-            0,
-            a["d_x"],
-            a["places"],
-            a["sums"],
-        ),
-    }[kernel]()
-
-
-KERNELS = ["add_norm", "add_norm_backward", "softmax", "softmax_backward", "embed_norm", "embed_norm_backward"]
+ONE, EPS, TOKENS = np.float32(1), np.float32(1e-12), np.arange(ROWS) % 3
+KERNELS = {  # called on arrays by name, some of which they change, and on a dropout
+    "add_norm": lambda a, dropped: fused_kernels.add_norm(
+        a["x"], a["bias"], a["residual"], *dropped, a["weight"], a["shift"], EPS, a["inverse"], a["y"]
+    ),
+    "add_norm_backward": lambda a, dropped: fused_kernels.add_norm_backward(
+        a["y"], a["x"], a["inverse"], *dropped, a["weight"], a["d_x"], a["residual"], a["sums"]
+    ),
+    "softmax": lambda a, dropped: fused_kernels.softmax(a["x"], ONE, *dropped, a["y"]),
+    "softmax_backward": lambda a, dropped: fused_kernels.softmax_backward(a["x"], a["y"], ONE, *dropped),
+    "embed_norm": lambda a, dropped: fused_kernels.embed_norm(
+        a["x"], a["places"], *dropped, a["weight"], a["shift"], EPS, a["inverse"], a["y"]
+    ),
+    "embed_norm_backward": lambda a, dropped: fused_kernels.embed_norm_backward(
+        a["y"], a["x"], a["inverse"], *dropped, a["weight"], TOKENS, 0, a["d_x"], a["places"], a["sums"]
+    ),
+}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -265,24 +248,22 @@ def test_a_sum_does_not_depend_on_where_arrays_lie(kernel):
     generator = np.random.default_rng(0)
     sizes = dict.fromkeys(("x", "y", "residual", "d_x"), (ROWS, WIDE))
     sizes |= {"places": (4, WIDE), "sums": (3, WIDE), "bias": (WIDE,), "weight": (WIDE,), "shift": (WIDE,)}
+    sizes["inverse"] = (ROWS,)
     values = {name: generator.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
-    values["inverse"] = generator.standard_normal(ROWS).astype(np.float32)
-    given = fused._drawn(ROWS, WIDE, 0.0)[0]
+    unread, *nothing_dropped = fused._drawn(ROWS, WIDE, 0.0)
+    assert unread.base.nbytes == WIDE * unread.itemsize  # a whole row
     expected = {name: value.copy() for name, value in values.items()}
-    with_nothing_dropped(kernel, expected, np.empty((ROWS, WIDE), np.int16))
-    changed = [name for name in values if not np.array_equal(values[name], expected[name])]
-    assert changed
+    KERNELS[kernel](expected, (np.empty((ROWS, WIDE), np.int16), *nothing_dropped))
+    assert any(not np.array_equal(values[name], expected[name]) for name in values)
     for _ in range(40):
         memory, at, placed = np.zeros(1024, np.float32), 0, {}
         for name in generator.permutation([*values, "bits"]):
-            if name == "bits":
-                bits = memory[at : at + WIDE // 2].view(np.int16)[:0].reshape(given.shape)
-                at += WIDE // 2
-            else:
-                placed[name] = memory[at : at + values[name].size].reshape(values[name].shape)
-                placed[name][:] = values[name]
-                at += values[name].size
-        with_nothing_dropped(kernel, placed, bits)
+            value = unread.base.view(np.float32) if name == "bits" else values[name]
+            placed[name] = memory[at : at + value.size].reshape(value.shape)
+            placed[name][:] = value
+            at += value.size
+        bits = placed.pop("bits").view(np.int16)[:0].reshape(unread.shape)
+        KERNELS[kernel](placed, (bits, *nothing_dropped))
         for name in values:
             np.testing.assert_array_equal(placed[name], expected[name], err_msg=name)
 
