@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 collect_ignore = ["plugin"]  # a package from outside, which only some commands see
-# Where one of these is set, pytest explains an inequality by a diff of all lines: an hour for the bytes of two pages.
+# If one of these is set, pytest explains an inequality by a diff of all lines: an hour for the bytes of two pages.
 for variable in ("CI", "BUILD_NUMBER"):
     os.environ.pop(variable, None)
 WORDS = [f"{first}{second}" for first in "abcdefghij" for second in "uvwxyz"]

@@ -133,10 +133,10 @@ def _drawn(rows: int, width: int, probability: float) -> Dropped:
 
 
 def _unread(width: int, dtype: type[np.generic]) -> Any:
-    """Return (0, 0) in place of rows of this width that a kernel does not read.
+    """Return an array (0, 0) to pass instead of rows of this width that a kernel does not read.
 
-    A compiled loop asks whether what it may read overlaps what it writes; where it does, sums are rounded otherwise.
-    Row i of (0, width) would lie i rows on, in memory of others; all rows of (0, 0) lie in the memory behind it.
+    A compiled loop checks whether what it may read overlaps what it writes; if so, its sums are rounded differently.
+    In an array (0, width), row i would be looked for in memory of others; in (0, 0), all rows are its own buffer.
     """
     return np.empty(width, dtype)[:0].reshape(0, 0)
 

@@ -35,7 +35,7 @@ def compiled(kernel: Kernel) -> Kernel:
     """Return a kernel that is compiled when first called, or read from the disk where an earlier process left it.
 
     Sums over a row may be taken in another order, so that they fill the vector registers. The order is fixed when the
-    kernel is compiled, for arrays that do not overlap: elsewhere a loop may run value by value, and round otherwise.
+    kernel is compiled, as long as no arrays overlap; if some do, a loop may run value by value and round differently.
     NaN and infinity stay what they are.
     """
     try:
