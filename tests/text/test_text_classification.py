@@ -61,10 +61,31 @@ def test_json_object_of_objects_is_read_as_a_list_is(tmp_path):
 
 def test_number_labels_are_in_order_of_value(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"t": "x", "label": label}) + "\n" for label in (10, 9, "-1", "b", "a")))
+    path.write_text("".join(json.dumps({"t": "x", "label": label}) + "\n" for label in (10, 9, "-3", "b", "a")))
     data = read_labeled_text(path, text="t")
-    assert data.label_names == ("-1", "9", "10", "a", "b")
+    assert data.label_names == ("-3", "9", "10", "a", "b")
     assert data.labels == (2, 1, 0, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "kept"),
+    [
+        (["yes", "-", "no", None, ""], ("no", "yes"), [0, 2]),
+        ([0, 1, -1, 2], ("0", "1", "2"), [0, 1, 3]),
+        ([1.0, 0.0, float("nan")], ("0", "1"), [0, 1]),
+        ([True, False, True], ("false", "true"), [0, 1, 2]),
+        ([1, -1, 1], ("-1", "1"), [0, 1, 2]),
+        (["+", "-"], ("-", "+"), [0, 1]),
+    ],
+)
+def test_rows_without_a_label_are_left_out_and_counted(tmp_path, labels, names, kept):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"t": f"x{i}", "label": label}) + "\n" for i, label in enumerate(labels)))
+    data = read_labeled_text(path, text="t")
+    assert set(data.label_names) == set(names)
+    assert data.texts == tuple(f"x{row}" for row in kept)
+    assert data.num_unlabeled == len(labels) - len(kept)
+    assert len(data.labels) == len(kept)
 
 
 def test_named_datasets_know_their_labels(tmp_path):
@@ -87,8 +108,8 @@ def test_named_datasets_know_their_labels(tmp_path):
     assert (data.labels, data.label_names) == ((0, 1, 0), ("yes", "no"))
     flipped = read_labeled_text(name, text="one", label="gold", split="validation", label_names=("no", "yes"))
     assert flipped.labels == (1, 0, 1)
-    with pytest.raises(IsolossError, match=r"saved, row 2: the column 'gold' holds no label"):
-        read_labeled_text(name, text="one", label="gold", split="test")
+    test = read_labeled_text(name, text="one", label="gold", split="test")
+    assert (test.labels, test.texts, test.num_unlabeled) == ((0, 1), WANTED.texts[:2], 1)
     with pytest.raises(IsolossError, match="no split 'train'; it has validation, test"):
         read_labeled_text(name, text="one", label="gold")
     with pytest.raises(IsolossError, match="no column 'label'; it has one, two, gold"):
@@ -102,14 +123,14 @@ def test_named_datasets_know_their_labels(tmp_path):
         ("a.tsv", "", r"a.tsv has no column 't'; it has none"),
         ("a.tsv", "t\tlabel\n", "has no row with text and label"),
         ("a.tsv", "t\tlabel\nx\t1\nx\n", "line 3 has 1 fields and not 2"),
-        ("a.tsv", "t\tlabel\nx\t\n", r"line 2: the column 'label' holds no label but ''"),
+        ("a.tsv", "t\tlabel\nx\t\n", "no row with text and label: all 1 lack a label"),
         ("a.csv", 't,label\n"x,1\n', "not a readable .csv file"),
         ("a.csv", "t,label\nx,1,2\n", "line 2 has 3 fields and not 2"),
         ("a.jsonl", '{"t": "x"}\n', r"line 1 has no column 'label'; it has t"),
         ("a.jsonl", '{"t": "x", "label": 1}\n{"t": 3, "label": 1}\n', r"line 2: the column 't' holds no text but 3"),
         ("a.jsonl", '{"t": "\\ud800", "label": 1}\n', r"line 1: the column 't' holds no text"),
         ("a.jsonl", '{"t": "x", "label": 0.5}\n', r"line 1: the column 'label' holds no label but 0.5"),
-        ("a.jsonl", '{"t": "x", "label": null}\n', r"line 1: the column 'label' holds no label but None"),
+        ("a.jsonl", '{"t": "x", "label": null}\n', "no row with text and label: all 1 lack a label"),
         ("a.jsonl", "[1]\n", "line 1 is no JSON object"),
         ("a.jsonl", "{\n", "line 1 is not JSON"),
         ("a.json", "3", "neither a list of JSON objects nor an object"),

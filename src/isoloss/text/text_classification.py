@@ -30,12 +30,16 @@ _Row = tuple[str, tuple[Any, ...]]  # its location, and its values in the order 
 
 @dataclass(frozen=True)
 class LabeledText:
-    """Examples of a classification task: n texts, perhaps n second ones, and n labels, as indices into their names."""
+    """Examples of a classification task: n texts, perhaps n second ones, and n labels, as indices into their names.
+
+    `num_unlabeled` rows beside them had no label and were left out.
+    """
 
     texts: tuple[str, ...]
     pairs: tuple[str, ...] | None
     labels: tuple[int, ...]
     label_names: tuple[str, ...]
+    num_unlabeled: int = 0
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -49,6 +53,7 @@ class Coverage:
     num_cut: int  # examples that are longer than the length and lose tokens at the end
     num_tokens: int  # of their texts, before anything is cut, without special tokens
     num_unknown: int  # tokens that the tokenizer does not know
+    num_unlabeled: int = 0  # rows without a label, which are none of the examples
 
     def __add__(self, other: Coverage) -> Coverage:
         return Coverage(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -72,6 +77,9 @@ def read_labeled_text(
     - A folder: its file with the split's name, e.g. `dev.tsv` for `split="dev"`.
     - `hf:NAME`, e.g. `hf:nyu-mll/glue:rte`: a named dataset (see `isoloss.text.hub_datasets`).
 
+    Rows without a label are left out and counted: null, empty, NaN, `-` (as in SNLI) and -1 (as on the Hugging Face
+    hub). `-` beside `+` alone, and -1 beside 1 alone, are classes. Booleans are the classes `false` and `true`.
+
     Args:
         source: A file, a folder or a dataset.
         text: Column of the first text.
@@ -89,8 +97,9 @@ def read_labeled_text(
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "dev.tsv").write_text('sentence\tlabel\nA "fine" film .\t1\nDull .\t0\n')
-        ...     read_labeled_text(folder, text="sentence", split="dev")
-        LabeledText(texts=('A "fine" film .', 'Dull .'), pairs=None, labels=(1, 0), label_names=('0', '1'))
+        ...     data = read_labeled_text(folder, text="sentence", split="dev")
+        >>> data.texts, data.labels, data.label_names, data.num_unlabeled
+        (('A "fine" film .', 'Dull .'), (1, 0), ('0', '1'), 0)
     """
     columns = [text, *([] if pair is None else [pair]), label]
     if len(set(columns)) < len(columns):
@@ -101,29 +110,40 @@ def read_labeled_text(
         rows, known = _from_file(_find(Path(source).expanduser(), split), columns), None
     texts: list[str] = []
     seconds: list[str] = []
-    labels: list[str] = []
+    labels: list[str | None] = []  # None: there is none
     locations: list[str] = []
     for location, (*values, value) in rows:
+        name = _label(value, label, location)
+        labels.append(name)
         for column, item in zip(columns, values, strict=False):
+            if name is None:
+                break  # the row may lack its texts, too
             if not isinstance(item, str) or not documents.is_encodable(item):
                 raise IsolossError(f"{location}: the column {column!r} holds no text but {item!r}")
         texts.append(values[0])
         seconds += values[1:]
-        labels.append(_label(value, label, location))
         locations.append(location)
-    if not texts:
-        raise IsolossError(f"{source} has no row with text and label")
+    absent = _absent(labels, () if label_names is None else label_names)
+    rows_kept = [row for row, name in enumerate(labels) if name not in absent]
+    if not rows_kept:
+        left = f": all {len(labels):,} lack a label" if labels else ""
+        raise IsolossError(f"{source} has no row with text and label{left}")
+    num_unlabeled = len(labels) - len(rows_kept)
+    texts, locations = ([column[row] for row in rows_kept] for column in (texts, locations))
+    seconds = [seconds[row] for row in rows_kept] if pair is not None else []
+    named = [str(labels[row]) for row in rows_kept]
     given = known if label_names is None else label_names
-    names = tuple(sorted(set(labels), key=_number_first) if given is None else given)
+    names = tuple(sorted(set(named), key=_number_first) if given is None else given)
     index = {name: position for position, name in enumerate(names)}
-    for location, name in zip(locations, labels, strict=True):
+    for location, name in zip(locations, named, strict=True):
         if name not in index:
             raise IsolossError(f"{location}: the label {name!r} is not one of {', '.join(names)}")
     return LabeledText(
         texts=tuple(texts),
         pairs=None if pair is None else tuple(seconds),
-        labels=tuple(index[name] for name in labels),
+        labels=tuple(index[name] for name in named),
         label_names=names,
+        num_unlabeled=num_unlabeled,
     )
 
 
@@ -185,7 +205,7 @@ def coverage(tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_lengt
             lengths[row] += len(ids)
             num_tokens += len(ids)
             num_unknown += int((ids == tokenizer.unk_token_id).sum())
-    return Coverage(len(data), int((lengths > max_length).sum()), num_tokens, num_unknown)
+    return Coverage(len(data), int((lengths > max_length).sum()), num_tokens, num_unknown, data.num_unlabeled)
 
 
 def _number_first(name: str) -> tuple[bool, int, str]:
@@ -195,8 +215,21 @@ def _number_first(name: str) -> tuple[bool, int, str]:
         return True, 0, name
 
 
-def _label(value: Any, column: str, location: str) -> str:
-    if isinstance(value, bool | float) or not isinstance(value, str | int) or value == "":
+def _absent(labels: Sequence[str | None], names: Sequence[str]) -> set[str | None]:
+    """Return what stands for a missing label among these: None, and `-` and -1 where they are not classes."""
+    there = {name for name in labels if name is not None}
+    opposite = {"-": "+", "-1": "1"}
+    return {None, *(no for no, yes in opposite.items() if no not in names and there != {no, yes})}
+
+
+def _label(value: Any, column: str, location: str) -> str | None:
+    if value is None or value == "" or value != value:  # NaN, too
+        return None
+    if isinstance(value, bool):
+        return "true" if value else "false"  # as JSON has them
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a column of numbers some of which are missing is one of floats in pandas
+    if not isinstance(value, str | int):
         raise IsolossError(
             f"{location}: the column {column!r} holds no label but {value!r}: it takes a name or a number"
         )
@@ -210,7 +243,7 @@ def _from_dataset(spec: str, columns: list[str], split: str) -> tuple[Iterator[_
     def rows() -> Iterator[_Row]:
         for number, (*texts, label) in enumerate(hub_datasets.read_rows(dataset)):
             if names is not None and label is not None:  # GLUE's test sets have -1
-                label = names[label] if label >= 0 else ""
+                label = names[label] if label >= 0 else None
             yield f"{spec}, row {number}", (*texts, label)
 
     return rows(), None if names is None else tuple(names)

@@ -202,7 +202,8 @@ def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
         held_out = len(train) // _HELD_OUT
         if held_out == 0:
             raise IsolossError(f"{source.train} has {len(train)} examples, too few to keep one in five for testing")
-        return _rows(train, sorted(order[held_out:])), _rows(train, sorted(order[:held_out]))
+        test = dataclasses.replace(train, num_unlabeled=0)  # counted once, with the training examples
+        return _rows(train, sorted(order[held_out:])), _rows(test, sorted(order[:held_out]))
     split = source.test_split or _test_split(where)
     if source.test is None and split == source.train_split:
         raise IsolossError(f"the split {split!r} of {where} would be used for training and for testing")

@@ -103,7 +103,10 @@ class TaskMeasure(SeededMeasure):
         result = self._result(model, context, data)
         details = {**result.accuracy.details, "text": dataclasses.asdict(data.coverage)}
         accuracy = dataclasses.replace(result.accuracy, details=details)
-        inputs = digest(more=dataclasses.asdict(examples))
+        texts = dataclasses.asdict(examples)
+        for split in ("train", "test"):
+            del texts[split]["num_unlabeled"]  # the examples alone are the inputs
+        inputs = digest(more=texts)
         return MeasureResult(estimates={"accuracy": accuracy}, arrays=_predictions(result), inputs=inputs)
 
     def _drawn(self) -> tuple[int | Literal["all"], int | None]:
