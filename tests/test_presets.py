@@ -11,6 +11,7 @@ from isoloss import languages
 from isoloss.cli.main import main
 from isoloss.cli.transfer_inputs import Args, method_config
 from isoloss.errors import IsolossError
+from isoloss.evaluation.measures.base import make_measure
 from isoloss.flatness import fisher
 from isoloss.languages.config import PRESETS as LANGUAGES
 from isoloss.languages.config import BracketsConfig, CorpusConfig, FramedConfig, HMMConfig, PCFGConfig, TeacherConfig
@@ -68,6 +69,7 @@ def test_every_field_of_evaluations_and_transfer(name):
         "num_train": 100_000,
         "probe_epochs": 100,
         "probe_seeds": 5,
+        "probe_standardize": False,
     }
     assert inspect.signature(fisher.fisher_trace).parameters["method"].default == "ghost"
     assert fisher._PAPER_LABELS == 50  # labels that the method paper samples unless told
@@ -199,6 +201,11 @@ def test_transfer_and_evaluation(capsys, tmp_path, monkeypatch):
     assert method("--preset", "paper", "--method", "lookup", "--seeds", "1").seeds == 1
     warm = method("--preset", "paper", "--method", "finetune", "--warmup-proportion", "0.1")
     assert (warm.warmup_steps, warm.warmup_proportion) == (None, 0.1)
+    assert method("--preset", "paper", "--standardize", "True").standardize
+    assert not method("--standardize", "False").standardize
+    measure = make_measure("probe-root", PRESETS["paper"].measures)
+    as_transfer = method("--preset", "paper", "--method", "lookup")
+    assert measure._classifier() == as_transfer  # one probe, whichever command fits it
     run = tmp_path / "run"
     small = "--size d16 --steps 2 --batch-size 4 --num-sentences 9 --warmup-steps 1 --log-every 1 --device cpu"
     assert main(["train", str(run), "--preset", "authors", "--language", "pcfg-laptop", *small.split()]) == 0

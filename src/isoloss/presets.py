@@ -71,6 +71,7 @@ class Preset:
             "num_train": 100_000,
             "probe_epochs": 100,
             "probe_seeds": 5,
+            "probe_standardize": False,
         }
     )
     probe: LinearProbeConfig = field(

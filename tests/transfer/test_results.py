@@ -14,7 +14,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
-from isoloss.transfer.results import TransferResult, majority_rate, score, write_predictions
+from isoloss.transfer.results import TransferResult, below_majority, majority_rate, score, write_predictions
 
 CLASSES = ("x", "y", "z")
 LABELS = torch.tensor([0, 0, 1, 1, 1, 1, 0, 1])
@@ -24,6 +24,22 @@ BAYES = Estimate(value=0.9, stderr=0.01, samples=8, unit="accuracy", num_predict
 
 def result(**changes: object) -> TransferResult:
     return score(PREDICTIONS, LABELS, CLASSES, **{"method": "by hand", **changes})  # type: ignore[arg-type]
+
+
+def test_an_accuracy_below_the_majority_class_says_so():
+    labels = torch.tensor([0] * 60 + [1] * 40)
+    wrong = torch.tensor([0] * 10 + [1] * 90)  # 50 right, 60 by the majority; the difference is -1, 0 or 1
+    details = score(wrong[None], labels, ("a", "b"), method="x", settings={"train_accuracy": 0.4}).accuracy.details
+    differences = torch.tensor([0.0] * 10 + [-1.0] * 50 + [1.0] * 40)
+    assert details["above_majority"] == pytest.approx(-0.1)
+    assert details["above_majority_stderr"] == pytest.approx(float(differences.std()) / 10)
+    assert "no better than always giving the most common label" in below_majority(details)
+    far = score(1 - labels[None], labels, ("a", "b"), method="x", settings={"train_accuracy": 0.4})
+    assert "below the majority class by 60" in str(far)
+    assert "40.0 % of its training examples, so it was not fitted" in str(far)
+    heart = score(1 - labels[None], labels, ("a", "b"), method="x", settings={"train_accuracy": 1.0})
+    assert "learned these by heart" in str(heart)
+    assert below_majority(score(labels[None], labels, ("a", "b"), method="x").accuracy.details) is None
 
 
 def test_the_accuracy_and_its_errors() -> None:
@@ -148,6 +164,7 @@ def test_results_print_as_a_line_or_a_table() -> None:
     assert max(len(repr(result)), *(len(repr(scores)) for scores in result.by_class())) < 120
     lines = str(result).splitlines()
     assert lines[0].startswith("a guess: accuracy ")
-    assert lines[1].split() == ["class", "examples", "precision", "recall", "F1"]
-    assert (len(lines), lines[-1]) == (15, "and 28 rarer classes")
+    assert lines[1].startswith("below the majority class by ")
+    assert lines[2].split() == ["class", "examples", "precision", "recall", "F1"]
+    assert (len(lines), lines[-1]) == (16, "and 28 rarer classes")
     assert "&lt;8&gt;" in result._repr_html_()

@@ -127,7 +127,8 @@ def _arguments(cls: type) -> Iterator[_Argument]:
             yield from _arguments(kind)  # type: ignore[arg-type]
             continue
         is_positional = any(mark in getattr(tyro.conf.Positional[int], "__metadata__", ()) for mark in marks)
-        values, is_many = _values(kind)
+        takes_value = any(mark in getattr(tyro.conf.FlagConversionOff[bool], "__metadata__", ()) for mark in marks)
+        values, is_many = _values(Literal["True", "False"] if takes_value else kind)
         yield _Argument(
             name=field.name.upper() if is_positional else f"--{field.name.replace('_', '-')}",
             types=values,

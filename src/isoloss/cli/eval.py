@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -13,6 +13,9 @@ from isoloss.cli.arguments import given
 from isoloss.cli.options import measure_configs, refuse_left_out, select, with_options
 from isoloss.evaluation.reading import ReadingConfig
 from isoloss.presets import load_preset
+
+if TYPE_CHECKING:
+    from isoloss.evaluation.results import Evaluations
 
 EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),
@@ -24,6 +27,17 @@ EXAMPLES = [
     ("isoloss eval CHECKPOINT --data text.txt --measures loss fisher-rao --output out", "any checkpoint, on your text"),
     ("isoloss eval CHECKPOINT --language pcfg-laptop --measures loss probe-root", "and on a language"),
 ]
+
+
+def _say_below_majority(evaluations: Evaluations) -> None:
+    """Say which accuracies are below the majority class's, and why; a row of the table looks like any other."""
+    from isoloss.transfer.results import below_majority
+
+    for model, evaluation in zip(evaluations.models, evaluations, strict=True):
+        accuracy = evaluation.estimates.get("accuracy")
+        if accuracy is not None and (problem := below_majority(accuracy.details)) is not None:
+            step = "" if evaluation.step is None else f" at step {evaluation.step}"
+            common.say_wrapped(f"{evaluation.measure} of {model}{step}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -100,4 +114,5 @@ def main(arguments: list[str]) -> int:
     else:
         columns, rows, num_text = evaluations.table()
         common.print_table(", ".join(args.models), columns, rows, left=num_text)
+        _say_below_majority(evaluations)
     return 0

@@ -68,7 +68,8 @@ def options_of(name: str, *configs: type, exclude: Iterable[str] = ()) -> type:
                 help_behavior_hint="" if _default(field) in (None, (), "") else None,
                 metavar=_metavar(hints[field.name]),
             )
-            hint = Annotated.__class_getitem__((hints[field.name], told))  # type: ignore[attr-defined]
+            marks = (told, *_switch(_default(field)))
+            hint = Annotated.__class_getitem__((hints[field.name], *marks))  # type: ignore[attr-defined]
             fields[field.name] = field.name, hint, dataclasses.field(default=_default(field), metadata=field.metadata)
     return dataclasses.make_dataclass(name, list(fields.values()), frozen=True, kw_only=True)
 
@@ -92,7 +93,13 @@ def unset(name: str, configs: Mapping[str, type]) -> Any:
     texts = {kind: " ".join(help_texts(config).get(name, "").split()) for kind, config in configs.items()}
     hint = f"(default: {_by_component(told, ', ')})" if any(told.values()) else ""
     mark = tyro.conf.arg(help=_by_component(texts, " "), help_behavior_hint=hint, metavar=_metavar(hints[0]))
-    return Annotated.__class_getitem__((hints[0] | None, mark))  # type: ignore[attr-defined]
+    switch = _switch(next(iter(defaults.values())))
+    return Annotated.__class_getitem__((hints[0] | None, mark, *switch))  # type: ignore[attr-defined]
+
+
+def _switch(default: Any) -> tuple[Any, ...]:
+    """Return the mark of an option `--name False`: a flag could only turn on what is on by default."""
+    return getattr(tyro.conf.FlagConversionOff[bool], "__metadata__", ()) if default is True else ()
 
 
 def _by_component(texts: Mapping[str, str], separator: str) -> str:

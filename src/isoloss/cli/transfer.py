@@ -117,12 +117,14 @@ def _print_differences(compared: AccuracyComparison) -> None:
 
 
 def _print(args: TransferArgs, name: str, task: TaskData, result: TransferResult) -> None:
-    from isoloss.transfer.results import CLASS_COLUMNS, MOST_CLASSES, bounds
+    from isoloss.transfer.results import CLASS_COLUMNS, MOST_CLASSES, below_majority, bounds
 
     accuracy = result.accuracy
     details = accuracy.details
     common.say(f"{task.name}, {args.method} of {name}: accuracy {accuracy}")
     common.say_wrapped(bounds(details), indent=2)
+    if (problem := below_majority(details)) is not None:
+        common.say_wrapped(problem, indent=2)
     common.say_wrapped(
         f"{details['num_test']:,} test and {details['num_train']:,} training examples, "
         f"{100 * task.overlap:.1f} % of the former among the latter",
@@ -132,7 +134,8 @@ def _print(args: TransferArgs, name: str, task: TaskData, result: TransferResult
         unknown = 100 * text.num_unknown / max(1, text.num_tokens)
         common.say_wrapped(
             f"{text.num_cut:,} of these {text.num_examples:,} examples are truncated; {unknown:.1f} % of the "
-            f"{text.num_tokens:,} tokens of their texts are unknown to the tokenizer",
+            f"{text.num_tokens:,} tokens of their texts are unknown to the tokenizer"
+            + (f"; {text.num_unlabeled:,} rows without a label are left out" if text.num_unlabeled else ""),
             indent=2,
         )
     common.say_wrapped(f"{accuracy.method}, {details['device']}; {_seeds(details)}", indent=2)

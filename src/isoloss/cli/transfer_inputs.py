@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from isoloss.transfer.text_tasks import TextExamples
 
 METHODS: dict[str, type] = {"probe": LinearProbeConfig, "lookup": ClassifierConfig, "finetune": FinetuneConfig}
-_NO_OPTIONS = ("name", "betas", "momentum", "standardize", "seed")  # only the library sets these; seed is in `Args`
+_NO_OPTIONS = ("name", "betas", "momentum", "seed")  # only the library sets these; seed is in `Args`
 
 
 def _groups() -> Iterator[tuple[str, Any, Any]]:

@@ -19,7 +19,9 @@ class ClassifierConfig:
     """How a linear classifier is fitted to features.
 
     The paper's probe (section 2.1 and appendix A.5) is trained with AdamW at a constant 1e-3 for 100 epochs, with 5
-    seeds. The batch size and the weight decay, which the paper does not give, are 256 and AdamW's default.
+    seeds. So is this one, but on standardized features: the paper names no such step, and its preset
+    (`isoloss.presets`) has `standardize=False`. The batch size and the weight decay, which the paper does not give, are
+    256 and AdamW's default.
     """
 
     solver: Solver = "adamw"

@@ -44,7 +44,7 @@ def linear_probe(
     Args:
         model: A Hugging Face model in eval mode.
         task: Labeled sentences, from `make_task` or `make_text_task`.
-        config: The settings; None: the paper's.
+        config: The settings; None: those of `ClassifierConfig`.
         dtype: Type of the features, float32 or bfloat16.
         memory_bytes: The largest features of a split that are held in memory, in bytes.
         settings: Fields of `LinearProbeConfig` that replace those of `config`, e.g. `solver="convex"`.
@@ -101,7 +101,7 @@ def lookup_probe(
     Args:
         language: The language of the task's sentences.
         task: Labeled sentences, from `make_task`.
-        config: The settings; None: the paper's.
+        config: The settings; None: those of `ClassifierConfig`.
         settings: Fields of `ClassifierConfig` that replace those of `config`.
 
     Raises:
@@ -178,7 +178,7 @@ def fit_linear_probe(
         train_y: (n_train,) labels in 0..C - 1.
         test_x: (n_test, D) features.
         test_y: (n_test,) labels.
-        config: The settings; None: the paper's.
+        config: The settings; None: those of `ClassifierConfig`.
         classes: The C names, or their number.
         bayes: The Bayes-optimal accuracy, where it is known.
         device: Where the probe runs; None: where the training features are.

@@ -18,6 +18,7 @@ import torch
 
 from isoloss import files
 from isoloss.errors import IsolossError, warn
+from isoloss.statistics.clusters import crossed_mean
 from isoloss.statistics.estimate import Estimate, rounded
 from isoloss.statistics.tables import text_table
 
@@ -141,6 +142,7 @@ class TransferResult:
     def __str__(self) -> str:
         rows = self.class_rows()
         lines = [f"{self.accuracy.method}: accuracy {self.accuracy}; {bounds(self.accuracy.details)}"]
+        lines += filter(None, [below_majority(self.accuracy.details)])
         lines.append(text_table(CLASS_COLUMNS, rows[:MOST_CLASSES]))
         if len(rows) > MOST_CLASSES:
             lines.append(f"and {len(rows) - MOST_CLASSES} rarer classes")
@@ -234,6 +236,37 @@ def bounds(details: Mapping[str, Any]) -> str:
     return text
 
 
+def below_majority(details: Mapping[str, Any]) -> str | None:
+    """Return what an accuracy below that of the majority class means, from its `details`; None where it is above.
+
+    The difference is paired by example. Within two standard errors of 0 the classifier is as good as the constant
+    answer; further below, it has not fitted the task, or has fitted little but its training examples.
+    """
+    above, stderr = details.get("above_majority"), details.get("above_majority_stderr")
+    if above is None or stderr is None or above >= 0:
+        return None
+    text = f"below the majority class by {rounded(-100 * above, 100 * stderr)} percentage points"
+    if above + 2 * stderr >= 0:
+        return f"{text}: no better than always giving the most common label"
+    if (train := details.get("train_accuracy")) is None or isinstance(train, list):
+        return f"{text}: the classifier has not learned the task, so this says nothing about the model's features"
+    reason = (
+        "has learned these by heart: more of them, stronger regularization or a projection helps"
+        if train > details["majority_rate"]
+        else "was not fitted: more epochs, standardized features or the convex solver helps"
+    )
+    return f"{text}; the classifier is right on {100 * train:.1f} % of its training examples, so it {reason}"
+
+
+def _above_majority(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """Return the accuracy minus the majority class's, paired by example, with its error over examples and seeds."""
+    correct = (predictions == labels).double() - (labels == labels.bincount().argmax()).double()
+    if len(labels) < 2:
+        return {}
+    difference = crossed_mean(correct, unit="difference in accuracy", method="accuracy minus the majority class's")
+    return {"above_majority": difference.value, "above_majority_stderr": difference.stderr}
+
+
 def score(
     predictions: torch.Tensor,
     labels: torch.Tensor,
@@ -293,6 +326,7 @@ def score(
             "seed_std": deviation,
             "binomial_stderr": binomial,
             "majority_rate": majority_rate(labels),
+            **_above_majority(predictions, labels),
             **({} if bayes is None else {"bayes_accuracy": bayes.value, "bayes_stderr": bayes.stderr}),
             "num_test": num_test,
             "seeds": num_seeds,

@@ -72,10 +72,11 @@ class WholeTask:
         """
         accuracies = self.accuracies(predictions)
         count, value = len(accuracies), float(accuracies.mean())
+        stderr = float(accuracies.std()) / math.sqrt(count) if count > 1 else 0.0
         deviations = (accuracies - value).numpy() if count > 1 else None
         return Estimate(
             value=value,
-            stderr=float(accuracies.std()) / math.sqrt(count) if count > 1 else 0.0,
+            stderr=stderr,
             samples=count if count > 1 else 0,
             unit="accuracy",
             num_predictions=self.num_test,
@@ -87,6 +88,8 @@ class WholeTask:
                 over: count,
                 "given": given,
                 "majority_rate": self.task.majority_rate,
+                "above_majority": value - self.task.majority_rate,
+                "above_majority_stderr": stderr,
                 "bayes_accuracy": float(self.probabilities.amax(dim=1).sum()),
                 "bayes_stderr": 0.0,
                 "num_test": self.num_test,

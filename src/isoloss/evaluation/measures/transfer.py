@@ -38,6 +38,10 @@ class _ProbeMeasure(TaskMeasure):
     """Number of convex probes to average, each with its own training sentences, or its own projection. Default: 1; 5
     for few-shot probes, 3 for projected ones."""
 
+    probe_standardize: bool = setting(True, omit_default=True)
+    """Whether a probe reads features centered and divided by one number, the root mean square of what remains; False:
+    as they are, as in the paper."""
+
     default_draws: ClassVar[int] = 1
     over: ClassVar[str] = "draws"
 
@@ -51,7 +55,13 @@ class _ProbeMeasure(TaskMeasure):
         return self.probe_draws or self.default_draws
 
     def _classifier(self) -> ClassifierConfig:
-        return ClassifierConfig(solver="convex", regularization=self.probe_regularization, seeds=1, seed=self.seed)
+        return ClassifierConfig(
+            solver="convex",
+            regularization=self.probe_regularization,
+            standardize=self.probe_standardize,
+            seeds=1,
+            seed=self.seed,
+        )
 
     def _features(
         self, model: Any, context: MeasureContext, sentences: Sentences, types: torch.Tensor | None = None
@@ -154,7 +164,9 @@ class Probe(_ProbeMeasure, Trained):
     def _classifier(self) -> ClassifierConfig:
         if self.probe_solver == "convex":
             return super()._classifier()
-        return ClassifierConfig(seeds=self.probe_seeds, epochs=self.probe_epochs, seed=self.seed)
+        return ClassifierConfig(
+            seeds=self.probe_seeds, epochs=self.probe_epochs, standardize=self.probe_standardize, seed=self.seed
+        )
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
         if self._draws > 1:
@@ -300,6 +312,6 @@ class Finetune(TaskMeasure, Trained):
 
 # details of an accuracy on sampled test sentences, which those of one over all sentences replace
 _OF_SAMPLED = (
-    *("accuracies", "seed_std", "binomial_stderr", "majority_rate", "bayes_accuracy", "bayes_stderr"),
-    *("num_test", "seeds"),
+    *("accuracies", "seed_std", "binomial_stderr", "majority_rate", "above_majority", "above_majority_stderr"),
+    *("bayes_accuracy", "bayes_stderr", "num_test", "seeds"),
 )
