@@ -20,7 +20,7 @@ from transformers.utils import logging
 import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import files
 from isoloss.errors import IsolossError, require
-from isoloss.runs import refuse_run
+from isoloss.runs import check_weights, refuse_run
 
 Kind = Literal["masked", "causal"]
 Attention = Literal["sdpa", "eager"]
@@ -138,6 +138,7 @@ def load_model(
         if revision is not None:
             raise IsolossError(f"the revision is {revision!r}, and {name} is a folder: only models on the hub have one")
         _check_folder(folder, trust_remote_code=trust_remote_code)
+        check_weights(folder)
     else:
         on_hub, _, named = name.partition("@")
         if isinstance(checkpoint, Path) or not may_be_hub_name(on_hub):

@@ -14,6 +14,7 @@ archived.json                         only in a run that comes from an archive, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import json
@@ -29,7 +30,7 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.run_config import TrainConfig
 from isoloss.statistics.estimate import Estimate
 
@@ -195,6 +196,29 @@ class Run:
             },
         )
 
+    def note_resume(self, step: int, *, threads: int) -> None:
+        """Warn of a resume under other versions or threads, and add these to run.json.
+
+        Sums depend on both, so that the run may no longer be bit for bit one that was not interrupted.
+        """
+        record = self.record
+        resumed = record.get("resumed_with", [])
+        started = self.log_lines("start")
+        before = (resumed[-1] if resumed else record)["versions"], started[-1]["threads"] if started else threads
+        now = versions(), threads
+        if before == now:
+            return
+        names = sorted({*before[0], *now[0]})
+        changes = [
+            f"{name} {before[0].get(name)}, now {now[0].get(name)}"
+            for name in names
+            if before[0].get(name) != now[0].get(name)
+        ]
+        changes += [f"{before[1]} threads, now {threads}"] if before[1] != threads else []
+        warn(f"{self.path} was made with {'; '.join(changes)}: its numbers may differ in rounding from here on")
+        resumed = [*resumed, {"step": step, "versions": now[0], "threads": threads}]
+        files.write_json(self.path / "run.json", {**record, "resumed_with": resumed})
+
     @property
     def is_archived(self) -> bool:
         """Whether it comes from an archive: a complete run whose checkpoints are not there."""
@@ -264,9 +288,15 @@ class Run:
         return self._evaluations / f"{measure}@step-{step}.json"
 
     def evaluation(self, measure: str, step: int) -> Evaluation | None:
-        """The evaluation, or None if it has not been made."""
+        """The evaluation, or None if it has not been made; an `IsolossError` if its file is damaged."""
         path = self.evaluation_path(measure, step)
-        return Evaluation.from_dict(files.read_json(path)) if path.is_file() else None
+        if not path.is_file():
+            return None
+        document = files.read_json(path)
+        try:
+            return Evaluation.from_dict(document)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise IsolossError(f"{path} is damaged or of another version of isoloss: {error!r}") from error
 
     def evaluations(self) -> list[Evaluation]:
         """All evaluations, by measure and step."""
@@ -319,9 +349,28 @@ class Run:
     # --- metrics and log
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
+        """The lines of metrics.jsonl, up to the first that is damaged, which is warned of."""
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        lines: list[dict[str, Any]] = []
+        for number, text in enumerate(path.read_bytes().splitlines() if path.is_file() else (), start=1):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if not isinstance(line, dict) or not {"step", "loss_nats"} <= line.keys():
+                warn(f"line {number} of {path} is damaged: it and the lines after it are left out")
+                break
+            lines.append(line)
+        return lines
+
+    def log_lines(self, event: str) -> list[dict[str, Any]]:
+        """The lines of log.jsonl about an event; a line cut short by a full disk or a power failure is left out."""
+        path = self.path / "log.jsonl"
+        lines: list[dict[str, Any]] = []
+        for text in path.read_bytes().splitlines() if path.is_file() else ():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(text))
+        return [line for line in lines if line.get("event") == event]
 
     def log(self, event: str, **values: Any) -> None:
         """Append a line to log.jsonl: for what depends on time, and so must stay out of the results."""
@@ -368,6 +417,30 @@ def checkpoint_of(path: Path) -> tuple[Run, int] | None:
     if run.exists and step.isdecimal() and int(step) in run.steps() and run.checkpoint(int(step)) == folder:
         return run, int(step)
     return None
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a checkpoint of a run, or its averaged weights, whose file of weights is not the one that training wrote.
+
+    Checkpoints made elsewhere have no record of their weights, and pass.
+
+    Raises:
+        IsolossError: The SHA-256 in trainer.json is another, or that file is unreadable.
+    """
+    name, step_folder = "model.safetensors", folder
+    if folder.name == AVERAGE and (folder.parent / "trainer.json").is_file():
+        name, step_folder = f"{AVERAGE}/{name}", folder.parent
+    record = step_folder / "trainer.json"
+    document = files.read_json(record) if record.is_file() else None
+    recorded = document.get("sha256") if isinstance(document, dict) else None
+    if not isinstance(recorded, dict) or name not in recorded:
+        return
+    weights = step_folder / name
+    if not weights.is_file() or files.sha256(weights) != recorded[name]:
+        raise IsolossError(
+            f"{weights} is damaged: its SHA-256 is not the one that training recorded in {record}; restore the file, "
+            f"or delete {step_folder} and all later checkpoints of the run, and its result.json, and train again"
+        )
 
 
 def find_runs(folder: Path) -> list[Run]:

@@ -130,6 +130,27 @@ def test_a_stream_goes_on_from_its_file(name, tmp_path):
 
 
 @pytest.mark.usefixtures("_writes_always")
+@pytest.mark.parametrize("place", [-1, -200, "value"])
+def test_a_flipped_bit_in_the_file_is_noticed(tmp_path, place):
+    path, batches, calls = tmp_path / "half", stream(5, 6), []
+
+    def stop(count):
+        calls.append(count)
+        if len(calls) == 3:
+            raise RuntimeError("the machine went down")
+
+    with pytest.raises(RuntimeError, match="went down"):
+        fisher_trace(windows(), batches, causal=False, resume=path, progress=stop)
+    content = bytearray(path.read_bytes())
+    if place == "value":  # a digit of the header's state
+        place = next(i for i in range(content.index(b"state"), len(content)) if chr(content[i]).isdigit())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(IsolossError, match=r"half is damaged: its content does not match its checksum; remove it"):
+        fisher_trace(windows(), batches, causal=False, resume=path)
+
+
+@pytest.mark.usefixtures("_writes_always")
 @pytest.mark.parametrize(
     ("measure", "most", "done"), [(fisher_trace, "num_sequences", 18), (noise_sharpness, "num_probes", 3)]
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from isoloss import files
+from isoloss.errors import IsolossWarning
 from isoloss.evaluation.evaluator import Evaluator, pending
 from isoloss.languages.config import PRESETS
 from isoloss.paper.same_loss.study import STUDY
@@ -122,3 +123,22 @@ def test_a_study_says_the_same_of_a_run_once(tmp_path):
     assert sorted(check for check, _ in checks) == sorted(f"{name}: run.json" for name in names)
     assert {problem for _, problem in checks} == {"it has not been made yet"}  # whatever stands beside it
     assert len(folder.plan()) > 2 * len(names)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"measure": "loss"}', "[" * 100_000])
+def test_an_evaluation_that_cannot_be_read_is_told_and_measured_again(run, damage):
+    path = run.evaluation_path("loss", 10)
+    kept = path.read_bytes()
+    path.write_text(damage)
+    with pytest.warns(IsolossWarning, match=r"loss@step-10\.json is .*; it counts as not made"):
+        assert "loss at step 10" in problems(run)["run: evaluations"]
+    with pytest.warns(IsolossWarning, match=r"it counts as not made"):
+        assert pending(run, ["loss"], [10], SETTINGS) == [(10, "loss")]
+    Evaluator(run, SETTINGS).evaluate("loss", 10)
+    assert path.read_bytes() == kept
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"steps": 20}'])
+def test_a_file_that_cannot_be_read_is_one_problem_and_not_the_end(run, damage):
+    (run.path / "result.json").write_text(damage)
+    assert list(problems(run)) == ["run: files"]

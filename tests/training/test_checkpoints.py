@@ -101,7 +101,7 @@ def test_damaged_tensors_are_refused(folder, name, damage):
         path.write_bytes(content[:20])
     else:
         path.unlink()
-    with pytest.raises(IsolossError, match=rf"{name} is damaged: delete its folder to go on from an earlier"):
+    with pytest.raises(IsolossError, match=rf"{name} is damaged: delete its folder and those of later steps to go"):
         load(folder, model(), config=CONFIG)
 
 

@@ -166,14 +166,18 @@ def _folder_name(name: str) -> str:
 def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: Settings) -> list[tuple[int, str]]:
     """Return the (step, measure) pairs that have no evaluation of these weights under these settings.
 
-    One whose file of examples is missing or is another one counts as not made.
+    One whose file is damaged, or whose file of examples is missing or is another one, counts as not made.
     """
     wanted = {measure: settings_of(measure, settings) for measure in measures}
     todo = []
     for step in steps:
         weights = run.weights(step)
         for measure in measures:
-            done = run.evaluation(measure, step)
+            try:
+                done = run.evaluation(measure, step)
+            except IsolossError as error:
+                warn(f"{error}; it counts as not made")
+                done = None
             if (
                 done is None
                 or (done.weights, done.settings) != (weights, wanted[measure])

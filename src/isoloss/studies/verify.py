@@ -24,8 +24,17 @@ def verify_run(
     """Check a run's files against its config, its checkpoints and each other, and measure its last checkpoint again.
 
     Yields:
-        For each check its name and None, or what is wrong.
+        For each check its name and None, or what is wrong. A file that cannot be read ends the checks of its run alone.
     """
+    try:
+        yield from _verify(run, experiment, measures, steps, settings)
+    except (IsolossError, OSError, KeyError, TypeError) as error:
+        yield f"{run.name}: files", str(error) if isinstance(error, IsolossError) else repr(error)
+
+
+def _verify(
+    run: Run, experiment: Experiment, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any]
+) -> Iterator[Check]:
     if not run.exists:
         yield f"{run.name}: run.json", "it has not been made yet"
         return
@@ -74,7 +83,9 @@ def _verify_evaluations(
     run: Run, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any], *, again: bool
 ) -> Iterator[Check]:
     todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, steps, settings)]
-    wrong = "missing, made with other weights or settings, or without the file of examples they were saved with"
+    wrong = (
+        "missing, damaged, made with other weights or settings, or without the file of examples they were saved with"
+    )
     yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
     if again and not todo:
         yield from _measured_again(run, measures, steps[-1], settings)

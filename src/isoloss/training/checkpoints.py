@@ -24,7 +24,7 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.loading import quiet
 from isoloss.run_config import TrainConfig
-from isoloss.runs import AVERAGE, Run
+from isoloss.runs import AVERAGE, Run, check_weights
 from isoloss.training.averaging import averaged
 
 WEIGHTS = "model.safetensors"
@@ -42,6 +42,7 @@ class TrainerState:
     loss_count: int = 0
     initial_sha256: str | None = None  # of the weights that the run started from; None: random ones
     targets_reached: Sequence[int] = ()  # steps at which a stage ended at its target
+    metrics_sha256: str = ""  # of metrics.jsonl up to this step; empty: written before it was recorded
 
 
 def save(
@@ -99,7 +100,7 @@ def load(path: Path, model: torch.nn.Module, *, config: TrainConfig) -> tuple[Tr
     Raises:
         IsolossError: The checkpoint is damaged, or of another config; the fields that differ are named.
     """
-    state = _read_state(path)
+    state = read_state(path)
     if differing := configs.differences(config, state.config):
         raise IsolossError(f"{path} is a checkpoint of another config ({'; '.join(differing)}): {_REMEDY}")
     load_weights(path, model)
@@ -115,6 +116,7 @@ def load_weights(path: Path, model: torch.nn.Module) -> str:
     source = path / WEIGHTS
     if not source.is_file():
         raise IsolossError(f"{path} is not a checkpoint folder: it has no {WEIGHTS}")
+    check_weights(path)
     tensors = _read_tensors(source)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     stored = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -148,8 +150,8 @@ def remove_except(run: Run, keep: Iterable[int]) -> None:
 
 def _read_trainer(path: Path) -> dict[str, Any]:
     read = files.read_json(path / TRAINER)
-    # a checkpoint that is older than stages says nothing of targets
-    document: dict[str, Any] = {"targets_reached": [], **read} if isinstance(read, dict) else {}
+    # checkpoints of earlier versions lack these
+    document: dict[str, Any] = {"targets_reached": [], "metrics_sha256": "", **read} if isinstance(read, dict) else {}
     fields = {field.name for field in dataclasses.fields(TrainerState)} | {"sha256"}
     wrong = {"it lacks": fields - {*document}, "it also has": {*document} - fields}
     if any(wrong.values()):
@@ -158,10 +160,15 @@ def _read_trainer(path: Path) -> dict[str, Any]:
     return document
 
 
-_REMEDY = "delete its folder to go on from an earlier checkpoint"
+_REMEDY = "delete its folder and those of later steps to go on from an earlier checkpoint"
 
 
-def _read_state(path: Path) -> TrainerState:
+def read_state(path: Path) -> TrainerState:
+    """Return where the run stood at a checkpoint.
+
+    Raises:
+        IsolossError: One of the checkpoint's files is not the one that training wrote.
+    """
     document = _read_trainer(path)
     hashes = document.pop("sha256")
     for name, recorded in hashes.items():

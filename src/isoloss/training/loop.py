@@ -137,6 +137,7 @@ class Training:
         self.model: Any = make_model(config.model, language, seed=config.seed)
         self.loss_sum, self.loss_count = 0.0, 0
         self.initial_sha256: str | None = None
+        self.metrics_sha256 = ""
         self.step, tensors = self._weights()
         self.model.to(device)
         self.parallel = self._make_parallel()
@@ -205,6 +206,7 @@ class Training:
             raise IsolossError(f"{folder} holds step {state.step}: give the folder its own name back")
         self.loss_sum, self.loss_count = state.loss_sum_nats, state.loss_count
         self.initial_sha256 = state.initial_sha256
+        self.metrics_sha256 = state.metrics_sha256
         self.stages.reached = list(state.targets_reached)
         return newest, tensors
 
@@ -259,6 +261,10 @@ class Training:
                 f"{self.run.path} lacks the checkpoint of step {min(missing)}: "
                 "delete the later ones too, and training makes them again"
             )
+        for step in sorted(step for step in self.kept if step < self.step):
+            checkpoints.read_state(self.run.checkpoint(step))  # refuses what was damaged since it was written
+        if self.step:
+            self.run.note_resume(self.step, threads=torch.get_num_threads())
         self.run.log(
             "start",
             step=self.step,
@@ -272,7 +278,7 @@ class Training:
         )
         checkpoints.remove_except(self.run, {*self.kept, self.step})
         num_lines = metrics.num_lines(self.step, ends=self.stages.ends, log_every=self.config.log_every)
-        metrics.truncate(self.run, self.step, num_lines)
+        metrics.truncate(self.run, self.step, num_lines, self.metrics_sha256)
         if self.config.loggers:
             self.loggers = Loggers(self.config.loggers, self.run)
             held.callback(self.loggers.close)  # they write what they have, however training ended
@@ -395,7 +401,8 @@ class Training:
 
     def _save(self) -> None:
         """Save this step, and drop the checkpoints that were only there to go on from."""
-        state = TrainerState(
+        state = partial(
+            TrainerState,
             step=self.step,
             config=configs.identity(self.config),
             loss_sum_nats=self.loss_sum,
@@ -409,9 +416,9 @@ class Training:
         tokenizer = getattr(self.language, "tokenizer", None)
 
         def write() -> None:
-            metrics.flush(self.run)
+            of_steps = state(metrics_sha256=metrics.flush(self.run))
             folder = self.run.checkpoint(self.step)
-            checkpoints.save(folder, model, tensors, state, tokenizer=tokenizer, average=kept_average)
+            checkpoints.save(folder, model, tensors, of_steps, tokenizer=tokenizer, average=kept_average)
             checkpoints.remove_except(self.run, {*self.kept, self.step})
 
         self.group.on_main(write)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Collection
@@ -11,12 +12,14 @@ from isoloss.errors import IsolossError
 from isoloss.runs import Run
 
 
-def flush(run: Run) -> None:
-    """Bring metrics.jsonl to the disk: a checkpoint must not outlive the lines before it."""
+def flush(run: Run) -> str:
+    """Bring metrics.jsonl to the disk, as a checkpoint must not outlive the lines before it; return its SHA-256."""
     path = run.path / "metrics.jsonl"
-    if path.exists():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    if not path.exists():
+        return hashlib.sha256().hexdigest()
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return files.sha256(path)
 
 
 def num_lines(step: int, *, ends: Collection[int], log_every: int) -> int:
@@ -24,23 +27,30 @@ def num_lines(step: int, *, ends: Collection[int], log_every: int) -> int:
     return step // log_every + sum(end <= step and end % log_every != 0 for end in ends)
 
 
-def truncate(run: Run, step: int, count: int) -> None:
+def truncate(run: Run, step: int, count: int, sha256: str) -> None:
     """Keep the `count` lines up to `step`; a killed process may have left more, and half a line after them.
 
+    Args:
+        run: The run.
+        step: How many steps were made.
+        count: How many lines these steps have.
+        sha256: Of these lines, as the checkpoint has it; empty: the checkpoint does not say.
+
     Raises:
-        IsolossError: They are not there, or not of these steps.
+        IsolossError: The lines are not there, not of these steps, or changed.
     """
     path = run.path / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    lines = text.splitlines(keepends=True)[:count]
+    content = path.read_bytes() if path.exists() else b""
+    lines = content.splitlines(keepends=True)[:count]
     try:
         complete = len(lines) == count and all(json.loads(line)["step"] <= step for line in lines)
     except (ValueError, KeyError, TypeError):
         complete = False
-    if not complete:
+    kept = b"".join(lines)
+    if not complete or (sha256 and hashlib.sha256(kept).hexdigest() != sha256):
         raise IsolossError(
             f"{path} is damaged: its first {count} lines are not those of the {step} steps that were made; "
-            "delete the run to start it again"
+            "restore the file, or delete the run to start it again"
         )
-    if len(text) > len("".join(lines)):
-        files.write_text(path, "".join(lines))
+    if len(content) > len(kept):
+        files.write_bytes(path, kept)

@@ -317,10 +317,13 @@ class ResumeFile:
             return None
         try:
             with safe_open(self._path, framework="pt") as opened:
-                header = json.loads(opened.metadata()["measurement"])
+                text, recorded = (opened.metadata()[name] for name in ("measurement", "sha256"))
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+            header = json.loads(text)
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
             raise IsolossError(f"{self._path} is not the resume file of a measurement: {error}") from error
+        if recorded != _checksum(text, tensors):
+            raise IsolossError(f"{self._path} is damaged: its content does not match its checksum; remove it")
         theirs = header["identity"]
         if other := [key for key in self._identity if self._identity[key] != theirs.get(key)]:
             what = ", ".join(other)
@@ -354,8 +357,9 @@ class ResumeFile:
             return
         begun = time.perf_counter()
         document, tensors = state()
-        header = {"identity": self._identity, "read": self._read, "state": document}
-        files.write_bytes(self._path, save(tensors, metadata={"measurement": json.dumps(header)}))
+        header = json.dumps({"identity": self._identity, "read": self._read, "state": document})
+        metadata = {"measurement": header, "sha256": _checksum(header, tensors)}
+        files.write_bytes(self._path, save(tensors, metadata=metadata))
         self._written = time.perf_counter()
         self._pause = _EVERY_SECONDS * max(1.0, self._written - begun)
 
@@ -368,6 +372,11 @@ class ResumeFile:
             value = batch[name]
             data = value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
             self._inputs.update(name.encode() + data)
+
+
+def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of all that decides where a measurement goes on: safetensors has none of its own."""
+    return hashlib.sha256((header + files.tensors_sha256(sorted(tensors.items()))).encode()).hexdigest()
 
 
 def _weights_digest(model: nn.Module) -> str:
