@@ -94,8 +94,7 @@ class PCFG(ExactLanguage):
         self._sampler = Sampler(grammar, self.max_length)
         self.grammar, self.symbols, self.start_symbol = grammar, grammar.symbols, grammar.symbols[0]
         self.set_vocabulary(grammar.vocabulary)
-        text = "" if config else grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
-        self._config = config or GrammarConfig(rules=text, max_length=self.max_length)
+        self._config = config or GrammarConfig(rules=grammar.config_text(), max_length=self.max_length)
         self._move(torch.device("cpu"), torch.float64)
 
     @classmethod
@@ -105,7 +104,7 @@ class PCFG(ExactLanguage):
 
     @staticmethod
     def from_text(text: str, *, source: str = "<text>", max_length: int = GrammarConfig.max_length) -> PCFG:
-        """Return the language of the rules in `text`, in NLTK's format or as plain rule lines.
+        """Return the language of the rules in `text`, with arrows or as plain rule lines.
 
         See `isoloss.languages.pcfg.grammar.parse_grammar` and the constructor.
         """
