@@ -378,8 +378,8 @@ def test_long_right_sides_are_split_without_a_change_of_probabilities():
 
 
 TREES = [
-    "(S (NP-SBJ (NP (NNP Mr.) (NNP Smith)) (, ,) (ADJP (CD 61) (JJ old)) (, ,)) (VP (VBD said) (NP (PRP$ its) (NN cat)))"
-    " (. .))",
+    "(S (NP-SBJ (NP (NNP Mr.) (NNP Smith)) (, ,) (ADJP (CD 61) (JJ old)) (, ,)) (VP (VBD said) (NP (PRP$ its) "
+    "(NN cat))) (. .))",
     "(S (`` ``) (NP-SBJ (PRP$ our) (NN dog)) (VP (VBZ is) (ADJP (JJ old))) ('' '') (. .))",
     "(S (NP-SBJ (NP (NN dog) (POS 's)) (NN cat)) (PRN (-LRB- -LRB-) (NP (# #) (CD 61)) (-RRB- -RRB-)) (VP (VBZ is)) "
     " (. .))",

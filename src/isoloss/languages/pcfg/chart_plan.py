@@ -6,6 +6,7 @@ the (group, start, width) items that a parse of one length can hold, and how eac
 
 from __future__ import annotations
 
+import graphlib
 import itertools
 import math
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from isoloss.errors import IsolossError
 from isoloss.languages.pcfg.grammar import Grammar
 
 _SMALL = 1024  # symbols
+_LARGEST_TABLE = 1 << 27  # numbers: 1 GiB in float64
 Key = tuple[int, int]  # (group, width) of a chart item, whose starts are an arithmetic progression
 
 
@@ -80,15 +83,19 @@ class FoldedRules:
     """
 
     def __init__(self, grammar: Grammar, max_length: int):
+        check_size(grammar)
         size = len(grammar.symbols)
         # A small grammar has them all, so that sums are taken in one order whatever its unary rules are.
         self.chained = np.arange(size) if size <= _SMALL else np.unique(grammar.unary)
-        step = np.zeros((len(self.chained), len(self.chained)))
-        step[tuple(np.searchsorted(self.chained, grammar.unary).T)] = grammar.unary_probs
-        self.closure, power = np.eye(len(step)), step
-        while power.any():
-            self.closure += power
-            power = power @ step
+        self.closure = np.eye(len(self.chained))
+        below: dict[int, list[tuple[int, float]]] = {}
+        for (a, b), prob in zip(
+            np.searchsorted(self.chained, grammar.unary).tolist(), grammar.unary_probs, strict=True
+        ):
+            below.setdefault(a, []).append((b, prob))
+        for a in graphlib.TopologicalSorter({a: [b for b, _ in own] for a, own in below.items()}).static_order():
+            for b, prob in below.get(a, ()):
+                self.closure[a] += prob * self.closure[b]
         emission = np.zeros((size, len(grammar.vocabulary)))
         emission[tuple(grammar.emission.T)] = grammar.emission_probs
         emission[self.chained] = self.closure @ emission[self.chained]
@@ -201,10 +208,25 @@ class Planner:
             broadcast = 2 * len(codes) >= size[0] * size[1]
             if broadcast:
                 codes, column = np.arange(size[0] * size[1]), b * size[1] + c
+            _check_table(len(self.members[g]) * len(codes), "symbols and pairs of symbols in rules A -> B C")
             weights = np.zeros((len(self.members[g]), len(codes)))
             weights[a, column] = rules.binary_probs[own]
             blocks.append(Block(g, h, k, codes // size[1], codes % size[1], size if broadcast else None, weights))
         return blocks
+
+
+def check_size(grammar: Grammar) -> None:
+    """Refuse a grammar whose tables would fill the memory, before anything that takes long."""
+    _check_table(len(np.unique(grammar.unary)) ** 2, "pairs of symbols in rules A -> B")
+    _check_table(len(grammar.symbols) * len(grammar.vocabulary), "symbols and tokens")
+
+
+def _check_table(numbers: int, what: str) -> None:
+    if numbers > _LARGEST_TABLE:
+        raise IsolossError(
+            f"the grammar is too large to be computed with exactly: its table of {what} would hold {numbers:,} "
+            f"numbers, and at most {_LARGEST_TABLE:,} fit; leave out rare tokens and rules"
+        )
 
 
 def _progression(mask: int) -> range:
