@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
     of_text = ("tokenizer", "length", "column", "split", "max_documents")
     config = languages.resolve(args.language, **{name: getattr(args, name) for name in of_text})
     language: Language = config.build()
-    if isinstance(language, languages.ExactLanguage) and language.has_slow_entropy:
+    if language.is_exact and language.exact().has_slow_entropy and not language.exact().costs_forward_passes:
         common.note(f"{args.language} is {language.describe()}; drawing {args.num_sentences:,}")
     _check_effects(args, language)
     sentences = language.sample(
@@ -173,7 +173,7 @@ def _truth(
             )
     if draws == 0:
         return conditionals, None
-    if language.has_slow_entropy:
+    if language.has_slow_entropy and not is_slow:
         common.note(f"estimating the entropy of {args.language} on {draws:,} sentences, which takes minutes")
     entropy = languages.entropy(language, num_sentences=draws, seed=args.seed)
     if args.entropy_sentences and not entropy.masked_token.samples:
