@@ -1,17 +1,20 @@
 """Grammars as text: both formats, what they mean, the way there and back, and every mistake with its line."""
 
+import math
 import warnings
 
 import nltk
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from slow_grammar import error_of, random_rules
+from slow_grammar import SlowGrammar, error_of, random_rules
 
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.languages.config import PCFGConfig
 from isoloss.languages.pcfg.grammar import parse_grammar
+from isoloss.languages.pcfg.language import PCFG
 from isoloss.languages.pcfg.random_grammar import random_grammar
 
 NLTK = """
@@ -132,8 +135,7 @@ ERRORS = [
     ("", "g holds no rules"),
     ("# only\n\n", "g holds no rules"),
     ("%start S ->", "line 1: expected `%start SYMBOL`"),
-    ("S a 1\nA b c d 1\n", "line 2: a rule is LHS RHS [RHS] weight, 3 or 4 fields; this line has 5"),
-    ("\nS a\n", "line 2: a rule is LHS RHS [RHS] weight, 3 or 4 fields; this line has 2"),
+    ("\nS a\n", "line 2: a rule is LHS RHS ... weight, 3 or more fields; this line has 2"),
     ("S a x\n", "line 1: the weight 'x' is not a number"),
     ("S a -1\n", "line 1: the weight is -1; it must be at least 0"),
     ("S a 1\nS b nan", "line 2: the weight is nan"),
@@ -144,26 +146,29 @@ ERRORS = [
     ("S a 1\nS A A 1\nA A A 1", "line 3: the symbol A derives no sentence"),
     ("S S S 1", "line 1: the start symbol S derives no sentence"),
     ("S a 1\nS A A 1\nA A A 1\nX x 1", "line 3: the symbol A derives no sentence"),
-    ("%start B\nB -> C [1]\nS -> B [1]", "line 2: the symbol C has no rule"),
-    ("S -> A B C [1.0]", "line 1: a right side of S has 3 symbols and tokens; it must have one or two"),
-    ("S -> [1.0]", "line 1: a right side of S has 0 symbols and tokens"),
-    (
-        "S -> '' [1.0]",
-        "line 1: a right side of S has 1 symbols and tokens; it must have one or two, none of them empty",
-    ),
-    (
-        "S -> 'a' [1.0]\nS -> A [0.0]\nS -> 'b'",
-        "line 3: expected a symbol, a quoted token or a [probability], found the end",
-    ),
-    ("S -> 'a' 0.5", "line 1: expected a symbol, a quoted token or a [probability], found '.5'"),
-    ("S -> 'a [0.5]", 'line 1: expected a symbol, a quoted token or a [probability], found "\'a [0.5]"'),
-    ("S -> 'a' [x]", "line 1: the weight 'x' is not a number"),
+    ("%start B\nB -> C [1]\nS -> 'b' [1]", "line 2: the symbol C has no rule (a token stands in quotes)"),
+    ("S -> [1.0]", "line 1: a right side of S is empty; it must hold symbols or tokens"),
+    ("S -> A '' [1.0]", "line 1: a right side of S has an empty token"),
+    ("S -> 'a' [1.0]\nS -> A [0.0]\nS -> 'b'", "line 3: the right side `S -> 'b'` has no weight; write"),
+    ("S -> 'b' [0.5]\nS -> 'a [0.5]", "line 2: the symbol 'a has no rule"),
+    ("S -> 'a' [x]", "line 1: the right side `S -> 'a' [x]` has no weight"),
     ("S -> 'a' [-1]", "line 1: the weight is -1"),
-    ("S -> 'a' [0.5] 'b' [0.5]", "line 1: expected `|` or the end of the line, found \"'b' [0.5]\""),
-    ("S->'a' [1.0]", "line 1: expected `SYMBOL -> ...` with spaces around the arrow"),
+    ("S -> 'a' [0.5] 'b' [0.5]", "line 1: the right side `S -> 'a' [0.5] 'b' [0.5]` has two weights"),
     ("S -> 'a' [1.0]\nS b 1", "line 2: expected `SYMBOL -> ...`"),
-    ("S -> 'a' [0.7]\nS -> 'b' [0.2]", "line 1: the probabilities of S add up to 0.9; NLTK's format wants 1"),
-    ("S -> A [1.0]", "line 1: the symbol A has no rule"),
+    (
+        "S -> 'a' [0.7]\nS -> 'b' [0.2]",
+        "line 1: the probabilities of S add up to 0.9; in brackets they must add up to 1",
+    ),
+    ("S -> A [0.5] | 'a' [0.5]", "line 1: the symbol A has no rule"),
+    # what could mean two things, and the ways out
+    ("1 2 3\n2 3 1", "line 1: the rules begin and end with a number, and either could be the weight; write them with"),
+    ("0.5 S -> 'a' 7", "line 1: the rule has a weight in front, 0.5, and a number at its end, 7; leave one out"),
+    ("[0.5] S -> 'a' | 'b'", "line 1: the weight [0.5] stands in front of 2 right sides"),
+    ("S -> A : 0.5 | A 0.5\nA -> 'a' 1", "line 1: the : before the weight may belong to it or be a token"),
+    ("S -> A 7 # 0.5\nA -> 'a' # 1", "line 1: two numbers could be the weight, 7 and the one after #"),
+    ("S ::= A B 1\nA ::= a 1\nB b 1", "line 3: expected `SYMBOL ::= ...`, found 'B b 1'"),
+    ("[S] ||| [X] [X] ||| -0.7\n[X] ||| 'a' ||| -0.1", "line 1: the weight is -0.7; it must be at least 0"),
+    ("S -> CC 'a' [1]\nCC -> CC [1]", "in a cycle: CC -> CC; if CC is a token, too, write rules with an arrow and"),
     ("%start X\nS -> 'a' [1.0]", "the start symbol X has no rule"),
     ("%begin S\nS -> 'a' [1.0]", "line 1: expected `%start SYMBOL`, found '%begin S'"),
     ("S -> 'a' [1.0] \\", "line 1: the line is continued by a backslash, but nothing follows"),
@@ -241,7 +246,7 @@ def test_any_text_is_a_grammar_or_an_error_in_words(text):
             grammar = parse_grammar(text)
     except IsolossError:
         return
-    assert same(parse_grammar(grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")), grammar)
+    assert same(parse_grammar(grammar.config_text()), grammar)
 
 
 @given(st.lists(st.floats(0, 1e100), min_size=1, max_size=8).filter(lambda w: sum(w) > 0))
@@ -250,3 +255,185 @@ def test_weights_round_trip_to_the_last_digit(weights):
     assert abs(grammar.emission_probs.sum() - 1) < 1e-12
     for form in ("rules", "nltk"):
         assert same(parse_grammar(grammar.to_text(form)), grammar)
+
+
+DOG = {
+    ("S", "NP", "VP"): 0.75,
+    ("S", "VP"): 0.25,
+    ("NP", "D", "N"): 1.0,
+    ("VP", "V", "NP"): 1.0,
+    ("D", "'the'"): 1.0,
+    ("N", "'dog'"): 0.5,
+    ("N", "':'"): 0.5,
+    ("V", "'sees'"): 1.0,
+}
+# the same grammar as people write it, and what the note on reading it says
+FORMS = {
+    "weights after #": (
+        "S\nS -> NP VP # 0.75\nS -> VP # 0.25\nNP -> D N # 1\nVP -> V NP # 1.0 # of the verb\nD -> the # 1\n"
+        "N -> dog # 0.5\nN -> : # .5\nV -> sees # 1\n",
+        "nothing stands in quotes, so that names without a rule are tokens: the, dog, :, sees; weights stand after #",
+    ),
+    "weights after :": (
+        "S -> NP VP : 0.75 | VP : 0.25\nNP -> D N : 1\nVP -> V NP : 1\nD -> 'the' : 1\n"
+        "N -> 'dog' : .5 | ':' : .5\nV -> 'sees' : 1",
+        "weights stand after :",
+    ),
+    "weights last": (
+        "S -> NP VP 0.75|VP 0.25\nNP -> D N 1\nVP -> V NP 1\nD -> 'the' 1\nN -> 'dog' 0.5 | \":\" 5e-1\nV -> 'sees' 1",
+        "weights stand as the last word",
+    ),
+    "weights in front of arrows": (
+        "[0.75] S -> NP VP\n[.25] S -> VP\n[1.0] NP -> D N\n[1] VP -> V NP\nD -> the [1]\nN -> dog [0.5] | : [0.5]\n"
+        "V -> sees [1.0]",
+        "without a rule are tokens: the, dog, :, sees; weights stand in front or",
+    ),
+    "counts in front of arrows": (
+        "3 S -> NP VP\n1 S -> VP\n1 NP -> D N\n1 VP -> V NP\n1 D -> the\n2 N -> dog\n2 N -> :\n1 V -> sees",
+        "weights stand in front; weights that do not add up to 1 are divided by their sum: of S (4), N (4)",
+    ),
+    "weights in front": (
+        "# Sentences.\n3\tS\tNP VP   # a comment\n1\tS\tVP\n1\tNP\tD N\n1\tVP\tV NP\n1\tD\tthe\n7\tN\tdog\n7\tN\t:\n"
+        "1\tV\tsees",
+        "a line is weight LHS RHS ..., and names without a rule of their own are tokens",
+    ),
+    "no spaces": (
+        "S->NP VP[0.75]|VP[0.25]\nNP->D N[1]\nVP->V NP[1]\nD->'the'[1]\nN->'dog'[.5]|':'[.5]\nV->'sees'[1]",
+        None,
+    ),
+    "BNF": (
+        "S ::= NP VP [0.75]\n    | VP [0.25]\nNP ::= D N [1]\nVP ::= V NP [1]\nD ::= 'the' [1]\n"
+        "N ::= 'dog' [.5] | ':' [.5]\nV ::= 'sees' [1]",
+        "rules are written with ::=",
+    ),
+    "arrows of Unicode": (
+        "S → NP VP (0.75) | VP (0.25)\nNP→D N (1)\nVP → V NP (1)\nD → the (1)\nN → dog (.5) | : (.5)\nV → sees (1)",
+        "rules are written with →; nothing stands in quotes",
+    ),
+    "=": (
+        "S = NP VP 0.75 | VP 0.25\nNP = D N 1\nVP = V NP 1\nD = the 1\nN = dog .5 | : .5\nV = sees 1",
+        "written with =",
+    ),
+    ":": (
+        "S: NP VP 0.75\nS: VP 0.25\nNP: D N 1\nVP: V NP 1\nD: 'the' 1\nN: 'dog' .5\nN: ':' .5\nV: 'sees' 1",
+        "with :",
+    ),
+    "|||": (
+        "S ||| NP VP ||| 3\nS ||| VP ||| 1\nNP ||| D N ||| 1\nVP ||| V NP ||| 1\nD ||| the ||| 1\nN ||| dog ||| 1\n"
+        "N ||| : ||| 1\nV ||| sees ||| 1",
+        "weights stand after |||",
+    ),
+    "weights last, with a comment": (
+        "S NP VP 3 # counts\nS VP 1\nNP D N 1\nVP V NP 1\nD the 1\nN dog 1\nN : 1\nV sees 1",
+        None,
+    ),
+}
+
+
+def read(text, note):
+    """The grammar in a text that is read with a warning that says `note`; with none, for None."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", IsolossWarning)
+        grammar = parse_grammar(text, source="g")
+    assert (note is None) == (not caught)
+    for warning in caught:
+        assert note in str(warning.message)
+    return grammar
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_that_people_write(form):
+    text, note = FORMS[form]
+    assert rules(read(text, note)) == DOG
+
+
+@pytest.mark.parametrize("arrow", ["::=", "→", ":", "=", "->", "=>", ":=", "|||"])
+def test_an_arrow_is_no_token(arrow):
+    grammar = read(f"S {arrow} A 1\nA {arrow} a 0.5\nA {arrow} b 0.5", "tokens: a, b")
+    assert rules(grammar) == {("S", "A"): 1.0, ("A", "'a'"): 0.5, ("A", "'b'"): 0.5}
+
+
+@pytest.mark.parametrize("token", ["::=", "→", ":", "=", "=>", "|||", "#"])
+def test_what_looks_like_an_arrow_can_be_a_token_of_plain_rule_lines(token):
+    assert rules(parse_grammar(f"S A B 1\nA {token} 0.5\nA x 0.5\nB {token} 1")) == {
+        ("S", "A", "B"): 1.0,
+        ("A", f"'{token}'"): 0.5,
+        ("A", "'x'"): 0.5,
+        ("B", f"'{token}'"): 1.0,
+    }
+
+
+def test_long_right_sides_are_split_without_a_change_of_probabilities():
+    text = "ROOT is it S ? 1\nROOT S ? 1\nROOT S ! 2\nS it is S 1\nS it 3"
+    grammar = read(text, "2 longer right sides are split in two with symbols such as ROOT|<it-S-?>")
+    theirs = nltk.PCFG.fromstring(
+        "ROOT -> 'is' 'it' S '?' [.25] | S '?' [.25] | S '!' [.5]\nS -> 'it' 'is' S [.25] | 'it' [.75]"
+    )
+    for sentence in ("is it it is it ?", "it is it !", "it ?", "is it it ?"):
+        slow = SlowGrammar(grammar)
+        words = sentence.split()
+        expected = sum(tree.prob() for tree in nltk.InsideChartParser(theirs).parse(words))
+        assert expected > 0
+        assert slow.inside(0, [grammar.vocabulary.index(word) for word in words]) == pytest.approx(expected, rel=1e-12)
+
+
+TREES = [
+    "(S (NP-SBJ (NP (NNP Mr.) (NNP Smith)) (, ,) (ADJP (CD 61) (JJ old)) (, ,)) (VP (VBD said) (NP (PRP$ its) "
+    "(NN cat))) (. .))",
+    "(S (`` ``) (NP-SBJ (PRP$ our) (NN dog)) (VP (VBZ is) (ADJP (JJ old))) ('' '') (. .))",
+    "(S (NP-SBJ (NP (NN dog) (POS 's)) (NN cat)) (PRN (-LRB- -LRB-) (NP (# #) (CD 61)) (-RRB- -RRB-)) (VP (VBZ is)) "
+    " (. .))",
+    "(S (NP-SBJ (-NONE- *-1)) (VP (VBD said) (NP ($ $) (CD 61))) (: --) (VP (VBZ is)) (. .))",
+]
+
+
+def induced():
+    """NLTK's grammar of a few trees, made by its own steps, and the rules' probabilities."""
+    productions = []
+    for text in TREES:
+        tree = nltk.Tree.fromstring(text)
+        tree.collapse_unary(collapsePOS=False)
+        tree.chomsky_normal_form(horzMarkov=2)
+        productions += tree.productions()
+    grammar = nltk.induce_pcfg(nltk.Nonterminal("S"), productions)
+    table = {
+        (str(rule.lhs()), *(f"'{x}'" if isinstance(x, str) else str(x) for x in rule.rhs())): rule.prob()
+        for rule in grammar.productions()
+    }
+    return grammar, table
+
+
+def test_nltks_printed_grammar():
+    theirs, table = induced()
+    printed = str(theirs)
+    assert printed.startswith("Grammar with ")
+    names = {name for name, *_ in table}
+    assert {"S|<VP-.>", "PRP$", ",", ".", "''", "``", "-LRB-", "#", "$", ":", "-NONE-", "PRN|<NP--RRB->"} <= names
+    for text in (printed, printed.split("\n", 1)[1], "\n".join(map(str, theirs.productions()))):
+        grammar = parse_grammar(text)
+        ours = rules(grammar)
+        assert ours.keys() == table.keys()
+        assert all(ours[rule] == pytest.approx(table[rule], abs=1e-6) for rule in table)  # printed with six digits
+    language = PCFG(grammar, max_length=20)
+    words = nltk.Tree.fromstring(TREES[1]).leaves()
+    ids = torch.tensor([[grammar.vocabulary.index(word) for word in words]])
+    parses = list(nltk.InsideChartParser(theirs).parse(words))
+    expected = math.fsum(tree.prob() for tree in parses)
+    assert len(parses) >= 1
+    log_prob = language.log_prob(ids, torch.tensor([len(words)])) + math.log(language._acceptance)
+    assert float(log_prob) == pytest.approx(math.log(expected), abs=1e-5)
+    again = parse_grammar(language.config.rules)
+    assert again.symbols == grammar.symbols
+    assert rules(again) == ours
+
+
+def test_quotes_without_spaces():
+    assert rules(parse_grammar("NP->'the'N[0.5]|N'!'[0.5]\nN->'dog'[1]")) == {
+        ("NP", "T/the", "N"): 0.5,
+        ("NP", "N", "T/_"): 0.5,
+        ("N", "'dog'"): 1.0,
+        ("T/the", "'the'"): 1.0,
+        ("T/_", "'!'"): 1.0,
+    }
+    primes = read("N' -> D' N' # 0.5\nN' -> 's # 0.5\nD' -> 'twas # 1", "tokens: 's, 'twas")
+    assert rules(primes) == {("N'", "D'", "N'"): 0.5, ("N'", "''s'"): 0.5, ("D'", "''twas'"): 1.0}

@@ -60,7 +60,8 @@ class Args:
     """How many tokens of the first sentence to mask, one at a time, and list the likeliest tokens for; default: 3, or 1
     for a causal model."""
     entropy_sentences: int | None = None
-    """Sentences to estimate the entropy on (0: leave it out); default: 2000; for a causal model, which is slow, 0."""
+    """Sentences to estimate the entropy on (0: leave it out); default: 2000; 0 for a causal model and for a grammar of
+    over 5,000 rules, which are slow."""
     save: Path | None = None
     """Write the language to this file, NAME.safetensors; every subcommand takes it as a language."""
     overwrite: bool = False
@@ -78,6 +79,8 @@ def main(arguments: list[str]) -> int:
     of_text = ("tokenizer", "length", "column", "split", "max_documents")
     config = languages.resolve(args.language, **{name: getattr(args, name) for name in of_text})
     language: Language = config.build()
+    if language.is_exact and language.exact().has_slow_entropy and not language.exact().costs_forward_passes:
+        common.note(f"{args.language} is {language.describe()}; drawing {args.num_sentences:,}")
     _check_effects(args, language)
     sentences = language.sample(
         args.num_sentences, generator=seeds.generator(args.seed, "sample"), latent=args.tree or args.states
@@ -161,9 +164,17 @@ def _truth(
             row["conditional_entropy_nats"] = own[: len(row["tokens"])]
     number = args.conditionals if args.conditionals is not None else 1 if is_slow else CONDITIONALS
     conditionals = _conditionals(language, sentences, number)
-    draws = args.entropy_sentences if args.entropy_sentences is not None else 0 if is_slow else ENTROPY_SENTENCES
+    draws = args.entropy_sentences
+    if draws is None:
+        draws = 0 if language.has_slow_entropy else ENTROPY_SENTENCES
+        if not draws and not is_slow:
+            common.note(
+                f"the entropy of {args.language} is left out, as it takes minutes; ask by --entropy-sentences 200"
+            )
     if draws == 0:
         return conditionals, None
+    if language.has_slow_entropy and not is_slow:
+        common.note(f"estimating the entropy of {args.language} on {draws:,} sentences, which takes minutes")
     entropy = languages.entropy(language, num_sentences=draws, seed=args.seed)
     if args.entropy_sentences and not entropy.masked_token.samples:
         raise IsolossError(f"the entropy of {args.language} has a closed form: leave out --entropy-sentences")

@@ -344,6 +344,12 @@ class ExactLanguage(Language):
 
     is_exact: ClassVar[bool] = True
     costs_forward_passes: bool = False
+
+    @property
+    def has_slow_entropy(self) -> bool:
+        """Whether an estimate of the entropy takes minutes, so that it must be asked for."""
+        return self.costs_forward_passes
+
     device: torch.device
     dtype: torch.dtype
 

@@ -78,6 +78,11 @@ class Framed(ExactLanguage):
         own = inner._config
         self._config = config or (None if own is None else FramedConfig(language=own))
 
+    @property
+    def has_slow_entropy(self) -> bool:
+        """Whether an estimate of the entropy takes minutes; see `ExactLanguage`."""
+        return self.inner.has_slow_entropy
+
     @classmethod
     def from_config(cls, config: FramedConfig) -> Framed:
         """Return the language that `config` describes."""

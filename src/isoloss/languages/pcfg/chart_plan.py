@@ -6,6 +6,7 @@ the (group, start, width) items that a parse of one length can hold, and how eac
 
 from __future__ import annotations
 
+import graphlib
 import itertools
 import math
 from dataclasses import dataclass
@@ -14,8 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from isoloss.errors import IsolossError
 from isoloss.languages.pcfg.grammar import Grammar
 
+_SMALL = 1024  # symbols
+_LARGEST_TABLE = 1 << 27  # numbers: 1 GiB in float64
 Key = tuple[int, int]  # (group, width) of a chart item, whose starts are an arithmetic progression
 
 
@@ -69,7 +73,9 @@ class FoldedRules:
     cycle. A symbol's folded rule has the probability of all chains that end in it.
 
     Attributes:
-        closure: (S, S) probability that a chain of unary rules leads from a symbol to another, 1 on the diagonal.
+        chained: (U,) ids of the symbols that unary rules may have on either side, ascending.
+        closure: (U, U) probability that a chain of unary rules leads from one of these to another, 1 on the diagonal.
+        chains: (N, 2) ids of any two symbols of which a chain leads from the first to the second, or that are one.
         binary: (R, 3) rules A -> B C, and `binary_probs` (R,).
         emission: (S, V) probability that a symbol yields exactly the one token.
         feasible: (S, max_length + 1) whether a symbol can yield that many tokens.
@@ -77,34 +83,44 @@ class FoldedRules:
     """
 
     def __init__(self, grammar: Grammar, max_length: int):
+        check_size(grammar)
         size = len(grammar.symbols)
-        step = np.zeros((size, size))
-        step[tuple(grammar.unary.T)] = grammar.unary_probs
-        self.closure, power = np.eye(size), step
-        while power.any():
-            self.closure += power
-            power = power @ step
+        # A small grammar has them all, so that sums are taken in one order whatever its unary rules are.
+        self.chained = np.arange(size) if size <= _SMALL else np.unique(grammar.unary)
+        self.closure = np.eye(len(self.chained))
+        below: dict[int, list[tuple[int, float]]] = {}
+        for (a, b), prob in zip(
+            np.searchsorted(self.chained, grammar.unary).tolist(), grammar.unary_probs, strict=True
+        ):
+            below.setdefault(a, []).append((b, prob))
+        for a in graphlib.TopologicalSorter({a: [b for b, _ in own] for a, own in below.items()}).static_order():
+            for b, prob in below.get(a, ()):
+                self.closure[a] += prob * self.closure[b]
         emission = np.zeros((size, len(grammar.vocabulary)))
         emission[tuple(grammar.emission.T)] = grammar.emission_probs
-        self.emission = self.closure @ emission
+        emission[self.chained] = self.closure @ emission[self.chained]
+        self.emission = emission
+        upper, lower = np.nonzero(self.closure)
+        alone = np.setdiff1d(np.arange(size), self.chained)
+        self.chains = np.concatenate([self.chained[np.stack([upper, lower], axis=1)], np.stack([alone, alone], axis=1)])
+        self._chain_probs = np.concatenate([self.closure[upper, lower], np.ones(len(alone))])
         self.binary, self.binary_probs = self._fold(grammar)
         self.feasible, self.length_probs = self._lengths(max_length)
 
     def _fold(self, grammar: Grammar) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        size = len(self.closure)
-        upper, lower = np.nonzero(self.closure)
+        size = len(grammar.symbols)
         codes, probs = [], []
-        for a, d in zip(upper, lower, strict=True):
+        for (a, d), prob in zip(self.chains, self._chain_probs, strict=True):
             own = slice(*np.searchsorted(grammar.binary[:, 0], [d, d + 1]))
             codes.append((a * size + grammar.binary[own, 1]) * size + grammar.binary[own, 2])
-            probs.append(self.closure[a, d] * grammar.binary_probs[own])
+            probs.append(prob * grammar.binary_probs[own])
         unique, index = np.unique(np.concatenate(codes), return_inverse=True)
         total = np.bincount(index, weights=np.concatenate(probs), minlength=len(unique))
         binary = np.stack([unique // size**2, unique // size % size, unique % size], axis=1).astype(np.int64)
         return binary, total.astype(np.float64)
 
     def _lengths(self, max_length: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-        size = len(self.closure)
+        size = len(self.emission)
         feasible = np.zeros((size, max_length + 1), dtype=bool)
         probs = np.zeros((size, max_length + 1))
         feasible[:, 1], probs[:, 1] = self.emission.any(axis=1), self.emission.sum(axis=1)
@@ -192,10 +208,25 @@ class Planner:
             broadcast = 2 * len(codes) >= size[0] * size[1]
             if broadcast:
                 codes, column = np.arange(size[0] * size[1]), b * size[1] + c
+            _check_table(len(self.members[g]) * len(codes), "symbols and pairs of symbols in rules A -> B C")
             weights = np.zeros((len(self.members[g]), len(codes)))
             weights[a, column] = rules.binary_probs[own]
             blocks.append(Block(g, h, k, codes // size[1], codes % size[1], size if broadcast else None, weights))
         return blocks
+
+
+def check_size(grammar: Grammar) -> None:
+    """Refuse a grammar whose tables would fill the memory, before anything that takes long."""
+    _check_table(len(np.unique(grammar.unary)) ** 2, "pairs of symbols in rules A -> B")
+    _check_table(len(grammar.symbols) * len(grammar.vocabulary), "symbols and tokens")
+
+
+def _check_table(numbers: int, what: str) -> None:
+    if numbers > _LARGEST_TABLE:
+        raise IsolossError(
+            f"the grammar is too large to be computed with exactly: its table of {what} would hold {numbers:,} "
+            f"numbers, and at most {_LARGEST_TABLE:,} fit; leave out rare tokens and rules"
+        )
 
 
 def _progression(mask: int) -> range:

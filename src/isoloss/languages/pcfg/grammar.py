@@ -13,11 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from isoloss.errors import IsolossError, warn
-from isoloss.languages.pcfg.rules import SYMBOL, Rule, location, read_rules
+from isoloss.languages.pcfg.rules import (
+    ARROW,
+    NLTK_SYMBOL,
+    Rule,
+    first_of,
+    is_plain_name,
+    location,
+    numbers_only,
+    read_rules,
+)
 
 Format = Literal["rules", "nltk"]
 
-_NAMED = 5  # symbols or tokens that a warning lists by name
 _SUM_TOLERANCE = 1e-12  # probabilities that add up to 1 within this are kept to the last digit: text round-trips
 
 
@@ -60,15 +68,25 @@ class Grammar:
         obstacle = self.rules_obstacle() if format == "rules" else None
         if obstacle:
             raise IsolossError(f"{obstacle}; write format nltk instead")
-        symbols = _nltk_names(self.symbols) if format == "nltk" else self.symbols
-        quote: Callable[[str], str] = _quoted if format == "nltk" else str
+        return self._text(_nltk_names(self.symbols)) if format == "nltk" else self._text(None)
+
+    def config_text(self) -> str:
+        """Return the rules as a config keeps them, with their own names in whatever form can hold these."""
+        if not self.rules_obstacle():
+            return self._text(None)
+        return self._text(self.symbols if all(map(is_plain_name, self.symbols)) else _nltk_names(self.symbols))
+
+    def _text(self, names: Sequence[str] | None) -> str:
+        """Return the rules with arrows, the symbols called `names`, or as plain rule lines."""
+        symbols = names or self.symbols
+        quote: Callable[[str], str] = _quoted if names else str
         rules = [(a, f"{symbols[b]} {symbols[c]}") for a, b, c in self.binary]
         rules += [(a, symbols[b]) for a, b in self.unary]
         rules += [(a, quote(self.vocabulary[token])) for a, token in self.emission]
         blocks: list[list[str]] = [[] for _ in symbols]
         probs = np.concatenate([self.binary_probs, self.unary_probs, self.emission_probs])
         for (lhs, rhs), p in zip(rules, probs, strict=True):
-            if format == "nltk":
+            if names:
                 blocks[lhs].append(f"{symbols[lhs]} -> {rhs} [{np.format_float_positional(p, trim='0')}]")
             else:
                 blocks[lhs].append(f"{symbols[lhs]} {rhs} {float(p)!r}")
@@ -82,35 +100,49 @@ class Grammar:
         for name in self.symbols:
             if name.startswith("#"):
                 return f"the symbol {name!r} would start a comment in a plain rule line"
+            if name.startswith("%") or ARROW.search(f"{name} "):
+                return f"the symbol {name!r} could be taken for an arrow or a directive in a plain rule line"
+        if numbers_only(self.symbols):
+            return "all symbols are numbers, so that plain rule lines would begin and end with one"
         both = sorted(set(self.symbols) & set(self.vocabulary))
         return f"{both[0]!r} is a symbol and a token, which plain rule lines cannot tell apart" if both else None
 
 
 def parse_grammar(text: str, *, source: str = "<text>") -> Grammar:
-    r"""Return the grammar that `text` holds.
+    r"""Return the grammar that `text` holds, in any of the forms that people write grammars in.
 
-    A text with `->` in a rule is NLTK's format: `S -> NP VP [0.8] | 'tok' [0.2]`, tokens in quotes, `%start X`, a
-    backslash continues a line, and a symbol's probabilities add up to 1 within 0.01. Any other text is plain rule lines
-    `LHS RHS [RHS] weight`: a right side that never stands on a left side is a token. In both, the start symbol is the
-    first left side, a line that starts with # is a comment, the weights of a repeated rule add up, a symbol's weights
-    are normalized, and rules of weight 0 are left out. Rules between two symbols (`A -> B`) are allowed. A token beside
-    another right side (`A -> 'a' B`) gets a symbol of its own, named after it (`T/a`), that emits only it.
+    - **With arrows**, as NLTK: `S -> NP VP [0.8] | 'tok' [0.2]`. The arrow may also be `→`, `=>`, `::=`, `:=`, `:`, `=`
+      or `|||`. A right side's weight is in brackets behind it, after # or :, its last word, or in front of the line
+      (`[0.8] S -> NP VP`). What stands in quotes is a token; if nothing does, a name without a rule of its own is one.
+      Weights in brackets are probabilities, which add up to 1 within 0.01.
+    - **Plain rule lines**: `LHS RHS ... weight` or `weight LHS RHS ...`. A name that never stands on a left side is a
+      token.
 
+    The start symbol is the first left side, or what `%start X`, a first line `X` or NLTK's printed heading says. What
+    follows # is a comment, a backslash continues a line, the weights of a repeated rule add up, a symbol's weights are
+    normalized, and rules of weight 0 are left out. Rules between two symbols (`A -> B`) are allowed. A right side of
+    more than two names is split in two, with symbols named as NLTK names them (`A|<C-D>`); no probability changes.
+    A token beside another name (`A -> 'a' B`) gets a symbol of its own, named after it (`T/a`), that emits only it.
+
+    An `IsolossWarning` says how a text was read that is in neither of the two forms that `Grammar.to_text` writes.
     A symbol that cannot be reached from the start symbol has no part in any sentence. It is left out with its rules,
     and so is a token that no other symbol emits; one `IsolossWarning` names them. Nothing is asked of their rules but
     that they can be read: they may name a symbol that has no rule, or never end.
 
     Raises:
-        IsolossError: A line cannot be read, or the rules make no valid grammar: a symbol that can be reached has no
-            rule, or derives no sentence, or itself alone. The message names the line.
+        IsolossError: A line cannot be read or has two meanings, or the rules make no valid grammar: a symbol that can
+            be reached has no rule, or derives no sentence, or itself alone. The message names the line.
 
     Example:
         >>> grammar = parse_grammar("S A A 3\nS A 1\nA a 1\nA b 1")
         >>> grammar.symbols, grammar.vocabulary, grammar.binary_probs, grammar.unary_probs
         (('S', 'A'), ('a', 'b'), array([0.75]), array([0.25]))
     """
-    rules, start = read_rules(text, source)
-    return build_grammar(rules, start=start, source=source)
+    rules, start, notes = read_rules(text, source)
+    grammar = build_grammar(rules, start=start, source=source)
+    if notes:
+        warn(f"{source}: {'; '.join(notes)}")
+    return grammar
 
 
 def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
@@ -132,7 +164,9 @@ def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
     for rule in everything:
         for name, is_token in rule.rhs:
             if not is_token and name not in by_symbol:
-                raise IsolossError(f"{location(source, rule)}: the symbol {name} has no rule")
+                raise IsolossError(
+                    f"{location(source, rule)}: the symbol {name} has no rule (a token stands in quotes)"
+                )
     _check_cycles(everything, source)
     _check_productive(by_symbol, start, source)
     if left_out is not None:
@@ -158,17 +192,12 @@ def _left_out(by_symbol: dict[str, list[Rule]], reached: set[str], start: str) -
     others = {lhs: own for lhs, own in by_symbol.items() if lhs not in reached}
     symbols = [f"{lhs} (line {own[0].line})" if own[0].line else lhs for lhs, own in others.items()]
     tokens = [token for token in vocabulary_of(rule for own in others.values() for rule in own) if token not in kept]
-    told = f"{_count(symbols, 'symbol')} that cannot be reached from {start}: {_first(symbols)}"
-    return f"{told}; and {_count(tokens, 'token')} that nothing else emits: {_first(tokens)}" if tokens else told
+    told = f"{_count(symbols, 'symbol')} that cannot be reached from {start}: {first_of(symbols)}"
+    return f"{told}; and {_count(tokens, 'token')} that nothing else emits: {first_of(tokens)}" if tokens else told
 
 
 def _count(names: Sequence[str], what: str) -> str:
     return f"{len(names)} {what}{'' if len(names) == 1 else 's'}"
-
-
-def _first(names: Sequence[str]) -> str:
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _normalized(own: Sequence[Rule], source: str) -> list[Rule]:
@@ -210,21 +239,31 @@ def _check_cycles(rules: Sequence[Rule], source: str) -> None:
     except graphlib.CycleError as error:
         cycle = error.args[1][::-1]
         first = next(rule for rule in rules if rule.lhs == cycle[0] and rule.rhs == ((cycle[1], False),))
-        raise IsolossError(f"{location(source, first)}: the unary rules run in a cycle: {' -> '.join(cycle)}") from None
+        told = f"{location(source, first)}: the unary rules run in a cycle: {' -> '.join(cycle)}"
+        if len(cycle) == 2:
+            told += f"; if {cycle[0]} is a token, too, write rules with an arrow and the token in quotes"
+        raise IsolossError(told) from None
 
 
 def _check_productive(by_symbol: dict[str, list[Rule]], start: str, source: str) -> None:
-    productive: set[str] = set()
-    while True:
-        more = {
-            lhs
-            for lhs, own in by_symbol.items()
-            if lhs not in productive
-            and any(all(is_token or name in productive for name, is_token in rule.rhs) for rule in own)
-        }
-        if not more:
-            break
-        productive |= more
+    # Every rule waits for the symbols on its right; a symbol is productive when one of its rules waits no longer.
+    waiting: dict[str, list[tuple[str, set[str]]]] = {}
+    productive, frontier = set[str](), list[str]()
+    for lhs, own in by_symbol.items():
+        for rule in own:
+            missing = {name for name, is_token in rule.rhs if not is_token}
+            for name in missing:
+                waiting.setdefault(name, []).append((lhs, missing))
+            if not missing:
+                frontier.append(lhs)
+    while frontier:
+        done = frontier.pop()
+        if done not in productive:
+            productive.add(done)
+            for lhs, missing in waiting.get(done, ()):
+                missing.discard(done)
+                if not missing:
+                    frontier.append(lhs)
     for lhs in (start, *by_symbol):
         if lhs not in productive:
             role = "start symbol" if lhs == start else "symbol"
@@ -261,16 +300,16 @@ def _natural(name: str) -> tuple[list[str | int], str]:
 
 def _nltk_name(name: str) -> str:
     name = re.sub(r"[^\w/^<>-]", "_", name)
-    return name if SYMBOL.fullmatch(name) else f"_{name}"
+    return name if NLTK_SYMBOL.fullmatch(name) else f"_{name}"
 
 
 def _nltk_names(symbols: Sequence[str]) -> tuple[str, ...]:
     names = tuple(map(_nltk_name, symbols))
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            first = symbols[names.index(name)]
+    owner: dict[str, str] = {}
+    for name, symbol in zip(names, symbols, strict=True):
+        if owner.setdefault(name, symbol) != symbol:
             raise IsolossError(
-                f"the symbols {first!r} and {symbols[index]!r} are both {name!r} in NLTK's format; rename one"
+                f"the symbols {owner[name]!r} and {symbol!r} are both {name!r} in NLTK's format; rename one"
             )
     return names
 

@@ -177,7 +177,8 @@ class InsideOutside:
                 outside = self._outside(plan, chart, narrowest=width)
                 z, above = self._root(plan, chart), self._by_symbol(plan, outside, width, range(start, start + 1))[:, 0]
             # a chart holds the topmost symbol of a chain of unary rules: the closure leads to those below it
-            above = above @ self._tensor(self._rules.closure, dtype)
+            chained = self._tensor(self._rules.chained, torch.int64)
+            above[:, chained] = above[:, chained] @ self._tensor(self._rules.closure, dtype)
             below = self._inside_whole(inner, tokens[:, start:stop], shift, dtype)
             return z, (above * below / z[:, None]).clamp(max=1)
 

@@ -121,10 +121,9 @@ def _levels(grammar: Grammar) -> list[int]:
 
 def _check_exclusive(grammar: Grammar, candidates: list[int], name: str) -> None:
     """Refuse symbols of which a chain of unary rules can put two on the same tokens."""
-    closure = FoldedRules(grammar, 1).closure[candidates][:, candidates]
-    for upper, lower in np.argwhere(closure).tolist():
-        if upper != lower:
-            both = " and ".join(grammar.symbols[candidates[index]] for index in (upper, lower))
+    for upper, lower in FoldedRules(grammar, 1).chains.tolist():
+        if upper != lower and {upper, lower} <= set(candidates):
+            both = " and ".join(grammar.symbols[symbol] for symbol in (upper, lower))
             raise IsolossError(f"task {name}: {both} can cover the same tokens, so the label would not be one symbol")
 
 

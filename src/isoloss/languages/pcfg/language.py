@@ -18,7 +18,7 @@ from isoloss.languages.api import ExactLanguage, Labeling, Sentences, Stored
 from isoloss.languages.batches import Rows, run_in_threads
 from isoloss.languages.config import GRAMMAR_TASKS, MAX_LENGTH, DyckConfig, GrammarConfig
 from isoloss.languages.entropies import derivation_sums, entropy_terms
-from isoloss.languages.pcfg.chart_plan import FoldedRules
+from isoloss.languages.pcfg.chart_plan import FoldedRules, check_size
 from isoloss.languages.pcfg.grammar import Format, Grammar, parse_grammar
 from isoloss.languages.pcfg.inside_outside import InsideOutside
 from isoloss.languages.pcfg.labeling import grammar_labeling
@@ -29,6 +29,7 @@ from isoloss.languages.redrawing import Redrawing
 from isoloss.text.documents import reading
 
 _OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
+_MANY_RULES = 5000  # A -> B C
 _FEW = 128  # sentences that are not cut further: the compiled kernels take so many at once
 
 
@@ -77,6 +78,7 @@ class PCFG(ExactLanguage):
         """
         if not 1 <= max_length <= MAX_LENGTH:
             raise IsolossError(f"max_length is {max_length}; it must be from 1 to {MAX_LENGTH} tokens")
+        check_size(grammar)
         max_length = min(max_length, int(longest_yields(grammar, max_length)[0]))
         rules = FoldedRules(grammar, max_length)
         possible = np.flatnonzero(rules.length_probs[0])
@@ -94,8 +96,7 @@ class PCFG(ExactLanguage):
         self._sampler = Sampler(grammar, self.max_length)
         self.grammar, self.symbols, self.start_symbol = grammar, grammar.symbols, grammar.symbols[0]
         self.set_vocabulary(grammar.vocabulary)
-        text = "" if config else grammar.to_text("nltk" if grammar.rules_obstacle() else "rules")
-        self._config = config or GrammarConfig(rules=text, max_length=self.max_length)
+        self._config = config or GrammarConfig(rules=grammar.config_text(), max_length=self.max_length)
         self._move(torch.device("cpu"), torch.float64)
 
     @classmethod
@@ -105,7 +106,7 @@ class PCFG(ExactLanguage):
 
     @staticmethod
     def from_text(text: str, *, source: str = "<text>", max_length: int = GrammarConfig.max_length) -> PCFG:
-        """Return the language of the rules in `text`, in NLTK's format or as plain rule lines.
+        """Return the language of the rules in `text`, with arrows or as plain rule lines.
 
         See `isoloss.languages.pcfg.grammar.parse_grammar` and the constructor.
         """
@@ -150,6 +151,11 @@ class PCFG(ExactLanguage):
             f"PCFG({len(self.symbols)} symbols, {self.vocab_size} tokens, at most {self.max_length} tokens per "
             f"sentence, {self.dtype} on {self.device})"
         )
+
+    @property
+    def has_slow_entropy(self) -> bool:
+        """Whether an estimate of the entropy takes minutes: a treebank's grammar has thousands of pairs."""
+        return len(self._rules.binary) > _MANY_RULES
 
     def describe(self) -> str:
         """Return the numbers of symbols and tokens, and the lengths."""

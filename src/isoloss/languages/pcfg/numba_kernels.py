@@ -18,6 +18,7 @@ import torch
 from isoloss.languages.pcfg.chart_plan import FoldedRules, Key, Plan, Planner
 
 LANES = 128  # sentences of a chart: long enough for vector loops, short enough for a second-level cache
+_FEWEST_LANES = 8  # the widest vector of a processor in float64
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[Any]
@@ -109,7 +110,9 @@ class Kernels:
         numbers = (np.ascontiguousarray(tokens.numpy()), factor.numpy())
         tables = self._in(numbers[1].dtype)
         rules = (self._pairs, self._targets, tables.weights)
-        inside = np.empty((flat.rows, LANES), dtype=tables.weights.dtype)
+        # Few sentences have a narrower chart: a large grammar's would take gigabytes of lanes that hold nothing.
+        lanes = min(LANES, max(_FEWEST_LANES, 1 << (len(tokens) - 1).bit_length()))
+        inside = np.empty((flat.rows, lanes), dtype=tables.weights.dtype)
         outside = inside if narrowest is None else np.empty_like(inside)
         for first in range(0, len(tokens), LANES):
             fill_leaves(inside, *numbers, first, tables.emission, flat.leaves)
@@ -229,7 +232,7 @@ def fill_leaves(
     inside[:] = 0
     for f in range(len(leaves)):
         row, position, column, size = leaves[f, 0], leaves[f, 1], leaves[f, 2], leaves[f, 3]
-        for lane in range(LANES):
+        for lane in range(inside.shape[1]):
             sentence = min(first + lane, len(tokens) - 1)
             token = tokens[sentence, position]
             for g in range(size):
@@ -241,21 +244,21 @@ def fill_inside(
     inside: Floats, parts: Integers, splits: Integers, pairs: Integers, targets: Integers, weights: Floats
 ) -> None:
     """Compute all wider items: parent(a) += weight * sum over splits of left(b) right(c)."""
-    pair = np.empty(LANES, inside.dtype)
+    pair = np.empty(inside.shape[1], inside.dtype)
     for q in range(len(parts)):
         parent, first, last = parts[q, 0], parts[q, 3], parts[q, 4]
         for k in range(parts[q, 1], parts[q, 2]):
             b, c = pairs[k, 0], pairs[k, 1]
             left, right = splits[first, 0] + b, splits[first, 1] + c
-            for lane in range(LANES):
+            for lane in range(inside.shape[1]):
                 pair[lane] = inside[left, lane] * inside[right, lane]
             for s in range(first + 1, last):
                 left, right = splits[s, 0] + b, splits[s, 1] + c
-                for lane in range(LANES):
+                for lane in range(inside.shape[1]):
                     pair[lane] += inside[left, lane] * inside[right, lane]
             for r in range(pairs[k, 2], pairs[k, 3]):
                 row, weight = parent + targets[r], weights[r]
-                for lane in range(LANES):
+                for lane in range(inside.shape[1]):
                     inside[row, lane] += weight * pair[lane]
 
 
@@ -270,23 +273,23 @@ def fill_outside(
     weights: Floats,
 ) -> None:
     """Compute dZ / d inside from the root down, which holds 1, all other rows 0."""
-    pair = np.empty(LANES, inside.dtype)
+    pair = np.empty(inside.shape[1], inside.dtype)
     for q in range(len(parts) - 1, -1, -1):
         parent = parts[q, 0]
         for k in range(parts[q, 1], parts[q, 2]):
             b, c = pairs[k, 0], pairs[k, 1]
             row, weight = parent + targets[pairs[k, 2]], weights[pairs[k, 2]]
-            for lane in range(LANES):
+            for lane in range(inside.shape[1]):
                 pair[lane] = weight * outside[row, lane]
             for r in range(pairs[k, 2] + 1, pairs[k, 3]):
                 row, weight = parent + targets[r], weights[r]
-                for lane in range(LANES):
+                for lane in range(inside.shape[1]):
                     pair[lane] += weight * outside[row, lane]
             for s in range(parts[q, 3], parts[q, 4]):
                 left, right = splits[s, 0] + b, splits[s, 1] + c
-                for lane in range(LANES):
+                for lane in range(inside.shape[1]):
                     outside[left, lane] += pair[lane] * inside[right, lane]
-                for lane in range(LANES):
+                for lane in range(inside.shape[1]):
                     outside[right, lane] += pair[lane] * inside[left, lane]
 
 
@@ -295,13 +298,13 @@ def write_scores(
     scores: Floats, outside: Floats, first: int, leaves: Integers, total: Floats, score_of: Integers
 ) -> None:
     """Divide each token's outside scores by the mass that they give to all tokens, and write them by sentence."""
-    mass = np.zeros((scores.shape[1], LANES), outside.dtype)
+    mass = np.zeros((scores.shape[1], outside.shape[1]), outside.dtype)
     for f in range(len(leaves)):
         row, position, column = leaves[f, 0], leaves[f, 1], leaves[f, 2]
         for g in range(leaves[f, 3]):
-            for lane in range(LANES):
+            for lane in range(outside.shape[1]):
                 mass[position, lane] += outside[row + g, lane] * total[column + g]
-    count = min(LANES, len(scores) - first)
+    count = min(outside.shape[1], len(scores) - first)
     for f in range(len(leaves)):
         row, position, column = leaves[f, 0], leaves[f, 1], leaves[f, 2]
         for lane in range(count):
