@@ -1,5 +1,7 @@
 """`isoloss eval` of one checkpoint: a run's own, and its averaged weights, which are kept apart."""
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -59,7 +61,11 @@ def test_averaged_weights_are_measured_as_weights_of_their_own(capsys, run, tmp_
     # the truth: a run whose last weights are that average
     other = Path(shutil.copytree(run, tmp_path / "other"))
     shutil.rmtree(other / "evaluations")
-    shutil.copy(average / "model.safetensors", other / "checkpoints" / "step-30" / "model.safetensors")
+    weights, record = (other / "checkpoints" / "step-30" / name for name in ("model.safetensors", "trainer.json"))
+    shutil.copy(average / "model.safetensors", weights)
+    document = json.loads(record.read_text())
+    document["sha256"]["model.safetensors"] = hashlib.sha256(weights.read_bytes()).hexdigest()
+    record.write_text(json.dumps(document))
     assert estimates(as_json(capsys, "eval", other, "--steps", "30", *MEASURES)) == found["average"]
     assert found["average"]["loss", 30]["kl"]["value"] != found["run"]["loss", 30]["kl"]["value"]
     # and neither is measured again
