@@ -421,12 +421,15 @@ def test_held_out_loss_is_the_cross_entropy_per_token(objective, wrap):
     counts = (batch["labels"] != -100).sum(dim=1)
     value = float(nats.sum() / counts.sum())
     assert found.value == pytest.approx(value, rel=1e-12)
-    residuals = nats.sum(dim=1) - value * counts
-    expected = math.sqrt(200 / 199 * float(residuals.square().sum())) / float(counts.sum())
+    residuals = nats.sum(dim=1) - value * counts.double()
+    by_sentence = {}  # equal ones are one cluster
+    for tokens, residual in zip(corpus.held_out(200).tokens.tolist(), residuals.tolist(), strict=True):
+        by_sentence[tuple(tokens)] = by_sentence.get(tuple(tokens), 0.0) + residual
+    n = len(by_sentence)
+    expected = math.sqrt(n / (n - 1) * sum(residual**2 for residual in by_sentence.values())) / float(counts.sum())
     assert found.stderr == pytest.approx(expected, rel=1e-10)
-    subsets = torch.stack([a.sum() / n.sum() for a, n in zip(nats.split(40), counts.split(40), strict=True)])
-    assert found.details["subset_std"] == pytest.approx(float(subsets.std()), rel=1e-10)
-    assert (found.samples, found.num_predictions, found.details["subset_size"]) == (200, int(counts.sum()), 40)
+    assert (found.samples, found.num_predictions) == (n, int(counts.sum()))
+    assert found.details["clusters"] == "different sequences"
     assert found.details.get("fraction") == (0.4 if objective is FRACTION else None)
     assert done == [30, 60, 90, 120, 150, 180, 200]
 
@@ -449,7 +452,7 @@ def test_documents_count_as_independent_where_the_batches_have_them():
     documents = torch.arange(60) // 3
     by_sequence, by_document = (
         loss.text_loss(bert(), [given], objective=FRACTION, seed=1)["loss"]
-        for given in (batch, {**batch, "documents": documents})
+        for given in ({**batch, "documents": torch.arange(60)}, {**batch, "documents": documents})
     )
     assert (by_sequence.samples, by_document.samples) == (60, 20)
     assert by_document.value == pytest.approx(by_sequence.value, rel=1e-12)
@@ -459,7 +462,8 @@ def test_documents_count_as_independent_where_the_batches_have_them():
 
 def test_held_out_loss_takes_what_there_is():
     found = loss.held_out_loss(bert(), Corpus(), num_sequences=10_000, objective=ONE, seed=0)["loss"]
-    assert found.samples == 500
+    assert found.num_predictions == 500
+    assert found.samples == len(Corpus().held_out(500).tokens.unique(dim=0))
 
 
 def test_held_out_loss_of_an_exact_language_agrees_with_its_exact_loss():
@@ -504,5 +508,5 @@ def test_models_that_cannot_be_measured_are_refused():
 
 
 def test_too_little_held_out_text_is_refused():
-    with pytest.raises(IsolossError, match="there are 6 held-out sequences; an error bar needs at least 10"):
+    with pytest.raises(IsolossError, match="there are 6 sequences; an error bar needs at least 10"):
         loss.held_out_loss(bert(), Corpus(), num_sequences=6, objective=ONE, seed=0)

@@ -107,7 +107,10 @@ def test_means_and_their_errors_are_those_of_plain_loops(sizes, by_document, pad
     if padded:
         mask = (torch.arange(LENGTH) < 1 + torch.arange(90)[:, None] % LENGTH).long()
         batch["attention_mask"] = mask.flip(1) if padded == "left" else mask
-    clusters = list(range(90))
+    tokens = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+    present = batch.get("attention_mask", torch.ones_like(tokens)).bool()
+    # equal sequences are one cluster
+    clusters = [tuple(row[here].tolist()) for row, here in zip(tokens, present, strict=True)]
     if by_document:
         batch["documents"] = torch.arange(90) // 4 + 70
         clusters = batch["documents"].tolist()
@@ -212,8 +215,11 @@ def test_there_are_at_most_16_directions_those_of_the_largest_variance():
 
 def test_directions_without_variance_are_left_out():
     ids = torch.tensor([[1, 1], [2, 2], [3, 3]])[torch.randint(3, (60,), generator=generator(0, "ids"))]
-    assert AuxiliarySample.read(bert(), [{"input_ids": ids}]).directions.shape == (9, 3)  # three points lie in a plane
-    same = AuxiliarySample.read(bert(), [{"input_ids": torch.ones(60, 2, dtype=torch.int64)}])
+    batch = {"input_ids": ids, "documents": torch.arange(60)}
+    assert AuxiliarySample.read(bert(), [batch]).directions.shape == (9, 3)  # three points lie in a plane
+    same = AuxiliarySample.read(
+        bert(), [{"input_ids": torch.ones(60, 2, dtype=torch.int64), "documents": torch.arange(60)}]
+    )
     assert same.directions.shape == (9, 1)
     assert same.features({"input_ids": torch.ones(5, 2, dtype=torch.int64)}).shape == (5, 1)
 

@@ -72,7 +72,7 @@ def exact_loss(model, batches):
 
 
 def test_an_input_that_makes_up_most_of_an_error_is_told(monkeypatch):
-    models, batches = {"a": bert(), "b": bert(1)}, inputs(400)
+    models, batches = {"a": bert(), "b": bert(1)}, inputs(400, documents=torch.arange(400))
     found = compare(models, batches)
     assert found.warning == ""
     influence = np.zeros(400)

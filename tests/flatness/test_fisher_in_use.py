@@ -185,7 +185,7 @@ def test_it_stops_after_as_many_sequences():
 
 def test_it_stops_at_a_look_where_the_error_is_small_enough():
     model, batch = bert(7, dtype=torch.float32), rows(400, 4, 7)
-    batches = cut(batch, [16] * 25)
+    batches = cut({**batch, "documents": torch.arange(400)}, [16] * 25)
     at_128 = fisher_trace(model, batches, num_sequences=128)
     rtol = 1.05 * at_128.stderr / at_128.value
     assert fisher_trace(model, batches, num_sequences=64).stderr > rtol * at_128.value
@@ -281,6 +281,7 @@ from isoloss.flatness import fisher_trace
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 rank = dist.get_rank()
 batch = {name: value[40 * rank : 40 * rank + 40] for name, value in rows(80, 4, 7).items()}
+batch["documents"] = torch.arange(40) + 40 * rank
 print(json.dumps(fisher_trace(bert(7), [batch], seed=3, distributed=True).to_dict()))
 dist.destroy_process_group()
 """
@@ -314,7 +315,7 @@ def test_two_processes_have_the_estimate_over_all_sequences(tmp_path, monkeypatc
         return draw(moved, device, seed, **options)
 
     monkeypatch.setattr(control_variates, "packed_probes", signs)
-    alone = fisher_trace(bert(7), cut(rows(80, 4, 7), [40, 40]), seed=3)
+    alone = fisher_trace(bert(7), cut({**rows(80, 4, 7), "documents": torch.arange(80)}, [40, 40]), seed=3)
     assert first.value == pytest.approx(alone.value, rel=1e-12)
     assert first.stderr == pytest.approx(alone.stderr, rel=1e-12)
 

@@ -142,7 +142,8 @@ def test_single_positions_are_parts_of_the_exact_expectation(name):
 
 
 def stream(sequences=80, vocab=7, size=16, **options):
-    return cut(rows(sequences, 5, vocab, predicted=((1, 3), (2,)), **options), [size] * (sequences // size))
+    batch = rows(sequences, 5, vocab, predicted=((1, 3), (2,)), **options)
+    return cut({**batch, "documents": torch.arange(sequences)}, [size] * (sequences // size))
 
 
 def measured(model, batches, splits, kind=ExactLabels, *, stopping=None, resume=None, progress=None, **options):
@@ -181,8 +182,7 @@ def test_parts_add_up_to_the_plain_estimate(made):
         start += splits[name].num_parts
         expected = plain.by_parameter[name], plain.by_parameter_stderr[name]
         assert columns.weighted(own)[:2] == pytest.approx(expected, rel=1e-8, abs=1e-12 * plain.value)
-    assert start == len(columns.ratios) == columns.rows[0].shape[1]
-    assert sum(map(len, columns.rows)) == found.samples == 80
+    assert columns.a.shape == (80, start) == (found.samples, len(columns.ratios))
 
 
 def test_without_splits_the_kept_rows_change_nothing():
@@ -299,7 +299,7 @@ def test_models_that_are_compared_have_parts_with_their_loss_and_an_auxiliary_sa
     rest = columns.weighted(torch.tensor(others)[source.columns.owners])
     assert rest[:2] == pytest.approx((result.part, result.part_stderr), rel=1e-9)
     torch.testing.assert_close(rest.influence, result.part_influence, rtol=1e-6, atol=1e-6 * result.value)
-    assert source.loss(batches, 320).samples == 320
+    assert source.loss(None).samples == 320
 
 
 def test_a_resumed_measurement_has_the_same_parts(tmp_path, monkeypatch):
@@ -317,7 +317,7 @@ def test_a_resumed_measurement_has_the_same_parts(tmp_path, monkeypatch):
     resumed, found = measured(model, batches, splits, resume=path)
     assert (found.value, found.stderr, found.by_parameter) == (expected.value, expected.stderr, expected.by_parameter)
     first, second = straight.columns(), resumed.columns()
-    assert torch.equal(torch.cat(first.rows), torch.cat(second.rows))
+    assert torch.equal(first.a, second.a)
     weights = torch.rand(len(first.ratios), generator=torch.Generator().manual_seed(0))
     assert first.weighted(weights)[:2] == second.weighted(weights)[:2]
     assert torch.equal(first.fold_sums(), second.fold_sums())
@@ -342,9 +342,9 @@ def test_the_parts_of_processes_join(monkeypatch):
         found = made.measure(part, Stopping())
         halves.append(made)
     both = halves[1].columns()
-    assert (found.samples, found.details["processes"], sum(map(len, both.rows))) == (80, 2, 80)
-    assert torch.equal(torch.cat(both.rows)[:32], torch.cat(gathered[0][2][0].columns().rows))
-    assert torch.equal(torch.cat(both.rows)[32:], torch.cat(gathered[1][2][0].columns().rows))
+    assert (found.samples, found.details["processes"], len(both.a)) == (80, 2, 80)
+    assert torch.equal(both.a[:32], gathered[0][2][0].columns().a)
+    assert torch.equal(both.a[32:], gathered[1][2][0].columns().a)
     everything = both.weighted(torch.ones(len(both.ratios)))
     assert everything[:2] == pytest.approx((found.value, found.stderr), rel=1e-10)
 

@@ -59,7 +59,8 @@ PROBES = {"noise": noise_sharpness, "spectrum": moment}
 
 
 def stream(number, size, seed=0):
-    return [batch_of(size, seed=100 * seed + i) for i in range(number)]
+    batches = [batch_of(size, seed=100 * seed + i) for i in range(number)]
+    return [{**batch, "documents": torch.arange(size) + i * size} for i, batch in enumerate(batches)]
 
 
 def of_influence(estimate):

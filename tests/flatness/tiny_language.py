@@ -107,14 +107,15 @@ class Pool:
         rows = state["0.rows"]
         controls = rows[:, -source.num_controls :]
         shares = exact_shares(model, source.columns, batch, chances, causal=causal)
-        return cls(model, granularity, state["0.kept"], rows[:, 4], controls, shares)
+        k = int(state["0.num_parameters"])
+        return cls(model, granularity, rows[:, :k], rows[:, k], controls, shares)
 
     def samples(self, number):
         """The minimal traces of all samples of so many sequences, and without embeddings (Estimate, Estimate)."""
         minimal = MinimalTraceEstimator(self.model, granularity=self.granularity)
         for start in range(0, len(self.positions) - number + 1, number):
             some = slice(start, start + number)
-            estimator = ClusteredRatioEstimator(self.squares.shape[1], self.controls.shape[1], keep_rows=True)
+            estimator = ClusteredRatioEstimator(self.squares.shape[1], self.controls.shape[1])
             estimator.add(self.squares[some], self.positions[some], self.controls[some])
             result = estimator.result()
             plain = Estimate(

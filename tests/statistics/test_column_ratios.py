@@ -24,7 +24,7 @@ def rows_of(n, columns=5, controls=4, seed=0):
 
 def estimator_of(columns, controls, auxiliary, **options):
     means = AuxiliaryMeans(COVARIANCE, 10_000, 2) if auxiliary else None
-    return ClusteredRatioEstimator(columns, controls - 2 * auxiliary, auxiliary=means, keep_rows=True, **options)
+    return ClusteredRatioEstimator(columns, controls - 2 * auxiliary, auxiliary=means, **options)
 
 
 def filled(a, m, d, documents, *, auxiliary=True, **options):
@@ -173,7 +173,7 @@ def test_kept_rows_go_on_from_a_state_and_join(end):
     assert torch.equal(found.influence, expected.influence)
     halves = [filled(*(values[part] for values in rows)) for part in (slice(0, 96), slice(96, 204))]
     joined = ClusteredRatioEstimator.merged(halves).columns()
-    assert torch.equal(torch.cat(joined.rows), torch.cat([rows for half in halves for rows in half.columns().rows]))
+    assert torch.equal(joined.a, torch.cat([half.columns().a for half in halves]))
     # 48 documents are 6 rounds of the folds, so that each document has the fold that it has among all
     torch.testing.assert_close(joined.weighted(weights).influence, expected.influence, rtol=1e-9, atol=1e-10)
 
@@ -188,11 +188,3 @@ def test_a_sum_of_two_without_controls_for_the_second():
     assert found[:2] == pytest.approx((result.value, result.stderr), rel=1e-12)
     torch.testing.assert_close(found.influence, result.influence, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(both.ratios, result.by_parameter)
-
-
-def test_rows_are_not_kept_unless_asked_for():
-    estimator = ClusteredRatioEstimator(1, 0)
-    estimator.add(torch.ones(3, 1), torch.ones(3), torch.zeros(3, 0))
-    assert "kept" not in estimator.state()
-    with pytest.raises(AssertionError, match="keep_rows"):
-        estimator.columns()

@@ -9,7 +9,7 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.statistics import ratio
 from isoloss.statistics import ratio_estimator as estimators
-from isoloss.statistics.ratio_estimator import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator, Clusters
+from isoloss.statistics.ratio_estimator import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator
 
 
 def random_rows(n, parameters=3, controls=2, seed=0):
@@ -287,7 +287,7 @@ def test_the_error_of_the_means_joins_that_of_the_clusters():
         torch.stack([rows[0][:, 0], rows[0][:, 1:].sum(1)], 1), *rows[1:], twice, covariance
     )
     np.testing.assert_allclose(result.by_group_stderr, grouped[2], rtol=1e-9)
-    assert (result.clusters, result.auxiliary_controls, result.auxiliary_differs) == (101, (True, True), False)
+    assert (result.samples, result.auxiliary_controls, result.auxiliary_differs) == (101, (True, True), False)
     assert result.influence.shape == (103,)
     assert float(result.influence.square().sum()) / (101 * 100) == pytest.approx(stderr**2, rel=1e-11)
 
@@ -401,17 +401,38 @@ def test_an_auxiliary_sample_survives_a_state_and_joins_those_of_processes():
     assert ClusteredRatioEstimator.from_state(other.state())._auxiliary.number is None
 
 
-def test_rows_of_a_document_are_summed_wherever_batches_end():
-    rows = torch.arange(24.0).reshape(12, 2)
-    documents = torch.tensor([5, 5, 5, 2, 2, 9, 9, 9, 9, 5, 1, 1])
-    for sizes in ((12,), (1,) * 12, (2, 5, 3, 2)):
-        clusters, found = Clusters(2), []
-        for part, ids in zip(rows.split(sizes), documents.split(sizes), strict=True):
-            found.append(clusters.add(part, ids))
-        found.append(clusters.close())
-        expected = torch.stack([rows[i:j].sum(dim=0) for i, j in ((0, 3), (3, 5), (5, 9), (9, 10), (10, 12))])
-        assert torch.equal(torch.cat(found), expected.double())
-        assert clusters.close().shape == (0, 2)
+def test_a_cluster_is_whatever_has_its_number_wherever_it_stands():
+    a, m, d = random_rows(120)
+    numbers = torch.arange(120) % 40
+    found = filled(a, m, d, numbers).result()
+    sums = [x.reshape(3, 40, *x.shape[1:]).sum(dim=0) for x in (a, m, d)]
+    value, stderr, ratios, errors = reference(*sums)
+    assert (found.value, found.stderr, found.samples) == pytest.approx((value, stderr, 40), rel=1e-12)
+    np.testing.assert_allclose(found.by_parameter, ratios, rtol=1e-10)
+    np.testing.assert_allclose(found.by_parameter_stderr, errors, rtol=1e-9)
+
+
+def test_an_error_over_blocks_is_that_of_the_sums_of_residuals_where_it_is_the_larger():
+    a, m, _ = random_rows(60)
+    plain, none = filled(a, m, torch.zeros(60, 0)).result(), torch.zeros(60, 0)
+    residuals = a - plain.by_parameter * m[:, None]
+    # one block has the largest residuals, another the smallest
+    order = torch.empty(60, dtype=torch.int64)
+    order[residuals.sum(dim=1).argsort()] = torch.arange(60) // 6
+    for labels, is_larger in ((order, True), (torch.arange(60) % 2, False)):
+        blocks = int(labels.max()) + 1
+        found = filled(a, m, none).result(labels)
+        sums = torch.zeros(blocks, 3, dtype=torch.float64).index_add_(0, labels, residuals)
+        expected = (blocks / (blocks - 1) * sums.sum(dim=1).square().sum()).sqrt() / m.sum()
+        assert (float(expected) > plain.stderr) == is_larger
+        assert (found.value, found.samples) == (plain.value, blocks)
+        assert found.stderr == pytest.approx(max(float(expected), plain.stderr), rel=1e-12)
+        by_parameter = (blocks / (blocks - 1) * sums.square().sum(dim=0)).sqrt() / m.sum()
+        expected = torch.maximum(by_parameter, plain.by_parameter_stderr)
+        np.testing.assert_allclose(found.by_parameter_stderr, expected, rtol=1e-10)
+        torch.testing.assert_close(found.influence, sums.sum(dim=1) * blocks / m.sum())
+        columns = filled(a, m, none).columns(labels).weighted(torch.ones(3))
+        assert columns[:2] == pytest.approx((found.value, found.stderr), rel=1e-12)
 
 
 def test_one_cluster_is_refused():

@@ -356,7 +356,8 @@ def test_a_trained_llama_predicts_its_pieces(shared_data, tmp_path):
 def test_rows_of_text_know_the_document_they_begin_in(text, vocab):
     tokenizer = load_tokenizer(str(vocab))
     lines = text.read_text().splitlines()
-    of_token = [d for d, line in enumerate(lines) for _ in tokenizer(json.loads(line)["text"]).input_ids[1:-1]]
+    known = list(dict.fromkeys(lines))  # equal texts are one document
+    of_token = [known.index(line) for line in lines for _ in tokenizer(json.loads(line)["text"]).input_ids[1:-1]]
     expected = [of_token[i] for i in range(0, len(of_token) - 7, 8)]
     inputs = read(text, tokenizer=str(vocab), length=10, masking=HALF, batch_size=7)
     assert whole(inputs)["documents"].tolist() == expected
@@ -370,10 +371,17 @@ def test_rows_of_text_know_the_document_they_begin_in(text, vocab):
     assert [expected[every_row.index(row)] for row in tokens] == shown["documents"].tolist()
 
 
-def test_few_documents_are_no_clusters_and_that_is_said(text, bos, save):
-    few = read(text, tokenizer=bos, config=GPT, kind="causal", length=8, num_sequences=19)
+def test_few_documents_are_no_clusters_and_that_is_said(text, bos, save, tmp_path):
+    lines = text.read_text().splitlines()
+    short = tmp_path / "few.jsonl"
+    short.write_text("\n".join(lines[:9]))
+    few = read(short, tokenizer=bos, config=GPT, kind="causal", length=8)
     assert "documents" not in few.batches[0]
-    assert few.description.endswith("too few for an error that counts documents: it counts sequences")
+    assert few.description.endswith("too few to tell how texts differ: errors are given these")
+    short.write_text("\n".join(lines[:14]))
+    assert "documents" in read(short, tokenizer=bos, config=GPT, kind="causal", length=8).batches[0]
+    short.write_text("\n".join([*lines[:9], *lines[:9]]))  # copies tell nothing new
+    assert "documents" not in read(short, tokenizer=bos, config=GPT, kind="causal", length=8).batches[0]
     ids = read(save(np.full((30, 4), 9)), config=GPT, kind="causal")
     assert "documents" not in ids.batches[0]
 

@@ -333,5 +333,8 @@ def language_inputs(
     for start in range(0, len(sentences.tokens), batch_size):
         rows = slice(start, start + batch_size)
         part = Sentences(sentences.tokens[rows], sentences.lengths[rows])
-        batches.append(objective_batch(part, language, objective, generator=masks))
+        batch = objective_batch(part, language, objective, generator=masks)
+        if not language.num_held_out:  # drawn one by one: equal ones are no copies
+            batch["documents"] = torch.arange(start, start + len(part.tokens))
+        batches.append(batch)
     return make_inputs(batches, objective.kind, source)

@@ -23,6 +23,7 @@ from isoloss.models.make import predicted_logits
 from isoloss.run_config import ObjectiveConfig
 from isoloss.statistics import ratio
 from isoloss.statistics.estimate import Estimate
+from isoloss.text.clusters import SequenceClusters
 from isoloss.text.masking import IGNORED, Batch, objective_batch
 
 UNIT = "nats per predicted token"
@@ -141,8 +142,9 @@ def text_loss(
 ) -> dict[str, Estimate]:
     """Return `loss`: the cross-entropy of sequences in nats per predicted token.
 
-    All predicted tokens weigh the same. The error is clustered: it counts sequences, not tokens, as independent, and
-    where batches have `documents` it counts these. `details` holds `subset_std` and `subset_size` as for
+    All predicted tokens weigh the same. The error is clustered: it counts sequences, not tokens, as independent, where
+    batches have `documents` it counts these, and where sequences are pieces of longer texts, blocks of them
+    (`isoloss.text.clusters.SequenceClusters`). `details` holds `subset_std` and `subset_size` as for
     `pretraining_loss`.
 
     Raises:
@@ -155,15 +157,28 @@ def text_loss(
     nats, counts = _cross_entropy(
         model, batch, batch_size=batch_size, is_causal=objective.kind == "causal", progress=progress
     )
-    if "documents" in batch:
-        clusters = torch.unique_consecutive(batch["documents"], return_inverse=True)[1]
-        nats, counts = (x.new_zeros(int(clusters[-1]) + 1).index_add_(0, clusters, x) for x in (nats, counts))
+    clusters = SequenceClusters(getattr(model, "config", None))
+    numbers = clusters.add(batch)
+    nats, counts = (x.new_zeros(len(clusters)).index_add_(0, numbers, x) for x in (nats, counts))
     if len(nats) < 2 * SUBSETS:
-        what = "documents" if "documents" in batch else "held-out sequences"
-        raise IsolossError(f"there are {len(nats)} {what}; an error bar needs at least {2 * SUBSETS}")
-    details = {**_details(model), **_predicted(objective), "seed": seed}
+        raise IsolossError(f"there are {len(nats)} {clusters.name}; an error bar needs at least {2 * SUBSETS}")
+    details = {**_details(model), **_predicted(objective), "clusters": clusters.name, "seed": seed}
     seconds = time.perf_counter() - started
-    return {"loss": _estimate(nats, counts, method=method, details=details, seconds=seconds)}
+    loss = _estimate(nats, counts, method=method, details=details, seconds=seconds)
+    if (blocks := clusters.blocks()) is not None:
+        nats, counts = (
+            x.new_zeros(int(blocks.labels.max()) + 1).index_add_(0, blocks.labels, x) for x in (nats, counts)
+        )
+        by_block = ratio.ratio_estimate(nats, counts, unit=UNIT, method=method)
+        # the larger one of two errors: by chance that over the blocks, which are few, may be too small
+        loss = dataclasses.replace(
+            loss,
+            stderr=max(loss.stderr, by_block.stderr),
+            samples=by_block.samples,
+            influence=by_block.influence,
+            details={**loss.details, "clusters": blocks.name},
+        )
+    return {"loss": loss}
 
 
 def _cross_entropy(

@@ -28,6 +28,7 @@ from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, unwrapped
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
+from isoloss.text.clusters import Blocks
 
 Model = nn.Module | Callable[[], nn.Module]
 
@@ -211,6 +212,7 @@ class WithLoss(ExactLabels):
         self.own_controls: list[torch.Tensor] = []  # (B, C) of each batch, whether they were used or not
         self._nats: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
+        self._clusters: list[torch.Tensor] = []
 
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, with the given control variates where there are any."""
@@ -219,23 +221,21 @@ class WithLoss(ExactLabels):
         if not batch.checked.predicts:
             self._nats.append(terms.values.new_zeros(len(terms.positions)))
         self._positions.append(terms.positions)
+        self._clusters.append(batch.clusters)
         if self.controls is None:
             return terms
         return terms._replace(controls=self.controls[batch.first : batch.first + len(terms.positions)])
 
-    def loss(self, batches: Iterable[Mapping[str, Any]], sequences: int) -> Estimate:
-        """Return the loss of the first `sequences` sequences."""
-        nats, positions = torch.cat(self._nats)[:sequences], torch.cat(self._positions)[:sequences]
-        ids = [batch["documents"] for batch in batches if "documents" in batch]
+    def loss(self, blocks: Blocks | None) -> Estimate:
+        """Return the loss of what was measured, over the same clusters."""
+        nats, positions = torch.cat(self._nats), torch.cat(self._positions)
         estimator = ClusteredRatioEstimator(num_parameters=1, num_controls=0)
-        estimator.add(
-            nats[:, None], positions, torch.zeros(len(nats), 0), torch.cat(ids)[: len(nats)].cpu() if ids else None
-        )
-        result = estimator.result()
+        estimator.add(nats[:, None], positions, torch.zeros(len(nats), 0), torch.cat(self._clusters))
+        result = estimator.result(None if blocks is None else blocks.labels)
         return Estimate(
             value=result.value,
             stderr=result.stderr,
-            samples=len(estimator),
+            samples=result.samples,
             unit=UNIT,
             num_predictions=int(positions.sum()),
             method="cross-entropy",
@@ -297,7 +297,7 @@ def _measure(
         method=f"{trace.method}, without embeddings",
         influence=influence.numpy(),
     )
-    loss = source.loss(batches, trace.details["sequences"])
+    loss = source.loss(measurement.blocks())
     return Measured(name=name, trace=trace, without_embeddings=rest, loss=loss)
 
 

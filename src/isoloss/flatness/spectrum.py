@@ -130,7 +130,7 @@ def largest_eigenvalues(
                 method=f"eigenvalue {number} of the {_NAMES[matrix]}, Lanczos",
                 details={
                     **loss.details(seed),
-                    "clusters": "documents" if loss.by_document else "sequences",
+                    "clusters": loss.clusters_name,
                     "matrix": matrix,
                     "iterations": search.space.steps,
                     "converged": is_exact,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 FOLDS = 8
+_ROWS_AT_ONCE = 4096  # of the clusters' sums, in a product with a sparse matrix
 _SINGULAR = 1e-10  # of the largest eigenvalue of the controls' correlations
 
 
@@ -22,6 +23,7 @@ class FittedColumns(NamedTuple):
     beta: torch.Tensor  # (F, C, K) the coefficients of each fold, fitted on all others
     slopes: torch.Tensor  # (r, K) how far a ratio moves for each unit that a mean is wrong by
     ratios: torch.Tensor  # (K,)
+    sums: torch.Tensor  # (F, K) of a - beta_f d over each fold's clusters; over the positions they add up to the ratios
     stderr: torch.Tensor  # (K,)
 
 
@@ -34,6 +36,12 @@ class ControlledClusters:
     controls: torch.Tensor  # (N, C) d, with zeros where a control is not used
     sequences: torch.Tensor  # (N,)
     covariance: torch.Tensor  # (r, r) of the errors of the last controls' means
+    blocks: torch.Tensor | None = None  # (N,) int64 the block of each cluster; None: clusters are independent
+
+    @cached_property
+    def samples(self) -> int:
+        """G, the number of blocks; where there are none, N."""
+        return len(self.folds) if self.blocks is None else int(self.blocks.max()) + 1
 
     @cached_property
     def total(self) -> float:
@@ -52,25 +60,63 @@ class ControlledClusters:
         """(F,) the number of sequences."""
         return torch.zeros(FOLDS, dtype=torch.float64).index_add_(0, self.folds, self.sequences)
 
-    def columns(self, moments: torch.Tensor) -> FittedColumns:
-        """Return the estimates of columns, given the moments (F, 3 + C, K): sums by fold of a, a^2, a m and a d."""
-        n, total, known = len(self.folds), self.total, self.controls.shape[1] - len(self.covariance)
-        sums = _Sums.of(self.folds, self.positions, self.controls, moments)
-        beta = _coefficients(sums)
-        ratios = (sums.a - (beta * sums.d[:, :, None]).sum(dim=1)).sum(dim=0) / total
+    def columns(self, a: torch.Tensor) -> FittedColumns:
+        """Return the estimates of columns, given the clusters' sums a (N, K)."""
+        total, known = self.total, self.controls.shape[1] - len(self.covariance)
+        beta = self._coefficients(a)
+        residuals = a.clone()
+        sums = torch.zeros(FOLDS, a.shape[1], dtype=torch.float64)
+        for fold in range(FOLDS):
+            own = self.folds == fold
+            residuals[own] -= self.controls[own] @ beta[fold]
+            sums[fold] = residuals[own].sum(dim=0)
+        ratios = sums.sum(dim=0) / total
         slopes = (self.by_fold[:, None, None] * beta[:, known:]).sum(dim=0) / total
-        squares = n / (n - 1) * sums.square_residuals(beta, ratios) / total**2
-        return FittedColumns(beta, slopes, ratios, (squares + (self.root.T @ slopes).square().sum(dim=0)).sqrt())
+        residuals -= ratios * self.positions[:, None]
+        influence = self.influence_of(residuals, slopes)
+        return FittedColumns(beta, slopes, ratios, sums, self.stderr(residuals, slopes, influence))
+
+    def _coefficients(self, a: torch.Tensor) -> torch.Tensor:
+        """Return (F, C, K): for each fold, the least-squares coefficients of a - R m on d over all other folds."""
+
+        def others(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            """Return the products (F, ., .) of columns, summed over all folds but each."""
+            by_fold = torch.stack([left[self.folds == fold].T @ right[self.folds == fold] for fold in range(FOLDS)])
+            return by_fold.sum(dim=0) - by_fold
+
+        d, m, one = self.controls, self.positions[:, None], torch.ones(len(a), 1, dtype=torch.float64)
+        ratios = others(one, a) / others(one, m)  # (F, 1, K)
+        products = others(d, a) - ratios * others(d, m)
+        moments = others(d, d)
+        scales = moments.diagonal(dim1=1, dim2=2).sqrt()
+        scales = torch.where(scales > 0, 1 / scales, 0.0)  # controls of any two units count alike
+        inverse: torch.Tensor = torch.linalg.pinv(
+            scales[:, :, None] * moments * scales[:, None, :], rtol=_SINGULAR, hermitian=True
+        )
+        return scales[:, :, None] * (inverse @ (scales[:, :, None] * products))
 
     def influence(
         self, sums: torch.Tensor, beta: torch.Tensor, slopes: torch.Tensor, value: float
     ) -> tuple[float, torch.Tensor]:
-        """Return the error and the influence (N + r,) of a ratio with sums (N,), coefficients (F, C), slopes (r,)."""
-        n = len(self.folds)
+        """Return the error and the influence (G + r,) of a ratio with sums (N,), coefficients (F, C), slopes (r,)."""
         residuals = sums - (beta[self.folds] * self.controls).sum(dim=1) - value * self.positions
-        of_means = self.root.T @ slopes
-        influence = torch.cat([residuals * (n / self.total), of_means * math.sqrt(n * (n - 1))])
-        return math.sqrt(float(influence.square().sum()) / (n * (n - 1))), influence
+        influence = self.influence_of(residuals[:, None], slopes[:, None])
+        return float(self.stderr(residuals[:, None], slopes[:, None], influence)), influence[:, 0]
+
+    def influence_of(self, residuals: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        """Return (G + r, K): the influences of ratios with residuals (N, K) and slopes (r, K)."""
+        if self.blocks is not None:
+            sums = residuals.new_zeros(self.samples, residuals.shape[1])
+            residuals = sums.index_add_(0, self.blocks, residuals)
+        g = self.samples
+        return torch.cat([residuals * (g / self.total), self.root.T @ slopes * math.sqrt(g * (g - 1))])
+
+    def stderr(self, residuals: torch.Tensor, slopes: torch.Tensor, influence: torch.Tensor) -> torch.Tensor:
+        """Return (K,): the errors over the clusters or, where these are larger, over the blocks."""
+        of_blocks = influence.square().sum(dim=0) / (self.samples * (self.samples - 1))
+        n = len(residuals)
+        of_clusters = residuals.square().sum(dim=0) * (n / (n - 1) / self.total**2)
+        return torch.maximum(of_blocks, of_clusters + (self.root.T @ slopes).square().sum(dim=0)).sqrt()
 
 
 class Weighted(NamedTuple):
@@ -78,7 +124,7 @@ class Weighted(NamedTuple):
 
     value: float
     stderr: float
-    influence: torch.Tensor  # (N + r,) float64, as that of a `ClusteredRatio`
+    influence: torch.Tensor  # (N + r,) float64, G for N where there are blocks; as that of a `ClusteredRatio`
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +136,7 @@ class ColumnRatios:
 
     Example:
         >>> from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
-        >>> estimator = ClusteredRatioEstimator(num_parameters=2, num_controls=0, keep_rows=True)
+        >>> estimator = ClusteredRatioEstimator(num_parameters=2, num_controls=0)
         >>> norms = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 0.0]])
         >>> estimator.add(norms, torch.tensor([1, 1, 1]), torch.zeros(3, 0))
         >>> columns = estimator.columns()
@@ -101,8 +147,7 @@ class ColumnRatios:
 
     fit: ControlledClusters  # the clusters
     fitted: FittedColumns  # the columns' coefficients and ratios
-    by_fold: torch.Tensor  # (F, K) float64, the sums of a over each fold's clusters
-    rows: tuple[torch.Tensor, ...]  # (n, K) each, float64, together the N clusters' a, most of the memory: not copied
+    a: torch.Tensor  # (N, K) float64, the clusters' sums: most of the memory
 
     @property
     def ratios(self) -> torch.Tensor:
@@ -121,8 +166,7 @@ class ColumnRatios:
         to `shares_without(fold)` do, the value has no bias by them.
         """
         by_fold = weights.double().expand(FOLDS, len(self.ratios))
-        own = torch.cat([rows @ by_fold.T for rows in self.rows])
-        own = own.gather(1, self.fit.folds[:, None])[:, 0]
+        own = (self.a @ by_fold.T).gather(1, self.fit.folds[:, None])[:, 0]
         beta = torch.einsum("fck,fk->fc", self.fitted.beta, by_fold)
         known = beta.shape[1] - len(self.fit.covariance)
         slopes = self.fit.by_fold @ beta[:, known:] / self.total
@@ -132,7 +176,7 @@ class ColumnRatios:
     def influences(
         self, weights: torch.Tensor, groups: torch.Tensor, number: int, responses: tuple[Any, torch.Tensor]
     ) -> torch.Tensor:
-        """Return the influences (N + r, G), as that of a `ClusteredRatio`, of the weighted sums of groups of columns.
+        """Return the influences (samples + r, G), as of a `ClusteredRatio`, of the weighted sums of groups of columns.
 
         Args:
             weights: (F, K), for the clusters of each fold.
@@ -141,7 +185,7 @@ class ColumnRatios:
             responses: A scipy sparse matrix (K, R) and a tensor (R, G); their product is what each column adds to each
                 group through the weights.
         """
-        fit, n, folds = self.fit, len(self.fit.folds), torch.arange(FOLDS)
+        fit, folds = self.fit, torch.arange(FOLDS)
 
         def summed(values: torch.Tensor, folds: torch.Tensor) -> torch.Tensor:
             """Return (n, G) of values (n, K) of given folds (n,)."""
@@ -153,84 +197,25 @@ class ColumnRatios:
         beta = torch.zeros(*self.fitted.beta.shape[:2], number, dtype=torch.float64)
         for control in range(beta.shape[1]):
             beta[:, control] = summed(self.fitted.beta[:, control], folds)
-        of_rows = torch.split(fit.folds, [len(rows) for rows in self.rows])
-        residuals = torch.cat([summed(*pair) for pair in zip(self.rows, of_rows, strict=True)])
+        parts = zip(torch.split(self.a, _ROWS_AT_ONCE), torch.split(fit.folds, _ROWS_AT_ONCE), strict=True)
+        residuals = torch.cat([summed(*part) for part in parts])
         residuals -= values * fit.positions[:, None]
         for fold in range(FOLDS):
             residuals[fit.folds == fold] -= fit.controls[fit.folds == fold] @ beta[fold]
         slopes = torch.einsum("f,frg->rg", fit.by_fold, beta[:, beta.shape[1] - len(fit.covariance) :]) / self.total
-        return torch.cat([residuals * (n / self.total), fit.root.T @ slopes * math.sqrt(n * (n - 1))])
+        return fit.influence_of(residuals, slopes)
 
     def fold_sums(self) -> torch.Tensor:
         """Return (F, K): the sums of a - beta_f d over each fold's clusters; over `total` they add up to the ratios."""
-        controls = self.fit.controls
-        d = torch.zeros(FOLDS, controls.shape[1], dtype=torch.float64).index_add_(0, self.fit.folds, controls)
-        return self.by_fold - (self.fitted.beta * d[:, :, None]).sum(dim=1)
+        return self.fitted.sums
 
     def shares_without(self, fold: int) -> torch.Tensor:
         """Return (K,): the ratios over all other folds, with the coefficients that are fitted on these."""
         others = self.fit.folds != fold
-        a, d = self.by_fold[torch.arange(FOLDS) != fold].sum(dim=0), self.fit.controls[others].sum(dim=0)
+        a, d = self.a[others].sum(dim=0), self.fit.controls[others].sum(dim=0)
         return (a - d @ self.fitted.beta[fold]) / self.fit.positions[others].sum()
 
     def plus(self, other: ColumnRatios) -> ColumnRatios:
         """Return the columns' sums with those of another one over the same clusters and parts, without controls."""
-        fitted = self.fitted._replace(ratios=self.fitted.ratios + other.fitted.ratios)
-        rows = tuple(one + another for one, another in zip(self.rows, other.rows, strict=True))
-        return replace(self, fitted=fitted, by_fold=self.by_fold + other.by_fold, rows=rows)
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over the clusters of each fold: m, m^2, d, d m, d d^T, and by parameter a, a^2, a m, a d."""
-
-    m: torch.Tensor  # (F,)
-    mm: torch.Tensor  # (F,)
-    d: torch.Tensor  # (F, C)
-    dm: torch.Tensor  # (F, C)
-    dd: torch.Tensor  # (F, C, C)
-    a: torch.Tensor  # (F, K)
-    aa: torch.Tensor  # (F, K)
-    am: torch.Tensor  # (F, K)
-    ad: torch.Tensor  # (F, C, K)
-
-    @classmethod
-    def of(cls, folds: torch.Tensor, m: torch.Tensor, d: torch.Tensor, moments: torch.Tensor) -> _Sums:
-        def by_fold(values: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(FOLDS, *values.shape[1:], dtype=torch.float64).index_add_(0, folds, values)
-
-        return cls(
-            m=by_fold(m),
-            mm=by_fold(m.square()),
-            d=by_fold(d),
-            dm=by_fold(d * m[:, None]),
-            dd=by_fold(d[:, :, None] * d[:, None, :]),
-            a=moments[:, 0],
-            aa=moments[:, 1],
-            am=moments[:, 2],
-            ad=moments[:, 3:],
-        )
-
-    def square_residuals(self, beta: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor:
-        """Return (K,): the sums over clusters of (a - beta d - R m)^2, multiplied out."""
-        crossed = (beta * (self.dd @ beta)).sum(dim=1) - 2 * (beta * self.ad).sum(dim=1)
-        with_m = self.am - (beta * self.dm[:, :, None]).sum(dim=1)
-        by_fold = self.aa + crossed - 2 * ratios * with_m + ratios.square() * self.mm[:, None]
-        return by_fold.sum(dim=0).clamp(min=0)
-
-
-def _coefficients(sums: _Sums) -> torch.Tensor:
-    """Return (F, C, K): for each fold, the least-squares coefficients of a - R m on d over all other folds."""
-
-    def others(values: torch.Tensor) -> torch.Tensor:
-        return values.sum(dim=0) - values
-
-    ratios = others(sums.a) / others(sums.m)[:, None]
-    products = others(sums.ad) - ratios[:, None, :] * others(sums.dm)[:, :, None]
-    moments = others(sums.dd)
-    scales = moments.diagonal(dim1=1, dim2=2).sqrt()
-    scales = torch.where(scales > 0, 1 / scales, 0.0)  # controls of any two units count alike
-    inverse: torch.Tensor = torch.linalg.pinv(
-        scales[:, :, None] * moments * scales[:, None, :], rtol=_SINGULAR, hermitian=True
-    )
-    return scales[:, :, None] * (inverse @ (scales[:, :, None] * products))
+        ratios, sums = self.fitted.ratios + other.fitted.ratios, self.fitted.sums + other.fitted.sums
+        return replace(self, fitted=self.fitted._replace(ratios=ratios, sums=sums), a=self.a + other.a)

@@ -100,14 +100,14 @@ class Estimate:
         return f"{text} {'%' if self.unit == 'accuracy' else self.unit}{_EXACT * self.is_exact}"
 
     def __repr__(self) -> str:
-        samples = "" if self.is_exact else f"; {self.samples} samples"
+        samples = "" if self.is_exact else f"; {samples_of(self)}"
         return f"Estimate({self}; {self.method}{samples})"
 
     def _repr_html_(self) -> str:
         """Return a small table for a notebook."""
         rows = {"value": str(self)}
         if self.samples > 1:
-            rows |= {"95 % interval": interval(self), "samples": f"{self.samples:,}"}
+            rows |= {"95 % interval": interval(self), "over": samples_of(self)}
         return html_table([[name, text] for name, text in {**rows, "method": self.method}.items()])
 
     def to_dict(self) -> dict[str, Any]:

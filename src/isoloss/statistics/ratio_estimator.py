@@ -22,45 +22,7 @@ _FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient t
 _HARMFUL = 2  # times the error without controls: more is chance, and none is used
 _CLUSTERS_A_CONTROL = 16  # or more, as each coefficient that is fitted adds its own noise
 _FEWEST_AUXILIARY = 2  # times the measured sequences: a mean over fewer is hardly better known
-_CONTROLS = 5  # the first column of the controls in a cluster's row
 _UNLIKE = 1e-9  # the chance that sequences drawn as the auxiliary sample was are as far from its mean
-
-
-class Clusters:
-    """Rows of numbers summed over clusters: consecutive sequences of one document, or one sequence.
-
-    Attributes:
-        open: (width,) float64, the sums of the document that goes on.
-        document: Its id; None: there is none.
-
-    Example:
-        >>> clusters = Clusters(1)
-        >>> clusters.add(torch.ones(3, 1), torch.tensor([7, 7, 8])), clusters.close()
-        (tensor([[2.]], dtype=torch.float64), tensor([[1.]], dtype=torch.float64))
-    """
-
-    def __init__(self, width: int) -> None:
-        self.open = torch.zeros(width, dtype=torch.float64)
-        self.document: int | None = None
-
-    def add(self, rows: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
-        """Add rows (n, width), and return the sums over each cluster that is complete by now."""
-        rows = rows.double()
-        if documents is None:
-            return torch.cat([self.close(), rows])
-        complete = []
-        for document, row in zip(documents.tolist(), rows, strict=True):
-            if document != self.document:
-                complete.append(self.close())
-                self.document = document
-            self.open += row
-        return torch.cat(complete) if complete else rows[:0]
-
-    def close(self) -> torch.Tensor:
-        """Return the sums of the document that goes on, as one row or none, and end it."""
-        sums = self.open[None] if self.document is not None else self.open[None][:0]
-        self.open, self.document = torch.zeros_like(self.open), None
-        return sums
 
 
 @dataclass(frozen=True)
@@ -71,32 +33,32 @@ class ClusteredRatio:
     stderr: float  # its standard error over clusters
     by_parameter: torch.Tensor  # (K,) float64
     by_parameter_stderr: torch.Tensor | None  # (K,) float64; None for a sum of two
-    # (N + r,) float64: what each cluster, and each of the auxiliary sample's means, adds to the error. `value`'s
-    # standard error is the root of the sum of their squares over N (N - 1), and that of the difference of two values on
-    # the same clusters and means is the same of the differences of their influences
+    # (n + r,) float64: what each of n samples, and each of the auxiliary sample's means, adds to the error. `value`'s
+    # standard error is the root of the sum of their squares over n (n - 1), or that over clusters where it is larger;
+    # that of the difference of two values on the same samples and means is the same of the differences
     influence: torch.Tensor
     part: float  # the sum of `by_parameter` over the parameters of the part
     part_stderr: float  # its standard error
-    part_influence: torch.Tensor  # (N + r,) float64, as `influence`
+    part_influence: torch.Tensor  # (n + r,) float64, as `influence`
     by_group: torch.Tensor  # (G,) float64, the sums of `by_parameter` over the groups of parameters
     by_group_stderr: torch.Tensor | None  # (G,) float64; None for a sum of two
-    clusters: int  # N
+    samples: int  # n: the blocks, or where there are none the N clusters
     auxiliary_controls: tuple[bool, ...]  # (r,) which of the auxiliary sample's controls were used
     # whether the clusters are too far from the auxiliary sample's means to have been drawn alike, so that none was
     auxiliary_differs: bool
 
     @property
     def leading(self) -> float:
-        """The largest cluster's part of the squared error, from 0 to 1.
+        """The largest sample's part of the squared error, from 0 to 1.
 
-        Near 1 a single cluster decides the error, and clusters like it are too rare in these data for it to be right.
+        Near 1 a single sample decides the error, and samples like it are too rare in these data for it to be right.
         """
         squares = self.influence.square()
-        return float(squares[: self.clusters].max() / squares.sum()) if bool(squares.any()) else 0.0
+        return float(squares[: self.samples].max() / squares.sum()) if bool(squares.any()) else 0.0
 
     def plus(self, other: ClusteredRatio) -> ClusteredRatio:
         """Return the sum with another one over the same clusters, with the error of the sum of their influences."""
-        n = self.clusters
+        n = self.samples
         influence, part = self.influence + other.influence, self.part_influence + other.part_influence
         return dataclasses.replace(
             self,
@@ -123,7 +85,7 @@ class AuxiliaryMeans(NamedTuple):
 
 
 class ClusteredRatioEstimator:
-    r"""A running record of squared gradient norms by cluster: consecutive sequences of one document, or one sequence.
+    r"""A running record of squared gradient norms by cluster, such as the sequences of a document.
 
     For a cluster b let a_b be its squared norms, m_b its predicted positions and d_b its controls: C numbers with
     expectation 0 whatever the data. For any coefficients beta that do not depend on cluster b, a_b - beta d_b has the
@@ -145,6 +107,10 @@ class ClusteredRatioEstimator:
     sample was (chance below 1e-9). Else it is all of them, the first one or none, whichever has the smallest error,
     unless a number is given.
 
+    Clusters that depend on each other are put together in blocks when the result is taken (`SequenceClusters.blocks`):
+    the error is then the larger one of that over clusters and that over G blocks, whose residuals are the sums of their
+    clusters'. The value does not change. All squared norms are kept: 8 bytes for each sequence and parameter.
+
     Args:
         num_parameters: K.
         num_controls: C - r, which may be 0.
@@ -152,7 +118,6 @@ class ClusteredRatioEstimator:
             there are no groups.
         auxiliary: How well the means of r further controls are known; None: there are none.
         part: Parameters, by their columns, whose sum is wanted with an influence of its own.
-        keep_rows: Whether every cluster's squared norms are kept by column, (N, K) float64, for `columns`.
 
     Example:
         >>> estimator = ClusteredRatioEstimator(num_parameters=2, num_controls=0)
@@ -170,72 +135,44 @@ class ClusteredRatioEstimator:
         groups: Sequence[int] | Sequence[Sequence[int]] | None = None,
         auxiliary: AuxiliaryMeans | None = None,
         part: Sequence[int] = (),
-        keep_rows: bool = False,
     ) -> None:
         self._part = torch.tensor(part, dtype=torch.int64)
         self._auxiliary = auxiliary or AuxiliaryMeans(torch.zeros(0, 0, dtype=torch.float64), 0)
-        num_controls += len(self._auxiliary.covariance)
-        # fold, a, a of the part, n, m, d of closed clusters
-        self._rows = [torch.zeros(0, _CONTROLS + num_controls, dtype=torch.float64)]
-        self._kept = [torch.zeros(0, num_parameters, dtype=torch.float64)] if keep_rows else None  # a by parameter
-        # by fold and parameter: the sums of a, a^2, a m, a d
-        self._moments = torch.zeros(FOLDS, 3 + num_controls, num_parameters, dtype=torch.float64)
         self._groups = torch.tensor(groups or [], dtype=torch.int64)
-        size = int(self._groups.max()) + 1 if groups else 0
-        self._group_moments = torch.zeros(FOLDS, 3 + num_controls, size, dtype=torch.float64)
-        self._clusters = Clusters(num_parameters + 2 + num_controls)  # a by parameter, n, m, d
+        self._num_parameters = num_parameters
+        # a by parameter, m, d of each sequence, and its cluster
+        width = num_parameters + 1 + num_controls + len(self._auxiliary.covariance)
+        self._rows = [torch.zeros(0, width, dtype=torch.float64)]
+        self._clusters = [torch.zeros(0, dtype=torch.int64)]
 
     def __len__(self) -> int:
-        """Return the number of clusters, the open one included."""
-        return sum(len(rows) for rows in self._rows) + (self._clusters.document is not None)
+        """Return the number of clusters."""
+        return len(set(torch.cat(self._clusters).tolist()))
 
     def add(
         self,
         square_norms: torch.Tensor,
         positions: torch.Tensor,
         controls: torch.Tensor,
-        documents: torch.Tensor | None = None,
+        clusters: torch.Tensor | None = None,
     ) -> None:
-        """Add sequences."""
-        ones = torch.ones(len(positions), 1, dtype=torch.float64)
-        values = square_norms.double().cpu(), ones, positions.double()[:, None].cpu(), controls.double().cpu()
-        self._record(self._clusters.add(torch.cat(values, dim=1), documents))
-
-    def _record(self, rows: torch.Tensor) -> None:
-        first, parameters = sum(len(known) for known in self._rows), self._moments.shape[2]
-        folds = torch.arange(first, first + len(rows)) % FOLDS
-        a, rest = rows[:, :parameters], rows[:, parameters:]
-        sums = [values.sum(dim=1, keepdim=True) for values in (a, a[:, self._part])]
-        self._rows.append(torch.cat([folds[:, None].double(), *sums, rest], dim=1))
-        _add_moments(self._moments, folds, a, rest[:, 1:])
-        if len(self._groups):
-            by_group = torch.zeros(len(a), self._group_moments.shape[2], dtype=torch.float64)
-            for groups in self._groups.view(-1, parameters):
-                by_group.index_add_(1, groups, a)
-            _add_moments(self._group_moments, folds, by_group, rest[:, 1:])
-        if self._kept is not None:
-            self._kept.append(a.clone())
+        """Add sequences with the numbers of their clusters; None: each is a cluster of its own."""
+        if clusters is None:
+            first = sum(len(known) for known in self._clusters)
+            clusters = torch.arange(first, first + len(positions))
+        values = square_norms.double().cpu(), positions.double()[:, None].cpu(), controls.double().cpu()
+        self._rows.append(torch.cat(values, dim=1))
+        self._clusters.append(clusters.cpu())
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything as tensors, from which `from_state` goes on."""
-        if self._kept is None:
-            return self._sums()
-        # in the same parts, which decide how sums over the columns are rounded
-        sizes = torch.tensor([len(part) for part in self._kept])
-        return {**self._sums(), "kept": torch.cat(self._kept), "kept_sizes": sizes}
-
-    def _sums(self) -> dict[str, torch.Tensor]:
-        """Return the state but for the rows that are kept by column."""
-        self._rows = [torch.cat(self._rows)]
-        document = self._clusters.document
+        self._rows, self._clusters = [torch.cat(self._rows)], [torch.cat(self._clusters)]
         return {
             "rows": self._rows[0],
-            "moments": self._moments,
+            "clusters": self._clusters[0],
             "groups": self._groups,
             "part": self._part,
-            "group_moments": self._group_moments,
-            "open": self._clusters.open,
-            "document": torch.tensor([document is not None, document or 0]),
+            "num_parameters": torch.tensor(self._num_parameters),
             "auxiliary_covariance": self._auxiliary.covariance,
             "auxiliary_sequences": torch.tensor(self._auxiliary.num_sequences),
             "auxiliary_number": torch.tensor(
@@ -247,97 +184,98 @@ class ClusteredRatioEstimator:
     def from_state(cls, state: dict[str, torch.Tensor]) -> ClusteredRatioEstimator:
         """Return the estimator that `state` describes."""
         numbers: list[int] = state["auxiliary_number"].tolist()
-        number_of_sequences = int(state["auxiliary_sequences"])
-        auxiliary = AuxiliaryMeans(state["auxiliary_covariance"], number_of_sequences, next(iter(numbers), None))
-        num_controls = state["rows"].shape[1] - _CONTROLS - len(auxiliary.covariance)
-        estimator = cls(
-            state["moments"].shape[2],
-            num_controls,
-            state["groups"].tolist(),
-            auxiliary,
-            state["part"].tolist(),
-            keep_rows="kept" in state,
+        auxiliary = AuxiliaryMeans(
+            state["auxiliary_covariance"], int(state["auxiliary_sequences"]), next(iter(numbers), None)
         )
-        if "kept" in state:
-            estimator._kept = [part.clone() for part in torch.split(state["kept"], state["kept_sizes"].tolist())]
-        estimator._rows, estimator._moments = [state["rows"]], state["moments"].clone()
-        estimator._group_moments = state["group_moments"].clone()
-        estimator._clusters.open = state["open"].clone()
-        is_open, document = state["document"].tolist()
-        estimator._clusters.document = document if is_open else None
+        num_parameters = int(state["num_parameters"])
+        num_controls = state["rows"].shape[1] - num_parameters - 1 - len(auxiliary.covariance)
+        estimator = cls(num_parameters, num_controls, state["groups"].tolist(), auxiliary, state["part"].tolist())
+        estimator._rows, estimator._clusters = [state["rows"]], [state["clusters"]]
         return estimator
 
     @classmethod
     def merged(cls, parts: list[ClusteredRatioEstimator]) -> ClusteredRatioEstimator:
-        """Return the estimator of several processes, none of which result a cluster with another."""
+        """Return the estimator of several processes, none of which shares a cluster with another."""
+        joined = cls.from_state(parts[0].state())
+        joined._rows = [rows for part in parts for rows in part._rows]
+        first = 0
+        joined._clusters = []
         for part in parts:
-            part._record(part._clusters.close())
-        states = [part._sums() for part in parts]
-        joined = cls.from_state(states[0])
-        joined._rows = [state["rows"] for state in states]
-        if parts[0]._kept is not None:
-            joined._kept = [rows for part in parts for rows in part._kept or []]
-        joined._moments = torch.stack([state["moments"] for state in states]).sum(dim=0)
-        joined._group_moments = torch.stack([state["group_moments"] for state in states]).sum(dim=0)
+            clusters = torch.cat(part._clusters)
+            joined._clusters.append(first + clusters)
+            first += int(clusters.max()) + 1 if len(clusters) else 0
         return joined
 
-    def result(self) -> ClusteredRatio:
-        """Return the ratio, its error, and its split over the parameters, the document that goes on included."""
-        return self._closed()._best()[0]
+    def result(self, blocks: torch.Tensor | None = None) -> ClusteredRatio:
+        """Return the ratio, its error, and its split over the parameters; the clusters may lie in blocks (N,)."""
+        return self._best(blocks)[0]
 
-    def columns(self) -> ColumnRatios:
-        """Return what gives the estimate of any weighted sum of the parameters; it takes `keep_rows`."""
-        closed = self._closed()
-        assert closed._kept is not None, "keep_rows is not set"
-        return ColumnRatios(*closed._best()[1:], by_fold=closed._moments[:, 0].clone(), rows=tuple(closed._kept))
+    def columns(self, blocks: torch.Tensor | None = None) -> ColumnRatios:
+        """Return what gives the estimate of any weighted sum of the parameters."""
+        _, fit, fitted, a = self._best(blocks)
+        return ColumnRatios(fit, fitted, a)
 
-    def _closed(self) -> ClusteredRatioEstimator:
-        """Return it, or, where a document goes on, another one in which it ends."""
-        if self._clusters.document is None:
-            return self
-        copy = ClusteredRatioEstimator.from_state(self._sums())
-        copy._kept = None if self._kept is None else list(self._kept)
-        return ClusteredRatioEstimator.merged([copy])
+    def _by_cluster(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the clusters' sums a (N, K), m (N,) and d (N, C), and their sequences (N,), in order of appearance."""
+        self._rows, self._clusters = [torch.cat(self._rows)], [torch.cat(self._clusters)]
+        (rows,), (clusters,) = self._rows, self._clusters
+        _, index, sizes = torch.unique(clusters, return_inverse=True, return_counts=True)
+        if len(sizes) < len(rows) or not bool((clusters[1:] > clusters[:-1]).all()):
+            order = torch.full_like(sizes, len(rows)).scatter_reduce_(0, index, torch.arange(len(rows)), "amin")
+            ranks = order.argsort().argsort()
+            rows = rows.new_zeros(len(sizes), rows.shape[1]).index_add_(0, ranks[index], rows)
+            sizes = sizes[order.argsort()]
+        k = self._num_parameters
+        return rows[:, :k], rows[:, k], rows[:, k + 1 :], sizes.double()
 
-    def _best(self) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
+    def _best(
+        self, blocks: torch.Tensor | None
+    ) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns, torch.Tensor]:
         """Return the result with as many of the auxiliary sample's controls as make its error smallest."""
-        rows = torch.cat(self._rows)
-        predicting = int((rows[:, 4] > 0).sum())
-        if len(rows) and not predicting:
+        a, m, d, sequences = self._by_cluster()
+        predicting = int((m > 0).sum())
+        if len(a) and not predicting:
             raise IsolossError(NOTHING_PREDICTED)
         if predicting < 2:
             raise IsolossError(
                 f"an error bar needs at least 2 independent sequences or documents, not {predicting} (with a label)"
             )
-        used, unlike = self._used(rows[:, 3], rows[:, _CONTROLS:])
+        used, unlike = self._used(sequences, d)
         known = len(used) - len(self._auxiliary.covariance)
         available = int(used[known:].sum())
         wanted = (0, 1, available) if self._auxiliary.number is None else (self._auxiliary.number,)
         numbers = sorted({min(number, available) for number in wanted})
         order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
-        fitted = [self._fitted(rows, used & (order <= number), unlike=unlike) for number in numbers]
-        best = min(fitted, key=lambda fitted: fitted[0].stderr)
+        folds = torch.arange(len(a)) % FOLDS
+
+        def fitted(used: torch.Tensor) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns, torch.Tensor]:
+            fit = ControlledClusters(folds, m, d * used, sequences, self._auxiliary.covariance, blocks)
+            return (*self._fitted(a, fit, used, unlike=unlike), a)
+
+        best = min((fitted(used & (order <= number)) for number in numbers), key=lambda fitted: fitted[0].stderr)
         if not bool(used.any()):
             return best
-        without = self._fitted(rows, torch.zeros_like(used), unlike=unlike)
+        without = fitted(torch.zeros_like(used))
         return without if _HARMFUL * without[0].stderr < best[0].stderr else best
 
     def _fitted(
-        self, rows: torch.Tensor, used: torch.Tensor, *, unlike: bool
+        self, a: torch.Tensor, fit: ControlledClusters, used: torch.Tensor, *, unlike: bool
     ) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
-        """Return the result of closed clusters with these controls (C,)."""
-        d = rows[:, _CONTROLS:] * used
-        fit = ControlledClusters(rows[:, 0].long(), rows[:, 4], d, rows[:, 3], self._auxiliary.covariance)
-        fitted, groups = fit.columns(self._moments), fit.columns(self._group_moments)
+        """Return the result of clusters with these controls (C,)."""
+        fitted = fit.columns(a)
+        by_group = a.new_zeros(len(a), int(self._groups.max()) + 1 if len(self._groups) else 0)
+        for groups in self._groups.view(-1, a.shape[1]):
+            by_group.index_add_(1, groups, a)
+        of_groups = fit.columns(by_group)
 
-        def summed(sums: torch.Tensor, columns: torch.Tensor) -> tuple[float, float, torch.Tensor]:
-            """Return the ratio of the clusters' sums (N,) over columns, its error and its influence."""
+        def summed(columns: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+            """Return the ratio of the clusters' sums over columns, its error and its influence."""
             value = math.fsum(fitted.ratios[columns].tolist())
             beta, slopes = fitted.beta[:, :, columns].sum(dim=2), fitted.slopes[:, columns].sum(dim=1)
-            return value, *fit.influence(sums, beta, slopes, value)
+            return value, *fit.influence(a[:, columns].sum(dim=1), beta, slopes, value)
 
-        value, stderr, influence = summed(rows[:, 1], torch.arange(len(fitted.ratios)))
-        part, part_stderr, part_influence = summed(rows[:, 2], self._part)
+        value, stderr, influence = summed(torch.arange(len(fitted.ratios)))
+        part, part_stderr, part_influence = summed(self._part)
         result = ClusteredRatio(
             value=value,
             stderr=stderr,
@@ -347,9 +285,9 @@ class ClusteredRatioEstimator:
             part=part,
             part_stderr=part_stderr,
             part_influence=part_influence,
-            by_group=groups.ratios,
-            by_group_stderr=groups.stderr,
-            clusters=len(rows),
+            by_group=of_groups.ratios,
+            by_group_stderr=of_groups.stderr,
+            samples=fit.samples,
             auxiliary_controls=tuple(used[len(used) - len(self._auxiliary.covariance) :].tolist()),
             auxiliary_differs=unlike,
         )
@@ -382,11 +320,3 @@ def _chance(sequences: torch.Tensor, d: torch.Tensor, of_auxiliary: torch.Tensor
     square = float(mean @ torch.linalg.solve(covariance, mean))
     half = torch.tensor([directions / 2, square / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def _add_moments(moments: torch.Tensor, folds: torch.Tensor, a: torch.Tensor, rest: torch.Tensor) -> None:
-    """Add clusters' a (n, K) and m, d (n, 1 + C) to the sums of a, a^2, a m and a d by fold, in place."""
-    moments[:, 0].index_add_(0, folds, a)
-    moments[:, 1].index_add_(0, folds, a.square())
-    for column in range(rest.shape[1]):
-        moments[:, 2 + column].index_add_(0, folds, a * rest[:, column, None])

@@ -5,7 +5,7 @@ Shapes: n sequences, T tokens in each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Kind = Literal["masked", "causal"]
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
-FEWEST_DOCUMENTS = 20  # for an error that counts documents: with fewer the error itself is too uncertain
+FEWEST_DOCUMENTS = 10  # for an error that counts documents: with fewer the error itself is too uncertain
 
 _LOGITS_BYTES = 1 << 28  # of the logits of a batch's predicted positions, in float32
 _ACTIVATION_BYTES = 1 << 30  # of what a forward pass keeps for the backward pass, roughly
@@ -62,7 +62,7 @@ class Inputs:
 
     Attributes:
         batches: Mappings of `input_ids`, `attention_mask` and `labels`, each (n, T) int64; one sequence a row. Where
-            the inputs are text of at least 20 documents, also `documents` (n,): the document in which each sequence
+            the inputs are text of at least 10 documents, also `documents` (n,): the document in which each sequence
             begins, so that errors count documents as independent and not sequences.
         num_sequences: Rows of all batches.
         num_predicted: Positions that the model predicts: labels other than -100, for a causal model without those of
@@ -138,7 +138,7 @@ def read_inputs(
 
     What is left at the end, less than one row, is dropped, and so is a row for a masked model that holds nothing but
     special and unknown tokens, in which nothing could be masked. Rows of text know the document they begin in; where
-    these are at least 20, the batches have them, see `Inputs`. If there are more rows than asked for, the rows taken
+    these are at least 10, the batches have them, see `Inputs`. If there are more rows than asked for, the rows taken
     are drawn uniformly without replacement.
 
     For a masked model, tokens are masked and predicted as `isoloss.text.masking.mask` does, but never the special
@@ -206,7 +206,7 @@ def read_inputs(
             whole["documents"] = torch.from_numpy(origins)
         else:
             auxiliary_sample = replace(auxiliary_sample, origins=None)
-            description += ", too few for an error that counts documents: it counts sequences"
+            description += ", too few to tell how texts differ: errors are given these"
     return replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
 
 
@@ -285,18 +285,29 @@ def _from_array(data: Path, length: int) -> Ids:
 
 def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int) -> tuple[Ids, Ids, str]:
     """Return the rows, the document in which each begins, and a note of tokens that the tokenizer does not know."""
-    texts: Iterable[str] = (text for _, text in documents.read_documents([data]))
     around = boundary_token_ids(tokenizer) if kind == "masked" else {}
     body = length - len([i for i in around.values() if i is not None])
     if body < 1:
         raise IsolossError(f"the length is {length}; with [CLS] and [SEP] it must be at least 3")
     sizes: list[int] = []
     unknown: list[int] = []
+    numbers: list[int] = []  # the document of each part of the text
     is_causal = kind == "causal"
     (added,) = tokenizers.encode(tokenizer, [""], add_special_tokens=is_causal)  # the unknown token may be among these
 
+    def texts() -> Iterator[str]:
+        file, known = "", dict[str, int]()
+        for location, text in documents.read_documents([data]):
+            # a long file comes in parts, and is one document; so are equal texts
+            before, file = file, location.rpartition(":")[0]
+            if file == before and file.lower().endswith(".txt"):
+                numbers.append(numbers[-1])
+            else:
+                numbers.append(known.setdefault(text, len(known)))
+            yield text
+
     def counted() -> Iterator[np.ndarray]:
-        for ids in tokenizers.encode(tokenizer, texts, add_special_tokens=is_causal):
+        for ids in tokenizers.encode(tokenizer, texts(), add_special_tokens=is_causal):
             sizes.append(len(ids))
             unknown.append(int((ids == tokenizer.unk_token_id).sum() - (added == tokenizer.unk_token_id).sum()))
             yield ids
@@ -306,7 +317,7 @@ def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, lengt
         raise IsolossError(f"the text in {data} is shorter than one sequence of {length} tokens")
     rows = np.concatenate(packed)
     firsts = body * np.arange(len(rows))
-    origins = np.searchsorted(np.cumsum(sizes), firsts, side="right").astype(np.int64)
+    origins = np.array(numbers)[np.searchsorted(np.cumsum(sizes), firsts, side="right")]
     fraction = sum(unknown) / max(1, sum(sizes) - len(sizes) * len(added))
     note = f", {100 * fraction:.1f} % of the tokens unknown to the tokenizer" if fraction else ""
     if kind == "masked":

@@ -333,10 +333,14 @@ class ResumeFile:
         self._expected = header["read"]
         return header["state"], tensors
 
-    def after(self, stream: Iterable[Mapping[str, Any]], number: int) -> Iterator[Mapping[str, Any]]:
-        """Yield the batches that follow the first `number`, and keep account of all."""
+    def after(
+        self, stream: Iterable[Mapping[str, Any]], number: int, skipped: Callable[[Mapping[str, Any]], Any]
+    ) -> Iterator[Mapping[str, Any]]:
+        """Yield the batches that follow the first `number`, and keep account of all; `skipped` is told of these."""
         for count, batch in enumerate(stream, start=1):
             self._add_inputs(batch)
+            if count <= number:
+                skipped(batch)
             if count == number and self._inputs.hexdigest() != self._expected:
                 raise IsolossError(f"{self._path} is the resume file of a measurement on other inputs; remove it")
             if count > number:

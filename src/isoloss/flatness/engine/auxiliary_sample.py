@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.model_checks import unwrapped
-from isoloss.statistics.ratio_estimator import Clusters
+from isoloss.model_checks import architecture, unwrapped
+from isoloss.text.clusters import SequenceClusters, mixed, sequence_hashes
 from isoloss.text.masking import IGNORED
 
 _DIRECTIONS = 16
@@ -26,7 +26,6 @@ _NONE = 1e-12  # of the mean square: a direction with less variance is rounding
 _MOST = 1 << 22  # counts in a table: of a larger vocabulary several pairs share one
 _PRIOR = 5.0  # how many tokens the frequencies of single ones count for, beside those that follow a token
 _UNSEEN = 0.5  # occurrences of a token beyond those that were counted
-_MIX = -7046029254386353131  # 2^64 over the golden ratio, odd, as a signed number
 
 
 class Bigrams:
@@ -83,12 +82,8 @@ class Bigrams:
         if present is None:
             present = torch.ones_like(ids, dtype=torch.bool)
         ids = ids * present
-        if documents is None:
-            indices = present.cumsum(dim=1) * _MIX  # wraps around; the same whatever padding there is
-            keys = (_mixed(ids + indices) * present).sum(dim=1)
-        else:
-            keys = documents.cpu()
-        return _mixed(keys) >> 40 & 1, ids[:, :-1], ids[:, 1:], present[:, :-1] & present[:, 1:]
+        keys = sequence_hashes(ids, present) if documents is None else mixed(documents.cpu())
+        return keys >> 40 & 1, ids[:, :-1], ids[:, 1:], present[:, :-1] & present[:, 1:]
 
     def _indices(
         self, halves: torch.Tensor, first: torch.Tensor, second: torch.Tensor
@@ -99,13 +94,6 @@ class Bigrams:
             pairs %= self._size
         ends = halves[:, None] * self._vocabulary
         return (halves[:, None] * self._size + pairs).flatten(), (ends + first).flatten(), (ends + second).flatten()
-
-
-def _mixed(keys: torch.Tensor) -> torch.Tensor:
-    """Return int64 numbers whose bits depend on all of the keys', by the steps of splitmix64."""
-    keys = (keys ^ (keys >> 30)) * -4658895280553007687
-    keys = (keys ^ (keys >> 27)) * -7723592293110705685
-    return keys ^ (keys >> 31)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,17 +134,25 @@ class AuxiliarySample:
         if weight is None:
             raise IsolossError(f"{type(model).__name__} has no input embeddings, by which an auxiliary sample is read")
         bigrams, kinds = Bigrams(len(weight)), set()
+        clusters, numbers = SequenceClusters(getattr(architecture(model), "config", None)), []
         for batch in batches:
             tokens = _Tokens.of(batch, len(weight))
             bigrams.add(tokens.ids, tokens.present, tokens.documents)
             kinds.add(tokens.documents is not None)
+            numbers.append(clusters.add(batch))
         if len(kinds) == 2:
             raise IsolossError("all batches of the auxiliary sample have `documents`, or none has")
-        clusters, sums, moments = _sums((_Tokens.of(batch, len(weight)) for batch in batches), weight, bigrams)
-        if clusters < 2:
+        if len(clusters) < 2:
             raise IsolossError(
-                f"the auxiliary sample has {clusters} independent sequences or documents; it needs at least 2"
+                f"the auxiliary sample has {len(clusters)} independent sequences or documents; it needs at least 2"
             )
+        blocks = clusters.blocks()
+        if blocks is not None:
+            numbers = [blocks.labels[each] for each in numbers]
+        sizes = torch.cat(numbers).bincount()
+        number = len(sizes)
+        values = (_values(_Tokens.of(batch, len(weight)), weight, bigrams) for batch in batches)
+        sums, moments = _sums(zip(numbers, values, strict=True), sizes)
         mean = sums[:-1] / sums[-1]
         centering = torch.cat([torch.eye(len(mean), dtype=torch.float64), -mean[None]])  # a cluster's sum less n means
         scatter = centering.T @ moments @ centering
@@ -166,7 +162,7 @@ class AuxiliarySample:
             bigrams=bigrams,
             mean=mean,
             directions=directions,
-            covariance=directions.T @ scatter @ directions * (clusters / (clusters - 1)) / sums[-1].square(),
+            covariance=directions.T @ scatter @ directions * (number / (number - 1)) / sums[-1].square(),
             num_sequences=int(sums[-1]),
             by_document=kinds == {True},
             seconds=time.perf_counter() - begun,
@@ -221,22 +217,31 @@ class _Tokens:
         return cls(ids, mask.bool().cpu(), batch.get("documents"))
 
 
-def _sums(batches: Iterable[_Tokens], weight: torch.Tensor, bigrams: Bigrams) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return the number of clusters, and the sums (1 + d + 1,) and products of the clusters' values and sizes."""
-    width = 1 + weight.shape[1] + 1
-    clusters = Clusters(width)
-    sums, moments = torch.zeros(width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
-    number = 0
+def _sums(
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]], sizes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums (1 + d + 1,) and products of the clusters' values and sizes, holding no more than open clusters.
 
-    def record(rows: torch.Tensor) -> None:
-        nonlocal number, sums, moments
-        number, sums, moments = number + len(rows), sums + rows.sum(dim=0), moments + rows.T @ rows
-
-    for tokens in batches:
-        values = _values(tokens, weight, bigrams)
-        record(clusters.add(torch.cat([values, values.new_ones(len(values), 1)], dim=1), tokens.documents))
-    record(clusters.close())
-    return number, sums, moments
+    Args:
+        batches: The cluster (B,) of each sequence, and its values (B, 1 + d).
+        sizes: The sequences of each cluster, by which it is known when one is complete.
+    """
+    sums, moments = torch.zeros(1), torch.zeros(1)
+    left = sizes.clone()
+    open_clusters: dict[int, torch.Tensor] = {}
+    for numbers, values in batches:
+        found, index = torch.unique(numbers, return_inverse=True)
+        rows = values.new_zeros(len(found), values.shape[1] + 1)
+        rows.index_add_(0, index, F.pad(values, (0, 1), value=1.0))
+        for row, cluster in enumerate(found.tolist()):
+            if (before := open_clusters.pop(cluster, None)) is not None:
+                rows[row] += before
+        left[found] -= index.bincount()
+        is_open = left[found] > 0
+        open_clusters |= dict(zip(found[is_open].tolist(), rows[is_open], strict=True))
+        rows = rows[~is_open]
+        sums, moments = sums + rows.sum(dim=0), moments + rows.T @ rows
+    return sums, moments
 
 
 def _directions(scatter: torch.Tensor, square: float) -> torch.Tensor:

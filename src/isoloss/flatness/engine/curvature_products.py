@@ -21,7 +21,8 @@ from isoloss.flatness.engine.accumulation import Options, ResumeFile, model_deta
 from isoloss.flatness.engine.capture import Capture, PositionSelection
 from isoloss.flatness.engine.parameters import counted_parameters, refuse_unreached, requiring_gradients
 from isoloss.flatness.engine.predictions import Batch, CheckedBatch, predict, read_batches
-from isoloss.model_checks import NOTHING_PREDICTED, device_of, is_causal, plainly, refuse_dropout
+from isoloss.model_checks import NOTHING_PREDICTED, architecture, device_of, is_causal, plainly, refuse_dropout
+from isoloss.text.clusters import SequenceClusters
 
 # what torch says where a function has a first derivative only
 _ONCE_ONLY = ("is not implemented", "differentiate twice")
@@ -52,13 +53,24 @@ class MeanLoss:
         self.model = model
         self.parameters = counted_parameters(model, parameters)
         self.causal = is_causal(model) if causal is None else causal
-        self.batches = list(_checked(batches, model=model, causal=self.causal, num_sequences=num_sequences))
+        clusters = SequenceClusters(getattr(architecture(model), "config", None))
+        if isinstance(batches, Sequence) and batches and isinstance(batches[0], CheckedBatch):
+            self.batches = list(cast("Sequence[CheckedBatch]", batches))
+        else:
+            given = cast("Iterable[Mapping[str, Any]]", batches)
+            self.batches = list(
+                read_batches(given, model=model, causal=self.causal, num_sequences=num_sequences, clusters=clusters)
+            )
         if not self.batches:
             raise IsolossError("there are no batches to measure on")
         self._batches = [batch.checked for batch in self.batches if batch.checked.predicts]
         if not self._batches:
             raise IsolossError(NOTHING_PREDICTED)
-        self.by_document = bool(self.batches[-1].after.by_document)
+        numbers, self.clusters_name = torch.cat([batch.clusters for batch in self.batches]), clusters.name
+        if (blocks := clusters.blocks()) is not None:
+            numbers, self.clusters_name = blocks.labels[numbers], blocks.name
+        # (B,) of each batch: what its sequences are independent by
+        self._clusters = torch.split(numbers, [len(batch.clusters) for batch in self.batches])
         self.num_sequences = sum(len(batch.clusters) for batch in self.batches)
         self.skipped_batches = len(self.batches) - len(self._batches)
         self.num_positions = sum(len(batch.targets) for batch in self._batches)
@@ -99,11 +111,11 @@ class MeanLoss:
 
     def _by_cluster(self, values: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         """Return (N,) float64: the sums over each cluster of (m,) values of each batch."""
-        sums = torch.zeros(self.batches[-1].after.clusters, dtype=torch.float64)
-        for batch in self.batches:
+        sums = torch.zeros(int(torch.cat(self._clusters).max()) + 1, dtype=torch.float64)
+        for batch, clusters in zip(self.batches, self._clusters, strict=True):
             if batch.checked.predicts:
                 rows = batch.checked.predicted.nonzero()[:, 0].cpu()
-                sums.index_add_(0, batch.clusters[rows], values(batch.checked))
+                sums.index_add_(0, clusters[rows], values(batch.checked))
         return sums
 
     def value(self) -> float:
@@ -164,10 +176,10 @@ class MeanLoss:
             of_batch = functools.partial(prediction_variances, self.model, self.parameters, directions)
             return self._by_cluster(of_batch), positions
         sums = torch.zeros_like(positions)
-        for batch in self.batches:
+        for batch, clusters in zip(self.batches, self._clusters, strict=True):
             for row in batch.checked.predicted.any(dim=1).nonzero()[:, 0].tolist():
                 form = self._hessian_form(batch.checked.rows(torch.tensor([row])), directions)
-                sums[batch.clusters[row]] += form
+                sums[clusters[row]] += form
         return sums, positions
 
     def _hessian_form(self, batch: Batch, directions: Sequence[torch.Tensor]) -> float:
@@ -197,19 +209,6 @@ class MeanLoss:
         if not bool(total.isfinite().all()):
             raise IsolossError(f"{what} is not finite; use a wider dtype")
         return total / self.num_positions
-
-
-def _checked(
-    batches: Iterable[Mapping[str, Any]] | Sequence[CheckedBatch],
-    *,
-    model: nn.Module,
-    causal: bool,
-    num_sequences: int | None,
-) -> Iterable[CheckedBatch]:
-    if isinstance(batches, Sequence) and batches and isinstance(batches[0], CheckedBatch):
-        return cast("Sequence[CheckedBatch]", batches)
-    given = cast("Iterable[Mapping[str, Any]]", batches)
-    return read_batches(given, model=model, causal=causal, num_sequences=num_sequences)
 
 
 def predicted_logits(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -33,10 +33,11 @@ from isoloss.flatness.engine.parameters import counted_parameters, embeddings, r
 from isoloss.flatness.engine.predictions import CheckedBatch, StreamPosition, read_batches
 from isoloss.flatness.engine.splits import Columns, Split
 from isoloss.memory import keep_freed
-from isoloss.model_checks import is_causal, plainly, refuse_dropout
+from isoloss.model_checks import architecture, is_causal, plainly, refuse_dropout
 from isoloss.statistics.column_ratios import ColumnRatios
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio_estimator import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator
+from isoloss.text.clusters import Blocks, SequenceClusters, equal_blocks
 
 # what makes another estimate of one, from the ratios of its columns
 Finish = Callable[[Estimate, ColumnRatios], Estimate]
@@ -163,23 +164,34 @@ class Measurement(Accumulation):
         if auxiliary_sample is not None:
             means = AuxiliaryMeans(auxiliary_sample.covariance, auxiliary_sample.num_sequences, auxiliary_sample.number)
             self.seconds = auxiliary_sample.seconds
-        width, keep = len(owners), source.splits is not None
-        self._estimators = [ClusteredRatioEstimator(width, source.num_controls, groups, means, others, keep)]
+        width = len(owners)
+        self._estimators = [ClusteredRatioEstimator(width, source.num_controls, groups, means, others)]
         if source.parts:
-            self._estimators.append(ClusteredRatioEstimator(width, 0, groups, part=others, keep_rows=keep))
+            self._estimators.append(ClusteredRatioEstimator(width, 0, groups, part=others))
+        config = getattr(architecture(self._model), "config", None)
+        self.clusters = SequenceClusters(config, group_size=source.cluster_size)
         self._position = StreamPosition()
+        self._gathered_blocks: Blocks | None = None  # of all processes
 
     def __len__(self) -> int:
         return len(self._estimators[0])
 
+    def blocks(self) -> Blocks | None:
+        """Return the blocks of clusters that depend on each other, if there are any."""
+        return None if self._source.by_batch else self._gathered_blocks or self.clusters.blocks()
+
     def result(self) -> ClusteredRatio:
         """Return what the estimate is made of."""
-        first, *rest = (estimator.result() for estimator in self._estimators)
+        blocks = self.blocks()
+        labels = None if blocks is None else blocks.labels
+        first, *rest = (estimator.result(labels) for estimator in self._estimators)
         return first.plus(rest[0]) if rest else first
 
     def columns(self) -> ColumnRatios:
         """Return the ratios of the columns of a source with `splits`, and what estimates of their sums are made of."""
-        first, *rest = (estimator.columns() for estimator in self._estimators)
+        blocks = self.blocks()
+        labels = None if blocks is None else blocks.labels
+        first, *rest = (estimator.columns(labels) for estimator in self._estimators)
         return first.plus(rest[0]) if rest else first
 
     @torch.inference_mode(False)
@@ -206,13 +218,13 @@ class Measurement(Accumulation):
                 if (state := file.read()) is not None:
                     self.load_state(*state)
                     stopping.check_resumed(self._position.sequences, stopping.num_sequences, "num_sequences")
-                batches = file.after(batches, self._position.batches)
+                batches = file.after(batches, self._position.batches, self.clusters.add)
             items = read_batches(
                 batches,
                 model=self._model,
                 causal=source.causal,
                 num_sequences=stopping.num_sequences,
-                cluster_size=source.cluster_size,
+                clusters=self.clusters,
                 start=self._position,
             )
             reason = self.run(items, stopping, file=file, progress=progress)
@@ -230,8 +242,8 @@ class Measurement(Accumulation):
 
     def add(self, item: CheckedBatch) -> None:
         """Measure a batch."""
-        by_document, auxiliary = item.after.by_document, self._auxiliary
-        if auxiliary is not None and auxiliary.by_document != by_document:
+        auxiliary = self._auxiliary
+        if auxiliary is not None and auxiliary.by_document != self.clusters.by_document:
             raise IsolossError("both the batches and the auxiliary sample have `documents`, or neither has")
         try:
             with plainly(self._model):
@@ -241,9 +253,7 @@ class Measurement(Accumulation):
                 controls = torch.cat([controls, auxiliary.features(item.given)], dim=1)
         except IsolossError as error:
             raise IsolossError(f"batch {item.number}: {error}") from error
-        clusters = item.clusters if by_document or self._source.cluster_size > 1 else None
-        if self._source.by_batch:
-            clusters = None
+        clusters = None if self._source.by_batch else item.clusters
         parts = [(terms.values, controls)]
         if terms.residual is not None:
             parts.append((terms.residual, controls[:, :0]))
@@ -312,11 +322,14 @@ class Measurement(Accumulation):
     def _gather(self) -> None:
         """Put together what the processes summed."""
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self._position, self.seconds, self._estimators))
-        positions = [position for position, _, _ in gathered]
+        packed = len(self.clusters), self.clusters.is_packed()
+        dist.all_gather_object(gathered, (self._position, self.seconds, self._estimators, packed))
+        positions = [position for position, *_ in gathered]
         for number in range(len(self._estimators)):
-            self._estimators[number] = ClusteredRatioEstimator.merged([parts[number] for _, _, parts in gathered])
-        self.seconds = max(seconds for _, seconds, _ in gathered)
+            self._estimators[number] = ClusteredRatioEstimator.merged([parts[number] for _, _, parts, _ in gathered])
+        self.seconds = max(seconds for _, seconds, *_ in gathered)
+        if any(is_packed for *_, (_, is_packed) in gathered):
+            self._gathered_blocks = equal_blocks([number for *_, (number, _) in gathered])
         summed = ("batches", "sequences", "positions", "skipped")
         totals = {name: sum(getattr(position, name) for position in positions) for name in summed}
         self._position = replace(self._position, **totals)
@@ -330,12 +343,12 @@ class Measurement(Accumulation):
         if source.by_parameter and not bool(result.by_parameter.any()):
             # after a resumption the source has not seen all batches
             refuse_unreached(self._model, self._names, details["parameters_without_gradient"])
-        sequences = "sequences" if source.cluster_size == 1 else f"groups of {source.cluster_size} sequences"
-        clusters = "documents" if position.by_document else sequences
+        blocks = self.blocks()
+        clusters = self.clusters.name if blocks is None else blocks.name
         estimate = Estimate(
             value=result.value,
             stderr=result.stderr,
-            samples=len(self),
+            samples=result.samples,
             unit=UNIT,
             num_predictions=position.positions,
             num_probes=source.num_probes,

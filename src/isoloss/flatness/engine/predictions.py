@@ -6,7 +6,6 @@ Shapes: B sequences, T positions, m predicted positions in all, d the width of t
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ from isoloss.errors import IsolossError
 from isoloss.flatness.engine.capture import Capture, Decoder, PositionSelection, selected_at
 from isoloss.loading import max_length
 from isoloss.model_checks import NOTHING_PREDICTED, architecture, device_of, plainly, unwrapped, virtual_tokens
+from isoloss.text.clusters import SequenceClusters
 from isoloss.text.masking import IGNORED
 
 
@@ -135,9 +135,6 @@ class StreamPosition:
     sequences: int = 0  # their sequences
     positions: int = 0  # their predicted positions
     skipped: int = 0  # batches that predict nothing
-    by_document: bool | None = None  # whether they have `documents`; None before the first batch
-    clusters: int = 0  # number of clusters, the last one included, which may go on
-    document: int | None = None  # the id of the last document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +145,7 @@ class CheckedBatch:
     checked: Batch  # the same on the model's device, without its documents
     number: int  # the index of the batch in the stream
     first: int  # the index of its first sequence in the stream
-    clusters: torch.Tensor  # (B,) ascending numbers: sequences of one number are not independent of each other
+    clusters: torch.Tensor  # (B,) the number of each sequence's cluster, see `SequenceClusters`
     after: StreamPosition  # where the stream stands behind it
 
 
@@ -158,13 +155,12 @@ def read_batches(
     model: nn.Module,
     causal: bool,
     num_sequences: int | None = None,
-    cluster_size: int = 1,
+    clusters: SequenceClusters,
     start: StreamPosition | None = None,
 ) -> Iterator[CheckedBatch]:
     """Yield the batches of a stream, checked for a model; some may predict nothing.
 
-    A cluster is `cluster_size` consecutive sequences, or, where batches have `documents` (B,), the consecutive
-    sequences of one document, whatever their number. Clusters do not depend on how the stream is cut into batches.
+    Clusters do not depend on how the stream is cut into batches. They have seen all that came before `start`.
     """
     if isinstance(batches, Mapping):
         raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
@@ -176,32 +172,22 @@ def read_batches(
         if num_sequences is not None:
             rows = slice(num_sequences - position.sequences)
             batch = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        documents = batch.get("documents")
-        if position.by_document is not None and position.by_document != (documents is not None):
+        if clusters.by_document is not None and clusters.by_document != (batch.get("documents") is not None):
             raise IsolossError(f"batch {number}: all batches have `documents`, or none has")
         try:
             inputs = {name: value for name, value in batch.items() if name != "documents"}
             checked = Batch.read(inputs, model, causal=causal)
         except IsolossError as error:
             raise IsolossError(f"batch {number}: {error}") from error
-        first, size, before = position.sequences, len(checked.predicted), position.clusters
-        if documents is None:
-            last = None
-            clusters = torch.arange(first, first + size) // cluster_size
-        else:
-            ids = [position.document, *documents.tolist()]
-            last = ids[-1]
-            clusters = before - 1 + torch.tensor([a != b for a, b in itertools.pairwise(ids)]).cumsum(dim=0)
+        first, size = position.sequences, len(checked.predicted)
         position = StreamPosition(
             batches=number + 1,
             sequences=first + size,
             positions=position.positions + len(checked.targets),
             skipped=position.skipped + (not checked.predicts),
-            by_document=documents is not None,
-            clusters=int(clusters[-1]) + 1 if size else before,
-            document=last,
         )
-        yield CheckedBatch(given=batch, checked=checked, number=number, first=first, clusters=clusters, after=position)
+        numbers = clusters.add(batch)
+        yield CheckedBatch(given=batch, checked=checked, number=number, first=first, clusters=numbers, after=position)
 
 
 @dataclass(frozen=True)

@@ -280,8 +280,8 @@ def minimal_trace(
         return None
     if rescaling != "minimal":
         raise IsolossError(f"rescaling is {rescaling!r}; it is 'minimal' or None")
-    sequences = num_sequences or 0  # 0: not known, or, where they are of documents, fewer sums than sequences
-    if isinstance(batches, Sequence) and not any("documents" in batch for batch in batches):
+    sequences = num_sequences or 0  # 0: not known
+    if isinstance(batches, Sequence):
         known = sum(len(batch.get("labels", ())) for batch in batches)
         sequences = min(known, num_sequences or known)
     return MinimalTraceEstimator(model, granularity=granularity, parameters=parameters, sequences=sequences)
