@@ -91,7 +91,7 @@ def test_the_tokenizer_goes_along(tmp_path, capsys):
     model = BertForMaskedLM(BertConfig(vocab_size=6, max_position_embeddings=8, **sizes))
     model.save_pretrained(tmp_path / "bert")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(tmp_path / "bert")
-    (tmp_path / "text.txt").write_text("a b c " * 40)
+    (tmp_path / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(["a", "b", "c"], 120)))
     text = ("--data", tmp_path / "text.txt", "--length", "6", "--output", tmp_path / "large")
     call(capsys, "expand", tmp_path / "bert", "--into", "d128", *text, *COMMON)
     assert AutoTokenizer.from_pretrained(tmp_path / "large").mask_token_id == 2

@@ -57,7 +57,9 @@ def folder(tmp_path_factory):
 def llama(size, vocab=VOCAB):
     torch.manual_seed(0)
     sizes = {"hidden_size": size, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab, max_position_embeddings=16, **sizes)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=vocab, max_position_embeddings=16, bos_token_id=None, eos_token_id=None, **sizes)
+    ).eval()
 
 
 def call(capsys, *words, status=0):
@@ -118,10 +120,10 @@ def test_the_largest_shares_and_the_trace_without_embeddings_are_printed(capsys,
 def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
     loud = LlamaForCausalLM.from_pretrained(folder / "a")
     with torch.no_grad():  # less of a gradient comes to large embeddings
-        loud.get_input_embeddings().weight[:2] = 20 * loud.get_input_embeddings().weight[2:4]
+        loud.get_input_embeddings().weight[:4] = 20 * loud.get_input_embeddings().weight[4:8]
     loud.save_pretrained(tmp_path / "loud")
     draws = np.random.default_rng(1)  # sequences of loud words or of the others
-    ids = np.where(draws.random((4000, 1)) < 0.5, draws.integers(0, 2, (4000, 8)), draws.integers(2, VOCAB, (4000, 8)))
+    ids = np.where(draws.random((4000, 1)) < 0.5, draws.integers(0, 4, (4000, 8)), draws.integers(4, VOCAB, (4000, 8)))
     np.save(tmp_path / "ids.npy", ids)
     data = ("--data", tmp_path / "ids.npy", "--num-sequences", "400")
     details = trace_of(json.loads(call(capsys, tmp_path / "loud", *data, "--json").out))["details"]
@@ -170,7 +172,7 @@ def test_a_tolerance_stops_early_or_says_that_it_was_not_reached(capsys, folder)
 
 def test_inputs_come_in_random_order_where_it_may_stop_early(capsys, folder, tmp_path):
     ids = np.load(folder / "ids.npy")
-    np.save(tmp_path / "ids.npy", np.concatenate([np.zeros_like(ids), ids]))  # the first half is all one token
+    np.save(tmp_path / "ids.npy", np.concatenate([ids % 5, ids]))  # the first half is of five tokens alone
     words = (folder / "a", "--data", tmp_path / "ids.npy", "--batch-size", "64", "--json")
     whole = trace_of(json.loads(call(capsys, *words).out))
     part = trace_of(json.loads(call(capsys, *words, "--seconds", "1e-9").out))

@@ -67,7 +67,9 @@ def fisher_trace(
     kernel does.
 
     The error is that of a ratio over independent clusters, so it covers the data and the probes together. A cluster is
-    a sequence, or, where a batch has `documents`, the consecutive sequences of one document.
+    a document, where batches have `documents`, else a sequence with its copies. Where these turn out to be consecutive
+    pieces of longer texts, the error is over blocks of them, if it is the larger
+    (`isoloss.text.clusters.SequenceClusters`); the details' `clusters` says what was counted.
 
     Some parameters of a transformer can be multiplied by a factor and others divided by it without changing the
     function, and the trace changes. `rescaling="minimal"` minimizes it over these exact rescalings (see
@@ -82,7 +84,8 @@ def fisher_trace(
     Args:
         model: A Hugging Face language model, or a module whose output has `logits` (B, T, V). It is left as found.
         batches: Mappings of `labels` (B, T), -100 where nothing is predicted, and the model's inputs, B rows each;
-            optionally `documents` (B,), the id of the document that each sequence is from. The values of the other
+            optionally `documents` (B,), the id of the text that each sequence is from: pass it where several sequences
+            come from one text, or the error may be too small. The values of the other
             labels are not used. A causal model's labels are unshifted: label t + 1 is predicted at position t.
         method: `"ghost"`, or `"paper"`: the reference implementation of appendix B.1, which samples labels at each
             predicted position and averages the squared norms of their gradients, one backward pass per label.

@@ -178,7 +178,9 @@ class Measurement(Accumulation):
 
     def blocks(self) -> Blocks | None:
         """Return the blocks of clusters that depend on each other, if there are any."""
-        return None if self._source.by_batch else self._gathered_blocks or self.clusters.blocks()
+        blocks = None if self._source.by_batch else self._gathered_blocks or self.clusters.blocks()
+        # a batch that was read may not have been measured, where Ctrl-C came between
+        return blocks and blocks._replace(labels=blocks.labels[: len(self)])
 
     def result(self) -> ClusteredRatio:
         """Return what the estimate is made of."""
