@@ -40,8 +40,8 @@ class SequenceClusters:
     - Separators show where documents begin: an end-of-text token inside sequences, or position ids that start again. A
       block is a document, with all sequences that begin in it.
     - Neighbors share more tokens than other sequences do. With x_i the set of tokens of cluster i as a unit vector over
-      the vocabulary, less the mean, the products x_i x_{i+1} of neighbors have the mean -sum_i |x_i|^2 / (N (N - 1)) in
-      random order. Where theirs is above it by three standard errors, N clusters are cut into max(5, sqrt(N) / 3)
+      the vocabulary, less the mean, the products of neighbors `x_i x_{i+1}` have the mean `-sum_i x_i^2 / (N (N - 1))`
+      in random order. Where theirs is above it by three standard errors, N clusters are cut into `max(5, sqrt(N) / 3)`
       blocks: batch means, whose blocks grow with N, so that dependence of any fixed reach ends up within them (Flegal
       and Jones 2010, "Batch means and spectral variance estimators in Markov chain Monte Carlo").
 
